@@ -1,0 +1,22 @@
+"""PowerGrad Transform: altered gradients in the backward pass of softmax cross-entropy."""
+
+from powergrad._version import __version__
+from powergrad.alter import alter_gradient
+from powergrad.identity import equivalent_training
+from powergrad.loss import CrossEntropyLoss, binary_cross_entropy_with_logits, cross_entropy
+from powergrad.mode import PowerGrad
+from powergrad.transform import log_softmax, paper_smoothing, power_transform, stationary_threshold
+
+__all__ = [
+    "CrossEntropyLoss",
+    "PowerGrad",
+    "__version__",
+    "alter_gradient",
+    "binary_cross_entropy_with_logits",
+    "cross_entropy",
+    "equivalent_training",
+    "log_softmax",
+    "paper_smoothing",
+    "power_transform",
+    "stationary_threshold",
+]

@@ -1,0 +1,214 @@
+"""Argument checks shared by the public functions: each names what was expected and what came.
+
+Checks of shape, dtype and plain numbers always run. Checks that read the values of a tensor run
+only where that is free of surprises: on CPU, in eager mode. On an accelerator they would make the
+host wait; under ``torch.compile``, ``vmap`` or export there are no values to read.
+"""
+
+from __future__ import annotations
+
+import numbers
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def values_readable(*tensors: Tensor) -> bool:
+    """Whether looking at the values of `tensors` costs no synchronisation and breaks no trace."""
+    return not torch.compiler.is_compiling() and all(
+        t.device.type == "cpu"
+        and type(t) in (Tensor, torch.nn.Parameter)
+        and not is_functorch_wrapped_tensor(t)
+        for t in tensors
+    )
+
+
+def autocasting(tensor: Tensor) -> bool:
+    device = tensor.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def check_floating(tensor: Tensor, name: str) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"Expected `{name}` to be a tensor, but got {type(tensor).__name__}.")
+    if not tensor.is_floating_point():
+        raise TypeError(f"Expected `{name}` to be a floating-point tensor, but got {tensor.dtype}.")
+    return tensor
+
+
+def check_dim(tensor: Tensor, dim: int, name: str) -> int:
+    """`dim` counted from the front. A 0-d tensor has one dimension here, as in PyTorch."""
+    size = max(tensor.dim(), 1)
+    if not -size <= dim < size:
+        raise ValueError(
+            f"Expected `dim` to be in [{-size}, {size - 1}] for `{name}` of shape "
+            f"{shape_of(tensor)}, but got {dim}."
+        )
+    return dim % size
+
+
+def check_probabilities(p: Tensor, name: str) -> Tensor:
+    check_floating(p, name)
+    if values_readable(p) and not bool((p >= 0).all()):
+        raise ValueError(
+            f"Expected `{name}` to hold probabilities, but got a negative or NaN value."
+        )
+    return p
+
+
+def check_alpha(alpha: float | Tensor, tensor: Tensor, dim: int | None) -> Tensor:
+    """`alpha` as a tensor that broadcasts over `tensor` and is constant along `dim`.
+
+    With `dim` None there is no class dimension: one alpha an element is allowed.
+    """
+    if not isinstance(alpha, Tensor):
+        return torch.tensor(check_number(alpha), dtype=torch.float64)
+    if not alpha.is_floating_point():
+        raise TypeError(f"Expected `alpha` to be floating-point, but got {alpha.dtype}.")
+    if alpha.requires_grad:
+        raise ValueError(
+            "Expected `alpha` not to require grad, because no loss value depends on it; "
+            "pass `alpha.detach()`."
+        )
+    if values_readable(alpha) and not bool(((alpha >= 0) & (alpha <= 1)).all()):
+        raise ValueError(f"Expected `alpha` to be in [0, 1], but got {extremes(alpha)}.")
+    if alpha.dim() == 0:
+        return alpha
+    if alpha.device != tensor.device:
+        raise ValueError(f"Expected `alpha` to be on {tensor.device}, but got {alpha.device}.")
+    shape = shape_of(tensor)
+    per_position = shape if dim is None else shape[:dim] + shape[dim + 1 :]
+    per_example = shape[:1] if dim != 0 else ()
+    if shape_of(alpha) == per_position:
+        return alpha if dim is None else alpha.unsqueeze(dim)
+    if shape_of(alpha) == per_example:
+        return alpha.reshape(-1, *[1] * (tensor.dim() - 1))
+    allowed = " or ".join(str(s) for s in dict.fromkeys([(), per_example, per_position]))
+    raise ValueError(f"Expected `alpha` to have shape {allowed}, but got {shape_of(alpha)}.")
+
+
+def check_number(alpha: float) -> float:
+    if isinstance(alpha, bool) or not isinstance(alpha, (numbers.Real, torch.SymFloat)):
+        raise TypeError(f"Expected `alpha` to be a number, but got {type(alpha).__name__}.")
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"Expected `alpha` to be in [0, 1], but got {alpha}.")
+    return float(alpha)
+
+
+def is_one(alpha: float | Tensor) -> bool:
+    """Whether `alpha` is the number 1, at which PyTorch's own functions are called."""
+    return not isinstance(alpha, Tensor) and alpha == 1
+
+
+def extremes(tensor: Tensor) -> str:
+    flat = tensor.detach().flatten()
+    if flat.isnan().any():
+        return "NaN"
+    low, high = flat.min().item(), flat.max().item()
+    return f"{low:g}" if low == high else f"values from {low:g} to {high:g}"
+
+
+def check_reduction(reduction: str) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(
+            f"Expected `reduction` to be 'mean', 'sum' or 'none', but got {reduction!r}."
+        )
+
+
+def check_smoothing(label_smoothing: float) -> None:
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"Expected `label_smoothing` to be in [0, 1], but got {label_smoothing}.")
+
+
+def check_broadcasts(factor: Tensor | None, input: Tensor, name: str) -> None:
+    if factor is None:
+        return
+    check_floating(factor, name)
+    shape, whole = shape_of(factor), shape_of(input)
+    trailing = whole[len(whole) - len(shape) :]
+    fits = all(a in (1, b) for a, b in zip(shape, trailing, strict=False))
+    if len(shape) > len(whole) or not fits:
+        raise ValueError(
+            f"Expected `{name}` to broadcast over `input` of shape {whole}, but got {shape}."
+        )
+
+
+def check_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> int:
+    """Check what `cross_entropy` was given; return the class dimension."""
+    check_floating(input, "input")
+    check_reduction(reduction)
+    check_smoothing(label_smoothing)
+    if input.dim() == 0:
+        raise ValueError("Expected `input` to have a class dimension, but got shape ().")
+    class_dim = 0 if input.dim() == 1 else 1
+    num_classes = input.shape[class_dim]
+    if num_classes == 0:
+        raise ValueError(f"Expected `input` to have classes, but got shape {shape_of(input)}.")
+    check_target(target, input, class_dim, ignore_index)
+    if weight is not None:
+        check_floating(weight, "weight")
+        if shape_of(weight) != (num_classes,):
+            raise ValueError(
+                f"Expected `weight` to have shape ({num_classes},), one a class, "
+                f"but got {shape_of(weight)}."
+            )
+        if (
+            weight.dtype != input.dtype
+            and not target.is_floating_point()
+            and not autocasting(input)
+        ):
+            raise TypeError(
+                f"Expected `weight` to have the dtype of `input`, {input.dtype}, "
+                f"but got {weight.dtype}."
+            )
+    return class_dim
+
+
+def check_target(target: Tensor, input: Tensor, class_dim: int, ignore_index: int) -> None:
+    if not isinstance(target, Tensor):
+        raise TypeError(f"Expected `target` to be a tensor, but got {type(target).__name__}.")
+    shape = shape_of(input)
+    positions = shape[:class_dim] + shape[class_dim + 1 :]
+    if target.is_floating_point():
+        if shape_of(target) != shape:
+            raise ValueError(
+                f"Expected `target` of class probabilities to have the shape of `input`, {shape}, "
+                f"but got {shape_of(target)}."
+            )
+        if ignore_index >= 0:
+            raise ValueError(
+                "Expected `ignore_index` to be negative for a `target` of class probabilities, "
+                f"but got {ignore_index}."
+            )
+        return
+    if target.dtype not in (torch.int64, torch.uint8):
+        raise TypeError(
+            "Expected `target` to hold class indices (torch.int64 or torch.uint8) or class "
+            f"probabilities (floating-point), but got {target.dtype}."
+        )
+    if shape_of(target) != positions:
+        raise ValueError(
+            f"Expected `target` of class indices to have shape {positions} for `input` of shape "
+            f"{shape}, but got {shape_of(target)}."
+        )
+    if values_readable(target) and target.numel():
+        low, high = target.aminmax()
+        if low < 0 or high >= shape[class_dim]:
+            labels = target[target != ignore_index]
+            if labels.numel() and (labels.min() < 0 or labels.max() >= shape[class_dim]):
+                raise ValueError(
+                    f"Expected labels in `target` to be in [0, {shape[class_dim] - 1}] or "
+                    f"`ignore_index` ({ignore_index}), but got {extremes(labels)}."
+                )

@@ -1,0 +1,71 @@
+"""Altering a gradient at any point of the graph: identity forward, any function backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powergrad._check import check_floating, shape_of
+
+__all__ = ["alter_gradient"]
+
+
+def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    r"""Return `tensor` unchanged, whose gradient passes through `fn` on its way back.
+
+    Everything before this point of the graph sees ``fn(grad)`` in place of ``grad``; what else uses
+    `tensor` itself is not affected. PowerGrad Transform is one such alteration, at the logits;
+    for that one use :func:`powergrad.cross_entropy`, which does not need the labels.
+
+    Args:
+        tensor: A floating-point tensor of any shape.
+        fn: Takes the gradient and returns a tensor of the same shape and dtype. Where it is made
+            of differentiable operations, higher derivatives go through it as well.
+
+    Returns:
+        A tensor with the values of `tensor`.
+
+    Raises:
+        TypeError: If `tensor` is not floating-point or `fn` cannot be called; in the backward pass,
+            if `fn` does not return a tensor.
+        ValueError: In the backward pass, if `fn` returns another shape or dtype.
+
+    Example:
+        >>> x = torch.tensor([1.0, -2.0], requires_grad=True)
+        >>> y = alter_gradient(x, lambda grad: grad.clamp(-1, 1))
+        >>> (5 * y).sum().backward()
+        >>> x.grad
+        tensor([1., 1.])
+    """
+    check_floating(tensor, "tensor")
+    if not callable(fn):
+        raise TypeError(f"Expected `fn` to be callable, but got {type(fn).__name__}.")
+    return _Alter.apply(tensor, fn)
+
+
+class _Alter(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.fn = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        altered = ctx.fn(grad)
+        if not isinstance(altered, Tensor):
+            raise TypeError(f"Expected `fn` to return a tensor, but got {type(altered).__name__}.")
+        if altered.shape != grad.shape or altered.dtype != grad.dtype:
+            raise ValueError(
+                f"Expected `fn` to return shape {shape_of(grad)} and {grad.dtype}, "
+                f"but got {shape_of(altered)} and {altered.dtype}."
+            )
+        return altered, None

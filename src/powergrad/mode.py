@@ -1,0 +1,263 @@
+"""`PowerGrad`: the cross-entropies that anyone's code calls inside it use PowerGrad Transform."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn._reduction import legacy_get_string
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from powergrad._check import check_number
+from powergrad.loss import cross_entropy
+from powergrad.transform import log_softmax
+
+__all__ = ["PowerGrad"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class PowerGrad(TorchFunctionMode):
+    r"""Context manager and decorator: losses computed inside get PowerGrad Transform's gradient.
+
+    It alters ``F.cross_entropy``, ``F.linear_cross_entropy``, and the log-softmax under its five
+    names (``F.log_softmax``, ``torch.log_softmax``, ``torch.special.log_softmax``,
+    ``Tensor.log_softmax``, and PyTorch's modules over them, such as ``nn.CrossEntropyLoss``),
+    therefore also ``F.nll_loss``, ``F.kl_div`` or ``F.ctc_loss`` of a log-softmax taken inside.
+    Values do not change. The innermost of several holds; ``PowerGrad(1.0)`` switches it off again
+    for a part. Only the calls matter: ``backward()`` may run inside or outside.
+
+    It does **not** alter: a softmax followed by a logarithm, ``logsumexp``,
+    ``F.binary_cross_entropy_with_logits`` and other losses; calls of ``torch.ops.aten`` operators
+    and of kernels that compute a loss of their own; TorchScript; and, since a mode belongs to its
+    thread, calls from threads started inside (``nn.DataParallel`` on several GPUs). What a
+    checkpoint recomputes after the block has ended cannot be altered: a loss inside
+    ``torch.utils.checkpoint``, or in the forward of another custom autograd function, raises.
+
+    Every torch call inside pays about a microsecond, so put it around the loss, not the model. That
+    also leaves a ``log_softmax`` inside the model alone; ``log_softmax=False`` does so where the
+    model computes its own loss.
+
+    Args:
+        alpha: As in :func:`powergrad.cross_entropy`.
+        log_softmax: Whether a ``log_softmax`` is altered by itself, or cross-entropies only.
+
+    Raises:
+        ValueError: If ``alpha`` is outside [0, 1].
+        RuntimeError: At a call whose recomputation would be plain cross-entropy (see above).
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0]], requires_grad=True)
+        >>> with PowerGrad(alpha=0.25):
+        ...     loss = torch.nn.functional.cross_entropy(logits, torch.tensor([1]))
+        >>> loss.backward()
+        >>> logits.grad
+        tensor([[ 0.4810, -0.7082,  0.2272]])
+    """
+
+    def __init__(self, alpha: float | Tensor, *, log_softmax: bool = True) -> None:
+        super().__init__()
+        self.alpha = alpha if isinstance(alpha, Tensor) else check_number(alpha)
+        self.log_softmax = log_softmax
+        self._outer: list[set[int]] = []  # for each entry, what was already under way around it
+
+    def __enter__(self) -> PowerGrad:
+        _let_dynamo_see_module_losses()
+        if not torch.compiler.is_compiling():
+            self._outer.append({id(frame) for frame in _recomputed_later()})
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._outer.pop()
+        super().__exit__(*exc)
+
+    def __call__(self, function: _Function) -> _Function:
+        """Decorate `function`: each call of it runs inside this context."""
+        if (
+            inspect.isgeneratorfunction(function)
+            or inspect.iscoroutinefunction(function)
+            or inspect.isasyncgenfunction(function)
+        ):
+            raise TypeError(
+                "Expected an ordinary function to decorate, but got a generator or coroutine, "
+                "whose body would run outside; use `with PowerGrad(...)` within it."
+            )
+
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with PowerGrad(self.alpha, log_softmax=self.log_softmax):
+                return function(*args, **kwargs)
+
+        return inside  # pyright: ignore[reportReturnType]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        altered = _CROSS_ENTROPIES.get(func)
+        if altered is None and self.log_softmax and "out" not in kwargs:
+            altered = _LOG_SOFTMAXES.get(func)
+        if altered is None:
+            return func(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self._refuse_recomputation(func)
+        return altered(self.alpha, *args, **kwargs)
+
+    def _refuse_recomputation(self, func: Any) -> None:
+        for frame in _recomputed_later():
+            if id(frame) not in self._outer[-1]:
+                raise RuntimeError(
+                    f"Expected `{func.__name__}` under PowerGrad to be called outside checkpoints "
+                    "and custom autograd functions entered within it, but got a call inside one. "
+                    "Its backward pass computes the call again, after PowerGrad has ended. Let the "
+                    "function enter PowerGrad itself, `checkpoint(PowerGrad(alpha)(function), "
+                    "...)`, or call `powergrad.cross_entropy` in it."
+                )
+
+
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore
+
+
+def _recomputed_later() -> Iterator[FrameType]:
+    """The callers of this one whose backward pass will run it again, or something in its place.
+
+    With gradients on, that is a non-reentrant checkpoint. In the forward of a custom autograd
+    function, such as the reentrant checkpoint, they are off; there it is one whose arguments need a
+    gradient, so that it has a backward pass at all.
+    """
+    grad_enabled = torch.is_grad_enabled()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if grad_enabled:
+            if frame.f_code is _CHECKPOINT:
+                yield frame
+        elif frame.f_code is _APPLY:
+            arguments = frame.f_locals["args"]
+            if any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
+                yield frame
+        frame = frame.f_back
+
+
+# What stands in for each function: the same arguments, after alpha. ------------------------------
+
+
+def _cross_entropy(
+    alpha: float | Tensor,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    if size_average is not None or reduce is not None:
+        reduction = legacy_get_string(size_average, reduce)
+    return cross_entropy(
+        input,
+        target,
+        weight,
+        alpha=alpha,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
+def _linear_cross_entropy(
+    alpha: float | Tensor,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+) -> Tensor:
+    # (..., in) times (C, d1, ..., in) to (..., C, d1, ...), as in PyTorch.
+    bias = None if linear_bias is None else linear_bias.flatten()
+    logits = F.linear(input, linear_weight.flatten(0, -2), bias)
+    logits = logits.unflatten(-1, linear_weight.shape[:-1])
+    return cross_entropy(
+        logits,
+        target,
+        weight,
+        alpha=alpha,
+        ignore_index=-100 if ignore_index is None else ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
+def _log_softmax(
+    alpha: float | Tensor, input: Tensor, dim: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    return log_softmax(input, dim, alpha=alpha, dtype=dtype)
+
+
+def _functional_log_softmax(
+    alpha: float | Tensor,
+    input: Tensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    if dim is None:  # PyTorch's old habit, with its warning
+        dim = F._get_softmax_dim("log_softmax", input.dim(), _stacklevel + 1)  # pyright: ignore
+    return log_softmax(input, int(dim), alpha=alpha, dtype=dtype)  # pyright: ignore
+
+
+# torch.compile -----------------------------------------------------------------------------------
+
+
+def _let_dynamo_see_module_losses() -> None:
+    """Make an ``nn.CrossEntropyLoss()`` that a compiled function constructs call `F.cross_entropy`.
+
+    TorchDynamo traces modes like this one, with one exception: that constructor is replaced by a
+    graph node that no mode sees. Here the node is made by an ordinary call, which gives the same
+    graph where no mode is active. Nothing happens before TorchDynamo is loaded.
+    """
+    if "torch._dynamo.variables.user_defined" not in sys.modules:
+        return
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.misc import LambdaVariable
+    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+
+    def ordinary_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+        options = {**dict(zip(names, args, strict=False)), **kwargs}
+        function = VariableTracker.build(tx, F.cross_entropy)
+        return LambdaVariable(lambda z, y: function.call_function(tx, [z, y], options))
+
+    if hasattr(UserDefinedClassVariable, "_call_cross_entropy_loss"):
+        UserDefinedClassVariable._call_cross_entropy_loss = ordinary_call
+
+
+# What `torch.compiler.assume_constant_result` sets, without loading TorchDynamo here: where the
+# `with` block itself is compiled, TorchDynamo runs the function instead of tracing it.
+_let_dynamo_see_module_losses._dynamo_marked_constant = True  # pyright: ignore
+
+
+_CROSS_ENTROPIES: dict[Any, Callable[..., Tensor]] = {F.cross_entropy: _cross_entropy}
+if hasattr(F, "linear_cross_entropy"):  # torch 2.12 and later
+    _CROSS_ENTROPIES[F.linear_cross_entropy] = _linear_cross_entropy
+_LOG_SOFTMAXES: dict[Any, Callable[..., Tensor]] = {
+    F.log_softmax: _functional_log_softmax,
+    torch.log_softmax: _log_softmax,
+    torch.special.log_softmax: _log_softmax,
+    Tensor.log_softmax: _log_softmax,
+}

@@ -1,0 +1,272 @@
+r"""PowerGrad Transform (PGT): the paper's equations, and the primitive that they become.
+
+The paper changes one thing. In the backward pass of softmax cross-entropy the predicted
+probabilities ``p = softmax(z)`` are replaced by
+
+    p' = p^alpha / sum(p^alpha),        0 <= alpha <= 1,
+
+so that the gradient at the logits is ``p' - q`` instead of ``p - q``.
+
+Two facts make that a primitive. First, ``p^alpha / sum(p^alpha) = softmax(alpha * z)``: ``p'``
+comes from the logits, and never from a gradient. Second, cross-entropy is linear in ``log p``, so
+it is enough to give ``log_softmax`` another backward: for any loss of ``log p``, with
+``u = dL / dlog p``,
+
+    ordinary      dL/dz = u - p  * sum(u)
+    PGT           dL/dz = u - p' * sum(u)
+
+No labels appear. Class weights, smoothing, mixed-up targets, ignored positions, reductions and loss
+scales all arrive inside ``u``.
+
+Reference: Das, Mondal, Lall, Joshi, Dutta Roy, *Altering Backward Pass Gradients improves
+Convergence*.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powergrad._check import check_alpha, check_dim, check_floating, check_probabilities, is_one
+
+__all__ = ["log_softmax", "paper_smoothing", "power_transform", "stationary_threshold"]
+
+
+# The paper's equations ---------------------------------------------------------------------------
+
+
+def power_transform(p: Tensor, alpha: float | Tensor, dim: int = -1) -> Tensor:
+    r"""Flatten a distribution: ``p' = p^alpha / sum(p^alpha)``, the paper's equation 1.
+
+    At ``alpha=1`` the distribution is unchanged, at ``alpha=0`` it is uniform. A probability of 0
+    stays 0 for ``alpha > 0`` and becomes ``1/C`` at ``alpha=0``, as in the paper.
+
+    Args:
+        p: Probabilities; each slice along ``dim`` sums to 1.
+        alpha: A number in [0, 1]; or a tensor of them, 0-d, of the shape of ``p`` without ``dim``,
+            or one an example (the first dimension of ``p``).
+        dim: The class dimension.
+
+    Returns:
+        The transformed probabilities, of the shape and dtype of ``p``.
+
+    Raises:
+        ValueError: If ``alpha`` is outside [0, 1] or of another shape, or ``p`` is negative.
+        TypeError: If ``p`` is not a floating-point tensor.
+
+    Example:
+        >>> p = torch.tensor([0.81, 0.16, 0.03])
+        >>> power_transform(p, 0.5)
+        tensor([0.6114, 0.2717, 0.1169])
+    """
+    dim = check_dim(check_probabilities(p, "p"), dim, "p")
+    powered = p ** check_alpha(alpha, p, dim).to(p.device)
+    return (powered / powered.sum(dim, keepdim=True)).to(p.dtype)
+
+
+def stationary_threshold(p: Tensor, alpha: float | Tensor, dim: int = -1) -> Tensor:
+    r"""The probability that the transform leaves alone: ``(sum p^alpha)^(1 / (alpha - 1))``.
+
+    Probabilities above it shrink, those below it grow (the paper's lemma 1). It equals
+    ``exp(-H_alpha)`` with Renyi's entropy of order alpha, so it is ``1/C`` at ``alpha=0`` and
+    tends to ``exp(-H)``, with Shannon's entropy ``H``, at ``alpha=1``.
+
+    Args:
+        p: Probabilities; each slice along ``dim`` sums to 1.
+        alpha: As in :func:`power_transform`.
+        dim: The class dimension.
+
+    Returns:
+        One threshold a distribution: the shape of ``p`` without ``dim``.
+
+    Raises:
+        ValueError: If ``alpha`` is outside [0, 1] or of another shape, or ``p`` is negative.
+        TypeError: If ``p`` is not a floating-point tensor.
+
+    Example:
+        >>> p = torch.tensor([0.81, 0.16, 0.03])
+        >>> stationary_threshold(p, 0.5)
+        tensor(0.4614)
+    """
+    dim = check_dim(check_probabilities(p, "p"), dim, "p")
+    alpha = check_alpha(alpha, p, dim).to(p.device, torch.float64)
+    wide = p.double()
+    # log sum p^alpha = log(1 + sum(p^alpha - p)) loses nothing as alpha tends to 1, if each
+    # difference p^alpha - p = p * expm1((alpha - 1) log p) is formed without cancellation.
+    exponent = (alpha - 1) * wide.log()
+    small = exponent.abs() < 1
+    excess = torch.where(
+        small, wide * torch.where(small, exponent, 0).expm1(), wide**alpha - wide
+    ).sum(dim, keepdim=True)
+    shannon = torch.special.entr(wide).sum(dim, keepdim=True)
+    at_one = alpha == 1
+    renyi = torch.where(at_one, shannon, excess.log1p() / torch.where(at_one, 1, 1 - alpha))
+    return renyi.neg().exp().squeeze(dim).to(p.dtype)
+
+
+def paper_smoothing(eps: float, num_classes: int) -> float:
+    r"""PyTorch's ``label_smoothing`` that equals the paper's: ``eps * K / (K - 1)``.
+
+    The paper gives the true class ``1 - eps`` and each of the ``K - 1`` others ``eps / (K - 1)``.
+    PyTorch spreads its ``label_smoothing`` over all ``K`` classes, the true one included.
+
+    Args:
+        eps: The mass that the paper takes from the true class, in [0, (K - 1) / K].
+        num_classes: ``K``, at least 2.
+
+    Returns:
+        The value to pass as ``label_smoothing``.
+
+    Raises:
+        ValueError: If ``num_classes`` is under 2 or ``eps`` outside its range.
+
+    Example:
+        >>> round(paper_smoothing(0.1, 10), 6)
+        0.111111
+    """
+    if num_classes < 2:
+        raise ValueError(f"Expected `num_classes` to be at least 2, but got {num_classes}.")
+    most = (num_classes - 1) / num_classes
+    if not 0 <= eps <= most:
+        raise ValueError(f"Expected `eps` to be in [0, {most:g}], but got {eps}.")
+    return eps * num_classes / (num_classes - 1)
+
+
+# The primitive -----------------------------------------------------------------------------------
+
+
+def log_softmax(
+    input: Tensor,
+    dim: int = -1,
+    *,
+    alpha: float | Tensor,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    r"""``torch.log_softmax``, whose backward pass is PowerGrad Transform's.
+
+    The value is ``log p``, as ever. Given ``u = dL / dlog p``, the gradient is
+    ``u - p' * sum(u)`` with ``p' = softmax(alpha * z)``, where the ordinary one has ``p``.
+
+    Args:
+        input: Logits, of any shape.
+        dim: The class dimension.
+        alpha: A number in [0, 1]; or a tensor of them, 0-d, of the shape of ``input`` without
+            ``dim``, or one an example (the first dimension of ``input``). The float 1.0 calls
+            PyTorch's own function.
+        dtype: Cast ``input`` to this dtype first, as in ``torch.log_softmax``.
+
+    Returns:
+        Log-probabilities, of the shape of ``input``.
+
+    Raises:
+        ValueError: If ``alpha`` is outside [0, 1] or of another shape.
+        TypeError: If ``input`` is not a floating-point tensor.
+
+    Example:
+        >>> z = torch.tensor([2.0, 0.0, -1.0], requires_grad=True)
+        >>> log_p = log_softmax(z, alpha=0.25)
+        >>> (-log_p[0]).backward()
+        >>> z.grad  # softmax(0.25 * z) - [1, 0, 0]
+        tensor([-0.5190,  0.2918,  0.2272])
+    """
+    dim = check_dim(check_floating(input, "input"), dim, "input")
+    exponent = check_alpha(alpha, input, dim)
+    if is_one(alpha):
+        return _plain_log_softmax(input, dim, dtype)
+    function = _LogSoftmax if torch.compiler.is_compiling() else _LogSoftmaxWithTangent
+    return function.apply(input, exponent, dim, dtype)
+
+
+# The operator itself: unlike `torch.log_softmax`, an active `PowerGrad` does not alter it.
+_plain_log_softmax = torch.ops.aten.log_softmax.int
+
+
+def _flattened(scores: Tensor, alpha: Tensor, dim: int) -> Tensor:
+    """``p' = softmax(alpha * (z - max z))`` in float32 or wider; `scores` is ``z`` or ``log p``.
+
+    The maximum goes first: ``alpha * z`` would round away what a common offset of the logits
+    leaves. A class at ``-inf`` is masked: it stays at 0, also at alpha 0 (``0 * -inf`` is NaN).
+    """
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    shifted = scores - scores.detach().amax(dim, keepdim=True)
+    scaled = (alpha * shifted).masked_fill(shifted == -torch.inf, -torch.inf)
+    exps = scaled.to(scores.dtype).exp()
+    # Not torch.softmax, whose sum adds term by term and loses 1e-6 at a thousand classes.
+    return exps / exps.sum(dim, keepdim=True)
+
+
+class _LogSoftmax(torch.autograd.Function):
+    """The forward of log_softmax, the backward of PGT; both differentiable, so any order is."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input: Tensor, alpha: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
+        return _plain_log_softmax(input, dim, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        logits, alpha, ctx.dim, _ = inputs
+        ctx.input_dtype = logits.dtype
+        # softmax(alpha * z) = softmax(alpha * log p), and whoever uses log p keeps it anyway. But
+        # in 16 bits log p is rounded too far (6% of the gradient in bfloat16), and z is not.
+        wide = output.dtype in (torch.float32, torch.float64)
+        ctx.save_for_backward(output if wide else logits, alpha)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scores, alpha = ctx.saved_tensors
+        (u,) = grads
+        if u.numel() == 0:
+            return u.to(ctx.input_dtype), None, None, None
+        dim, p = ctx.dim, _flattened(scores, alpha, ctx.dim)
+        u = u.to(p.dtype)
+        grad = u - p * u.sum(dim, keepdim=True)
+        # At the likeliest class p' may round to 1, and nothing would be left of u - p' u. There,
+        # 1 - p' is the sum of the other classes' p', and sum(u) - u that of their u.
+        top = scores.argmax(dim, keepdim=True)
+        others_p = p.scatter(dim, top, 0.0).sum(dim, keepdim=True)
+        others_u = u.scatter(dim, top, 0.0).sum(dim, keepdim=True)
+        at_top = u.gather(dim, top) * others_p - p.gather(dim, top) * others_u
+        grad = grad.scatter(dim, top, at_top)
+        return grad.to(ctx.input_dtype), None, None, None
+
+
+class _LogSoftmaxWithTangent(_LogSoftmax):
+    """Adds forward-mode AD, which ``torch.compile`` refuses to trace in a custom function."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _LogSoftmax.setup_context(ctx, inputs, output)
+        logits, alpha, _, _ = inputs
+        ctx.output_dtype = output.dtype
+        ctx.save_for_forward(logits, alpha)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        # The transpose of the backward: t - sum(p' * t).
+        logits, alpha = ctx.saved_tensors
+        p = _flattened(logits, alpha, ctx.dim)
+        t = tangents[0].to(p.dtype)
+        return (t - (p * t).sum(ctx.dim, keepdim=True)).to(ctx.output_dtype)
+
+
+class LogSigmoid(torch.autograd.Function):
+    """``log sigmoid(z)``, the log-softmax of (z, 0) at z: backward is ``u * sigmoid(-alpha z)``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input: Tensor, alpha: Tensor) -> Tensor:
+        return torch.nn.functional.logsigmoid(input)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, alpha = ctx.saved_tensors
+        return grads[0] * torch.sigmoid(-alpha * logits), None

@@ -1,0 +1,32 @@
+"""What all tests share: the device, the size of a run, and random tensors that repeat."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)  # the tests run one process a core
+
+# `make test` and `make test-deep`. A test may ask for more than its share: see `cases`.
+_common = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    "print_blob": True,
+}
+settings.register_profile("quick", max_examples=50, derandomize=True, **_common)
+settings.register_profile("deep", max_examples=1000, **_common)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The device under test: CPU, or what `make test-gpu` asks for."""
+    return torch.device(os.environ.get("POWERGRAD_TEST_DEVICE", "cpu"))
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
