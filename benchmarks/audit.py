@@ -1,0 +1,593 @@
+"""Measure the paper's listing against the equation that it stands for.
+
+    python benchmarks/audit.py                 measure; write results/audit.csv (a few minutes)
+    python benchmarks/audit.py --write-docs    redraw the tables of docs/audit.md from that file
+
+The listing is a backward hook on the logits. The loss that it meets is mean-reduced cross-entropy
+over `N` examples times a loss scale `S`, so the gradient that it receives is ``S/N * (p - q)``, and
+the one that it should return is ``S/N * (p' - q)``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results" / "audit.csv"
+DOCS = ROOT / "docs" / "audit.md"
+
+Row = dict[str, str]
+CONDITIONS = ["experiment", "torch", "dtype", "N", "C", "S", "alpha", "seed", "setting"]
+FIELDS: list[str] = [*CONDITIONS, "metric", "value"]
+
+
+# The two gradients -------------------------------------------------------------------------------
+
+
+def listing_hook(grad: Tensor, labels: Tensor, alpha: float) -> Tensor:
+    """What the paper's hook returns for `grad`, operation for operation; `labels` is one-hot."""
+    n = grad.shape[0]
+    pred = (grad / n + labels) ** alpha
+    return (pred / pred.sum(-1, keepdim=True) - labels) * n
+
+
+def listing(logits: Tensor, target: Tensor, alpha: float, scale: float) -> Tensor:
+    """The gradient at the logits with the hook in place, in the dtype of the logits.
+
+    Logits of 16 bits are widened before the loss, as autocast does it on CUDA (on CPU it does not),
+    so the gradient is formed in float32 and rounded to 16 bits just before the hook sees it.
+    """
+    logits = logits.detach().clone().requires_grad_()
+    labels = F.one_hot(target, logits.shape[-1])
+    logits.register_hook(lambda grad: listing_hook(grad, labels, alpha))
+    (grad,) = torch.autograd.grad(F.cross_entropy(widened(logits), target) * scale, logits)
+    return grad
+
+
+def equation(logits: Tensor, target: Tensor, alpha: float, scale: float) -> Tensor:
+    """``S/N * (p' - q)`` in float64."""
+    logits = logits.double()
+    labels = F.one_hot(target, logits.shape[-1])
+    return scale / len(logits) * ((alpha * logits).softmax(-1) - labels)
+
+
+def widened(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def batch(n: int, num_classes: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Normal logits of deviation 2, the true one raised so that p_y is near 1/2 in the middle."""
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randint(num_classes, (n,), generator=generator)
+    logits = 2 * torch.randn(n, num_classes, generator=generator, dtype=torch.float64)
+    # The log-sum-exp of C such logits is about log C + 2^2 / 2.
+    return logits + (math.log(num_classes) + 2) * F.one_hot(target, num_classes), target
+
+
+def compare(got: Tensor, want: Tensor) -> dict[str, float]:
+    """Size, direction and worst row of `got` against `want`, over the rows that are finite."""
+    finite = got.isfinite().all(-1)
+    got, want = got.double()[finite], want[finite]
+    worst = (got - want).abs().amax(-1) / want.abs().amax(-1)
+    return {
+        "nan_rows": 1 - finite.double().mean().item(),
+        "size": (got.norm() / want.norm()).item(),
+        "cosine": F.cosine_similarity(got.flatten(), want.flatten(), dim=0).item(),
+        "worst_row": worst.max().item(),
+    }
+
+
+# One gradient ------------------------------------------------------------------------------------
+
+
+def measure_scale() -> Iterator[Row]:
+    """Batch sizes and loss scales in float32; then the other dtypes at one batch size."""
+    cases = [
+        (torch.float32, n, c, scale)
+        for c in (10, 100, 1000)
+        for n in (32, 64, 100, 128, 256)
+        for scale in sorted({1, n * n / 4, n * n / 2, n * n, 2 * n * n, 65536})
+    ]
+    cases += [
+        (dtype, 256, 1000, scale)
+        for dtype in (torch.float64, torch.bfloat16, torch.float16)
+        for scale in (1, 256**2)
+    ]
+    for dtype, n, c, scale in cases:
+        logits, target = batch(n, c, seed=0)
+        logits = logits.to(dtype)
+        found = compare(listing(logits, target, 0.3, scale), equation(logits, target, 0.3, scale))
+        yield from rows("scale", found, dtype=dtype, N=n, C=c, S=scale, alpha=0.3, seed=0)
+
+
+def measure_powers() -> Iterator[Row]:
+    """Which wrong-class probabilities come back bit for bit at S = N^2, and what a scaler reaches.
+
+    A scaler that starts at a power of two and only doubles and halves stays at powers of two.
+    """
+    for n in (32, 48, 64, 100, 128, 200, 256):
+        logits, target = batch(n, 1000, seed=0)
+        logits = logits.float()
+        wrong = F.one_hot(target, 1000) == 0
+        p = plain(logits, target, "sum", 1)[wrong]
+        recovered = plain(logits, target, "mean", n**2)[wrong] / n
+        below = 2.0 ** math.floor(math.log2(n**2))
+        there = compare(listing(logits, target, 0.3, below), equation(logits, target, 0.3, below))
+        found = {
+            "bit_for_bit": (recovered == p).double().mean().item(),
+            "worst_relative": (recovered.double() / p - 1).abs().max().item(),
+            "power_of_two_below": below,
+            "size_there": there["size"],
+        }
+        where = {"dtype": torch.float32, "N": n, "C": 1000, "S": n**2, "alpha": 0.3, "seed": 0}
+        yield from rows("powers", found, **where)
+
+
+def plain(logits: Tensor, target: Tensor, reduction: str, scale: float) -> Tensor:
+    """The gradient of ordinary cross-entropy at the logits."""
+    logits = logits.detach().clone().requires_grad_()
+    loss = F.cross_entropy(logits, target, reduction=reduction) * scale
+    (grad,) = torch.autograd.grad(loss, logits)
+    return grad
+
+
+def largest_vanishing(dtype: torch.dtype, n: int, true_class: bool, r: float = 1) -> float:
+    """The largest probability that the hook takes for 0 at S = r N^2, by bisection."""
+    labels = torch.tensor([[1, 0]]).expand(n, -1)
+
+    def vanishes(p: float) -> bool:
+        wrong = 1 - p if true_class else p
+        grad = r * n * torch.tensor([-wrong, wrong], dtype=torch.float64)
+        arriving = grad.float().to(dtype).expand(n, -1)
+        p_flat = listing_hook(arriving, labels, 0.3)[0] / n + labels[0]
+        return bool(p_flat[0 if true_class else 1] == 0)
+
+    low, high = 2.0**-160, 0.5
+    while high / low > 1 + 2.0**-20:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if vanishes(middle) else (low, middle)
+    return low
+
+
+def measure_flush() -> Iterator[Row]:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for n in (32, 256):
+            found = {
+                "wrong_class": largest_vanishing(dtype, n, true_class=False),
+                "true_class": largest_vanishing(dtype, n, true_class=True),
+            }
+            yield from rows("flush", found, dtype=dtype, N=n, C=2, S=n**2, alpha=0.3)
+
+
+def push_at_gap(alpha: float, gap: float, n: int, num_classes: int) -> dict[str, float]:
+    """``1 - p'_y`` when every wrong logit lies `gap` below the true one, at S = N^2.
+
+    The gradient reaches the listing rounded to float16; the logits themselves are not rounded.
+    """
+    logits = torch.full((n, num_classes), -gap, dtype=torch.float64)
+    logits[:, 0] = 0
+    target = torch.zeros(n, dtype=torch.long)
+    labels = F.one_hot(target, num_classes)
+    arriving = plain(logits, target, "mean", n**2).float().half()
+    return {
+        "equation": equation(logits, target, alpha, n**2)[0, 0].abs().item() / n,
+        "listing": listing_hook(arriving, labels, alpha)[0, 0].abs().item() / n,
+    }
+
+
+def measure_push() -> Iterator[Row]:
+    for alpha in (0.05, 0.25, 0.3, 0.92):
+        for gap in (17.2, 17.4):
+            found = push_at_gap(alpha, gap, 256, 1000)
+            where = {"dtype": torch.float16, "N": 256, "C": 1000, "S": 256**2, "alpha": alpha}
+            yield from rows("push", found, **where, setting=f"gap={gap}")
+
+
+# A short training --------------------------------------------------------------------------------
+
+
+@dataclass
+class Training:
+    """What a short training left: the scale before each step, and how the network ended."""
+
+    scales: list[float]
+    skipped: int
+    hard_steps: float
+    accuracy: float
+    loss: float
+    gap: float
+
+
+def train(
+    method: str,
+    *,
+    n: int,
+    seed: int,
+    steps: int,
+    alpha: float = 0.3,
+    dtype: torch.dtype = torch.float16,
+    init_scale: float = 65536.0,
+    growth_interval: int = 50,
+    optimizer: str = "sgd",
+    lr: float = 0.05,
+    distance: float = 1.0,
+) -> Training:
+    """Train a perceptron on ten Gaussian clusters with the "listing" or the "equation".
+
+    Only float16 has a loss scaler, as is usual. `distance` is the deviation of the clusters'
+    centres in 16 dimensions, in units of the clusters' own: at 1 they overlap, at 4 they do not.
+    """
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    centres = distance * torch.randn(10, 16, generator=generator)
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        y = torch.randint(10, (count,), generator=generator)
+        return centres[y] + torch.randn(count, 16, generator=generator), y
+
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+    optimizers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=lr, momentum=0.9),
+        "adam": lambda p: torch.optim.Adam(p, lr=lr),
+    }
+    step = optimizers[optimizer](net.parameters())
+    half = dtype == torch.float16
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=init_scale, growth_interval=growth_interval, enabled=half
+    )
+    scales, skipped, hard = [], 0, 0
+    for _ in range(steps):
+        x, y = draw(n)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            logits = net(x)
+        if method == "listing":
+            labels = F.one_hot(y, 10)
+            logits.register_hook(lambda grad, labels=labels: listing_hook(grad, labels, alpha))
+            loss = F.cross_entropy(widened(logits), y)
+        else:  # the potential whose gradient is the equation
+            loss = F.cross_entropy(alpha * widened(logits), y) / alpha
+        p_true = widened(logits.detach()).softmax(-1).gather(1, y[:, None])
+        hard += int(p_true.min() < 0.5)
+        scales.append(scaler.get_scale())
+        step.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(step)
+        scaler.update()
+        skipped += scaler.get_scale() < scales[-1]
+
+    x, y = draw(4096)
+    with torch.no_grad():
+        logits = net(x)
+    gaps = (logits.gather(1, y[:, None]) - logits)[F.one_hot(y, 10) == 0]
+    return Training(
+        scales=scales,
+        skipped=skipped,
+        hard_steps=hard / steps,
+        accuracy=(logits.argmax(1) == y).double().mean().item(),
+        loss=F.cross_entropy(logits, y).item(),
+        gap=gaps.median().item(),
+    )
+
+
+def measure_settle() -> Iterator[Row]:
+    """Where a real GradScaler takes the scale when the network is trained with the listing."""
+    for distance, sizes in ((1.0, (32, 48, 64, 100, 128, 256)), (4.0, (32, 64, 128))):
+        for n in sizes:
+            for seed in range(3):
+                run = train("listing", n=n, seed=seed, steps=600, distance=distance)
+                found = {
+                    "at_n_squared": run.scales.count(n**2) / len(run.scales),
+                    "most_common": Counter(run.scales).most_common(1)[0][0],
+                    "last": run.scales[-1],
+                    "skipped": run.skipped / len(run.scales),
+                    "hard_steps": run.hard_steps,
+                }
+                setting = f"distance={distance:g} steps=600 growth_interval=50 sgd lr=0.05"
+                where = {"dtype": torch.float16, "N": n, "C": 10, "S": "scaler", "alpha": 0.3}
+                yield from rows("settle", found, **where, seed=seed, setting=setting)
+
+
+def measure_no_scaler() -> Iterator[Row]:
+    for dtype in (torch.float32, torch.bfloat16):
+        for optimizer, lr in (("sgd", 0.05), ("sgd", 0.01), ("adam", 0.003)):
+            for method in ("listing", "equation"):
+                for seed in range(3):
+                    run = train(
+                        method, n=64, seed=seed, steps=300, dtype=dtype, optimizer=optimizer, lr=lr
+                    )
+                    found = {"accuracy": run.accuracy, "loss": run.loss}
+                    setting = f"{method} {optimizer} lr={lr:g} steps=300"
+                    where = {"dtype": dtype, "N": 64, "C": 10, "S": 1, "alpha": 0.3}
+                    yield from rows("no_scaler", found, **where, seed=seed, setting=setting)
+
+
+def measure_gap() -> Iterator[Row]:
+    """The listing at its best, S = N^2 throughout: how far do the logits get?"""
+    for alpha in (0.05, 0.25, 0.3, 0.92):
+        for method in ("listing", "equation"):
+            for seed in range(3):
+                run = train(
+                    method,
+                    n=64,
+                    seed=seed,
+                    steps=2000,
+                    alpha=alpha,
+                    init_scale=64.0**2,
+                    growth_interval=10**6,
+                    lr=0.01,
+                )
+                found = {"gap": run.gap, "accuracy": run.accuracy, "loss": run.loss}
+                setting = f"{method} sgd lr=0.01 steps=2000"
+                where = {"dtype": torch.float16, "N": 64, "C": 10, "S": 64**2, "alpha": alpha}
+                yield from rows("gap", found, **where, seed=seed, setting=setting)
+
+
+# The file ----------------------------------------------------------------------------------------
+
+
+def rows(experiment: str, found: dict[str, float], **conditions: object) -> Iterator[Row]:
+    where = {"experiment": experiment, "torch": torch.__version__, **conditions}
+    for metric, value in found.items():
+        row = {key: text(where.get(key, "")) for key in CONDITIONS}
+        yield row | {"metric": metric, "value": f"{value:.9g}"}
+
+
+def text(condition: object) -> str:
+    """A condition as the file has it: 4096 for 4096.0, float16 for torch.float16."""
+    number = isinstance(condition, (int, float))
+    return f"{condition:g}" if number else str(condition).removeprefix("torch.")
+
+
+MEASUREMENTS = (
+    measure_scale,
+    measure_powers,
+    measure_flush,
+    measure_push,
+    measure_settle,
+    measure_no_scaler,
+    measure_gap,
+)
+
+
+def read_results() -> list[Row]:
+    with RESULTS.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_results(results: Iterable[Row]) -> None:
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(results)
+
+
+# The tables --------------------------------------------------------------------------------------
+
+
+class Results:
+    """The rows of results/audit.csv, looked up by their conditions."""
+
+    def __init__(self, results: list[Row]) -> None:
+        self.rows = results
+
+    def values(self, metric: str, **conditions: object) -> list[float]:
+        """Every value of `metric` under `conditions`, one a seed."""
+        wanted = {"metric": metric} | {key: text(value) for key, value in conditions.items()}
+        return [
+            float(row["value"])
+            for row in self.rows
+            if all(row[key] == value for key, value in wanted.items())
+        ]
+
+    def value(self, metric: str, **conditions: object) -> float:
+        """The only value of `metric` under `conditions`."""
+        (value,) = self.values(metric, **conditions)
+        return value
+
+    def range(self, metric: str, form: str, **conditions: object) -> str:
+        """The lowest and the highest over the seeds, once if they print alike."""
+        values = self.values(metric, **conditions)
+        if any(map(math.isnan, values)):
+            return f"NaN in {sum(map(math.isnan, values))} of {len(values)} runs"
+        ends = [format(end, form) for end in (min(values), max(values))]
+        return " to ".join(dict.fromkeys(ends))
+
+
+def table(header: str, lines: Iterable[Iterable[object]]) -> str:
+    titles = header.split(" | ")
+    body = ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+    return "\n".join(["| " + header + " |", "|" + "---|" * len(titles), *body])
+
+
+def size_text(results: Results, **conditions: object) -> str:
+    nan = results.value("nan_rows", **conditions)
+    size = results.value("size", **conditions)
+    form = ",.0f" if size >= 100 else ".2f" if size >= 0.1 else ".3f"
+    return f"NaN in {nan:.0%} of rows, else {size:{form}}" if nan else f"{size:{form}}"
+
+
+def scale_table(results: Results) -> str:
+    def line(n: int) -> Iterator[str]:
+        yield str(n)
+        for scale in (1, n * n / 4, n * n / 2, n * n, 2 * n * n, 65536):
+            where = {"experiment": "scale", "dtype": "float32", "C": 1000, "N": n}
+            yield size_text(results, **where, S=scale)
+
+    header = "N | S = 1 (no scaler) | N²/4 | N²/2 | N² | 2N² | 65536 (a scaler's start)"
+    return table(header, map(line, (32, 64, 100, 128, 256)))
+
+
+def classes_table(results: Results) -> str:
+    def line(c: int) -> Iterator[str]:
+        yield str(c)
+        for n in (64, 256):
+            for scale in (1, n * n / 2):
+                where = {"experiment": "scale", "dtype": "float32", "C": c, "N": n}
+                yield size_text(results, **where, S=scale)
+
+    header = "C | N = 64, S = 1 | N = 64, S = N²/2 | N = 256, S = 1 | N = 256, S = N²/2"
+    return table(header, map(line, (10, 100, 1000)))
+
+
+def dtypes_table(results: Results) -> str:
+    def line(dtype: str) -> Iterator[str]:
+        yield dtype
+        where = {"experiment": "scale", "dtype": dtype, "C": 1000, "N": 256}
+        yield size_text(results, **where, S=1)
+        yield f"{results.value('cosine', **where, S=1):.3f}"
+        yield size_text(results, **where, S=65536)
+        yield f"{results.value('worst_row', **where, S=65536):.0e}"
+
+    header = "dtype | S = 1: size | S = 1: cosine | S = N²: size | S = N²: worst row's error"
+    return table(header, map(line, ("float64", "float32", "bfloat16", "float16")))
+
+
+def settle_table(results: Results) -> str:
+    def line(case: tuple[str, int, int]) -> Iterator[str]:
+        clusters, distance, n = case
+        setting = f"distance={distance} steps=600 growth_interval=50 sgd lr=0.05"
+        where = {"experiment": "settle", "N": n, "setting": setting}
+        yield from (clusters, str(n), f"{n**2:,}")
+        yield results.range("hard_steps", ".0%", **where)
+        yield results.range("at_n_squared", ".1%", **where)
+        yield results.range("most_common", ",.0f", **where) if distance == 1 else "—"
+        yield results.range("last", ",.0f", **where)
+        yield results.range("skipped", ".1%", **where)
+
+    header = (
+        "clusters | N | N² | steps with some p_y < 1/2 | steps at N² | most common scale"
+        " | last scale | steps lost to NaN"
+    )
+    cases = [("overlap", 1, n) for n in (32, 48, 64, 100, 128, 256)]
+    cases += [("apart", 4, n) for n in (32, 64, 128)]
+    return table(header, map(line, cases))
+
+
+def powers_table(results: Results) -> str:
+    def line(n: int) -> Iterator[str]:
+        where = {"experiment": "powers", "N": n}
+        yield str(n)
+        yield f"{results.value('bit_for_bit', **where):.1%}"
+        yield f"{results.value('worst_relative', **where):.1g}"
+        yield f"{results.value('power_of_two_below', **where):,.0f}"
+        yield f"{results.value('size_there', **where):.3f}"
+
+    header = (
+        "N | S = N² set by hand: p recovered bit for bit | worst relative error"
+        " | S, the power of two at or below N² | size there"
+    )
+    return table(header, map(line, (32, 48, 64, 100, 128, 200, 256)))
+
+
+def flush_table(results: Results) -> str:
+    def power_of_two(p: float) -> str:
+        exponent = math.floor(math.log2(p * (1 + 2.0**-19)))
+        return f"{p / 2.0**exponent:.4f} × 2^{exponent}"
+
+    def line(case: tuple[str, int]) -> Iterator[str]:
+        dtype, n = case
+        yield from (dtype, str(n))
+        for metric in ("wrong_class", "true_class"):
+            yield power_of_two(results.value(metric, experiment="flush", dtype=dtype, N=n))
+
+    cases = [(dtype, n) for dtype in ("float32", "bfloat16", "float16") for n in (32, 256)]
+    return table(
+        "dtype of the hook | N | wrong class: p up to | true class: p up to", map(line, cases)
+    )
+
+
+def push_table(results: Results) -> str:
+    def line(alpha: float) -> Iterator[str]:
+        yield str(alpha)
+        for setting in ("gap=17.2", "gap=17.4"):
+            for metric in ("equation", "listing"):
+                where = {"experiment": "push", "alpha": alpha, "setting": setting}
+                yield f"{results.value(metric, **where):.3g}"
+
+    header = (
+        "alpha | gap 17.2: equation | gap 17.2: listing | gap 17.4: equation | gap 17.4: listing"
+    )
+    return table(header, map(line, (0.05, 0.25, 0.3, 0.92)))
+
+
+def gap_table(results: Results) -> str:
+    def line(alpha: float) -> Iterator[str]:
+        yield str(alpha)
+        for metric, form in (("gap", ".1f"), ("loss", ".3f"), ("accuracy", ".1%")):
+            for method in ("listing", "equation"):
+                setting = f"{method} sgd lr=0.01 steps=2000"
+                yield results.range(metric, form, experiment="gap", alpha=alpha, setting=setting)
+
+    header = (
+        "alpha | gap: listing | gap: equation | loss: listing | loss: equation"
+        " | accuracy: listing | accuracy: equation"
+    )
+    return table(header, map(line, (0.05, 0.25, 0.3, 0.92)))
+
+
+def no_scaler_table(results: Results) -> str:
+    def line(case: tuple[str, str]) -> Iterator[str]:
+        dtype, optimizer = case
+        yield from (dtype, optimizer.replace("lr=", "rate "))
+        for method in ("listing", "equation"):
+            where = {"experiment": "no_scaler", "dtype": dtype}
+            setting = f"{method} {optimizer} steps=300"
+            yield results.range("loss", ".3f", **where, setting=setting)
+            yield results.range("accuracy", ".1%", **where, setting=setting)
+
+    header = (
+        "dtype | optimizer | loss: listing | accuracy: listing | loss: equation"
+        " | accuracy: equation"
+    )
+    optimizers = ("sgd lr=0.05", "sgd lr=0.01", "adam lr=0.003")
+    return table(header, ((line((d, o))) for d in ("float32", "bfloat16") for o in optimizers))
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "scale": scale_table,
+    "classes": classes_table,
+    "dtypes": dtypes_table,
+    "settle": settle_table,
+    "powers": powers_table,
+    "flush": flush_table,
+    "push": push_table,
+    "gap": gap_table,
+    "no_scaler": no_scaler_table,
+}
+
+
+def with_tables(page: str, results: Results) -> str:
+    """`page` with each block ``<!-- table: name -->`` ... ``<!-- end -->`` drawn anew."""
+
+    def drawn(match: re.Match[str]) -> str:
+        return f"<!-- table: {match[1]} -->\n\n{TABLES[match[1]](results)}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", drawn, page, flags=re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--write-docs", action="store_true", help="redraw the tables of docs/audit.md; no measuring"
+    )
+    if parser.parse_args().write_docs:
+        page = with_tables(DOCS.read_text(encoding="utf-8"), Results(read_results()))
+        DOCS.write_text(page, encoding="utf-8")
+        return
+    torch.set_num_threads(1)
+    write_results(row for measure in MEASUREMENTS for row in measure())
+
+
+if __name__ == "__main__":
+    main()

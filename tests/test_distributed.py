@@ -1,0 +1,68 @@
+"""Two processes, each with half of the batch, get the gradients of one with all of it."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+from powergrad import PowerGrad, cross_entropy
+
+WORLD = 2
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed, gloo"
+)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(12, 6, generator=g, dtype=torch.float64)
+    return x, torch.randint(0, 5, (12,), generator=g)
+
+
+def losses():
+    yield lambda z, y: cross_entropy(z, y, alpha=0.3)
+    yield lambda z, y: cross_entropy(z, y, alpha=0.3, label_smoothing=0.1)
+    yield PowerGrad(0.3)(F.cross_entropy)
+
+
+def worker(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD
+    )
+    x, y = data()
+    rows = slice(rank * 6, (rank + 1) * 6)
+    for i, loss in enumerate(losses()):
+        model = DistributedDataParallel(network())
+        loss(model(x[rows]), y[rows]).backward()
+        if rank == 0:
+            torch.save([p.grad for p in model.parameters()], f"{folder}/{i}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_data_parallel_gradients_are_those_of_the_joined_batch(tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    spawn(worker, (port, str(tmp_path)), nprocs=WORLD)
+    x, y = data()
+    for i, loss in enumerate(losses()):
+        model = network()
+        loss(model(x), y).backward()
+        joined = torch.load(tmp_path / f"{i}.pt", weights_only=True)
+        for p, grad in zip(model.parameters(), joined, strict=True):
+            assert p.grad is not None
+            assert (p.grad - grad).abs().max() <= 1e-15

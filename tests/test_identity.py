@@ -1,0 +1,265 @@
+"""The identity: PGT's trajectory is that of plain cross-entropy with two parameter groups."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from powergrad import cross_entropy, equivalent_training
+
+STEPS = 220
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, weight_decay=1e-2),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, dampening=0.1),
+    "Nesterov": lambda p: torch.optim.SGD(
+        p, lr=0.02, momentum=0.9, weight_decay=5e-3, nesterov=True
+    ),
+    "Adam": lambda p: torch.optim.Adam(p, lr=2e-3, weight_decay=1e-2, eps=1e-3),
+    "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=2e-3, amsgrad=True, eps=1e-3),
+    "Adam decoupled": lambda p: torch.optim.Adam(
+        p, lr=2e-3, weight_decay=0.1, decoupled_weight_decay=True
+    ),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=2e-3, weight_decay=0.1, eps=1e-3),
+}
+
+
+def network(normalised: bool, bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(12) if normalised else nn.Identity()
+    # A bias before batch normalisation has a gradient of 0; Adam would amplify its rounding errors.
+    return nn.Sequential(
+        nn.Linear(6, 12, bias=not normalised),
+        norm,
+        nn.ReLU(),
+        nn.Linear(12, 12),
+        nn.ReLU(),
+        nn.Linear(12, 4, bias=bias),
+    ).double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(step)
+    x = torch.randn(16, 6, generator=g, dtype=torch.float64)
+    return x, (x[:, :4] + 0.5 * torch.randn(16, 4, generator=g, dtype=torch.float64)).argmax(1)
+
+
+def train(model: nn.Module, optimizer, loss, steps=range(STEPS), schedule=None) -> None:
+    for step in steps:
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+
+
+def largest_difference(pgt: nn.Module, plain: nn.Module, head: nn.Module, alpha: float) -> float:
+    """Over every weight, relative to the tensor's largest; the head's must be alpha times PGT's."""
+    own = {id(p) for p in head.parameters()}
+    differences = []
+    for a, b in zip(pgt.parameters(), plain.parameters(), strict=True):
+        b = b / alpha if id(b) in own else b
+        differences.append(((a - b).abs().max() / a.abs().max()).item())
+    return max(differences)
+
+
+@pytest.mark.parametrize("normalised", [False, True], ids=["plain", "batch-norm"])
+@pytest.mark.parametrize("alpha", [0.25, 0.3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_two_trajectories_are_one(name, alpha, normalised):
+    pgt, plain = network(normalised), network(normalised)
+    train(pgt, OPTIMIZERS[name](pgt.parameters()), lambda z, y: cross_entropy(z, y, alpha=alpha))
+    optimizer = equivalent_training(plain, OPTIMIZERS[name](plain.parameters()), alpha)
+    train(plain, optimizer, F.cross_entropy)
+    assert largest_difference(pgt, plain, plain[-1], alpha) <= 1e-11
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_without_the_rescaling_they_part(name):
+    """The comparison above can fail: each of the two changes is needed."""
+    pgt = network(False)
+    train(pgt, OPTIMIZERS[name](pgt.parameters()), lambda z, y: cross_entropy(z, y, alpha=0.3))
+    plain = network(False)
+    optimizer = OPTIMIZERS[name](plain.parameters())
+    train(plain, optimizer, F.cross_entropy)
+    assert largest_difference(pgt, plain, nn.Identity(), 0.3) > 1e-2
+    plain = network(False)
+    optimizer = equivalent_training(plain, OPTIMIZERS[name](plain.parameters()), 0.3)
+    optimizer.param_groups[1]["lr"] /= 0.3
+    train(plain, optimizer, F.cross_entropy)
+    assert largest_difference(pgt, plain, plain[-1], 0.3) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["Nesterov", "Adam", "Adam amsgrad", "AdamW"])
+def test_from_the_middle_of_a_training(name):
+    """The optimizer's state is carried over: momentum and second moments in the new units."""
+    alpha, half = 0.3, STEPS // 2
+
+    def pgt_loss(z: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(z, y, alpha=alpha)
+
+    pgt = network(False)
+    optimizer = OPTIMIZERS[name](pgt.parameters())
+    train(pgt, optimizer, pgt_loss, range(half))
+    plain, twin = copy.deepcopy((pgt, optimizer))
+    train(pgt, optimizer, pgt_loss, range(half, STEPS))
+    train(plain, equivalent_training(plain, twin, alpha), F.cross_entropy, range(half, STEPS))
+    assert largest_difference(pgt, plain, plain[-1], alpha) <= 1e-11
+
+
+def test_with_a_schedule_and_several_groups():
+    """Each group keeps its own options; the schedule scales all of them."""
+    alpha = 0.25
+
+    def make(model: nn.Sequential) -> torch.optim.Optimizer:
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        rest = [p for p in model.parameters() if p.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.02}, {"params": rest, "lr": 0.01}]
+        return torch.optim.SGD(groups, lr=0.03, momentum=0.9)
+
+    def cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+
+    pgt, plain = network(True), network(True)
+    optimizer = make(pgt)
+    train(pgt, optimizer, lambda z, y: cross_entropy(z, y, alpha=alpha), schedule=cosine(optimizer))
+    optimizer = equivalent_training(plain, make(plain), alpha)
+    assert [len(g["params"]) for g in optimizer.param_groups] == [2, 1, 3, 1]
+    train(plain, optimizer, F.cross_entropy, schedule=cosine(optimizer))
+    assert largest_difference(pgt, plain, plain[-1], alpha) <= 1e-11
+
+
+def test_logits_and_values_are_those_of_alpha_z():
+    model = network(False)
+    x, _ = batch(0)
+    z = model(x).detach()
+    equivalent_training(model, torch.optim.SGD(model.parameters(), lr=0.1), 0.3)
+    assert torch.allclose(model(x), 0.3 * z, rtol=1e-14)
+
+
+def test_a_head_without_bias_or_frozen_and_a_convolution():
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(z, y, alpha=0.5)
+
+    for make in (lambda: network(False, bias=False), convolution):
+        pgt, plain = make(), make()
+        head = plain[-1]
+        train(pgt, torch.optim.SGD(pgt.parameters(), lr=0.05), loss)
+        optimizer = equivalent_training(plain, torch.optim.SGD(plain.parameters(), lr=0.05), 0.5)
+        train(plain, optimizer, F.cross_entropy)
+        assert largest_difference(pgt, plain, head, 0.5) <= 1e-12
+
+    pgt, plain = network(False), network(False)
+    for model in (pgt, plain):
+        model[-1].requires_grad_(False)
+    train(pgt, torch.optim.SGD(pgt[:-1].parameters(), lr=0.05), loss)
+    optimizer = equivalent_training(plain, torch.optim.SGD(plain[:-1].parameters(), lr=0.05), 0.5)
+    assert len(optimizer.param_groups) == 1
+    train(plain, optimizer, F.cross_entropy)
+    assert largest_difference(pgt, plain, plain[-1], 0.5) <= 1e-12
+
+
+class Pointwise(nn.Conv1d):
+    """Logits by a 1x1 convolution, as in segmentation."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.unsqueeze(-1)).squeeze(-1)
+
+
+def convolution() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), Pointwise(12, 4, 1)).double()
+
+
+# Finding and refusing -----------------------------------------------------------------------------
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_the_head_is_found_by_name_module_or_habit():
+    class Timm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+            self.body = nn.Linear(4, 4)
+
+        def get_classifier(self) -> nn.Module:
+            return self.fc
+
+    model = Timm()
+    start = copy.deepcopy(model.state_dict())
+    equivalent_training(model, sgd(model), 0.5)
+    assert torch.equal(model.fc.weight, 0.5 * start["fc.weight"])
+    assert torch.equal(model.body.weight, start["body.weight"])
+    for head in ("fc", model.fc):
+        equivalent_training(model, sgd(model), 0.5, head=head)
+    assert torch.equal(model.fc.weight, 0.125 * start["fc.weight"])
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(4, 12), nn.Linear(12, 4, bias=False))
+    model[1].weight = model[0].weight
+    return model
+
+
+BAD = [
+    (lambda: network(False), {"alpha": 0.0}, ValueError, r"`alpha` to be in \(0, 1\], but got 0"),
+    (lambda: network(False), {"alpha": 1.5}, ValueError, "`alpha`"),
+    (lambda: network(False), {"head": "fc"}, ValueError, "`head` to name a module .* got 'fc'"),
+    (lambda: network(False), {"head": nn.Linear(2, 2)}, ValueError, "not in this Sequential"),
+    (lambda: network(False), {"head": 3}, TypeError, "`head` to be a module, .* got int"),
+    (lambda: network(True), {"head": "1"}, ValueError, "a linear layer .* got a BatchNorm1d"),
+    (lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), {}, ValueError, "got a LayerNorm"),
+    (
+        lambda: nn.Sequential(weight_norm(nn.Linear(2, 2))),
+        {"head": "0"},
+        ValueError,
+        "parametrised",
+    ),
+    (tied, {}, ValueError, "shared by 0.weight and 1.weight: a tied head"),
+]
+
+
+@pytest.mark.parametrize(("make", "arguments", "error", "message"), BAD)
+def test_refuses(make, arguments, error, message):
+    model = make()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=message):
+        equivalent_training(**{"model": model, "optimizer": sgd(model), "alpha": 0.3, **arguments})
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+def test_refuses_optimizers_that_it_does_not_know():
+    model = network(False)
+    for optimizer in (
+        torch.optim.RMSprop(model.parameters()),
+        torch.optim.NAdam(model.parameters()),
+    ):
+        with pytest.raises(TypeError, match=r"SGD, Adam or AdamW, but got (RMSprop|NAdam)"):
+            equivalent_training(model, optimizer, 0.3)
+
+    class Mine(torch.optim.SGD):
+        pass
+
+    with pytest.raises(TypeError, match="but got Mine"):
+        equivalent_training(model, Mine(model.parameters(), lr=0.1), 0.3)
+    foreign = torch.optim.SGD([nn.Parameter(torch.zeros(7))], lr=0.1)
+    with pytest.raises(ValueError, match=r"parameters of `model` only, .* shape \(7,\)"):
+        equivalent_training(model, foreign, 0.3)
+
+
+def test_the_optimizer_that_was_given_is_not_changed():
+    model = network(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.2)
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    equivalent_training(model, optimizer, 0.3)
+    after = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    assert after == groups
