@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from powergrad import alter_gradient, cross_entropy
+from powergrad import alter_gradient, alter_output, cross_entropy
 
 
 def squash(grad: Tensor) -> Tensor:
@@ -92,3 +92,64 @@ def test_bad_input_is_named():
     ]:
         with pytest.raises(error, match=message):
             alter_gradient(x, fn).sum().backward()
+
+
+# At a module's output -----------------------------------------------------------------------------
+
+
+def network(device) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().to(device)
+
+
+def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def test_a_modules_output_by_name(device):
+    """Type II: what is before the point changes, what is after it does not."""
+    model, x = network(device), torch.randn(5, 3, dtype=torch.float64, device=device)
+    plain = gradients(model, model(x).square().sum())
+    with alter_output(model, "1", lambda g: 10 * g):
+        loss = model(x).square().sum()
+    altered = gradients(model, loss)  # after the block
+    for before, after, factor in zip(plain, altered, [10, 10, 1, 1], strict=True):
+        assert torch.allclose(factor * before, after, rtol=1e-13)
+    assert torch.equal(gradients(model, model(x).square().sum())[0], plain[0])
+    with alter_output(model, "", lambda g: -g):
+        loss = model(x).square().sum()
+    assert torch.allclose(gradients(model, loss)[3], -plain[3])
+
+
+def test_it_is_removed_after_an_exception_and_by_hand(device):
+    model, x = network(device), torch.ones(1, 3, dtype=torch.float64, device=device)
+    with pytest.raises(ZeroDivisionError), alter_output(model, "1", torch.zeros_like):
+        _ = 1 / 0
+    handle = alter_output(model, "1", torch.zeros_like)
+    assert gradients(model, model(x).sum())[0].abs().sum() == 0
+    handle.remove()
+    assert gradients(model, model(x).sum())[0].abs().sum() > 0
+
+
+def test_outputs_with_structure_and_nesting(device):
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> dict:
+            return {"a": (x, [2 * x]), "index": torch.arange(3), "none": None}
+
+    x = torch.ones(2, device=device, requires_grad=True)
+    module = Two()
+    with alter_output(module, "", lambda g: g * 3), alter_output(module, "", lambda g: g + 1):
+        out = module(x)
+    (out["a"][0].sum() * 5 + out["a"][1][0].sum()).backward()
+    assert x.grad is not None
+    # The later hook is nearer to the loss: (g + 1) * 3.
+    assert x.grad.tolist() == [(5 + 1) * 3 + 2 * (1 + 1) * 3] * 2
+    assert out["none"] is None
+
+
+def test_bad_names_are_named(device):
+    model = network(device)
+    with pytest.raises(ValueError, match=r"`name` to be a module .* got 'fc'; there are: '', '0'"):
+        alter_output(model, "fc", squash)
+    with pytest.raises(TypeError, match="`fn` to be callable"):
+        alter_output(model, "1", None)  # pyright: ignore

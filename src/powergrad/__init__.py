@@ -1,7 +1,7 @@
 """PowerGrad Transform: altered gradients in the backward pass of softmax cross-entropy."""
 
 from powergrad._version import __version__
-from powergrad.alter import alter_gradient
+from powergrad.alter import alter_gradient, alter_output
 from powergrad.identity import equivalent_training
 from powergrad.loss import CrossEntropyLoss, binary_cross_entropy_with_logits, cross_entropy
 from powergrad.mode import PowerGrad
@@ -12,6 +12,7 @@ __all__ = [
     "PowerGrad",
     "__version__",
     "alter_gradient",
+    "alter_output",
     "binary_cross_entropy_with_logits",
     "cross_entropy",
     "equivalent_training",

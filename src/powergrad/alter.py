@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from powergrad._check import check_floating, shape_of
 
-__all__ = ["alter_gradient"]
+__all__ = ["alter_gradient", "alter_output"]
 
 
 def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
@@ -41,9 +43,55 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
         tensor([1., 1.])
     """
     check_floating(tensor, "tensor")
+    _check_callable(fn)
+    return _Alter.apply(tensor, fn)
+
+
+def alter_output(model: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> RemovableHandle:
+    r"""Alter the gradient at the output of a module, named as in ``model.named_modules()``.
+
+    As a context manager it removes itself; what was computed inside keeps its altered backward
+    pass. Otherwise call ``remove()`` on what is returned.
+
+    Args:
+        model: The network.
+        name: The module in it whose output is altered; "" is `model` itself.
+        fn: As in :func:`alter_gradient`; applied to every floating-point tensor of the output, in
+            whatever tuples, lists and dictionaries it comes.
+
+    Returns:
+        A handle, which is a context manager.
+
+    Raises:
+        ValueError: If no module has that name.
+        TypeError: If `fn` cannot be called.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+        >>> with alter_output(model, "1", lambda grad: 0 * grad):
+        ...     loss = model(torch.ones(1, 2)).sum()
+        >>> loss.backward()
+        >>> float(model[0].weight.grad.abs().sum())
+        0.0
+    """
+    _check_callable(fn)
+    modules = dict(model.named_modules())
+    if name not in modules:
+        raise ValueError(
+            f"Expected `name` to be a module of `model`, but got {name!r}; "
+            f"there are: {', '.join(repr(n) for n in modules)}."
+        )
+
+    def alter(value: Any) -> Any:
+        alterable = isinstance(value, Tensor) and value.is_floating_point()
+        return alter_gradient(value, fn) if alterable else value
+
+    return modules[name].register_forward_hook(lambda _, __, output: tree_map(alter, output))
+
+
+def _check_callable(fn: Any) -> None:
     if not callable(fn):
         raise TypeError(f"Expected `fn` to be callable, but got {type(fn).__name__}.")
-    return _Alter.apply(tensor, fn)
 
 
 class _Alter(torch.autograd.Function):
