@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
+BENCHMARKS := loss linear agc altering monitor planted imports
 
-.PHONY: help setup test test-deep test-gpu lint check clean
+.PHONY: help setup test test-deep test-gpu bench lint check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -17,11 +18,19 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-test: setup ## every test, in a few minutes on 2 cores
+LOSSES := tests/test_loss.py tests/test_linear.py tests/test_mode.py
+
+test: setup ## every test, the losses with and without the C kernel
 	$(PYTEST) -n 2
+	POWERGRAD_NATIVE=0 $(PYTEST) -n 2 $(LOSSES)
 
 test-deep: setup ## the same, with 10,000 and more random cases
 	HYPOTHESIS_PROFILE=deep $(PYTEST) -n 2
+	HYPOTHESIS_PROFILE=deep POWERGRAD_NATIVE=0 $(PYTEST) -n 2 $(LOSSES)
+
+bench: setup ## every benchmark; rewrites results/bench_*.csv and the README's table
+	for script in $(BENCHMARKS); do $(BIN)/python benchmarks/$$script.py || exit 1; done
+	$(BIN)/python benchmarks/tables.py
 
 test-gpu: setup ## the same tests on CUDA
 	POWERGRAD_TEST_DEVICE=cuda $(PYTEST)

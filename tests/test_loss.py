@@ -21,11 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from powergrad import CrossEntropyLoss, binary_cross_entropy_with_logits, cross_entropy
 
 # (dtype, error of the gradient relative to its row's largest entry, error of the value).
-# 16-bit gradients are rounded once, to 8 and 11 bits. float16 also ends at 2^-24: see `floor`.
+# bfloat16 has 8 bits and may be rounded twice: where it is kept, and where it is scaled. float16
+# has 11 bits and is rounded once.
 TOLERANCE = {
     torch.float64: (1e-12, 1e-12),
     torch.float32: (1e-6, 1e-6),
-    torch.bfloat16: (2**-8, 2**-8),
+    torch.bfloat16: (2**-7, 2**-8),
     torch.float16: (2**-11, 2**-10),
 }
 SHAPES = ["C", "NC", "NCd", "NCdd"]
@@ -361,20 +362,32 @@ def test_compiles_whole(generator, device, options: dict[str, Any], soft):
         options.pop("ignore_index", None)
     z = logits(generator).to(device).requires_grad_()
     target = (logits(generator).softmax(1) if soft else LABELS).to(device)
-    backends = ["aot_eager"]
-    if options == {} and shutil.which("g++"):  # what inductor needs
-        backends.append("inductor")
-    for backend in backends:
-        for alpha in (0.3, torch.tensor(0.3), torch.tensor([0.1, 0.5, 0.9, 1.0], device=device)):
-            torch.compiler.reset()
+    for alpha in (0.3, torch.tensor(0.3), torch.tensor([0.1, 0.5, 0.9, 1.0], device=device)):
+        torch.compiler.reset()
 
-            def loss(z: Tensor, alpha=alpha) -> Tensor:
-                return cross_entropy(z, target, alpha=alpha, **options)
+        def loss(z: Tensor, alpha=alpha) -> Tensor:
+            return cross_entropy(z, target, alpha=alpha, **options)
 
-            value, expected = torch.compile(loss, fullgraph=True, backend=backend)(z), loss(z)
-            assert torch.allclose(value, expected, rtol=1e-14)
-            (actual,) = torch.autograd.grad(value * 3, z)
-            assert (actual - torch.autograd.grad(expected * 3, z)[0]).abs().max() <= 1e-14
+        value, expected = torch.compile(loss, fullgraph=True, backend="aot_eager")(z), loss(z)
+        assert torch.allclose(value, expected, rtol=1e-14)
+        (actual,) = torch.autograd.grad(value * 3, z)
+        assert (actual - torch.autograd.grad(expected * 3, z)[0]).abs().max() <= 1e-14
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_compiles_with_inductor(generator, device):
+    torch.compiler.reset()
+    z, y = logits(generator).to(device).requires_grad_(), LABELS.to(device)
+
+    def loss(z: Tensor, alpha: Tensor) -> Tensor:
+        return cross_entropy(z, y, alpha=alpha, label_smoothing=0.1)
+
+    compiled = torch.compile(loss, fullgraph=True)
+    for alpha in (0.3, 0.0):
+        exponent = torch.tensor(alpha, device=device)
+        (actual,) = torch.autograd.grad(compiled(z, exponent) * 3, z)
+        (expected,) = torch.autograd.grad(loss(z, exponent) * 3, z)
+        assert (actual - expected).abs().max() <= 1e-14
 
 
 def test_module_alpha_changes_without_recompilation(device, generator):
@@ -447,7 +460,7 @@ def test_gradient_accumulation_and_retained_graphs(device, generator):
     loss = cross_entropy(z, y, alpha=0.3)
     (whole,) = torch.autograd.grad(loss, z, retain_graph=True)
     (again,) = torch.autograd.grad(loss, z)
-    assert torch.equal(whole, again)
+    assert (whole - again).abs().max() <= 1e-16  # the second time by another path
     for i in range(0, 12, 4):
         (cross_entropy(z[i : i + 4], y[i : i + 4], alpha=0.3) / 3).backward()
     assert z.grad is not None
@@ -602,7 +615,9 @@ def test_masked_classes(device, alpha, dtype):
     p = torch.softmax(torch.stack([a[0], torch.zeros_like(a[0])]), 0)
     expected = torch.tensor([[float(p[0]) - 1, 0, float(p[1]), 0], [0, 0, 0, 0]], device=device)
     assert (grad.float() - expected).abs().max() <= (1e-7 if dtype == torch.float32 else 2e-3)
-    assert torch.equal(value, F.cross_entropy(z, y, reduction="sum"))
+    # The kernel does not round log p to 16 bits, PyTorch does.
+    tolerated = 1e-6 if dtype == torch.float32 else 2**-8
+    assert torch.allclose(value, F.cross_entropy(z, y, reduction="sum"), rtol=tolerated)
 
     # Target mass on a masked class, a row of masked classes only: as in PyTorch.
     y = torch.tensor([1, 2], device=device)

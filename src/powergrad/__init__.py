@@ -1,8 +1,10 @@
 """PowerGrad Transform: altered gradients in the backward pass of softmax cross-entropy."""
 
+from powergrad._native import available as native_available
 from powergrad._version import __version__
 from powergrad.alter import alter_gradient, alter_output
 from powergrad.identity import equivalent_training
+from powergrad.linear import linear_cross_entropy
 from powergrad.loss import CrossEntropyLoss, binary_cross_entropy_with_logits, cross_entropy
 from powergrad.mode import PowerGrad
 from powergrad.transform import log_softmax, paper_smoothing, power_transform, stationary_threshold
@@ -16,7 +18,9 @@ __all__ = [
     "binary_cross_entropy_with_logits",
     "cross_entropy",
     "equivalent_training",
+    "linear_cross_entropy",
     "log_softmax",
+    "native_available",
     "paper_smoothing",
     "power_transform",
     "stationary_threshold",

@@ -12,20 +12,35 @@ import numbers
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
+from torch.autograd import forward_ad
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether `tensors` hold values and ordinary autograd is all that looks at them."""
+    return (
+        not torch.compiler.is_compiling()
+        and forward_ad._current_level < 0
+        and all(
+            type(t) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(t)
+            for t in tensors
+        )
+    )
+
+
 def values_readable(*tensors: Tensor) -> bool:
     """Whether looking at the values of `tensors` costs no synchronisation and breaks no trace."""
-    return not torch.compiler.is_compiling() and all(
-        t.device.type == "cpu"
-        and type(t) in (Tensor, torch.nn.Parameter)
-        and not is_functorch_wrapped_tensor(t)
-        for t in tensors
-    )
+    return is_plain(*tensors) and all(t.device.type == "cpu" for t in tensors)
+
+
+def nonzero(divisor: float | Tensor) -> float | Tensor:
+    """`divisor`, or 1 for 0: what is divided is 0 then."""
+    if isinstance(divisor, Tensor):
+        return divisor.where(divisor != 0, 1)
+    return divisor or 1
 
 
 def autocasting(tensor: Tensor) -> bool:
@@ -146,7 +161,7 @@ def check_cross_entropy(
     reduction: str,
     label_smoothing: float,
 ) -> int:
-    """Check what `cross_entropy` was given; return the class dimension."""
+    """Check what `cross_entropy` was given, but for the labels; return the class dimension."""
     check_floating(input, "input")
     check_reduction(reduction)
     check_smoothing(label_smoothing)
@@ -203,12 +218,22 @@ def check_target(target: Tensor, input: Tensor, class_dim: int, ignore_index: in
             f"Expected `target` of class indices to have shape {positions} for `input` of shape "
             f"{shape}, but got {shape_of(target)}."
         )
-    if values_readable(target) and target.numel():
-        low, high = target.aminmax()
-        if low < 0 or high >= shape[class_dim]:
-            labels = target[target != ignore_index]
-            if labels.numel() and (labels.min() < 0 or labels.max() >= shape[class_dim]):
-                raise ValueError(
-                    f"Expected labels in `target` to be in [0, {shape[class_dim] - 1}] or "
-                    f"`ignore_index` ({ignore_index}), but got {extremes(labels)}."
-                )
+
+
+def check_labels(target: Tensor, num_classes: int, ignore_index: int) -> bool:
+    """Check the values of class indices, where they can be read; return whether all of them count.
+
+    (False where that is not known.)
+    """
+    if target.is_floating_point() or not values_readable(target) or not target.numel():
+        return False
+    low, high = (int(label) for label in target.aminmax())
+    if low >= 0 and high < num_classes:
+        return not low <= ignore_index <= high
+    labels = target[target != ignore_index]
+    if labels.numel() and (labels.min() < 0 or labels.max() >= num_classes):
+        raise ValueError(
+            f"Expected labels in `target` to be in [0, {num_classes - 1}] or "
+            f"`ignore_index` ({ignore_index}), but got {extremes(labels)}."
+        )
+    return False

@@ -6,23 +6,30 @@ That primitive alters the gradient, whatever is done with its output.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn._reduction import get_enum
 
+from powergrad import _native
 from powergrad._check import (
     autocasting,
     check_alpha,
     check_broadcasts,
     check_cross_entropy,
     check_floating,
+    check_labels,
     check_number,
     check_reduction,
     check_smoothing,
     is_one,
+    is_plain,
+    nonzero,
     shape_of,
 )
+from powergrad._rows import buffer_dtype, loss_and_gradient
 from powergrad.transform import LogSigmoid, log_softmax
 
 __all__ = ["CrossEntropyLoss", "binary_cross_entropy_with_logits", "cross_entropy"]
@@ -74,25 +81,51 @@ def cross_entropy(
         tensor([[ 0.4810, -0.7082,  0.2272]])
     """
     class_dim = check_cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing)
-    check_alpha(alpha, input, class_dim)
+    if isinstance(alpha, Tensor):
+        check_alpha(alpha, input, class_dim)
+    else:
+        alpha = check_number(alpha)
+    options = (ignore_index, reduction, label_smoothing)
     if is_one(alpha):
+        check_labels(target, input.shape[class_dim], ignore_index)
         return torch.ops.aten.cross_entropy_loss(
             input, target, weight, get_enum(reduction), ignore_index, label_smoothing
         )
+    if _one_visit_suffices(input, target, weight):
+        loss = _OneVisit.apply(input, target, weight, alpha, *options)
+    else:
+        check_labels(target, input.shape[class_dim], ignore_index)
+        loss = _by_primitive(input, target, weight, alpha, *options)
+    narrow = _loss_dtype(input, target)
+    return loss if loss.dtype == narrow or autocasting(input) else loss.to(narrow)
+
+
+def _loss_dtype(input: Tensor, target: Tensor) -> torch.dtype:
+    soft = target.is_floating_point()
+    return torch.promote_types(input.dtype, target.dtype) if soft else input.dtype
+
+
+# The reference: an ordinary loss of log p, right for every option and under every transform. ------
+
+
+def _by_primitive(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    alpha: float | Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> Tensor:
+    class_dim = 0 if input.dim() == 1 else 1
     # 16-bit logits are widened here, once: 1/N and smoothing's 1/C then fit into u = dL/dlog p, and
     # p'/N is rounded to 16 bits only after the incoming loss scale has met it.
     wide = torch.promote_types(input.dtype, torch.float32)
     log_p = log_softmax(input, class_dim, alpha=alpha, dtype=wide)
     weight = None if weight is None else weight.to(wide)
     if target.is_floating_point():
-        loss = _of_probabilities(log_p, target, weight, class_dim, reduction, label_smoothing)
-        narrow = torch.promote_types(input.dtype, target.dtype)
-    else:
-        loss = _of_labels(
-            log_p, target, weight, class_dim, ignore_index, reduction, label_smoothing
-        )
-        narrow = input.dtype
-    return loss if autocasting(input) else loss.to(narrow)
+        return _of_probabilities(log_p, target, weight, class_dim, reduction, label_smoothing)
+    return _of_labels(log_p, target, weight, class_dim, ignore_index, reduction, label_smoothing)
 
 
 def _of_labels(
@@ -142,6 +175,80 @@ def _weighted(values: Tensor, weight: Tensor | None, class_dim: int) -> Tensor:
 
 def _reduce(loss: Tensor, reduction: str) -> Tensor:
     return {"none": loss.clone, "sum": loss.sum, "mean": loss.mean}[reduction]()
+
+
+# The fast path: in eager mode, for rows of logits, the gradient is made with the value. -----------
+
+
+def _one_visit_suffices(input: Tensor, target: Tensor, weight: Tensor | None) -> bool:
+    """Whether the ordinary case is at hand: rows of logits, of which a gradient is wanted."""
+    if input.dim() != 2 or not is_plain(input, target):
+        return False
+    if not (torch.is_grad_enabled() and input.requires_grad):
+        return False
+    wider = target.is_floating_point() and target.dtype.itemsize > input.dtype.itemsize
+    return not (wider or target.requires_grad or (weight is not None and weight.requires_grad))
+
+
+class _OneVisit(torch.autograd.Function):
+    """Computes the gradient, unscaled, in the forward pass; scales it in the backward pass.
+
+    The buffer serves once. Another backward pass through the same graph, or one that is itself
+    differentiated, goes through the primitive.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        alpha: float | Tensor,
+        ignore_index: int,
+        reduction: str,
+        label_smoothing: float,
+    ) -> Tensor:
+        ctx.save_for_backward(input, target, weight)
+        ctx.arguments = (alpha, ignore_index, reduction, label_smoothing)
+        ctx.scale = None
+        native = _native.cross_entropy(
+            input, target, weight, alpha, ignore_index, label_smoothing, reduction
+        )
+        if native is not None:
+            value, ctx.buffer = native
+            return value
+        ctx.buffer = input.new_empty(input.shape, dtype=buffer_dtype(input.dtype))
+        rows = loss_and_gradient(
+            input, target, weight, alpha, ignore_index, label_smoothing, ctx.buffer
+        )
+        if reduction == "none":
+            ctx.scale = rows.factor
+            return rows.losses
+        loss, ctx.scale = rows.losses.sum(), rows.factor
+        if reduction == "mean":
+            ctx.scale = (1 if rows.factor is None else rows.factor) / nonzero(rows.mass)
+            loss = loss / rows.mass
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), buffer = grads, ctx.buffer
+        ctx.buffer = None
+        nothing = (None,) * 6
+        if buffer is None or torch.is_grad_enabled():
+            return _gradient_by_primitive(ctx, grad), *nothing
+        scale = grad if ctx.scale is None else grad * ctx.scale
+        gradient = buffer.mul_(scale.unsqueeze(1) if scale.dim() else scale)
+        return gradient.to(ctx.saved_tensors[0].dtype), *nothing
+
+
+def _gradient_by_primitive(ctx: Any, grad: Tensor) -> Tensor:
+    logits, target, weight = ctx.saved_tensors
+    differentiated = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaf = logits if differentiated else logits.detach().requires_grad_()
+        loss = _by_primitive(leaf, target, weight, *ctx.arguments)
+        return torch.autograd.grad(loss, leaf, grad, create_graph=differentiated)[0]
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):

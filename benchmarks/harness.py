@@ -1,0 +1,124 @@
+"""What the benchmarks share: how time and memory are measured, and what a row of results says.
+
+Time is CPU time (`time.process_time`) of a whole call, the variants taking turns in one process,
+and a figure is the ratio of two medians: neighbours on the machine and its clock cancel out. The
+allocator keeps what is freed (`warm_allocator`), because page faults of large buffers would
+otherwise be most of what is measured.
+
+Memory is the peak of what PyTorch's allocator has handed out and not got back since the call began,
+from the profiler's allocation events: exact, and the same in every run.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results"
+KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
+
+
+def warm_allocator() -> None:
+    """Start this program again with an allocator that keeps its memory, unless it does already."""
+    if any(os.environ.get(key) != value for key, value in KEPT.items()):
+        os.environ.update(KEPT)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+def conditions() -> dict[str, Any]:
+    """What a figure depends on, beside the code."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "threads": torch.get_num_threads(),
+        "device": "cpu",
+        "cpu": cpu_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def interleaved(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The median CPU seconds of each variant, over `rounds` in which each has its turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for i in range(rounds + 1):  # the first warms up
+        for name, run in variants.items():
+            begin = time.process_time()
+            run()
+            if i:
+                seconds[name].append(time.process_time() - begin)
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def rounds_for(run: Callable[[], object], budget: float, least: int = 7) -> int:
+    """How many times `run` fits into `budget` seconds."""
+    run()
+    begin = time.process_time()
+    run()
+    return max(least, int(budget / max(time.process_time() - begin, 1e-6)))
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most that PyTorch's allocator has handed out at a time during `run`."""
+    run()
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        run()
+    results: Any = profile.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
+    events = [e for e in results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def save(name: str, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write `rows` with the conditions to ``results/bench_<name>.csv``."""
+    path = RESULTS / f"bench_{name}.csv"
+    shared = conditions()
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *shared], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**row, **shared} for row in rows)
+    print(f"wrote {path.relative_to(ROOT)}")
+    return path
+
+
+def load(name: str) -> list[dict[str, str]]:
+    with (RESULTS / f"bench_{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def put_between_marks(text: str, mark: str, content: str) -> str:
+    """`text` with what stands between ``<!-- mark -->`` and ``<!-- end mark -->`` replaced."""
+    begin, end = f"<!-- {mark} -->", f"<!-- end {mark} -->"
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n\n{content}\n\n{end}{after}"

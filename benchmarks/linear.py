@@ -1,0 +1,125 @@
+"""Time and memory of head and loss together, forward and backward.
+
+    python benchmarks/linear.py [--rounds 5]        write results/bench_linear.csv
+
+2,048 tokens, width 512, 32,000 classes, float32, one thread; the variants take turns in one process
+(see `harness.py`). `plain` is `F.linear` and `F.cross_entropy`; `chunked` is
+`F.linear_cross_entropy` with blocks of its own choice, `chunked-256` with blocks of 256 rows;
+`powergrad` is `linear_cross_entropy` at alpha 0.3, `powergrad-eager` the same without the C kernel.
+Peak memory is what PyTorch's allocator handed out at a time above the inputs; `gradients` is the
+part of it that any of them needs, dW + dh. `rss` is the growth of the resident set in a process of
+its own, with the allocator's defaults, in MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from loss import without_kernel
+from torch import Tensor
+
+import powergrad
+
+TOKENS, WIDTH, CLASSES, ALPHA = 2048, 512, 32000, 0.3
+
+
+def variants(hidden: Tensor, head: Tensor, target: Tensor) -> dict[str, Callable[[], object]]:
+    def training(loss: Callable[[], Any]) -> Callable[[], object]:
+        def run() -> None:
+            hidden.grad = head.grad = None
+            loss().backward()
+
+        return run
+
+    def ours() -> Any:
+        return powergrad.linear_cross_entropy(hidden, head, target, alpha=ALPHA)
+
+    runs = {"plain": training(lambda: F.cross_entropy(F.linear(hidden, head), target))}
+    if hasattr(F, "linear_cross_entropy"):
+        for name, options in {
+            "chunked": nn.LinearCrossEntropyOptions(),
+            "chunked-256": nn.LinearCrossEntropyOptions(batch_chunk_size=256, chunking_method=None),
+        }.items():
+            runs[name] = training(
+                lambda options=options: F.linear_cross_entropy(
+                    hidden, head, target, options=options
+                )
+            )
+    runs["powergrad"] = training(ours)
+    runs["powergrad-eager"] = without_kernel(training(ours))
+    return runs
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH).requires_grad_()
+    head = (0.05 * torch.randn(CLASSES, WIDTH)).requires_grad_()
+    return hidden, head, torch.randint(0, CLASSES, (TOKENS,))
+
+
+def resident(name: str) -> None:
+    """Print by how many bytes the resident set grows, at its largest, above the inputs."""
+    torch.set_num_threads(1)
+    run = variants(*inputs())[name]
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    run()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(peak - pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--resident", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.resident:
+        resident(given.resident)
+        return
+    harness.warm_allocator()
+    torch.set_num_threads(1)
+    hidden, head, target = inputs()
+    runs = variants(hidden, head, target)
+    medians = harness.interleaved(runs, given.rounds)
+    needed = 4 * (hidden.numel() + head.numel())
+    environment = {k: v for k, v in os.environ.items() if k not in harness.KEPT}
+    rows = []
+    for name, run in runs.items():
+        run()  # so that every variant replaces gradients that are there
+        hidden.grad = head.grad = None
+        peak = harness.peak_bytes(run)
+        command = [sys.executable, __file__, "--resident", name]
+        process = subprocess.run(
+            command, env=environment, check=True, capture_output=True, text=True
+        )
+        rows.append(
+            {
+                "tokens": TOKENS,
+                "width": WIDTH,
+                "classes": CLASSES,
+                "variant": name,
+                "rounds": given.rounds,
+                "median_s": f"{medians[name]:.3f}",
+                "ratio": f"{medians[name] / medians['plain']:.3f}",
+                "peak_mb": f"{peak / 2**20:.1f}",
+                "gradients_mb": f"{needed / 2**20:.1f}",
+                "peak_to_gradients": f"{peak / needed:.3f}",
+                "rss_mb": f"{int(process.stdout) / 2**20:.0f}",
+            }
+        )
+        print(rows[-1])
+    harness.save("linear", rows)
+
+
+if __name__ == "__main__":
+    main()

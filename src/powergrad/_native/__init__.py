@@ -1,0 +1,155 @@
+"""The optional C kernel: on CPU, cross-entropy and PowerGrad Transform's gradient in one visit.
+
+``kernel.c`` is compiled when the package is installed, where there is a compiler, and loaded when
+it is first wanted. ``POWERGRAD_NATIVE=0`` in the environment at that moment turns it off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import os
+import struct
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from powergrad._check import values_readable
+
+__all__ = ["available", "best_level", "cross_entropy"]
+
+ABI = 1  # as in kernel.c; a library that says otherwise is left alone
+
+# The arguments as kernel.c has them, in one piece: ctypes takes longer to pass sixteen.
+_CALL = struct.Struct("=qqqqqqqqdqdqqqqq24x")
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+
+def load(path: Path) -> ctypes.CDLL | None:
+    """The library at `path`, ready to be called; None if it cannot be or is of another ABI."""
+    try:
+        library = ctypes.CDLL(str(path))
+        if library.powergrad_abi() != ABI:
+            return None
+        function = library.powergrad_cross_entropy
+    except (OSError, AttributeError):
+        return None
+    function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_char_p]
+    return library
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    if os.environ.get("POWERGRAD_NATIVE") == "0":
+        return None
+    here = Path(__file__).parent
+    built = [here / f"kernel{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    return next((found for path in built if path.exists() and (found := load(path))), None)
+
+
+def available() -> bool:
+    """Whether the C kernel was built for this machine and is not turned off."""
+    return library() is not None
+
+
+def best_level() -> int:
+    """The best instruction set of this CPU: 0 the baseline; on x86-64 also 1 AVX2, 2 AVX-512."""
+    kernel = library()
+    return 0 if kernel is None else kernel.powergrad_best_level()
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    alpha: float | Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+    *,
+    out: Tensor | None = None,
+    threads: int | None = None,
+    level: int = 9,
+) -> tuple[Tensor, Tensor] | None:
+    """The value of cross-entropy, and PGT's gradient of it at the logits.
+
+    With ``q = (1 - label_smoothing) * onehot + label_smoothing / C`` and weights ``w``, a row has
+
+        loss = -sum(w q log p),        grad = sum(w q) p' - w q,        p' = softmax(alpha z);
+
+    both are 0 where the target is ``ignore_index``. For the mean, both are divided by the sum of
+    the other targets' weights.
+
+    Args:
+        input: Logits of shape (N, C), float32 or bfloat16; the classes of a row are adjacent.
+        target: Class indices of shape (N,), int64.
+        weight: Class weights of shape (C,), or None.
+        alpha: A number in [0, 1], or a tensor of one of them or of N.
+        ignore_index: The target of rows to be left out.
+        label_smoothing: In [0, 1].
+        reduction: ``"none"``, ``"mean"`` or ``"sum"``.
+        out: Where the gradient goes, (N, C) and contiguous; may be `input` itself.
+        threads: At most so many threads; by default PyTorch's number. The result is the same.
+        level: At most this instruction set; see :func:`best_level`.
+
+    Returns:
+        The value in float32, of shape (N,) or (), and the gradient (N, C) in the dtype of
+        ``input``; None if the kernel is not available or does not serve these tensors.
+
+    Raises:
+        ValueError: If a target is neither a class nor ``ignore_index``.
+        MemoryError: If there is no memory for a copy of a row.
+    """
+    kernel = library()
+    tensors = [input, target, *(t for t in (weight, alpha) if isinstance(t, Tensor))]
+    if kernel is None or not values_readable(*tensors):
+        return None
+    if input.dtype not in _DTYPES or input.dim() != 2 or target.dtype != torch.int64:
+        return None
+    rows, classes = input.shape
+    adjacent = classes == 1 or input.stride(1) == 1
+    if classes == 0 or not adjacent or target.shape != (rows,):
+        return None
+    if weight is not None:
+        if weight.shape != (classes,):
+            return None
+        weight = weight.to(torch.float32).contiguous()
+    alphas = None
+    if isinstance(alpha, Tensor):
+        if alpha.numel() not in (1, rows):
+            return None
+        alphas, alpha = alpha.to(torch.float64).reshape(-1).expand(rows).contiguous(), 1.0
+
+    target = target.contiguous()
+    value = input.new_empty((rows,) if reduction == "none" else (), dtype=torch.float32)
+    grad = input.new_empty(rows, classes) if out is None else out
+    call = _CALL.pack(
+        rows,
+        classes,
+        input.data_ptr(),
+        input.stride(0),
+        _DTYPES[input.dtype],
+        target.data_ptr(),
+        ignore_index,
+        0 if weight is None else weight.data_ptr(),
+        label_smoothing,
+        0 if alphas is None else alphas.data_ptr(),
+        alpha,
+        _REDUCTIONS[reduction],
+        value.data_ptr(),
+        grad.data_ptr(),
+        torch.get_num_threads() if threads is None else threads,
+        level,
+    )
+    status = kernel.powergrad_cross_entropy(call)
+    if status > 0:
+        raise ValueError(
+            f"Expected `target` to be in [0, {classes}) or `ignore_index` ({ignore_index}), "
+            f"but got {int(target[status - 1])}."
+        )
+    if status < 0:
+        raise MemoryError(f"No memory for a copy of a row of {classes} logits.")
+    return value, grad

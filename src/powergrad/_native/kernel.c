@@ -1,0 +1,374 @@
+/* Cross-entropy and PowerGrad Transform's gradient, in one visit to each row of logits.
+ *
+ * For a row of logits z with class y, class weights w and label smoothing eps, put
+ * q = (1 - eps) onehot(y) + eps / C and d = z - max z. Then
+ *
+ *     loss = -sum(w q log p),          p  = softmax(z)       = exp(d) / sum(exp(d)),
+ *     grad = sum(w q) p' - w q,        p' = softmax(alpha z) = exp(alpha d) / sum(exp(alpha d)).
+ *
+ * Plain C11 with the vector extensions of GCC and Clang; it knows nothing of Python or PyTorch. The
+ * floating-point model is the standard one, except that a * b + c may be fused: -inf masks a class,
+ * and a NaN, a +inf or a row of nothing but -inf gives a row of NaN, as in PyTorch.
+ */
+
+#include <float.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define ABI 1               /* raised with every change to an exported signature */
+#define BLOCK 32            /* values that a lane of a vector adds up in float32 */
+#define TILE 16             /* at most so many rows are worked on together, */
+#define TILE_SIZE 1024      /* of at most so many values */
+#define PART_SIZE (1 << 18) /* values that are worth a thread */
+#define MAX_THREADS 256
+#define MAX_LANES 16
+#define INLINE static inline __attribute__((always_inline))
+
+/* The arguments of a call, each of 8 bytes: __init__.py packs them in this order. */
+typedef struct {
+    int64_t rows, classes;
+    const char *logits;    /* rows x classes */
+    int64_t stride;        /* from one row of logits to the next */
+    int64_t bfloat16;      /* the type of `logits` and `grad`; otherwise float32 */
+    const int64_t *target; /* of the rows */
+    int64_t ignore_index;
+    const float *weight; /* of the classes, or NULL */
+    double smoothing;
+    const double *alphas; /* of the rows, or NULL for `alpha` everywhere */
+    double alpha;
+    int64_t reduction; /* NONE, MEAN or SUM */
+    float *value;      /* of the rows; or their mean or sum */
+    char *grad;        /* of the value; rows x classes, contiguous */
+    int64_t threads;   /* at most */
+    int64_t level;     /* of the instruction set, at most */
+
+    /* The rest is found by the kernel. */
+    double total_weight; /* sum(w) */
+    double factor;       /* of the gradient: a mean's divisor is in it */
+    float *losses;       /* of the rows */
+} Call;
+
+enum { NONE, MEAN, SUM };
+
+_Static_assert(sizeof(Call) == 19 * 8, "a field of Call is not of 8 bytes");
+
+typedef void (*Worker)(const Call *, int64_t begin, int64_t end, float *scratch);
+
+/* alpha / ln 2, rounded; the same as high + low, where `high` has 12 bits; and the d below which
+ * exp(alpha d) is 0. */
+typedef struct {
+    float factor, high, low, lowest;
+} Scale;
+
+/* The sums of exp(d) and of exp(alpha d). */
+typedef struct {
+    double plain, flat;
+} Sums;
+
+/* Memory that is wanted soon. */
+typedef struct {
+    const char *read, *write;
+    int item;
+} Ahead;
+
+INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE int64_t padded(int64_t size, int lanes) { return (size + lanes - 1) / lanes * lanes; }
+
+INLINE float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+INLINE int32_t ordered(int32_t bits) { return bits < 0 ? bits ^ INT32_MAX : bits; }
+
+INLINE Scale scale_of(double alpha) {
+    double factor = alpha * 0x1.71547652b82fep+0;
+    float high = float_of(bits_of((float)factor) & 0xfffff000);
+    double lowest = -125 / factor; /* at alpha 0 only d = -inf, a masked class, is below */
+    return (Scale){(float)factor, high, (float)(factor - high),
+                   lowest < -FLT_MAX ? -FLT_MAX : (float)lowest};
+}
+
+/* bfloat16 is the upper half of a float; rounding is to nearest, ties to even. */
+INLINE uint16_t bfloat16_of(float value) {
+    uint32_t bits = bits_of(value);
+    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return value != value ? 0x7fc0 : (uint16_t)rounded;
+}
+
+INLINE float value_at(const void *row, int64_t c, int bfloat16) {
+    if (bfloat16)
+        return float_of((uint32_t)((const uint16_t *)row)[c] << 16);
+    return ((const float *)row)[c];
+}
+
+INLINE void set_value(void *row, int64_t c, float value, int bfloat16) {
+    if (bfloat16)
+        ((uint16_t *)row)[c] = bfloat16_of(value);
+    else
+        ((float *)row)[c] = value;
+}
+
+/* Copies a row in float32 and returns its maximum. The bits of floats are in the order of the
+ * floats, once those of negative ones are turned round; and compilers make vectors of a maximum of
+ * integers, where that of floats makes them think of NaN. A NaN is left to the arithmetic. */
+INLINE float copy_row(float *restrict x, const void *restrict row, int64_t classes, int bfloat16) {
+    int32_t largest = INT32_MIN;
+    for (int64_t c = 0; c < classes; c++) {
+        x[c] = value_at(row, c, bfloat16);
+        int32_t key = ordered((int32_t)bits_of(x[c]));
+        largest = key > largest ? key : largest;
+    }
+    return float_of((uint32_t)ordered(largest));
+}
+
+/* sum(w d): all its terms have one sign, unlike those of sum(w z). */
+INLINE double weighted_sum(const void *row, const float *w, float max, int64_t classes,
+                           int bfloat16, int lanes) {
+    double total = 0;
+    for (int64_t begin = 0; begin < classes; begin += BLOCK * lanes) {
+        int64_t end = min(begin + BLOCK * lanes, classes);
+        float sum = 0;
+        if (w) {
+#pragma omp simd reduction(+ : sum)
+            for (int64_t c = begin; c < end; c++)
+                sum += w[c] * (value_at(row, c, bfloat16) - max);
+        } else {
+#pragma omp simd reduction(+ : sum)
+            for (int64_t c = begin; c < end; c++)
+                sum += value_at(row, c, bfloat16) - max;
+        }
+        total += sum;
+    }
+    return total;
+}
+
+/* scale x - share w */
+INLINE void write_grad(void *restrict grad, const float *restrict x, float scale, const float *w,
+                       float share, int64_t classes, int bfloat16) {
+    if (w && share != 0) {
+#pragma omp simd
+        for (int64_t c = 0; c < classes; c++)
+            set_value(grad, c, scale * x[c] - share * w[c], bfloat16);
+    } else {
+#pragma omp simd
+        for (int64_t c = 0; c < classes; c++)
+            set_value(grad, c, scale * x[c] - share, bfloat16);
+    }
+}
+
+/* log1p to a relative 1e-8, in less time. */
+INLINE double log_of_one_plus(double x) { return x < 0x1p-26 ? x : log(1 + x); }
+
+/* Rows [begin, end). Each is copied to `scratch`, padded with -inf, worked on there, and written.
+ * Short rows go through each step together: one alone would wait for its own results.
+ *
+ * With mass = sum(w q), share = eps / C, and rest the sum of exp(alpha d) over the classes but y,
+ *
+ *     grad_y = mass (1 - rest / sum) - w_y q_y = share (sum(w) - w_y) - mass rest / sum
+ *
+ * loses nothing where p'_y rounds to 1, provided that rest does not. If y is not the likeliest
+ * class, that one contributes exp(0) = 1 to rest, and rest = sum - exp(alpha d_y) is safe. If it
+ * is, its own exp(0) = 1 is kept out of the sums, by -inf in the copy, and added at the end. The
+ * loss, which is log(sum(exp(d))) - d_y without smoothing, gains as much. */
+INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, const int bfloat16,
+                 const int lanes, Sums (*exponentiate)(float *, int64_t, float, Scale, Ahead)) {
+    const int64_t classes = call->classes, width = padded(classes, lanes);
+    const int64_t room = width < TILE_SIZE ? min(TILE, TILE_SIZE / width) : 1;
+    const int item = bfloat16 ? sizeof(uint16_t) : sizeof(float);
+    const float *w = call->weight;
+    const double kept = 1 - call->smoothing, share = call->smoothing / (double)classes;
+    const double factor = call->factor;
+    const Scale common = scale_of(call->alpha);
+
+    for (int64_t next = begin; next < end;) {
+        int64_t row[TILE];
+        float max[TILE], d[TILE]; /* d is that of class y */
+        Sums sums[TILE];
+        int count = 0;
+
+        for (; count < room && next < end; next++) {
+            int64_t y = call->target[next];
+            if (y == call->ignore_index) {
+                memset(call->grad + next * classes * item, 0, (size_t)(classes * item));
+                call->losses[next] = 0;
+                continue;
+            }
+            float *x = scratch + count * width;
+            max[count] = copy_row(x, call->logits + next * call->stride * item, classes, bfloat16);
+            d[count] = x[y] - max[count];
+            x[y] = d[count] == 0 ? -INFINITY : x[y];
+            for (int64_t c = classes; c < width; c++)
+                x[c] = -INFINITY;
+            row[count++] = next;
+        }
+
+        for (int k = 0; k < count; k++) {
+            Ahead ahead = {call->logits + min(next + k, end - 1) * call->stride * item,
+                           call->grad + row[k] * classes * item, item};
+            Scale alpha = call->alphas ? scale_of(call->alphas[row[k]]) : common;
+            sums[k] = exponentiate(scratch + k * width, width, max[k], alpha, ahead);
+        }
+
+        for (int k = 0; k < count; k++) {
+            const char *logits = call->logits + row[k] * call->stride * item;
+            const float *x = scratch + k * width;
+            char *grad = call->grad + row[k] * classes * item;
+            const int64_t y = call->target[row[k]];
+            const int top = d[k] == 0;
+            const double weight = w ? w[y] : 1;
+            const double mass = kept * weight + share * call->total_weight;
+            const double rest = sums[k].flat - x[y], scale = mass / (sums[k].flat + top);
+            const double own = share * (call->total_weight - weight) - scale * rest;
+
+            const double log_sum = log_of_one_plus(sums[k].plain - !top);
+            double loss = kept * weight * (log_sum - d[k]);
+            if (share != 0)
+                loss += share * (log_sum * call->total_weight -
+                                 weighted_sum(logits, w, max[k], classes, bfloat16, lanes));
+            call->losses[row[k]] = (float)loss;
+
+            /* Last, because the gradient may go where the logits are. */
+            write_grad(grad, x, (float)(factor * scale), w, (float)(factor * share), classes,
+                       bfloat16);
+            set_value(grad, y, (float)(factor * own), bfloat16);
+        }
+    }
+}
+
+/* The instruction sets, from the one that every CPU of the architecture has. */
+
+#define TARGET
+#if defined(__aarch64__) || defined(__FMA__)
+#define FUSED 1
+#else
+#define FUSED 0
+#endif
+#define LANES 4
+#define NAME(f) f##_baseline
+#include "exponentiate.h"
+
+#if defined(__x86_64__)
+
+#define TARGET __attribute__((target("avx2,fma")))
+#define FUSED 1
+#define LANES 8
+#define NAME(f) f##_avx2
+#include "exponentiate.h"
+
+#define TARGET __attribute__((target("avx512f")))
+#define FUSED 1
+#define LANES 16
+#define NAME(f) f##_avx512
+#include "exponentiate.h"
+
+static const Worker LEVELS[] = {rows_baseline, rows_avx2, rows_avx512};
+
+int powergrad_best_level(void) {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f"))
+        return 2;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+#else
+
+static const Worker LEVELS[] = {rows_baseline};
+
+int powergrad_best_level(void) { return 0; }
+
+#endif
+
+/* The rows of one thread. */
+typedef struct {
+    const Call *call;
+    Worker worker;
+    int64_t begin, end;
+    float *scratch;
+} Part;
+
+static void *work(void *argument) {
+    const Part *part = argument;
+    part->worker(part->call, part->begin, part->end, part->scratch);
+    return NULL;
+}
+
+/* The threads live for one call, so that a process may fork between calls. A row is computed alike
+ * in whichever thread: the result does not depend on their number. Returns 0 if memory is short. */
+static int work_in_threads(const Call *call) {
+    const Worker worker = LEVELS[min(call->level, powergrad_best_level())];
+    int64_t threads = min(call->rows, call->rows * call->classes / PART_SIZE);
+    threads = min(threads, min(call->threads, MAX_THREADS));
+    threads = threads < 1 ? 1 : threads;
+
+    const int64_t size = padded(TILE_SIZE + call->classes, MAX_LANES);
+    float *scratch = aligned_alloc(64, (size_t)(threads * size) * sizeof *scratch);
+    if (!scratch)
+        return 0;
+
+    Part parts[MAX_THREADS];
+    pthread_t ids[MAX_THREADS];
+    int started[MAX_THREADS] = {0};
+    for (int64_t i = 0; i < threads; i++) {
+        parts[i] = (Part){call, worker, call->rows * i / threads, call->rows * (i + 1) / threads,
+                          scratch + i * size};
+        started[i] = i > 0 && pthread_create(&ids[i], NULL, work, &parts[i]) == 0;
+    }
+    for (int64_t i = 0; i < threads; i++)
+        if (!started[i])
+            work(&parts[i]);
+    for (int64_t i = 0; i < threads; i++)
+        if (started[i])
+            pthread_join(ids[i], NULL);
+    free(scratch);
+    return 1;
+}
+
+int powergrad_abi(void) { return ABI; }
+
+/* Returns 0; or, having written nothing, i + 1 for the first row i whose target is neither a class
+ * nor `ignore_index`, or -1 if memory is short. */
+int64_t powergrad_cross_entropy(const Call *arguments) {
+    Call call = *arguments;
+    const float *w = call.weight;
+    int64_t counted = 0;
+    double target_weight = 0;
+    for (int64_t i = 0; i < call.rows; i++) {
+        int64_t y = call.target[i];
+        if (y == call.ignore_index)
+            continue;
+        if (y < 0 || y >= call.classes)
+            return i + 1;
+        counted++;
+        target_weight += w ? w[y] : 0;
+    }
+    call.total_weight = w ? 0 : (double)call.classes;
+    for (int64_t c = 0; w && c < call.classes; c++)
+        call.total_weight += w[c];
+    call.factor = call.reduction == MEAN ? 1 / (w ? target_weight : (double)counted) : 1;
+
+    float *reduced = NULL;
+    if (call.reduction != NONE && !(reduced = malloc((size_t)(call.rows + 1) * sizeof(float))))
+        return -1;
+    call.losses = reduced ? reduced : call.value;
+    const int done = work_in_threads(&call);
+    if (done && reduced) {
+        double sum = 0;
+        for (int64_t i = 0; i < call.rows; i++)
+            sum += reduced[i];
+        *call.value = (float)(call.factor * sum);
+    }
+    free(reduced);
+    return done ? 0 : -1;
+}

@@ -1,0 +1,355 @@
+r"""The classifier head and its loss at once, in blocks of rows: logits are never whole in memory.
+
+For hidden states ``h`` (N, H) and a head ``W`` (C, H), ``b`` (C), a block of rows at a time:
+
+    z = h W^T + b                            a block of logits, in one buffer
+    z <- m p' - w q                          their gradient, in its place (`powergrad._rows`)
+    dh = z W,   dW += z^T h,   db += sum z
+
+The forward pass thus makes the gradients, up to the factor that arrives in the backward pass. It
+needs memory for dW and dh, which the optimizer needs anyway, and for one block.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from powergrad import _native
+from powergrad._check import (
+    autocasting,
+    check_alpha,
+    check_cross_entropy,
+    check_floating,
+    check_labels,
+    is_plain,
+    nonzero,
+    shape_of,
+)
+from powergrad._rows import Rows, loss_and_gradient
+from powergrad.loss import cross_entropy
+
+__all__ = ["linear_cross_entropy"]
+
+BLOCK_BYTES = 16 << 20  # of logits,
+LEAST_ROWS = 128  # and at least so many rows, because each block rewrites dW
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    alpha: float | Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    chunk_rows: int | None = None,
+    return_accuracy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""``cross_entropy(F.linear(input, linear_weight, linear_bias), target)``, logits in blocks.
+
+    Made for large vocabularies: time is that of the matrix products, and the memory above the
+    inputs is that of the gradients of head and input and one block of logits. With
+    ``reduction="none"`` the backward pass computes the logits again. Higher derivatives,
+    ``torch.func`` transforms and ``torch.compile`` work, with all logits in memory.
+
+    Args:
+        input: Hidden states, of shape (..., H).
+        linear_weight: The head, of shape (C, H).
+        target: Class indices, of shape (...); or class probabilities, of shape (..., C).
+        alpha: A number in [0, 1]; or a tensor of them: 0-d, or of shape (...).
+        linear_bias: The bias of the head, of shape (C).
+        weight: One weight a class, of shape (C).
+        ignore_index: Class index whose positions count for nothing.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: The mass of the target that is spread evenly over all classes.
+        chunk_rows: Rows in a block. By default 16 MB of logits, and 128 rows at least.
+        return_accuracy: Whether to return the share of the counted rows whose likeliest class is
+            the target's, which costs a look at the logits that are there anyway.
+
+    Returns:
+        The loss: 0-d, or for "none" of shape (...). With `return_accuracy` also that, 0-d.
+
+    Raises:
+        ValueError: If a shape, a range, a label or an option is not as above.
+        TypeError: If a dtype is not as above.
+
+    Example:
+        >>> hidden = torch.randn(6, 8, requires_grad=True)
+        >>> head = torch.nn.Linear(8, 1000)
+        >>> target = torch.arange(6)
+        >>> loss = linear_cross_entropy(
+        ...     hidden, head.weight, target, alpha=0.3, linear_bias=head.bias
+        ... )
+        >>> loss.backward()
+        >>> hidden.grad.shape, head.weight.grad.shape
+        (torch.Size([6, 8]), torch.Size([1000, 8]))
+    """
+    leading = _check_head(input, linear_weight, linear_bias, chunk_rows)
+    classes = linear_weight.shape[0]
+    soft = isinstance(target, Tensor) and target.is_floating_point()
+    if isinstance(target, Tensor) and shape_of(target) != leading + ((classes,) if soft else ()):
+        raise ValueError(
+            f"Expected `target` to have shape {leading}, or {(*leading, classes)} with class "
+            f"probabilities, but got {shape_of(target)}."
+        )
+    hidden = input.reshape(-1, input.shape[-1])
+    if autocasting(input):
+        dtype = torch.get_autocast_dtype(input.device.type)
+        hidden, linear_weight = hidden.to(dtype), linear_weight.to(dtype)
+        linear_bias = None if linear_bias is None else linear_bias.to(dtype)
+    rows = hidden.shape[0]
+    target = target.reshape(rows, classes) if soft else target.reshape(rows)
+    if isinstance(alpha, Tensor) and alpha.dim():
+        if shape_of(alpha) != leading:
+            raise ValueError(
+                f"Expected `alpha` to have shape () or {leading}, but got {shape_of(alpha)}."
+            )
+        alpha = alpha.reshape(rows)
+    options = Options(alpha, ignore_index, reduction, label_smoothing)
+    likeness = hidden.new_empty(1, 1).expand(rows, classes)  # of the logits
+    check_cross_entropy(likeness, target, weight, ignore_index, reduction, label_smoothing)
+    if not soft:
+        check_labels(target, classes, ignore_index)
+    check_alpha(alpha, likeness, 1)
+
+    tensors = [t for t in (hidden, linear_weight, linear_bias, weight, target) if t is not None]
+    differentiable = any(t is not None and t.requires_grad for t in (weight, target))
+    if differentiable or not is_plain(*tensors):
+        loss, accuracy = _whole(hidden, linear_weight, linear_bias, target, weight, options)
+    else:
+        size = chunk_rows or max(LEAST_ROWS, BLOCK_BYTES // (classes * hidden.dtype.itemsize))
+        loss, accuracy = _InBlocks.apply(
+            hidden, linear_weight, linear_bias, target, weight, options, size, return_accuracy
+        )
+    if reduction == "none":
+        loss = loss.reshape(leading)
+    if not autocasting(input):
+        loss = loss.to(input.dtype)
+    return (loss, accuracy) if return_accuracy else loss
+
+
+class Options(NamedTuple):
+    """The arguments of `cross_entropy` that are not about the head."""
+
+    alpha: float | Tensor
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+
+
+def _check_head(
+    input: Tensor, weight: Tensor, bias: Tensor | None, chunk_rows: int | None
+) -> tuple[int, ...]:
+    check_floating(input, "input")
+    check_floating(weight, "linear_weight")
+    if input.dim() == 0:
+        raise ValueError("Expected `input` to have shape (..., H), but got ().")
+    width = input.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != width:
+        raise ValueError(
+            f"Expected `linear_weight` to have shape (C, {width}) for `input` of shape "
+            f"{shape_of(input)}, but got {shape_of(weight)}."
+        )
+    if bias is not None:
+        check_floating(bias, "linear_bias")
+        if shape_of(bias) != (weight.shape[0],):
+            raise ValueError(
+                f"Expected `linear_bias` to have shape ({weight.shape[0]},), "
+                f"but got {shape_of(bias)}."
+            )
+    for name, tensor in (("linear_weight", weight), ("linear_bias", bias)):
+        if tensor is not None and tensor.dtype != input.dtype and not autocasting(input):
+            raise TypeError(
+                f"Expected `{name}` to have the dtype of `input`, {input.dtype}, "
+                f"but got {tensor.dtype}."
+            )
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"Expected `chunk_rows` to be at least 1, but got {chunk_rows}.")
+    return shape_of(input)[:-1]
+
+
+def _whole(
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    weight: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """The definition: all logits at once."""
+    logits = F.linear(hidden, head, bias)
+    loss = cross_entropy(logits, target, weight, **options._asdict())
+    correct, counted = _correct(logits, target, options.ignore_index)
+    return loss, correct.sum() / counted.sum()
+
+
+def _correct(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    label = target.argmax(1) if target.is_floating_point() else target
+    counted = (
+        (label != ignore_index) if label is target else torch.ones_like(label, dtype=torch.bool)
+    )
+    return (logits.argmax(1) == label) & counted, counted
+
+
+class _InBlocks(torch.autograd.Function):
+    """The gradients are made with the value, except for "none", where each row has its own scale.
+
+    They serve once, as in `powergrad.loss`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        weight: Tensor | None,
+        options: Options,
+        size: int,
+        with_accuracy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        needed = ctx.needs_input_grad[:3]
+        at_once = options.reduction != "none" and any(needed)
+        work = _Work(hidden, head, bias, target, weight, options, size)
+        losses, mass, accuracy, gradients = work.run(needed if at_once else (), None, with_accuracy)
+        ctx.save_for_backward(hidden, head, bias, target, weight)
+        ctx.options, ctx.size, ctx.mass = options, size, mass
+        ctx.gradients = gradients if at_once else None
+        ctx.mark_non_differentiable(accuracy)
+        if options.reduction == "none":
+            return losses, accuracy
+        loss = losses.sum()
+        return (loss if options.reduction == "sum" else loss / mass), accuracy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        grad, nothing = grads[0], (None,) * 5
+        hidden, head, bias, target, weight = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            wanted = [t for t, n in zip((hidden, head, bias), needed, strict=True) if n]
+            loss, _ = _whole(hidden, head, bias, target, weight, ctx.options)
+            found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
+            return *(next(found) if n else None for n in needed), *nothing
+        gradients, ctx.gradients = ctx.gradients, None
+        if ctx.options.reduction == "mean":
+            grad = grad / nonzero(ctx.mass)
+        if gradients is None:
+            work = _Work(hidden, head, bias, target, weight, ctx.options, ctx.size)
+            gradients = work.run(needed, grad, False)[3]
+        else:
+            for g in gradients:
+                if g is not None:
+                    g.mul_(grad)
+        return *(None if g is None else g.to(hidden.dtype) for g in gradients), *nothing
+
+
+def _rows(
+    z: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    alpha: float | Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Rows:
+    """Losses, and gradients in place of `z`: by the C kernel if it is there."""
+    native = _native.cross_entropy(
+        z, y, weight, alpha, ignore_index, label_smoothing, "none", out=z
+    )
+    if native is None:
+        return loss_and_gradient(z, y, weight, alpha, ignore_index, label_smoothing, z)
+    kept = y != ignore_index
+    mass = kept.sum() if weight is None else (weight[y.where(kept, 0)] * kept).sum()
+    return Rows(native[0], None, mass)
+
+
+class _Work:
+    """One pass over the blocks."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        head: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        weight: Tensor | None,
+        options: Options,
+        size: int,
+    ) -> None:
+        # float16 would lose small p' in the products: it is widened. bfloat16 is not.
+        dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
+        self.hidden, self.head = hidden.to(dtype), head.to(dtype)
+        self.bias = None if bias is None else bias.to(dtype)
+        self.target, self.weight, self.options = target, weight, options
+        self.size = min(size, max(hidden.shape[0], 1))
+
+    def run(
+        self, needed: tuple[bool, ...], scale: Tensor | None, with_accuracy: bool
+    ) -> tuple[Tensor, float | Tensor, Tensor, list[Tensor | None]]:
+        """Losses, what a mean is divided by, accuracy, and the gradients that are `needed`.
+
+        `scale` multiplies the gradient of each row, or of all; without it they are unscaled.
+        """
+        hidden, head, bias = self.hidden, self.head, self.bias
+        rows, classes = hidden.shape[0], head.shape[0]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        alpha, ignore_index, _, label_smoothing = self.options
+        d_hidden, d_head, d_bias = self._zeros(needed, wide)
+        losses = hidden.new_empty(rows, dtype=wide)
+        block = hidden.new_empty(self.size, classes)
+        mass: float | Tensor = 0.0
+        correct = counted = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        for start in range(0, rows, self.size):
+            part = slice(start, min(start + self.size, rows))
+            h, y = hidden[part], self.target[part]
+            z = block[: h.shape[0]]
+            if bias is None:
+                torch.mm(h, head.t(), out=z)
+            else:
+                torch.addmm(bias, h, head.t(), out=z)
+            if with_accuracy:
+                right, counts = _correct(z, y, ignore_index)
+                correct, counted = correct + right.sum(), counted + counts.sum()
+            a = alpha[part] if isinstance(alpha, Tensor) and alpha.dim() else alpha
+            result = _rows(z, y, self.weight, a, ignore_index, label_smoothing)
+            losses[part] = result.losses
+            mass = mass + result.mass
+            if not needed:
+                continue
+            factor = result.factor
+            if scale is not None:
+                s = scale[part] if scale.dim() else scale.expand(h.shape[0])
+                factor = s if factor is None else s * factor
+            factor = None if factor is None else factor.to(z.dtype).unsqueeze(1)
+            if d_hidden is not None:
+                torch.mm(z, head, out=d_hidden[part])
+                if factor is not None:
+                    d_hidden[part].mul_(factor)
+            weighted = h if factor is None else h * factor
+            if d_head is not None:
+                if d_head.dtype == z.dtype:
+                    d_head.addmm_(z.t(), weighted)
+                else:
+                    d_head.add_(z.t() @ weighted)
+            if d_bias is not None:
+                ones = z.new_ones(h.shape[0], 1) if factor is None else factor
+                d_bias.add_((z.t() @ ones).squeeze(1))
+        return losses, mass, correct / counted, [d_hidden, d_head, d_bias]
+
+    def _zeros(self, needed: tuple[bool, ...], wide: torch.dtype) -> list[Tensor | None]:
+        """Where the gradients are collected: those of the head in float32 or wider."""
+        if not needed:
+            return [None, None, None]
+        d_hidden = torch.empty_like(self.hidden) if needed[0] else None
+        d_head = torch.zeros_like(self.head, dtype=wide) if needed[1] else None
+        has_bias = needed[2] and self.bias is not None
+        d_bias = torch.zeros_like(self.bias, dtype=wide) if has_bias else None  # pyright: ignore
+        return [d_hidden, d_head, d_bias]

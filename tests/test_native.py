@@ -1,0 +1,508 @@
+"""The C kernel against float64 oracles, PyTorch's special values, and itself."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from powergrad import _native
+
+native = pytest.mark.skipif(not _native.available(), reason="the C kernel is not there")
+
+INF, NAN = float("inf"), float("nan")
+LEVELS = range(_native.best_level() + 1)
+SIZES = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 100, 1000, 5000]
+ALPHAS = [0.0, 1e-3, 0.05, 0.25, 0.3, 0.5, 1.0]
+
+# Relative errors; bfloat16's gradients are rounded to 8 bits, once.
+TOLERANCE = 1e-6
+HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}
+# Below 2^-125 the kernel's exponentials are 0.
+TINY = 1e-37
+
+
+def kernel(*arguments: Any, **options: int) -> tuple[Tensor, Tensor]:
+    """`_native.cross_entropy` where it has to serve."""
+    result = _native.cross_entropy(*arguments, **options)
+    assert result is not None
+    return result
+
+
+def oracle_losses(z: Tensor, y: Tensor, w: Tensor, eps: float) -> Tensor:
+    """-sum(w q log p) in float64, from the margins: -log p_y = softplus(log sum exp(z_c - z_y))."""
+    margins = z - z.gather(1, y[:, None])
+    others = margins.scatter(1, y[:, None], -INF).logsumexp(1)
+    hard = w[y] * torch.where(others > 20, others + (-others).exp().log1p(), others.exp().log1p())
+    smooth = (w * -torch.log_softmax(z, 1)).mean(1) if eps else 0.0
+    return (1 - eps) * hard + eps * smooth
+
+
+def oracle_grads(
+    z: Tensor, y: Tensor, w: Tensor, alpha: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """sum(w q) p' - w q in float64, and the size of each row that errors are relative to.
+
+    Entry y is minus the sum of the others, as rows sum to 0. Hard labels are judged by the largest
+    entry of a row, which may be 1e-30; smoothed ones by the larger of their two terms.
+    """
+    u = w * (eps / z.shape[1] + (1 - eps) * F.one_hot(y, z.shape[1]))
+    scores = torch.where(z == -INF, -INF, alpha[:, None] * (z - z.amax(1, keepdim=True)))
+    p = torch.softmax(scores, 1)
+    grads = u.sum(1, keepdim=True) * p - u
+    grads.scatter_(1, y[:, None], 0.0)
+    grads.scatter_(1, y[:, None], -grads.sum(1, keepdim=True))
+    size = torch.maximum(u.sum(1) * p.amax(1), u.amax(1)) if eps and len(z) else grads.abs().amax(1)
+    return grads, size
+
+
+def check(
+    z: Tensor,
+    y: Tensor,
+    w: Tensor | None = None,
+    alpha: float | Tensor = 0.3,
+    ignore_index: int = -100,
+    eps: float = 0.0,
+    reduction: str = "none",
+    **options: int,
+) -> None:
+    """Value and gradient of the kernel are the oracles'."""
+    value, grad = kernel(z, y, w, alpha, ignore_index, eps, reduction, **options)
+    assert (value.dtype, grad.dtype, grad.shape) == (torch.float32, z.dtype, z.shape)
+
+    keep = y != ignore_index
+    wide, kept = z[keep].double(), y[keep]
+    wide_w = torch.ones(z.shape[1]).double() if w is None else w.double()
+    alphas = torch.as_tensor(alpha, dtype=torch.float64).reshape(-1).expand(len(z))[keep]
+    losses = torch.zeros(len(z), dtype=torch.float64)
+    losses[keep] = oracle_losses(wide, kept, wide_w, eps)
+    grads, size = oracle_grads(wide, kept, wide_w, alphas, eps)
+
+    divisor = wide_w[kept].sum() if reduction == "mean" else torch.ones(()).double()
+    expected = losses if reduction == "none" else losses.sum() / divisor
+    # With smoothing the value may be all log p of a class that is likely and not the target (whose
+    # weight is 0): that is good to 1e-7 absolutely, as in PyTorch.
+    atol = TINY + 1e-7 * eps * float(wide_w.mean())
+    if reduction != "none" and divisor > 0:
+        atol *= len(kept) / float(divisor)
+    torch.testing.assert_close(value.double(), expected, rtol=TOLERANCE, atol=atol, equal_nan=True)
+    assert not grad[~keep].any()
+    if divisor == 0:
+        return
+    error = (grad[keep].double() - grads / divisor).abs()
+    bound = HALF_ULP[z.dtype] * grads.abs() + TOLERANCE * size[:, None]
+    assert bool((error <= bound / divisor + TINY).all()), float(
+        ((error - HALF_ULP[z.dtype] * grads.abs() / divisor) / (size[:, None] / divisor)).max()
+    )
+
+
+# Values and gradients -----------------------------------------------------------------------------
+
+
+@native
+@given(st.data())
+def test_matches_oracles(data: st.DataObject) -> None:
+    rows = data.draw(st.sampled_from([0, 1, 2, 3, 15, 16, 17, 33]), "rows")
+    classes = data.draw(st.sampled_from(SIZES), "classes")
+    dtype = data.draw(st.sampled_from(list(HALF_ULP)), "dtype")
+    spread = data.draw(st.sampled_from([0.0, 1.0, 5.0, 30.0, 1e4]), "spread")
+    offset = data.draw(st.sampled_from([0.0, 1e4, -1e4]), "offset")
+    eps = data.draw(st.sampled_from([0.0, 0.1, 1.0]), "label_smoothing")
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), "seed"))
+
+    z = (torch.randn(rows, classes, generator=generator) * spread + offset).to(dtype)
+    y = torch.randint(classes, (rows,), generator=generator)
+    likely = data.draw(st.booleans(), "the target is the likeliest class")
+    y = z.argmax(1) if likely and rows else y
+    if not eps and data.draw(st.booleans(), "masked"):
+        mask = torch.rand(rows, classes, generator=generator) < 0.5
+        z[mask.scatter(1, y[:, None], False)] = -INF
+    y[torch.rand(rows, generator=generator) < 0.2] = -100
+    w = None
+    if data.draw(st.booleans(), "weighted"):
+        w = torch.rand(classes, generator=generator)
+        w[torch.rand(classes, generator=generator) < 0.2] = 0.0
+    alpha = data.draw(st.sampled_from([*ALPHAS, "one a row"]), "alpha")
+    if isinstance(alpha, str):
+        alpha = torch.tensor(ALPHAS)[torch.randint(7, (rows,), generator=generator)]
+    reduction = data.draw(st.sampled_from(["none", "mean", "sum"]), "reduction")
+    for level in LEVELS:
+        check(z, y, w, alpha, -100, eps, reduction, level=level)
+
+
+@native
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("classes", SIZES)
+def test_every_target(classes: int, level: int) -> None:
+    # Each lane of a vector, the first and the last vector, the padding beside the target.
+    z = torch.randn(min(classes, 200), classes)
+    for first in (0, max(0, classes - 200)):
+        check(z, torch.arange(first, first + len(z)), level=level)
+
+
+@native
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("classes", [257, 1000, 128_000])
+def test_long_sums_of_equal_terms(classes: int, level: int) -> None:
+    # Rounding errors of equal terms all point one way.
+    z = torch.linspace(-20, -0.01, 500 if classes < 10_000 else 5)[:, None].repeat(1, classes)
+    z[:, 5] = 0
+    check(z, torch.full((len(z),), 5), level=level)
+    check(z, torch.full((len(z),), 7), level=level)
+
+
+@native
+@pytest.mark.parametrize("level", LEVELS)
+def test_confident_rows_keep_their_gradient(level: int) -> None:
+    # 1 - p'_y is far below the resolution of p'_y, and z - max is not a float32.
+    z = torch.randn(500, 3) * 1e-3 + torch.tensor([60.1, -10.3, -20.7])
+    check(z, torch.zeros(500, dtype=torch.int64), alpha=0.5, level=level)
+    _, grad = kernel(z, torch.zeros(500).long(), None, 0.5, -100, 0.0, "none")
+    assert bool((grad[:, 0] < 0).all())
+    assert bool((grad[:, 0] > -1e-14).all())
+
+
+@native
+def test_bfloat16_is_rounded_to_nearest_even() -> None:
+    z = torch.randn(50, 1000, dtype=torch.bfloat16)
+    y = torch.randint(1000, (50,))
+    _, grad = kernel(z, y, None, 0.3, -100, 0.0, "none")
+    _, wide = kernel(z.float(), y, None, 0.3, -100, 0.0, "none")
+    assert torch.equal(grad, wide.to(torch.bfloat16))
+    # Ties: the gradient at alpha 0 is half the weight, between two bfloat16 numbers.
+    w = 2 + torch.arange(1, 64, 2) / 128
+    for weight in w:
+        _, grad = kernel(z[:1, :2], y[:1] * 0, weight.expand(2), 0.0, -100, 0.0, "none")
+        assert grad[0, 1] == (weight / 2).to(torch.bfloat16)
+
+
+@native
+@pytest.mark.parametrize("dtype", list(HALF_ULP))
+def test_alpha_one_is_cross_entropy(dtype: torch.dtype) -> None:
+    z = torch.randn(40, 30).to(dtype).double().requires_grad_()
+    y, w = torch.randint(30, (40,)), torch.rand(30)
+    y[::7] = -1
+    reference = F.cross_entropy(z, y, w.double(), ignore_index=-1, label_smoothing=0.2)
+    (expected,) = torch.autograd.grad(reference, z)
+    value, grad = kernel(z.detach().to(dtype), y, w, 1.0, -1, 0.2, "mean")
+    torch.testing.assert_close(value.double(), reference.detach(), rtol=1e-6, atol=0)
+    rtol = max(1e-6, HALF_ULP[dtype])
+    torch.testing.assert_close(grad.double(), expected, rtol=rtol, atol=1e-8)
+
+
+@native
+def test_alpha_as_a_tensor_of_one() -> None:
+    z, y = torch.randn(9, 20), torch.randint(20, (9,))
+    expected = _native.cross_entropy(z, y, None, 0.25, -100, 0.1, "sum")
+    for alpha in (torch.tensor(0.25), torch.full((1,), 0.25), torch.full((9, 1), 0.25)):
+        assert same(_native.cross_entropy(z, y, None, alpha, -100, 0.1, "sum"), expected)
+
+
+# Special values -----------------------------------------------------------------------------------
+
+ROWS = {
+    "masked": [1.0, -INF, 2.0, 0.0],
+    "one class left": [-INF, -INF, 3.0, -INF],
+    "all masked": [-INF] * 4,
+    "infinite": [1.0, INF, 0.0, 0.0],
+    "two infinite": [INF, INF, 0.0, 0.0],
+    "nan": [1.0, NAN, 0.0, 0.0],
+    "nan and infinite": [NAN, INF, -INF, 0.0],
+    "largest float": [3.4e38, -3.4e38, 0.0, -INF],
+    "float min as a mask": [1.0, torch.finfo(torch.float32).min, 2.0, 0.0],
+    "subnormal": [1e-40, 0.0, -1e-40, -0.0],
+}
+
+
+@native
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("eps", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("dtype", list(HALF_ULP))
+def test_special_values_are_pytorchs(
+    dtype: torch.dtype, name: str, eps: float, weighted: bool, level: int
+) -> None:
+    # In the one row of a short vector, and at the head of a longer row that is masked.
+    for others in (0, 37):
+        row = torch.tensor(ROWS[name] + [-INF] * others).to(dtype)
+        w = torch.tensor([1.0, 0.75, 0.5, 0.0] + [1.0] * others) if weighted else None
+        for target in range(4):
+            y = torch.tensor([target])
+            z = row[None].float().requires_grad_()
+            expected = F.cross_entropy(z, y, w, reduction="none", label_smoothing=eps)
+            (expected_grad,) = torch.autograd.grad(expected.sum(), z)
+            value, grad = kernel(row[None], y, w, 1.0, -100, eps, "none", level=level)
+            close = {"rtol": max(2e-6, HALF_ULP[dtype]), "atol": 1e-7, "equal_nan": True}
+            torch.testing.assert_close(value, expected.detach(), **close)
+            torch.testing.assert_close(grad.float(), expected_grad, **close)
+
+
+@native
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("alpha", [0.0, 0.3])
+@pytest.mark.parametrize("classes", [4, 41])
+def test_special_values_spoil_their_row_only(classes: int, alpha: float, level: int) -> None:
+    z = torch.randn(8, classes)
+    z[1, 0], z[3, 1], z[5, 2] = NAN, INF, -INF
+    z[6] = -INF
+    y = torch.full((8,), 3)
+    value, grad = kernel(z, y, None, alpha, -100, 0.0, "none", level=level)
+    spoilt = torch.tensor([1, 3, 6])
+    assert value.isnan().nonzero().flatten().tolist() == spoilt.tolist()
+    assert bool(grad[spoilt].isnan().all())
+    others = torch.tensor([0, 2, 4, 5, 7])
+    check(z[others], y[others], alpha=alpha, level=level)
+
+
+@native
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("payload", [0x7F800001, 0x7FFFFFFF, 0xFF800001 - 2**32, -1])
+def test_any_nan_is_a_nan(payload: int, level: int) -> None:
+    nan = torch.tensor(payload, dtype=torch.int32).view(torch.float32)
+    z, w = torch.zeros(2, 20), torch.ones(20)
+    z[0, 4] = nan
+    y = torch.tensor([4, 4])
+    for dtype in HALF_ULP:
+        value, grad = kernel(z.to(dtype), y, w, 0.3, -100, 0.1, "none", level=level)
+        assert value.isnan().tolist() == [True, False]
+        assert grad.isnan().all(1).tolist() == [True, False]
+        assert not grad[1].isnan().any()
+        value, grad = kernel(z[1:].to(dtype), y[1:], w * nan, 0.3, -100, 0.0, "none", level=level)
+        assert bool(value.isnan().all())
+        assert bool(grad.isnan().all())
+
+
+@native
+@pytest.mark.parametrize("level", LEVELS)
+def test_alpha_zero_is_uniform_over_finite_logits(level: int) -> None:
+    z = torch.tensor([[5.0, -INF, -1e4, 3.0, torch.finfo(torch.float32).min]])
+    _, grad = kernel(z, torch.tensor([0]), None, 0.0, -100, 0.0, "sum", level=level)
+    torch.testing.assert_close(grad, torch.tensor([[-0.75, 0.0, 0.25, 0.25, 0.25]]))
+
+
+@native
+def test_ignored_rows_are_zero_whatever_they_hold() -> None:
+    # PyTorch gives NaN gradients here: 0 * NaN. Nothing of an ignored row should reach a gradient.
+    z = torch.tensor([[NAN, 1.0], [-INF, -INF], [0.0, 0.0]])
+    value, grad = kernel(z, torch.tensor([7, 7, 1]), None, 0.5, 7, 0.0, "mean")
+    torch.testing.assert_close(value, torch.tensor(2.0).log())
+    torch.testing.assert_close(grad, torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.5, -0.5]]))
+
+
+@native
+@pytest.mark.parametrize("rows", [0, 3])
+def test_nothing_to_average(rows: int) -> None:
+    z, y = torch.randn(rows, 5), torch.full((rows,), -100)
+    value, grad = kernel(z, y, None, 0.5, -100, 0.0, "mean")
+    assert value.isnan()  # as in PyTorch
+    assert not grad.any()
+    value, _ = kernel(z, y, None, 0.5, -100, 0.0, "sum")
+    assert value == 0
+
+
+# Memory and threads -------------------------------------------------------------------------------
+
+
+def same(a: tuple[Tensor, Tensor] | None, b: tuple[Tensor, Tensor] | None) -> bool:
+    assert a is not None
+    assert b is not None
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@native
+@pytest.mark.parametrize("dtype", list(HALF_ULP))
+@pytest.mark.parametrize("shape", [(4099, 257), (130_001, 10), (9, 128_000)])
+def test_threads_change_nothing(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    z, y = torch.randn(shape).to(dtype), torch.randint(shape[1], shape[:1])
+    y[::5] = -100
+    for reduction in ("none", "mean"):
+        results = [
+            _native.cross_entropy(z, y, None, 0.3, -100, 0.1, reduction, threads=threads)
+            for threads in (1, 2, 3, 7)
+        ]
+        assert all(same(results[0], result) for result in results[1:])
+
+
+@native
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("classes", SIZES)
+@pytest.mark.parametrize("dtype", list(HALF_ULP))
+def test_stays_within_its_buffers(dtype: torch.dtype, classes: int, level: int) -> None:
+    # What surrounds the logits is NaN, and would show; what surrounds the outputs is a mark.
+    rows, mark, margin = 5, 777.0, 64
+    y = torch.tensor([classes - 1, 0, -100, classes // 2, classes - 1])
+    z = torch.full((rows * classes + 2 * margin,), NAN, dtype=dtype)
+    z[margin:-margin] = torch.randn(rows * classes)
+    before = z.clone()
+    value, grad = torch.full((rows + 2 * margin,), mark), torch.full_like(z, mark)
+
+    def call(y: Tensor) -> int:
+        at = [t.data_ptr() + margin * t.element_size() for t in (z, value, grad)]
+        kind = int(dtype == torch.bfloat16)
+        library = _native.library()
+        assert library is not None
+        return library.powergrad_cross_entropy(
+            _native._CALL.pack(
+                *(rows, classes, at[0], classes, kind, y.data_ptr(), -100, 0),
+                *(0.1, 0, 0.3, 0, at[1], at[2], 1, level),
+            )
+        )
+
+    assert call(torch.tensor([0, 0, 0, classes, -1])) == 4
+    assert bool((value == mark).all())
+    assert bool((grad == mark).all())
+    assert call(y) == 0
+    assert torch.equal(z.nan_to_num(mark), before.nan_to_num(mark))
+    for tensor in (value, grad):
+        assert bool((tensor[:margin] == mark).all())
+        assert bool((tensor[-margin:] == mark).all())
+        assert not tensor.isnan().any()
+        assert not (tensor[margin:-margin] == mark).any()
+
+
+@native
+@pytest.mark.parametrize("dtype", list(HALF_ULP))
+def test_strided_arguments(dtype: torch.dtype) -> None:
+    wide = torch.full((12, 40), NAN, dtype=dtype)
+    z = wide[::2, 3:36]
+    z.copy_(torch.randn(6, 33))
+    y, w, alpha = torch.randint(33, (6, 2)), torch.rand(33, 2), torch.rand(6, 2)
+    expected = _native.cross_entropy(
+        z.contiguous(), y[:, 0].clone(), w[:, 0].clone(), alpha[:, 0].clone(), -100, 0.1, "none"
+    )
+    assert same(
+        _native.cross_entropy(z, y[:, 0], w[:, 0], alpha[:, 0], -100, 0.1, "none"), expected
+    )
+    row = z[:1].expand(6, 33)
+    check(row, y[:, 0])
+
+
+@native
+def test_leaves_its_arguments_alone() -> None:
+    arguments = torch.randn(20, 30), torch.randint(30, (20,)), torch.rand(30), torch.rand(20)
+    copies = [argument.clone() for argument in arguments]
+    _native.cross_entropy(*arguments, -100, 0.1, "mean")
+    assert all(torch.equal(a, b) for a, b in zip(arguments, copies, strict=True))
+
+
+# What it does not take ----------------------------------------------------------------------------
+
+
+@native
+@pytest.mark.parametrize("wrong", [-1, 10, 11, 2**40, -(2**40)])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_targets_out_of_range(wrong: int, threads: int) -> None:
+    z, y = torch.randn(200_000, 10), torch.zeros(200_000).long()
+    y[70_001] = wrong
+    y[150_000] = 99
+    y[3] = -100
+    with pytest.raises(
+        ValueError, match=rf"`target` to be in \[0, 10\).*\(-100\), but got {wrong}\."
+    ):
+        _native.cross_entropy(z, y, None, 0.3, -100, 0.0, "mean", threads=threads)
+
+
+@native
+def test_ignore_index_may_be_a_class() -> None:
+    z, y = torch.randn(50, 4), torch.randint(4, (50,))
+    check(z, y, ignore_index=2, reduction="mean")
+
+
+@native
+def test_serves_or_says_not() -> None:
+    z, y, w = torch.randn(6, 5), torch.zeros(6).long(), torch.ones(5)
+
+    def serves(z: Tensor, y: Tensor, w: Tensor | None, alpha: float | Tensor = 0.3) -> bool:
+        return _native.cross_entropy(z, y, w, alpha, -100, 0.0, "mean") is not None
+
+    assert serves(z, y, w)
+    assert serves(torch.nn.Parameter(z), y, w.double())
+    assert serves(z[:, :1], y, None)
+    assert not serves(z.double(), y, w)
+    assert not serves(z.half(), y, w)
+    assert not serves(z.to("meta"), y.to("meta"), None)
+    assert not serves(z.T, torch.zeros(5).long(), None)
+    assert not serves(z[:, ::2], y, None)
+    assert not serves(z[:, :0], y, None)
+    assert not serves(z[None], y[None], None)
+    assert not serves(z[0], y[0], None)
+    assert not serves(z, y.int(), None)
+    assert not serves(z, y[:5], None)
+    assert not serves(z, torch.rand(6, 5), None)
+    assert not serves(z, y, torch.ones(6))
+    assert not serves(z, y, None, torch.rand(5))
+    assert torch.vmap(lambda z: torch.full((), serves(z, y, None)))(z[None]).tolist() == [False]
+
+
+# The loader ---------------------------------------------------------------------------------------
+
+
+def run(script: str, **environment: str) -> None:
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
+        env={**os.environ, **environment},
+        check=True,
+        timeout=120,
+    )
+
+
+def test_can_be_turned_off_and_is_loaded_late() -> None:
+    run(
+        """
+        import torch
+        from powergrad import _native
+        assert _native.library.cache_info().currsize == 0
+        assert not _native.available()
+        assert _native.best_level() == 0
+        z, y = torch.randn(2, 3), torch.tensor([0, 1])
+        assert _native.cross_entropy(z, y, None, 0.3, -100, 0.0, "mean") is None
+        """,
+        POWERGRAD_NATIVE="0",
+    )
+
+
+@native
+def test_survives_a_fork() -> None:
+    run(
+        """
+        import os, torch
+        from powergrad import _native
+        z, y = torch.randn(3000, 400), torch.randint(400, (3000,))
+        call = lambda: _native.cross_entropy(z, y, None, 0.3, -100, 0.0, "mean", threads=4)
+        value, grad = call()
+        child = os.fork()
+        if child == 0:
+            again = call()
+            os._exit(0 if torch.equal(again[0], value) and torch.equal(again[1], grad) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        """,
+    )
+
+
+def test_a_foreign_library_is_left_alone(tmp_path: Path) -> None:
+    assert _native.load(tmp_path / "absent.so") is None
+    text = tmp_path / "kernel.so"
+    text.write_text("not a library")
+    assert _native.load(text) is None
+    assert _native.load(Path(torch._C.__file__)) is None
+
+
+@native
+def test_a_stale_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = _native.library()
+    assert isinstance(library, ctypes.CDLL)
+    assert _native.load(Path(library._name)) is not None
+    monkeypatch.setattr(_native, "ABI", _native.ABI + 1)
+    assert _native.load(Path(library._name)) is None
