@@ -12,6 +12,7 @@ from the profiler's allocation events: exact, and the same in every run.
 from __future__ import annotations
 
 import csv
+import importlib
 import os
 import platform
 import subprocess
@@ -59,16 +60,31 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor()
 
 
-def interleaved(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The median CPU seconds of each variant, over `rounds` in which each has its turn."""
+def interleaved(
+    variants: dict[str, Callable[[], object]],
+    rounds: int,
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
+    """The median CPU seconds of each variant, over `rounds` in which each has its turn.
+
+    `before` runs ahead of each turn and is not timed.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for i in range(rounds + 1):  # the first warms up
         for name, run in variants.items():
+            before()
             begin = time.process_time()
             run()
             if i:
                 seconds[name].append(time.process_time() - begin)
     return {name: median(values) for name, values in seconds.items()}
+
+
+def create_timm(name: str, **options: Any) -> torch.nn.Module:
+    """A model of timm's, also where its torchvision does not fit a CPU-only torch."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    importlib.import_module("torchvision_shim").declare_torchvision_schemas()
+    return importlib.import_module("timm").create_model(name, **options)
 
 
 def rounds_for(run: Callable[[], object], budget: float, least: int = 7) -> int:

@@ -33,7 +33,7 @@ HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}
 TINY = 1e-37
 
 
-def kernel(*arguments: Any, **options: int) -> tuple[Tensor, Tensor]:
+def kernel(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """`_native.cross_entropy` where it has to serve."""
     result = _native.cross_entropy(*arguments, **options)
     assert result is not None
@@ -387,6 +387,23 @@ def test_strided_arguments(dtype: torch.dtype) -> None:
     )
     row = z[:1].expand(6, 33)
     check(row, y[:, 0])
+
+
+@native
+@pytest.mark.parametrize("dtype", list(HALF_ULP))
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+@pytest.mark.parametrize("shape", [(40, 30), (3, 5000), (3000, 400)])
+def test_gradient_in_place_of_the_logits(
+    shape: tuple[int, int], eps: float, dtype: torch.dtype
+) -> None:
+    z, y, w = torch.randn(shape).to(dtype), torch.randint(shape[1], shape[:1]), torch.rand(shape[1])
+    y[::5] = -100
+    expected = kernel(z, y, w, 0.3, -100, eps, "none", threads=3)
+    value, grad = kernel(z, y, w, 0.3, -100, eps, "none", out=z, threads=3)
+    assert grad is z
+    assert same((value, grad), expected)
+    for out in (z[1:], z[:, 1:], z.double(), z.T.contiguous().T):
+        assert _native.cross_entropy(z, y, w, 0.3, -100, eps, "none", out=out) is None
 
 
 @native

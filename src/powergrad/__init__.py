@@ -3,6 +3,7 @@
 from powergrad._native import available as native_available
 from powergrad._version import __version__
 from powergrad.alter import alter_gradient, alter_output
+from powergrad.clipping import adaptive_clip_grad_, clip_grads_before_step
 from powergrad.identity import equivalent_training
 from powergrad.linear import linear_cross_entropy
 from powergrad.loss import CrossEntropyLoss, binary_cross_entropy_with_logits, cross_entropy
@@ -13,9 +14,11 @@ __all__ = [
     "CrossEntropyLoss",
     "PowerGrad",
     "__version__",
+    "adaptive_clip_grad_",
     "alter_gradient",
     "alter_output",
     "binary_cross_entropy_with_logits",
+    "clip_grads_before_step",
     "cross_entropy",
     "equivalent_training",
     "linear_cross_entropy",

@@ -21,19 +21,23 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
 
 def is_plain(*tensors: Tensor) -> bool:
     """Whether `tensors` hold values and ordinary autograd is all that looks at them."""
-    return (
-        not torch.compiler.is_compiling()
-        and forward_ad._current_level < 0
-        and all(
-            type(t) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(t)
-            for t in tensors
-        )
-    )
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    for t in tensors:  # noqa: SIM110 (a generator costs as much as the loss of a small tensor)
+        if type(t) not in _PLAIN or is_functorch_wrapped_tensor(t):
+            return False
+    return True
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def values_readable(*tensors: Tensor) -> bool:
     """Whether looking at the values of `tensors` costs no synchronisation and breaks no trace."""
-    return is_plain(*tensors) and all(t.device.type == "cpu" for t in tensors)
+    for t in tensors:
+        if not t.is_cpu:
+            return False
+    return is_plain(*tensors)
 
 
 def nonzero(divisor: float | Tensor) -> float | Tensor:
@@ -227,7 +231,8 @@ def check_labels(target: Tensor, num_classes: int, ignore_index: int) -> bool:
     """
     if target.is_floating_point() or not values_readable(target) or not target.numel():
         return False
-    low, high = (int(label) for label in target.aminmax())
+    low, high = target.aminmax()
+    low, high = int(low), int(high)
     if low >= 0 and high < num_classes:
         return not low <= ignore_index <= high
     labels = target[target != ignore_index]

@@ -18,9 +18,8 @@ import itertools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-
-from powergrad._check import check_labels
 
 # So many elements stay in a core's cache from the first operation on them to the last.
 BLOCK = 1 << 18
@@ -30,13 +29,9 @@ class Rows(NamedTuple):
     """The gradient of row i is ``factor[i] * buffer[i]``; a mean is divided by ``mass``."""
 
     losses: Tensor
+    buffer: Tensor
     factor: Tensor | None
     mass: float | Tensor
-
-
-def buffer_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Float16 would lose a p' of 1e-8, so its buffer is wider; bfloat16 has float32's range."""
-    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def loss_and_gradient(
@@ -46,93 +41,113 @@ def loss_and_gradient(
     alpha: float | Tensor,
     ignore_index: int,
     label_smoothing: float,
-    buffer: Tensor,
+    *,
+    out: Tensor | None = None,
+    all_count: bool = False,
 ) -> Rows:
-    """Fill `buffer` (N, C), which may be `logits` itself.
+    """Losses and gradients of logits (N, C), for class indices (N) or probabilities (N, C).
 
-    `alpha` is a number, or a tensor of one or of N.
+    `alpha` is a number, or a tensor of one or of N. `out` is the buffer to use, and may be `logits`
+    itself. `all_count` says that every label is a class and none is `ignore_index`.
     """
-    n, c = logits.shape
+    n = logits.shape[0]
     wide = torch.promote_types(logits.dtype, torch.float32)
-    losses = logits.new_empty((n, 1), dtype=wide)
     weight = None if weight is None else weight.to(wide)
-    rows = max(1, BLOCK // c)
-    alphas = itertools.repeat(alpha)
     if isinstance(alpha, Tensor):
-        alphas = alpha.to(logits.device).reshape(-1, 1).expand(n, 1).split(rows)
-    blocks = zip(logits.split(rows), buffer.split(rows), losses.split(rows), alphas, strict=False)
+        alpha = alpha.to(logits.device).reshape(-1, 1).expand(n, 1)
     if target.is_floating_point():
-        for (z, out, loss, a), q in zip(blocks, target.split(rows), strict=True):
-            _of_probabilities(z, out, loss, q.to(wide), weight, a, label_smoothing)
-        return Rows(losses.squeeze(1), None, n)
+        losses, buffer = _in_blocks(logits, target, weight, alpha, label_smoothing, out)
+        return Rows(losses, buffer, None, n)
 
-    all_count = check_labels(target, c, ignore_index)
     kept = None if all_count else target != ignore_index
-    labels = (target if kept is None else target.where(kept, 0)).long().unsqueeze(1)
-    for (z, out, loss, a), y in zip(blocks, labels.split(rows), strict=True):
-        _of_labels(z, out, loss, y, weight, a, label_smoothing)
-    losses = losses.squeeze(1)
+    labels = target.long() if kept is None else target.long().where(kept, 0)
+    losses, buffer = _in_blocks(logits, labels, weight, alpha, label_smoothing, out)
     if weight is None and kept is None:
-        return Rows(losses, None, n)
+        return Rows(losses, buffer, None, n)
     factor = torch.ones_like(losses) if kept is None else kept.to(wide)
-    counted = factor if weight is None else factor * weight[labels.squeeze(1)]
+    counted = factor if weight is None else factor * weight[labels]
     if label_smoothing == 0:  # else the weights are in the buffer and the losses
         factor = counted
-    return Rows(losses * factor, factor, counted.sum())
+    return Rows(losses * factor, buffer, factor, counted.sum())
+
+
+def _in_blocks(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    alpha: float | Tensor,
+    label_smoothing: float,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    work = _of_probabilities if target.is_floating_point() else _of_labels
+    n, c = logits.shape
+    if out is None and n * c <= 2 * BLOCK:
+        return work(logits, target, weight, alpha, label_smoothing, None)
+    # float16 would lose a p' of 1e-8, so its buffer is wider; bfloat16 has float32's range.
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    kept_dtype = wide if logits.dtype == torch.float16 else logits.dtype
+    buffer = logits.new_empty(n, c, dtype=kept_dtype) if out is None else out
+    losses = logits.new_empty(n, dtype=wide)
+    rows = max(1, BLOCK // c)
+    alphas = alpha.split(rows) if isinstance(alpha, Tensor) else itertools.repeat(alpha)
+    tensors = (t.split(rows) for t in (logits, target, losses, buffer))
+    for z, y, loss, block, a in zip(*tensors, alphas, strict=False):
+        values, grad = work(z, y, weight, a, label_smoothing, block)
+        loss.copy_(values)
+        if grad is not block:
+            block.copy_(grad)
+    return losses, buffer
 
 
 def _of_labels(
     z: Tensor,
-    out: Tensor,
-    losses: Tensor,
     y: Tensor,
     weight: Tensor | None,
     alpha: float | Tensor,
     label_smoothing: float,
-) -> None:
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     log_p = _log_p(z, out)
-    torch.gather(log_p, 1, y, out=losses).neg_()
+    losses = F.nll_loss(log_p, y, reduction="none")
+    label = y.unsqueeze(1)
     if label_smoothing == 0:
-        grad = _minus_label(log_p, y, alpha)
-    else:  # m p' - w q = m (p' - onehot) + (m - (1 - eps) w_y) onehot - eps/C w
-        share = label_smoothing / z.shape[1]
-        w = losses.new_ones(z.shape[1]) if weight is None else weight
-        of_label, of_all = w[y] * (1 - label_smoothing), share * w.sum()
-        losses.mul_(of_label).sub_((log_p @ w).unsqueeze(1), alpha=share)
-        grad = _minus_label(log_p, y, alpha).mul_(of_label + of_all).sub_(share * w)
-        grad.scatter_add_(1, y, of_all.expand_as(y))
-    if grad is not out:
-        out.copy_(grad)
+        return losses, _minus_label(log_p, label, alpha)
+    # m p' - w q = m (p' - onehot) + (m - (1 - eps) w_y) onehot - eps/C w
+    share = label_smoothing / z.shape[1]
+    w = losses.new_ones(z.shape[1]) if weight is None else weight
+    of_label, of_all = w[y] * (1 - label_smoothing), share * w.sum()
+    losses.mul_(of_label).sub_(log_p @ w, alpha=share)
+    mass = (of_label + of_all).unsqueeze(1)
+    grad = _minus_label(log_p, label, alpha).mul_(mass).sub_(share * w)
+    return losses, grad.scatter_add_(1, label, of_all.expand_as(label))
 
 
-def _minus_label(log_p: Tensor, y: Tensor, alpha: float | Tensor) -> Tensor:
+def _minus_label(log_p: Tensor, label: Tensor, alpha: float | Tensor) -> Tensor:
     """``p' - onehot`` in place. At the label it is minus the sum of the others.
 
     There, p' may round to 1, and nothing would be left of the difference.
     """
     p = _flatten(log_p, alpha)
-    p.scatter_(1, y, 0.0)
-    return p.scatter_(1, y, p.sum(1, keepdim=True).neg_())
+    p.scatter_(1, label, 0.0)
+    return p.scatter_(1, label, p.sum(1, keepdim=True).neg_())
 
 
 def _of_probabilities(
     z: Tensor,
-    out: Tensor,
-    losses: Tensor,
     q: Tensor,
     weight: Tensor | None,
     alpha: float | Tensor,
     label_smoothing: float,
-) -> None:
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    log_p = _log_p(z, out)
+    q = q.to(log_p.dtype)
     if label_smoothing > 0:
         q = q * (1 - label_smoothing) + label_smoothing / z.shape[1]
     if weight is not None:
         q = q * weight
-    log_p = _log_p(z, out)
-    torch.sum(log_p * q, 1, keepdim=True, out=losses).neg_()
-    grad = _flatten(log_p, alpha).mul_(q.sum(1, keepdim=True)).sub_(q)
-    if grad is not out:
-        out.copy_(grad)
+    losses = (log_p * q).sum(1).neg_()
+    return losses, _flatten(log_p, alpha).mul_(q.sum(1, keepdim=True)).sub_(q)
 
 
 def _flatten(log_p: Tensor, alpha: float | Tensor) -> Tensor:
@@ -145,11 +160,9 @@ def _flatten(log_p: Tensor, alpha: float | Tensor) -> Tensor:
     return torch.softmax(log_p, 1, out=log_p)
 
 
-def _log_p(z: Tensor, out: Tensor) -> Tensor:
-    """The log-probabilities, in `out` if that is wide enough, else in a block of their own."""
+def _log_p(z: Tensor, out: Tensor | None) -> Tensor:
+    """The log-probabilities in float32 or wider: in `out`, if there is one that suits."""
     wide = torch.promote_types(z.dtype, torch.float32)
-    if out.dtype != wide:
+    if out is None or z.dtype != wide:
         return torch.ops.aten.log_softmax.int(z, 1, wide)
-    if z.dtype != wide:
-        return out.copy_(z).copy_(torch.ops.aten.log_softmax.int(out, 1))
     return torch.log_softmax(z, 1, out=out)

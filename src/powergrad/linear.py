@@ -265,10 +265,10 @@ def _rows(
         z, y, weight, alpha, ignore_index, label_smoothing, "none", out=z
     )
     if native is None:
-        return loss_and_gradient(z, y, weight, alpha, ignore_index, label_smoothing, z)
+        return loss_and_gradient(z, y, weight, alpha, ignore_index, label_smoothing, out=z)
     kept = y != ignore_index
     mass = kept.sum() if weight is None else (weight[y.where(kept, 0)] * kept).sum()
-    return Rows(native[0], None, mass)
+    return Rows(native[0], z, None, mass)
 
 
 class _Work:

@@ -29,7 +29,7 @@ from powergrad._check import (
     nonzero,
     shape_of,
 )
-from powergrad._rows import buffer_dtype, loss_and_gradient
+from powergrad._rows import loss_and_gradient
 from powergrad.transform import LogSigmoid, log_softmax
 
 __all__ = ["CrossEntropyLoss", "binary_cross_entropy_with_logits", "cross_entropy"]
@@ -217,18 +217,21 @@ class _OneVisit(torch.autograd.Function):
         if native is not None:
             value, ctx.buffer = native
             return value
-        ctx.buffer = input.new_empty(input.shape, dtype=buffer_dtype(input.dtype))
+        all_count = check_labels(target, input.shape[1], ignore_index)
         rows = loss_and_gradient(
-            input, target, weight, alpha, ignore_index, label_smoothing, ctx.buffer
+            input, target, weight, alpha, ignore_index, label_smoothing, all_count=all_count
         )
+        ctx.buffer = rows.buffer
+        ctx.scale = rows.factor
         if reduction == "none":
-            ctx.scale = rows.factor
             return rows.losses
-        loss, ctx.scale = rows.losses.sum(), rows.factor
-        if reduction == "mean":
-            ctx.scale = (1 if rows.factor is None else rows.factor) / nonzero(rows.mass)
-            loss = loss / rows.mass
-        return loss
+        if reduction == "sum":
+            return rows.losses.sum()
+        if rows.factor is None:
+            ctx.scale = 1 / rows.mass if rows.mass else 0.0
+            return rows.losses.mean()
+        ctx.scale = rows.factor / nonzero(rows.mass)
+        return rows.losses.sum() / rows.mass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

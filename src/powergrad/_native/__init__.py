@@ -104,14 +104,19 @@ def cross_entropy(
         MemoryError: If there is no memory for a copy of a row.
     """
     kernel = library()
-    tensors = [input, target, *(t for t in (weight, alpha) if isinstance(t, Tensor))]
-    if kernel is None or not values_readable(*tensors):
+    if kernel is None:
+        return None
+    if not values_readable(input, target, *(t for t in (weight, alpha) if isinstance(t, Tensor))):
         return None
     if input.dtype not in _DTYPES or input.dim() != 2 or target.dtype != torch.int64:
         return None
     rows, classes = input.shape
     adjacent = classes == 1 or input.stride(1) == 1
     if classes == 0 or not adjacent or target.shape != (rows,):
+        return None
+    if out is not None and not (
+        out.is_contiguous() and out.shape == input.shape and out.dtype == input.dtype
+    ):
         return None
     if weight is not None:
         if weight.shape != (classes,):

@@ -25,6 +25,8 @@
 #define PART_SIZE (1 << 18) /* values that are worth a thread */
 #define MAX_THREADS 256
 #define MAX_LANES 16
+#define LARGE 0x1p15f /* logits of which alpha * z would lose too much */
+#define SHIFT (0x1.8p23f + 127)
 #define INLINE static inline __attribute__((always_inline))
 
 /* The arguments of a call, each of 8 bytes: __init__.py packs them in this order. */
@@ -41,7 +43,7 @@ typedef struct {
     double alpha;
     int64_t reduction; /* NONE, MEAN or SUM */
     float *value;      /* of the rows; or their mean or sum */
-    char *grad;        /* of the value; rows x classes, contiguous */
+    char *grad;        /* of the value; rows x classes, contiguous; may be `logits` */
     int64_t threads;   /* at most */
     int64_t level;     /* of the instruction set, at most */
 
@@ -57,15 +59,16 @@ _Static_assert(sizeof(Call) == 19 * 8, "a field of Call is not of 8 bytes");
 
 typedef void (*Worker)(const Call *, int64_t begin, int64_t end, float *scratch);
 
-/* alpha / ln 2, rounded; the same as high + low, where `high` has 12 bits; and the d below which
- * exp(alpha d) is 0. */
+/* What an exponential needs: alpha / ln 2, rounded, and as high + low, where `high` has 12 bits; the
+ * distance below the maximum at which the result is 0; and what is different for each row. */
 typedef struct {
-    float factor, high, low, lowest;
+    float factor, high, low, reach;
+    float shift, lowest;
 } Scale;
 
-/* The sums of exp(d) and of exp(alpha d). */
+/* The sums of exp(d) and of exp(alpha d), up to a factor of the row; and that factor, exp(0). */
 typedef struct {
-    double plain, flat;
+    double plain, flat, plain_one, flat_one;
 } Sums;
 
 /* Memory that is wanted soon. */
@@ -95,9 +98,25 @@ INLINE int32_t ordered(int32_t bits) { return bits < 0 ? bits ^ INT32_MAX : bits
 INLINE Scale scale_of(double alpha) {
     double factor = alpha * 0x1.71547652b82fep+0;
     float high = float_of(bits_of((float)factor) & 0xfffff000);
-    double lowest = -125 / factor; /* at alpha 0 only d = -inf, a masked class, is below */
-    return (Scale){(float)factor, high, (float)(factor - high),
-                   lowest < -FLT_MAX ? -FLT_MAX : (float)lowest};
+    return (Scale){(float)factor, high, (float)(factor - high), (float)(125 / factor), 0, 0};
+}
+
+/* At alpha 0 the reach is infinite, and only -inf, a masked class, is below the lowest. */
+INLINE Scale scale_for(Scale scale, float max) {
+    scale.shift = SHIFT - rintf(max * scale.factor);
+    scale.lowest = max - scale.reach < -FLT_MAX ? -FLT_MAX : max - scale.reach;
+    return scale;
+}
+
+/* To a relative 9.6e-8 for |r| < 0.503: the minimax polynomial that is 1 at 0. */
+#define POWER_OF_TWO(r)                                                                           \
+    (((((0x1.5bd898p-10f * (r) + 0x1.3ce8c0p-7f) * (r) + 0x1.c6b6dcp-5f) * (r) + 0x1.ebf9c2p-3f) * \
+          (r) + 0x1.62e42ap-1f) * (r) + 1)
+
+/* What the vectors make of exp(0), that is, of z = max. */
+INLINE double power_at(float max, Scale s) {
+    double r = (double)s.high * max + (double)s.low * max - (SHIFT - s.shift);
+    return POWER_OF_TWO(r);
 }
 
 /* bfloat16 is the upper half of a float; rounding is to nearest, ties to even. */
@@ -183,14 +202,14 @@ INLINE double log_of_one_plus(double x) { return x < 0x1p-26 ? x : log(1 + x); }
  * is, its own exp(0) = 1 is kept out of the sums, by -inf in the copy, and added at the end. The
  * loss, which is log(sum(exp(d))) - d_y without smoothing, gains as much. */
 INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, const int bfloat16,
-                 const int lanes, Sums (*exponentiate)(float *, int64_t, float, Scale, Ahead)) {
+                 const int lanes, Sums (*exponentiate)(float *, int64_t, float, Scale, Scale, Ahead)) {
     const int64_t classes = call->classes, width = padded(classes, lanes);
     const int64_t room = width < TILE_SIZE ? min(TILE, TILE_SIZE / width) : 1;
     const int item = bfloat16 ? sizeof(uint16_t) : sizeof(float);
     const float *w = call->weight;
     const double kept = 1 - call->smoothing, share = call->smoothing / (double)classes;
     const double factor = call->factor;
-    const Scale common = scale_of(call->alpha);
+    const Scale one = scale_of(1), common = scale_of(call->alpha);
 
     for (int64_t next = begin; next < end;) {
         int64_t row[TILE];
@@ -211,6 +230,9 @@ INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, c
             x[y] = d[count] == 0 ? -INFINITY : x[y];
             for (int64_t c = classes; c < width; c++)
                 x[c] = -INFINITY;
+            if (!(fabsf(max[count]) < LARGE))
+                for (int64_t c = 0; c < width; c++)
+                    x[c] -= max[count];
             row[count++] = next;
         }
 
@@ -218,7 +240,8 @@ INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, c
             Ahead ahead = {call->logits + min(next + k, end - 1) * call->stride * item,
                            call->grad + row[k] * classes * item, item};
             Scale alpha = call->alphas ? scale_of(call->alphas[row[k]]) : common;
-            sums[k] = exponentiate(scratch + k * width, width, max[k], alpha, ahead);
+            float origin = fabsf(max[k]) < LARGE ? max[k] : 0;
+            sums[k] = exponentiate(scratch + k * width, width, origin, alpha, one, ahead);
         }
 
         for (int k = 0; k < count; k++) {
@@ -229,16 +252,17 @@ INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, c
             const int top = d[k] == 0;
             const double weight = w ? w[y] : 1;
             const double mass = kept * weight + share * call->total_weight;
-            const double rest = sums[k].flat - x[y], scale = mass / (sums[k].flat + top);
-            const double own = share * (call->total_weight - weight) - scale * rest;
 
-            const double log_sum = log_of_one_plus(sums[k].plain - !top);
+            const double log_sum = log_of_one_plus(sums[k].plain / sums[k].plain_one - !top);
             double loss = kept * weight * (log_sum - d[k]);
             if (share != 0)
                 loss += share * (log_sum * call->total_weight -
                                  weighted_sum(logits, w, max[k], classes, bfloat16, lanes));
             call->losses[row[k]] = (float)loss;
 
+            const double rest = sums[k].flat - x[y];
+            const double scale = mass / (sums[k].flat + (top ? sums[k].flat_one : 0));
+            const double own = share * (call->total_weight - weight) - scale * rest;
             /* Last, because the gradient may go where the logits are. */
             write_grad(grad, x, (float)(factor * scale), w, (float)(factor * share), classes,
                        bfloat16);

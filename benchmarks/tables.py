@@ -1,0 +1,127 @@
+"""Write the tables of the README and docs/benchmarks.md from results/bench_*.csv.
+
+python benchmarks/tables.py
+"""
+
+from __future__ import annotations
+
+import harness
+from loss import exponent
+
+PAGES = {"README.md": ["loss"], "docs/benchmarks.md": ["loss", "all", "growth", "linear", "others"]}
+
+
+def size(row: dict[str, str]) -> str:
+    return f"{int(row['n']):,} x {int(row['c']):,}"
+
+
+def by_size(rows: list[dict[str, str]]) -> dict[tuple[str, str, str], dict[str, dict[str, str]]]:
+    grouped: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {}
+    for row in rows:
+        grouped.setdefault((row["case"], row["dtype"], size(row)), {})[row["variant"]] = row
+    return grouped
+
+
+def conditions(row: dict[str, str]) -> str:
+    return (
+        f"{row['cpu']}, {row['threads']} thread, torch {row['torch']}, {row['date']}, "
+        f"commit {row['commit']}"
+    )
+
+
+def loss() -> str:
+    """Float32 and class indices: the short table."""
+    rows = harness.load("loss")
+    lines = []
+    for (case, dtype, name), variants in by_size(rows).items():
+        if case == "labels" and dtype == "float32":
+            native = variants.get("native", {"ratio": "-", "peak_units": "-"})
+            lines.append(
+                [
+                    name,
+                    variants["eager"]["ratio"],
+                    native["ratio"],
+                    variants["hook"]["ratio"],
+                    f"{variants['plain']['peak_units']} / {variants['eager']['peak_units']}",
+                ]
+            )
+    header = ["rows x classes", "eager", "C kernel", "the paper's hook", "memory, PyTorch / ours"]
+    text = (
+        "Time of forward and backward over that of `F.cross_entropy`, float32, and peak memory in "
+        f"copies of the logits ({conditions(rows[0])}; `benchmarks/loss.py`)."
+    )
+    return f"{text}\n\n{harness.table(header, lines)}"
+
+
+def every_case() -> str:
+    rows = [r for r in harness.load("loss") if not r["case"].startswith("growth")]
+    lines = [
+        [case, dtype, name, v["variant"], v["median_us"], v["ratio"], v["peak_units"], v["error"]]
+        for (case, dtype, name), variants in by_size(rows).items()
+        for v in variants.values()
+    ]
+    header = ["case", "dtype", "size", "variant", "us", "ratio", "memory", "gradient's error"]
+    return harness.table(header, lines)
+
+
+def growth() -> str:
+    rows = [r for r in harness.load("loss") if r["case"].startswith("growth")]
+    lines = []
+    for case in dict.fromkeys(r["case"] for r in rows):
+        for variant in dict.fromkeys(r["variant"] for r in rows):
+            points = [r for r in rows if (r["case"], r["variant"]) == (case, variant)]
+            elements = [int(r["n"]) * int(r["c"]) for r in points]
+            time = exponent(
+                list(zip(elements, (float(r["median_us"]) for r in points), strict=True))
+            )
+            memory = exponent(
+                [(e, e * float(r["peak_units"])) for e, r in zip(elements, points, strict=True)]
+            )
+            ratios = " ".join(r["ratio"] for r in points)
+            lines.append([case, variant, f"{time:.3f}", f"{memory:.3f}", ratios])
+    header = ["case", "variant", "exponent of time", "of memory", "ratio at 1M, 4M, 16M, 64M"]
+    return harness.table(header, lines)
+
+
+def linear() -> str:
+    rows = harness.load("linear")
+    keys = ["variant", "median_s", "ratio", "peak_mb", "peak_to_gradients", "rss_mb"]
+    header = ["variant", "s", "ratio", "peak MB", "peak / (dW + dh)", "growth of resident set, MB"]
+    return harness.table(header, [[row[key] for key in keys] for row in rows])
+
+
+def others() -> str:
+    parts = []
+    for name in ("agc", "altering", "monitor", "imports"):
+        rows = harness.load(name)
+        shared = {"cpu", "python", "date", "device", "commit", "torch", "threads", "timm"}
+        keys = [key for key in rows[0] if key not in shared]
+        body = harness.table(keys, [[row[key] for key in keys] for row in rows])
+        parts.append(f"### `benchmarks/{name}.py`\n\n{body}")
+    return "\n\n".join(parts)
+
+
+TABLES = {
+    "loss": loss,
+    "all": every_case,
+    "growth": growth,
+    "linear": linear,
+    "others": others,
+}
+
+
+def page(text: str, marks: list[str]) -> str:
+    for mark in marks:
+        text = harness.put_between_marks(text, f"table {mark}", TABLES[mark]())
+    return text
+
+
+def main() -> None:
+    for name, marks in PAGES.items():
+        path = harness.ROOT / name
+        path.write_text(page(path.read_text(), marks))
+        print(f"wrote {name}")
+
+
+if __name__ == "__main__":
+    main()
