@@ -95,9 +95,10 @@ def rounds_for(run: Callable[[], object], budget: float, least: int = 7) -> int:
     return max(least, int(budget / max(time.process_time() - begin, 1e-6)))
 
 
-def peak_bytes(run: Callable[[], object]) -> int:
-    """The most that PyTorch's allocator has handed out at a time during `run`."""
+def peak_bytes(run: Callable[[], object], before: Callable[[], object]) -> int:
+    """The most that PyTorch's allocator has handed out at a time during `run`, after `before`."""
     run()
+    before()
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         run()
     results: Any = profile.kineto_results  # pyright: ignore[reportOptionalMemberAccess]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,11 +35,7 @@ TOKENS, WIDTH, CLASSES, ALPHA = 2048, 512, 32000, 0.3
 
 def variants(hidden: Tensor, head: Tensor, target: Tensor) -> dict[str, Callable[[], object]]:
     def training(loss: Callable[[], Any]) -> Callable[[], object]:
-        def run() -> None:
-            hidden.grad = head.grad = None
-            loss().backward()
-
-        return run
+        return lambda: loss().backward()
 
     def ours() -> Any:
         return powergrad.linear_cross_entropy(hidden, head, target, alpha=ALPHA)
@@ -72,10 +67,14 @@ def resident(name: str) -> None:
     """Print by how many bytes the resident set grows, at its largest, above the inputs."""
     torch.set_num_threads(1)
     run = variants(*inputs())[name]
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+    begin = status("VmRSS")
     run()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(peak - pages * os.sysconf("SC_PAGE_SIZE"))
+    print(status("VmHWM") - begin)
 
 
 def main() -> None:
@@ -90,14 +89,16 @@ def main() -> None:
     torch.set_num_threads(1)
     hidden, head, target = inputs()
     runs = variants(hidden, head, target)
-    medians = harness.interleaved(runs, given.rounds)
+
+    def clear() -> None:
+        hidden.grad = head.grad = None
+
+    medians = harness.interleaved(runs, given.rounds, before=clear)
     needed = 4 * (hidden.numel() + head.numel())
     environment = {k: v for k, v in os.environ.items() if k not in harness.KEPT}
     rows = []
     for name, run in runs.items():
-        run()  # so that every variant replaces gradients that are there
-        hidden.grad = head.grad = None
-        peak = harness.peak_bytes(run)
+        peak = harness.peak_bytes(run, clear)
         command = [sys.executable, __file__, "--resident", name]
         process = subprocess.run(
             command, env=environment, check=True, capture_output=True, text=True

@@ -69,11 +69,7 @@ def hooked(z: Tensor, y: Tensor) -> Tensor:
 
 def variants(z: Tensor, target: Tensor, options: dict[str, Any]) -> dict[str, Callable[[], object]]:
     def training(loss: Callable[[], Tensor]) -> Callable[[], object]:
-        def run() -> None:
-            z.grad = None
-            loss().backward()
-
-        return run
+        return lambda: loss().backward()
 
     def ours() -> Tensor:
         return powergrad.cross_entropy(z, target, alpha=ALPHA, **options)
@@ -93,6 +89,7 @@ def variants(z: Tensor, target: Tensor, options: dict[str, Any]) -> dict[str, Ca
 def error_of(
     run: Callable[[], object], z: Tensor, target: Tensor, options: dict[str, Any]
 ) -> float:
+    z.grad = None
     run()
     assert z.grad is not None
     worst = 0.0
@@ -126,11 +123,15 @@ def measure(n: int, c: int, dtype: torch.dtype, case: str, seconds: float) -> li
     elif case == "probabilities":
         target = torch.randn(n, c).softmax(1).to(dtype)
     runs = variants(z, target, options)
+
+    def clear() -> None:
+        z.grad = None
+
     rounds = min(2000, harness.rounds_for(runs["plain"], seconds / len(runs) / 1.5))
-    medians = harness.interleaved(runs, rounds)
+    medians = harness.interleaved(runs, rounds, before=clear)
     rows = []
     for name, run in runs.items():
-        peak = harness.peak_bytes(run)
+        peak = harness.peak_bytes(run, clear)
         exact = name in ("plain", "copy") or n * c > 1 << 24
         rows.append(
             {
@@ -146,7 +147,7 @@ def measure(n: int, c: int, dtype: torch.dtype, case: str, seconds: float) -> li
                 "error": "" if exact else f"{error_of(run, z, target, options):.1e}",
             }
         )
-        z.grad = None
+        clear()
     print(case, rows[0]["dtype"], f"{n}x{c}", *(f"{r['variant']} {r['ratio']}" for r in rows))
     return rows
 

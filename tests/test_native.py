@@ -100,11 +100,13 @@ def check(
     assert not grad[~keep].any()
     if divisor == 0:
         return
+    # From 4096 up z - max is rounded, to 2^-24 of at most 87 / alpha: that shows where alpha is so
+    # small that z and max need not be close.
+    rounded = (wide.amax(1).abs() >= 4096) & (alphas < 0.05) if len(wide) else alphas
+    size = size * (TOLERANCE + rounded * 87 * 2.0**-24)
     error = (grad[keep].double() - grads / divisor).abs()
-    bound = HALF_ULP[z.dtype] * grads.abs() + TOLERANCE * size[:, None]
-    assert bool((error <= bound / divisor + TINY).all()), float(
-        ((error - HALF_ULP[z.dtype] * grads.abs() / divisor) / (size[:, None] / divisor)).max()
-    )
+    bound = HALF_ULP[z.dtype] * grads.abs() + size[:, None]
+    assert bool((error <= bound / divisor + TINY).all())
 
 
 # Values and gradients -----------------------------------------------------------------------------
@@ -117,7 +119,7 @@ def test_matches_oracles(data: st.DataObject) -> None:
     classes = data.draw(st.sampled_from(SIZES), "classes")
     dtype = data.draw(st.sampled_from(list(HALF_ULP)), "dtype")
     spread = data.draw(st.sampled_from([0.0, 1.0, 5.0, 30.0, 1e4]), "spread")
-    offset = data.draw(st.sampled_from([0.0, 1e4, -1e4]), "offset")
+    offset = data.draw(st.sampled_from([0.0, 1e4, -1e4, 32_768.0, -1e6]), "offset")
     eps = data.draw(st.sampled_from([0.0, 0.1, 1.0]), "label_smoothing")
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), "seed"))
 
@@ -165,12 +167,14 @@ def test_long_sums_of_equal_terms(classes: int, level: int) -> None:
 @native
 @pytest.mark.parametrize("level", LEVELS)
 def test_confident_rows_keep_their_gradient(level: int) -> None:
-    # 1 - p'_y is far below the resolution of p'_y, and z - max is not a float32.
-    z = torch.randn(500, 3) * 1e-3 + torch.tensor([60.1, -10.3, -20.7])
-    check(z, torch.zeros(500, dtype=torch.int64), alpha=0.5, level=level)
-    _, grad = kernel(z, torch.zeros(500).long(), None, 0.5, -100, 0.0, "none")
-    assert bool((grad[:, 0] < 0).all())
-    assert bool((grad[:, 0] > -1e-14).all())
+    # 1 - p'_y is far below the resolution of p'_y; z - max and alpha z are not float32 numbers.
+    y = torch.zeros(500, dtype=torch.int64)
+    for centre in ([60.1, -10.3, -20.7], [10.1, -60.3, -60.7]):
+        z = torch.randn(500, 3) + torch.tensor(centre)
+        check(z, y, alpha=0.5, level=level)
+        _, grad = kernel(z, y, None, 0.5, -100, 0.0, "none", level=level)
+        assert bool((grad[:, 0] < 0).all())
+        assert bool((grad[:, 0] > -1e-13).all())
 
 
 @native

@@ -9,10 +9,12 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import powergrad
 
@@ -22,6 +24,7 @@ MODULES = [  # the kernel is a library for ctypes, `__main__` a command
     for _, name, _ in pkgutil.walk_packages(powergrad.__path__, "powergrad.")
     if not name.endswith(("._native.kernel", ".__main__"))
 ]
+PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]
 CALLABLES = [n for n in powergrad.__all__ if callable(getattr(powergrad, n))]
 
 
@@ -69,18 +72,27 @@ def test_examples_in_docstrings_run(module):
     assert result.failed == 0
 
 
-@pytest.mark.parametrize("page", ["README.md", *sorted(p.name for p in ROOT.glob("docs/*.md"))])
+@pytest.mark.parametrize("page", PAGES)
 def test_examples_in_pages_run(page, tmp_path, monkeypatch):
-    """Each ```python block of a page, in order, in one namespace that has logits and a target."""
-    path = ROOT / page if page == "README.md" else ROOT / "docs" / page
+    """Each ```python block of a page, in order, in one namespace that has a training in it."""
+    path = ROOT / page
     blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    namespace: dict[str, object] = {
+    model = nn.Sequential(
+        OrderedDict(
+            conv=nn.Conv2d(1, 4, 3), relu=nn.ReLU(), flat=nn.Flatten(), fc=nn.Linear(144, 10)
+        )
+    )
+    namespace: dict[str, object] = {  # what a reader has: a training
         "torch": torch,
         "powergrad": powergrad,
         "logits": torch.randn(8, 10, requires_grad=True),
         "target": torch.arange(8),
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "criterion": nn.CrossEntropyLoss(),
+        "loader": [(torch.randn(8, 1, 8, 8), torch.arange(8))] * 20,
     }
     for block in blocks:
         exec(compile(block, str(path), "exec"), namespace)

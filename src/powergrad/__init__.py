@@ -8,16 +8,19 @@ from powergrad.identity import equivalent_training
 from powergrad.linear import linear_cross_entropy
 from powergrad.loss import CrossEntropyLoss, binary_cross_entropy_with_logits, cross_entropy
 from powergrad.mode import PowerGrad
+from powergrad.monitor import FilterMonitor, census
 from powergrad.transform import log_softmax, paper_smoothing, power_transform, stationary_threshold
 
 __all__ = [
     "CrossEntropyLoss",
+    "FilterMonitor",
     "PowerGrad",
     "__version__",
     "adaptive_clip_grad_",
     "alter_gradient",
     "alter_output",
     "binary_cross_entropy_with_logits",
+    "census",
     "clip_grads_before_step",
     "cross_entropy",
     "equivalent_training",

@@ -21,8 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# So many elements stay in a core's cache from the first operation on them to the last.
+# A large tensor is worked on in blocks, of which so many elements stay in a core's cache from the
+# first operation to the last. Below `LARGE` that saves less than the splitting costs.
 BLOCK = 1 << 18
+LARGE = 1 << 21
 
 
 class Rows(NamedTuple):
@@ -81,7 +83,7 @@ def _in_blocks(
 ) -> tuple[Tensor, Tensor]:
     work = _of_probabilities if target.is_floating_point() else _of_labels
     n, c = logits.shape
-    if out is None and n * c <= 2 * BLOCK:
+    if out is None and n * c < LARGE:
         return work(logits, target, weight, alpha, label_smoothing, None)
     # float16 would lose a p' of 1e-8, so its buffer is wider; bfloat16 has float32's range.
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -164,5 +166,5 @@ def _log_p(z: Tensor, out: Tensor | None) -> Tensor:
     """The log-probabilities in float32 or wider: in `out`, if there is one that suits."""
     wide = torch.promote_types(z.dtype, torch.float32)
     if out is None or z.dtype != wide:
-        return torch.ops.aten.log_softmax.int(z, 1, wide)
+        return torch._log_softmax(z.to(wide), 1, False)  # pyright: ignore
     return torch.log_softmax(z, 1, out=out)

@@ -34,7 +34,7 @@ from powergrad.loss import cross_entropy
 
 __all__ = ["linear_cross_entropy"]
 
-BLOCK_BYTES = 16 << 20  # of logits,
+BLOCK_BYTES = 20 << 20  # of logits,
 LEAST_ROWS = 128  # and at least so many rows, because each block rewrites dW
 
 
@@ -69,7 +69,7 @@ def linear_cross_entropy(
         ignore_index: Class index whose positions count for nothing.
         reduction: "mean", "sum" or "none".
         label_smoothing: The mass of the target that is spread evenly over all classes.
-        chunk_rows: Rows in a block. By default 16 MB of logits, and 128 rows at least.
+        chunk_rows: Rows in a block. By default 20 MB of logits, and 128 rows at least.
         return_accuracy: Whether to return the share of the counted rows whose likeliest class is
             the target's, which costs a look at the logits that are there anyway.
 

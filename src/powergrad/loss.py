@@ -210,6 +210,7 @@ class _OneVisit(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(input, target, weight)
         ctx.arguments = (alpha, ignore_index, reduction, label_smoothing)
+        ctx.input_dtype = input.dtype
         ctx.scale = None
         native = _native.cross_entropy(
             input, target, weight, alpha, ignore_index, label_smoothing, reduction
@@ -242,7 +243,7 @@ class _OneVisit(torch.autograd.Function):
             return _gradient_by_primitive(ctx, grad), *nothing
         scale = grad if ctx.scale is None else grad * ctx.scale
         gradient = buffer.mul_(scale.unsqueeze(1) if scale.dim() else scale)
-        return gradient.to(ctx.saved_tensors[0].dtype), *nothing
+        return gradient.to(ctx.input_dtype), *nothing
 
 
 def _gradient_by_primitive(ctx: Any, grad: Tensor) -> Tensor:

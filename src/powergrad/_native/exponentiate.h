@@ -12,7 +12,7 @@ typedef uint32_t NAME(Bits) __attribute__((vector_size(4 * LANES)));
 #define Bits NAME(Bits)
 
 /* 2^k exp(alpha (z - max)) for z <= max and some |k| <= 1/2 of the row, as 2^n 2^r with n whole and
- * |r| < 0.503; a NaN stays one.
+ * |r| < 0.5005; a NaN stays one.
  *
  * The difference z - max, rounded to about -40, would be wrong by 2e-6, and then so would its
  * exponential, which may be all that a confident row's gradient is made of. It is not formed: with
@@ -49,9 +49,9 @@ TARGET static inline float NAME(sum)(Floats v) {
 /* Replaces z in `x`, whose `size` is a multiple of LANES, by multiples of exp(alpha (z - max)), and
  * sums these and those of exp(z - max).
  *
- * A lane adds up BLOCK values in float32, the rest adds up in float64, so that a long row is as good
- * as a short one. The arithmetic leaves time to fetch what comes next: a row to be read, and one to
- * be written. */
+ * A lane adds up BLOCK values in float32, the rest adds up in float64, so that a long row is as
+ * good as a short one. The arithmetic leaves time to fetch what comes next: a row to be read, and
+ * one to be written. */
 TARGET static inline Sums NAME(exponentiate)(float *x, int64_t size, float max, Scale alpha,
                                              Scale one, Ahead ahead) {
     alpha = scale_for(alpha, max);

@@ -25,7 +25,7 @@
 #define PART_SIZE (1 << 18) /* values that are worth a thread */
 #define MAX_THREADS 256
 #define MAX_LANES 16
-#define LARGE 0x1p15f /* logits of which alpha * z would lose too much */
+#define LARGE 0x1p12f /* logits of which alpha * z loses more than z - max does */
 #define SHIFT (0x1.8p23f + 127)
 #define INLINE static inline __attribute__((always_inline))
 
@@ -59,8 +59,8 @@ _Static_assert(sizeof(Call) == 19 * 8, "a field of Call is not of 8 bytes");
 
 typedef void (*Worker)(const Call *, int64_t begin, int64_t end, float *scratch);
 
-/* What an exponential needs: alpha / ln 2, rounded, and as high + low, where `high` has 12 bits; the
- * distance below the maximum at which the result is 0; and what is different for each row. */
+/* What an exponential needs: alpha / ln 2, rounded, and as high + low, where `high` has 12 bits;
+ * how far below the maximum the result is 0; and two numbers that depend on the row. */
 typedef struct {
     float factor, high, low, reach;
     float shift, lowest;
@@ -76,6 +76,8 @@ typedef struct {
     const char *read, *write;
     int item;
 } Ahead;
+
+typedef Sums (*Exponentiate)(float *x, int64_t size, float max, Scale alpha, Scale one, Ahead);
 
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -108,7 +110,7 @@ INLINE Scale scale_for(Scale scale, float max) {
     return scale;
 }
 
-/* To a relative 9.6e-8 for |r| < 0.503: the minimax polynomial that is 1 at 0. */
+/* To a relative 9.7e-8 for |r| < 0.5005: the minimax polynomial that is 1 at 0. */
 #define POWER_OF_TWO(r)                                                                           \
     (((((0x1.5bd898p-10f * (r) + 0x1.3ce8c0p-7f) * (r) + 0x1.c6b6dcp-5f) * (r) + 0x1.ebf9c2p-3f) * \
           (r) + 0x1.62e42ap-1f) * (r) + 1)
@@ -202,7 +204,7 @@ INLINE double log_of_one_plus(double x) { return x < 0x1p-26 ? x : log(1 + x); }
  * is, its own exp(0) = 1 is kept out of the sums, by -inf in the copy, and added at the end. The
  * loss, which is log(sum(exp(d))) - d_y without smoothing, gains as much. */
 INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, const int bfloat16,
-                 const int lanes, Sums (*exponentiate)(float *, int64_t, float, Scale, Scale, Ahead)) {
+                 const int lanes, Exponentiate exponentiate) {
     const int64_t classes = call->classes, width = padded(classes, lanes);
     const int64_t room = width < TILE_SIZE ? min(TILE, TILE_SIZE / width) : 1;
     const int item = bfloat16 ? sizeof(uint16_t) : sizeof(float);
@@ -213,7 +215,7 @@ INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, c
 
     for (int64_t next = begin; next < end;) {
         int64_t row[TILE];
-        float max[TILE], d[TILE]; /* d is that of class y */
+        float max[TILE], peak[TILE], d[TILE]; /* the maximum, that of the copy, and z_y - max z */
         Sums sums[TILE];
         int count = 0;
 
@@ -225,14 +227,18 @@ INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, c
                 continue;
             }
             float *x = scratch + count * width;
-            max[count] = copy_row(x, call->logits + next * call->stride * item, classes, bfloat16);
-            d[count] = x[y] - max[count];
+            const char *logits = call->logits + next * call->stride * item;
+            const float highest = copy_row(x, logits, classes, bfloat16);
+            d[count] = x[y] - highest;
             x[y] = d[count] == 0 ? -INFINITY : x[y];
             for (int64_t c = classes; c < width; c++)
                 x[c] = -INFINITY;
-            if (!(fabsf(max[count]) < LARGE))
+            max[count] = peak[count] = highest;
+            if (!(fabsf(highest) < LARGE)) { /* or NaN */
+                peak[count] = highest - highest;
                 for (int64_t c = 0; c < width; c++)
-                    x[c] -= max[count];
+                    x[c] -= highest;
+            }
             row[count++] = next;
         }
 
@@ -240,8 +246,7 @@ INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, c
             Ahead ahead = {call->logits + min(next + k, end - 1) * call->stride * item,
                            call->grad + row[k] * classes * item, item};
             Scale alpha = call->alphas ? scale_of(call->alphas[row[k]]) : common;
-            float origin = fabsf(max[k]) < LARGE ? max[k] : 0;
-            sums[k] = exponentiate(scratch + k * width, width, origin, alpha, one, ahead);
+            sums[k] = exponentiate(scratch + k * width, width, peak[k], alpha, one, ahead);
         }
 
         for (int k = 0; k < count; k++) {

@@ -1,0 +1,454 @@
+r"""FilterMonitor: the norm of every filter, written to disk as the training goes on.
+
+A recording is a folder of two files. ``records.bin`` is a row of fixed size for each recorded step:
+the step as a little-endian int64, then one float32 a unit. ``index.json`` says which float belongs
+to which layer and quantity. Rows are only ever appended, each by one write, so a reader may come at
+any time; a last row cut short by a kill is seen by its size and left out. With numpy::
+
+    index = json.load(open("norms/index.json"))
+    row = np.dtype([("step", "<i8"), ("values", "<f4", index["width"])])
+    rows = np.fromfile("norms/records.bin", row)
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from powergrad._head import find_head
+from powergrad.monitor.layers import (
+    LAYERS,
+    Layer,
+    channel_dim,
+    filter_norms,
+    named_units,
+    transposed_groups,
+    unwrap,
+    weight_of,
+)
+
+__all__ = ["FilterMonitor", "Recording"]
+
+FORMAT = 1
+QUANTITIES = ("weight", "gradient", "feature")
+_INDEX, _RECORDS = "index.json", "records.bin"
+_STEP = struct.Struct("<q")
+
+
+@dataclass(frozen=True)
+class Column:
+    """Where a row keeps one quantity of one layer: ``values[start : start + count]``."""
+
+    quantity: str
+    layer: str
+    start: int
+    count: int
+
+    @property
+    def place(self) -> slice:
+        return slice(self.start, self.start + self.count)
+
+
+class FilterMonitor:
+    r"""Record the L2 norm of every filter of every convolution and linear layer, every k steps.
+
+    A filter is what makes one output channel; its norm is :math:`\sqrt{\sum w^2}` over its weights.
+    Layers are numbered from 1 in registration order. Each record is one row of a file, of
+    ``8 + 4 * units`` bytes (23,208 for a ResNet-18 with 1,000 classes; twice the units with
+    `gradients`), so a run of ``S`` steps takes ``S / every`` rows of disk, and no memory but one
+    row.
+
+    Under DistributedDataParallel every rank may build and call the monitor; rank 0 writes. Models
+    wrapped by it or by ``torch.compile`` record the same names as the plain model.
+
+    Args:
+        model: The network. Its layers are those it has now; weights are read afresh at each record.
+        directory: The folder to write, made if missing; refused if it holds a recording already,
+            unless `resume` is given.
+        every: Record the steps that `every` divides, and the first call whatever its step.
+        gradients: Also record the norm of each filter's gradient, as found in ``weight.grad`` when
+            :meth:`step` is called: after ``backward`` and before ``zero_grad``.
+        features: Also record the root mean square of each channel that enters the classifier, over
+            the training examples seen since the last record (on rank 0). True finds the
+            classifier, a string names it.
+        resume: The step that training resumes from: the rows up to it are kept, later ones are
+            dropped, and new ones follow.
+
+    Raises:
+        ValueError: If `every` is not positive, `model` has no layer, the folder holds another
+            recording, or its rows do not fit `model` and the quantities asked for.
+        TypeError: If an argument is of another type.
+
+    Example:
+        >>> import tempfile
+        >>> model = torch.nn.Linear(3, 2)
+        >>> folder = tempfile.mkdtemp()
+        >>> with FilterMonitor(model, folder, every=10) as monitor:
+        ...     monitor.step(0)  # the start, which the census compares with
+        ...     for step in range(1, 101):
+        ...         monitor.step(step)  # after optimizer.step()
+        >>> steps, norms = Recording(folder).read(1)
+        >>> norms.shape
+        torch.Size([11, 2])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        directory: str | os.PathLike[str],
+        *,
+        every: int = 10,
+        gradients: bool = False,
+        features: bool | str = False,
+        resume: int | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"Expected `model` to be a module, but got {type(model).__name__}.")
+        self.every = _whole(every, "every", least=1)
+        if resume is not None:
+            resume = _whole(resume, "resume", least=0)
+        self._step = -1 if resume is None else resume
+        self._closed = False
+        self._hook = None
+        self._writes = _rank() == 0
+        if not self._writes:
+            return
+        self.directory = Path(directory)
+        self._gradients = gradients
+        units = [(layer, m) for layer, m in named_units(model) if isinstance(m, LAYERS)]
+        if not units:
+            raise ValueError(
+                "Expected `model` to have a convolution or a linear layer, but got a "
+                f"{type(model).__name__} with none."
+            )
+        layers = [layer for layer, _ in units]
+        self._modules = [module for _, module in units]
+        head = _find_classifier(model, features)
+        fed = None if head is None else (layers[self._modules.index(head)].name, _inputs(head))
+        columns = _lay_out(layers, gradients, fed)
+        self._columns = {q: [c for c in columns if c.quantity == q] for q in QUANTITIES}
+        width = columns[-1].place.stop
+        # One row in memory: the bytes that are written, and their float32 view that is filled.
+        self._row = bytearray(_STEP.size + 4 * width)
+        self._values = torch.frombuffer(self._row, dtype=torch.float32, offset=_STEP.size)
+        index = {
+            "format": FORMAT,
+            "byteorder": sys.byteorder,
+            "width": width,
+            "layers": [asdict(layer) for layer in layers],
+            "columns": [asdict(column) for column in columns],
+        }
+        self._file, self._rows = _open(self.directory, index, resume)
+        if head is not None:
+            self._sums = torch.zeros(_inputs(head) + 1)
+            self._hook = head.register_forward_pre_hook(self._see)
+
+    def step(self, step: int) -> None:
+        """Record the norms if `every` divides `step`, or if this is the first record.
+
+        Args:
+            step: How many steps the training has done; larger than in the last call.
+
+        Raises:
+            ValueError: If `step` does not increase, or the monitor is closed.
+            RuntimeError: If gradients are asked for and no layer has one.
+        """
+        if self._closed:
+            raise ValueError("Expected an open monitor, but got one that is closed.")
+        if not self._writes:
+            return
+        step = _whole(step, "step", least=0)
+        if step <= self._step:
+            raise ValueError(f"Expected `step` to be larger than {self._step}, but got {step}.")
+        if self._rows and step % self.every:
+            self._step = step
+            return
+        self._fill(step)
+        _STEP.pack_into(self._row, 0, step)
+        self._write()
+        self._step = step
+
+    @torch.no_grad()
+    def _fill(self, step: int) -> None:
+        self._put(self._columns["weight"], [weight_of(module) for module in self._modules])
+        if self._gradients:
+            grads = [_grad(module) for module in self._modules]
+            # The first record is the start, where no gradient has been computed yet.
+            if self._rows and all(grad is None for grad in grads):
+                raise RuntimeError(
+                    f"Expected gradients at step {step}, but got none on any layer; call step() "
+                    "after backward() and before zero_grad()."
+                )
+            self._put(self._columns["gradient"], grads)
+        for column in self._columns["feature"]:
+            # With no example since the last record this is 0 / 0: NaN, as for any missing value.
+            self._values[column.place] = (self._sums[:-1] / self._sums[-1]).sqrt().cpu()
+            self._sums.zero_()
+
+    def _put(self, columns: list[Column], tensors: list[Tensor] | list[Tensor | None]) -> None:
+        """The norms of `tensors` into the row: one copy to the host for each device."""
+        by_device: dict[torch.device, list[tuple[Column, Tensor]]] = {}
+        for column, module, tensor in zip(columns, self._modules, tensors, strict=True):
+            if tensor is None:
+                self._values[column.place] = torch.nan
+            else:
+                norms = filter_norms(tensor, transposed_groups(module)).float()
+                by_device.setdefault(norms.device, []).append((column, norms))
+        for entries in by_device.values():
+            values = torch.cat([norms for _, norms in entries]).cpu()
+            parts = values.split([column.count for column, _ in entries])
+            for (column, _), part in zip(entries, parts, strict=True):
+                self._values[column.place] = part
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook of the classifier: the features' squares, and how many were summed."""
+        if not module.training:
+            return
+        features = args[0].detach().movedim(channel_dim(module), -1).float()
+        features = features.reshape(-1, features.shape[-1])
+        if self._sums.device != features.device:
+            self._sums = self._sums.to(features.device)
+        self._sums[:-1] += features.square().sum(0)
+        self._sums[-1] += len(features)
+
+    def _write(self) -> None:
+        row, done = memoryview(self._row), 0
+        self._file.seek(self._rows * len(row))
+        while done < len(row):
+            done += self._file.write(row[done:]) or 0
+        self._rows += 1
+
+    def close(self) -> None:
+        """Write what the system still holds to the disk, close the file, and remove the hook."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._hook is not None:
+            self._hook.remove()
+        if self._writes:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> FilterMonitor:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _whole(value: int, name: str, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"Expected `{name}` to be an integer, but got {type(value).__name__}.")
+    if number < least:
+        raise ValueError(f"Expected `{name}` to be at least {least}, but got {number}.")
+    return number
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return (
+        distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    )
+
+
+def _grad(module: nn.Module) -> Tensor | None:
+    weight = weight_of(module)
+    return weight.grad if weight.is_leaf else None
+
+
+def _inputs(layer: _ConvNd | nn.Linear) -> int:
+    return layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
+
+
+def _find_classifier(model: nn.Module, features: bool | str) -> _ConvNd | nn.Linear | None:
+    if features is False:
+        return None
+    head = find_head(unwrap(model), None if features is True else features)
+    if not isinstance(head, LAYERS):
+        raise ValueError(
+            "Expected `features` to name a convolution or a linear layer, but got a "
+            f"{type(head).__name__}."
+        )
+    return head
+
+
+def _lay_out(layers: list[Layer], gradients: bool, head: tuple[str, int] | None) -> list[Column]:
+    wanted = [("weight", layer.name, layer.units) for layer in layers]
+    if gradients:
+        wanted += [("gradient", layer.name, layer.units) for layer in layers]
+    if head is not None:
+        wanted.append(("feature", *head))
+    columns, start = [], 0
+    for quantity, name, count in wanted:
+        columns.append(Column(quantity, name, start, count))
+        start += count
+    return columns
+
+
+def _open(directory: Path, index: dict[str, Any], resume: int | None) -> tuple[FileIO, int]:
+    """The file of rows, cut after the step to resume from, and how many rows it keeps."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / _INDEX).exists():
+        fresh = directory / (_INDEX + ".new")
+        fresh.write_text(json.dumps(index, indent=1) + "\n")
+        file = FileIO(directory / _RECORDS, "w+")
+        fresh.replace(directory / _INDEX)
+        return file, 0
+    if resume is None:
+        raise ValueError(
+            f"Expected `directory` to hold no recording, but got {str(directory)!r}, which does; "
+            "pass `resume`, the step to go on from, or another directory."
+        )
+    found = _read_index(directory)
+    if found != index:
+        part = next(key for key in index if found.get(key) != index[key])
+        raise ValueError(
+            f"Expected the recording in {str(directory)!r} to be of this model and these "
+            f"quantities, but got other {part}: resume with the arguments it was begun with."
+        )
+    file = FileIO(directory / _RECORDS, "r+")
+    size = _STEP.size + 4 * index["width"]
+    kept, last = 0, -1
+    for number in range(os.fstat(file.fileno()).st_size // size):
+        file.seek(number * size)
+        (step,) = _STEP.unpack(file.read(_STEP.size))
+        if not last < step <= resume:
+            break
+        kept, last = number + 1, step
+    file.truncate(kept * size)
+    return file, kept
+
+
+def _read_index(directory: Path) -> dict[str, Any]:
+    path = directory / _INDEX
+    try:
+        index = json.loads(path.read_text())
+        written = int(index["format"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"Expected {str(path)!r} to be a recording's index, but got: {error}"
+        ) from None
+    if written > FORMAT:
+        raise ValueError(
+            f"Expected a recording of format {FORMAT} or earlier, but got {written} in "
+            f"{str(path)!r}; a newer powergrad reads it."
+        )
+    if index["byteorder"] != sys.byteorder:
+        raise ValueError(
+            f"Expected a recording in {sys.byteorder}-endian order, but got "
+            f"{index['byteorder']} in {str(path)!r}."
+        )
+    return index
+
+
+class Recording:
+    """What a :class:`FilterMonitor` wrote, or is writing.
+
+    Every call reads the file as it is then, so a recording can be watched while it grows. Iterating
+    gives each row as ``(step, values)``, one at a time.
+
+    Args:
+        directory: The folder that the monitor writes, or a run's folder that has it as ``norms``.
+
+    Raises:
+        ValueError: If there is no recording, or one of a later format.
+
+    Attributes:
+        layers: The layers, in order.
+        columns: Where each row keeps the values of a quantity and a layer.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        if not self.exists(directory):
+            raise ValueError(
+                f"Expected {str(directory)!r} to hold a recording ({_INDEX}), but got none."
+            )
+        if not (self.directory / _INDEX).exists():
+            self.directory = self.directory / "norms"
+        index = _read_index(self.directory)
+        self.layers = tuple(Layer(**layer) for layer in index["layers"])
+        self.columns = tuple(Column(**column) for column in index["columns"])
+        self._width = int(index["width"])
+
+    @staticmethod
+    def exists(directory: str | os.PathLike[str]) -> bool:
+        """Whether `directory`, or its folder ``norms``, holds a recording."""
+        path = Path(directory)
+        return (path / _INDEX).exists() or (path / "norms" / _INDEX).exists()
+
+    def __len__(self) -> int:
+        """How many whole rows there are now."""
+        return (self.directory / _RECORDS).stat().st_size // (_STEP.size + 4 * self._width)
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        return self._read_rows(slice(0, self._width))
+
+    def read(self, layer: int | str, quantity: str = "weight") -> tuple[Tensor, Tensor]:
+        """The steps and the values of one layer.
+
+        Args:
+            layer: Its number or its name; for ``"feature"``, those of the classifier.
+            quantity: ``"weight"``, ``"gradient"`` or ``"feature"``.
+
+        Returns:
+            The steps, ``(rows,)`` in int64, and the norms, ``(rows, units)`` in float32; NaN where
+            there was nothing to record, as before the first gradient.
+
+        Raises:
+            ValueError: If the recording has no such layer or quantity.
+        """
+        column = self.find(layer, quantity)
+        steps: list[int] = []
+        values = [torch.empty(0, column.count)]
+        for step, row in self._read_rows(column.place):
+            steps.append(step)
+            values.append(row[None])
+        return torch.tensor(steps, dtype=torch.int64), torch.cat(values)
+
+    def find(self, layer: int | str, quantity: str = "weight") -> Column:
+        """Where the rows keep `quantity` of `layer`."""
+        names = {each.name for each in self.layers if layer in (each.number, each.name)}
+        for column in self.columns:
+            if column.layer in names and column.quantity == quantity:
+                return column
+        held = ", ".join(dict.fromkeys(column.quantity for column in self.columns))
+        raise ValueError(
+            f"Expected a layer from 1 to {len(self.layers)} or its name, and a quantity that was "
+            f"recorded ({held}), but got {layer!r} and {quantity!r}."
+        )
+
+    def _read_rows(self, place: slice) -> Iterator[tuple[int, Tensor]]:
+        size, last = 4 * (place.stop - place.start), -1
+        with open(self.directory / _RECORDS, "rb") as file:
+            for number in range(len(self)):
+                file.seek(number * (_STEP.size + 4 * self._width))
+                head = file.read(_STEP.size)
+                file.seek(4 * place.start, os.SEEK_CUR)
+                body = bytearray(file.read(size))
+                if len(body) < size:  # a resuming run has cut the file meanwhile
+                    return
+                (step,) = _STEP.unpack(head)
+                if step <= last:
+                    raise ValueError(
+                        f"Expected steps to increase in {file.name!r}, but got {step} after "
+                        f"{last} in row {number}."
+                    )
+                last = step
+                yield step, torch.frombuffer(body, dtype=torch.float32)
