@@ -12,7 +12,9 @@ help: ## this list
 
 setup: $(VENV)/.installed ## create .venv and install powergrad with what its tests need
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+KERNEL := setup.py $(wildcard src/powergrad/_native/*.[ch])
+
+$(VENV)/.installed: pyproject.toml constraints.txt $(KERNEL)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

@@ -11,23 +11,19 @@ is the median call that records over `every` median steps.
 from __future__ import annotations
 
 import argparse
-import csv
-import importlib
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from powergrad.monitor import FilterMonitor
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "results" / "bench_monitor.csv"
 SETTINGS: list[dict[str, Any]] = [
     {"every": 1, "gradients": False, "features": False},
     {"every": 10, "gradients": False, "features": False},
@@ -46,20 +42,14 @@ class TimedMonitor(FilterMonitor):
 
     def step(self, step: int) -> None:
         """Record, timed."""
-        begin = time.perf_counter()
+        begin = time.process_time()
         super().step(step)
-        self.seconds.append(time.perf_counter() - begin)
+        self.seconds.append(time.process_time() - begin)
 
     def _see(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        begin = time.perf_counter()
+        begin = time.process_time()
         super()._see(module, args)
-        self.hook_seconds += time.perf_counter() - begin
-
-
-def resnet18() -> nn.Module:
-    sys.path.insert(0, str(ROOT / "tests"))
-    importlib.import_module("torchvision_shim").declare_torchvision_schemas()
-    return importlib.import_module("timm").create_model("resnet18", num_classes=1000)
+        self.hook_seconds += time.process_time() - begin
 
 
 def measure(model: nn.Module, setting: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -71,11 +61,11 @@ def measure(model: nn.Module, setting: dict[str, Any], steps: int) -> dict[str, 
         monitor.step(0)
         for step in range(1, steps + 1):
             seen = monitor.hook_seconds
-            begin = time.perf_counter()
+            begin = time.process_time()
             optimizer.zero_grad()
             F.cross_entropy(model(images), target).backward()
             optimizer.step()
-            training.append(time.perf_counter() - begin - (monitor.hook_seconds - seen))
+            training.append(time.process_time() - begin - (monitor.hook_seconds - seen))
             monitor.step(step)
         monitor.close()
         size = (Path(folder) / "records.bin").stat().st_size
@@ -87,8 +77,6 @@ def measure(model: nn.Module, setting: dict[str, Any], steps: int) -> dict[str, 
         "model": "timm resnet18",
         "image": 64,
         "batch": 32,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
         **setting,
         "steps": steps,
         "bytes_per_record": size // (1 + len(records)),
@@ -104,16 +92,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
+    harness.warm_allocator()
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
-    model = resnet18()
+    model = harness.create_timm("resnet18", num_classes=1000)
     measure(model, SETTINGS[0], 3)  # warm up
     rows = [measure(model, setting, given.steps) for setting in SETTINGS]
-    with open(RESULTS, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    print(RESULTS.read_text(), end="")
+    for row in rows:
+        print(*row.values())
+    harness.save("monitor", rows)
 
 
 if __name__ == "__main__":

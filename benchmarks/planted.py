@@ -12,22 +12,18 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
-import importlib
 import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from torch import nn
 
 from powergrad.monitor import Census, FilterMonitor, census
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "results" / "bench_planted.csv"
 NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet18": ("resnet18", {}),
     "resnet18 without normalisation": (
@@ -48,10 +44,8 @@ Units = set[tuple[str, int]]
 
 def create(name: str) -> nn.Module:
     """The network, with every gain away from the zero that some are initialised to."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    importlib.import_module("torchvision_shim").declare_torchvision_schemas()
     kind, options = NETWORKS[name]
-    model = importlib.import_module("timm").create_model(kind, num_classes=100, **options)
+    model = harness.create_timm(kind, num_classes=100, **options)
     for module in model.modules():
         if isinstance(module, (nn.BatchNorm2d, nn.LayerNorm)):
             nn.init.uniform_(module.weight, 0.1, 1.0)
@@ -114,7 +108,6 @@ def measure(name: str, seed: int) -> Iterator[dict[str, Any]]:
         yield {
             "network": name,
             "seed": seed,
-            "torch": torch.__version__,
             "source": source,
             "units": sum(layer.units for layer in found.layers),
             "planted": len(planted),
@@ -132,12 +125,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
     rows = [row for name in NETWORKS for seed in range(given.seeds) for row in measure(name, seed)]
-    with open(RESULTS, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    harness.save("planted", rows)
     for row in rows:
-        print(*(f"{key}={row[key]}" for key in row if key not in ("torch", "seed")))
+        print(*(f"{key}={row[key]}" for key in row if key != "seed"))
     wrong = [
         r for r in rows if r["missed"] or r["accused"] or r["events_planted"] != r["events_found"]
     ]

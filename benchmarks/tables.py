@@ -5,10 +5,18 @@ python benchmarks/tables.py
 
 from __future__ import annotations
 
+import functools
+
 import harness
 from loss import exponent
 
-PAGES = {"README.md": ["loss"], "docs/benchmarks.md": ["loss", "all", "growth", "linear", "others"]}
+PAGES = {
+    "README.md": ["loss"],
+    "docs/benchmarks.md": ["loss", "all", "growth", "linear", "others"],
+    "docs/methods/altering.md": ["altering"],
+    "docs/methods/agc.md": ["agc"],
+    "docs/dead-filters.md": ["monitor"],
+}
 
 
 def size(row: dict[str, str]) -> str:
@@ -90,15 +98,18 @@ def linear() -> str:
     return harness.table(header, [[row[key] for key in keys] for row in rows])
 
 
+def whole(name: str) -> str:
+    """All rows of a result, without what they have in common."""
+    rows = harness.load(name)
+    shared = {key for key in harness.conditions() if key in rows[0]}
+    keys = [key for key in rows[0] if key not in shared]
+    body = harness.table(keys, [[row[key] for key in keys] for row in rows])
+    return f"{body}\n\n({conditions(rows[0])})"
+
+
 def others() -> str:
-    parts = []
-    for name in ("agc", "altering", "monitor", "imports"):
-        rows = harness.load(name)
-        shared = {"cpu", "python", "date", "device", "commit", "torch", "threads", "timm"}
-        keys = [key for key in rows[0] if key not in shared]
-        body = harness.table(keys, [[row[key] for key in keys] for row in rows])
-        parts.append(f"### `benchmarks/{name}.py`\n\n{body}")
-    return "\n\n".join(parts)
+    names = ("agc", "altering", "monitor", "imports")
+    return "\n\n".join(f"### `benchmarks/{name}.py`\n\n{whole(name)}" for name in names)
 
 
 TABLES = {
@@ -107,6 +118,7 @@ TABLES = {
     "growth": growth,
     "linear": linear,
     "others": others,
+    **{name: functools.partial(whole, name) for name in ("altering", "agc", "monitor")},
 }
 
 

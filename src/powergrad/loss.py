@@ -191,10 +191,11 @@ def _one_visit_suffices(input: Tensor, target: Tensor, weight: Tensor | None) ->
 
 
 class _OneVisit(torch.autograd.Function):
-    """Computes the gradient, unscaled, in the forward pass; scales it in the backward pass.
+    """Computes the gradient in the forward pass, and scales it in the backward pass.
 
-    The buffer serves once. Another backward pass through the same graph, or one that is itself
-    differentiated, goes through the primitive.
+    Until then it is ``m p' - w q``, or, for a mean by the C kernel, that over the mass, which
+    float32 and bfloat16 hold as well. The buffer serves once: another backward pass through the
+    same graph, or one that is itself differentiated, goes through the primitive.
     """
 
     @staticmethod
@@ -243,7 +244,9 @@ class _OneVisit(torch.autograd.Function):
             return _gradient_by_primitive(ctx, grad), *nothing
         scale = grad if ctx.scale is None else grad * ctx.scale
         gradient = buffer.mul_(scale.unsqueeze(1) if scale.dim() else scale)
-        return gradient.to(ctx.input_dtype), *nothing
+        if gradient.dtype != ctx.input_dtype:
+            gradient = gradient.to(ctx.input_dtype)
+        return gradient, *nothing
 
 
 def _gradient_by_primitive(ctx: Any, grad: Tensor) -> Tensor:
