@@ -23,8 +23,9 @@ TOLERANCE = {
 }
 
 
-def relative(actual: Tensor, expected: Tensor) -> float:
-    largest = expected.double().abs().max().clamp(min=1e-12)
+def relative(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """The largest error, relative to the largest entry, or to `least` where all are smaller."""
+    largest = expected.double().abs().max().clamp(min=max(least, 1e-12))
     return ((actual.double() - expected.double()).abs().max() / largest).item()
 
 
@@ -102,14 +103,14 @@ def test_every_combination(
     loss.backward(upstream.to(dtype))
     # Rounded logits: an error of 2^-9 in a logit of size |z| is as large in its probability.
     loose = 1 + (logits.abs().max().item() if dtype in (torch.bfloat16, torch.float16) else 0)
-    assert relative(loss, oracle.detach()) <= TOLERANCE[dtype] * loose
+    assert relative(loss, oracle.detach(), least=1.0) <= TOLERANCE[dtype] * loose
     for actual, expected in zip(leaves, wide, strict=True):
         if expected.grad is None:
             assert actual.grad is None
             continue
         assert actual.grad is not None
-        scale = max(1.0, 0.1 / max(expected.grad.abs().max().item(), 1e-6))  # cancelled gradients
-        assert relative(actual.grad, expected.grad) <= TOLERANCE[dtype] * loose * scale
+        # The rows' gradients, of size 1.5 / rows at least, may cancel in the sum.
+        assert relative(actual.grad, expected.grad, least=0.1) <= TOLERANCE[dtype] * loose
 
 
 def case(device, *leading: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -114,14 +114,20 @@ def _of_labels(
     label = y.unsqueeze(1)
     if label_smoothing == 0:
         return losses, _minus_label(log_p, label, alpha)
-    # m p' - w q = m (p' - onehot) + (m - (1 - eps) w_y) onehot - eps/C w
     share = label_smoothing / z.shape[1]
     w = losses.new_ones(z.shape[1]) if weight is None else weight
-    of_label, of_all = w[y] * (1 - label_smoothing), share * w.sum()
+    total, of_label = w.sum(), w[y] * (1 - label_smoothing)
     losses.mul_(of_label).sub_(log_p @ w, alpha=share)
-    mass = (of_label + of_all).unsqueeze(1)
-    grad = _minus_label(log_p, label, alpha).mul_(mass).sub_(share * w)
-    return losses, grad.scatter_add_(1, label, of_all.expand_as(label))
+    mass = (of_label + share * total).unsqueeze(1)
+    p = _flatten(log_p, alpha)
+    own = p.gather(1, label)
+    others = p.scatter_(1, label, 0.0).sum(1, keepdim=True)
+    # At the label, m p' - w_y q_y: by the other classes' sum where p' is nearly 1.
+    own_weight = w[label]
+    direct = mass * own - (of_label.unsqueeze(1) + share * own_weight)
+    by_others = share * (total - own_weight) - mass * others
+    grad = p.mul_(mass).sub_(share * w)
+    return losses, grad.scatter_(1, label, torch.where(own < 0.5, direct, by_others))
 
 
 def _minus_label(log_p: Tensor, label: Tensor, alpha: float | Tensor) -> Tensor:
