@@ -97,3 +97,12 @@ def test_examples_in_pages_run(page, tmp_path, monkeypatch):
     for block in blocks:
         exec(compile(block, str(path), "exec"), namespace)
     assert page != "README.md" or len(blocks) >= 2
+
+
+def test_tables_are_those_of_the_results(monkeypatch):
+    """What `benchmarks/tables.py` would write is what the pages say."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tables = importlib.import_module("tables")
+    for page, marks in tables.PAGES.items():
+        text = (ROOT / page).read_text()
+        assert tables.page(text, marks) == text, page
