@@ -682,6 +682,19 @@ def test_a_common_offset_changes_nothing(device, generator):
         assert row_error(far, near.double(), 1) <= 2e-7
 
 
+@given(cases())
+def test_the_callers_tensors_are_not_written_to(device, case):
+    case = to(case, device)
+    given_tensors = [case.logits, case.target, case.upstream]
+    given_tensors += [v for v in (*case.options.values(), case.alpha) if isinstance(v, Tensor)]
+    copies = [t.clone() for t in given_tensors]
+    leaf = case.logits.detach().requires_grad_()  # shares its memory
+    loss = cross_entropy(leaf, case.target, alpha=case.alpha, **case.options)
+    loss.backward(case.upstream)
+    for tensor, copied in zip(given_tensors, copies, strict=True):
+        assert torch.equal(tensor, copied)
+
+
 def test_bytes_as_labels(device, generator):
     z = logits(generator).to(device)
     for eps in (0.0, 0.1):

@@ -145,7 +145,7 @@ def _of_labels(
     eps = label_smoothing
     loss = (1 - eps) * true + eps / log_p.shape[class_dim] * every
     if reduction != "mean":
-        return loss if reduction == "none" else loss.sum()
+        return _reduce(loss, reduction)
     if weight is None:
         return loss.sum() / (~ignored).sum()
     label = target.long().masked_fill(ignored, 0)
@@ -174,7 +174,9 @@ def _weighted(values: Tensor, weight: Tensor | None, class_dim: int) -> Tensor:
 
 
 def _reduce(loss: Tensor, reduction: str) -> Tensor:
-    return {"none": loss.clone, "sum": loss.sum, "mean": loss.mean}[reduction]()
+    if reduction == "none":
+        return loss
+    return loss.mean() if reduction == "mean" else loss.sum()
 
 
 # The fast path: in eager mode, for rows of logits, the gradient is made with the value. -----------
