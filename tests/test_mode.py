@@ -146,6 +146,21 @@ def test_linear_cross_entropy_with_every_option(device):
     assert torch.allclose(single, F.cross_entropy(F.linear(x[0], weight[:, 0]), y[0, 0]))
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs a newer torch")
+def test_linear_cross_entropy_in_blocks(device):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 3, generator=g, dtype=torch.float64).to(device).requires_grad_()
+    head = torch.randn(5, 3, generator=g, dtype=torch.float64).to(device)
+    y = torch.randint(0, 5, (300,), generator=g).to(device)
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=64, chunking_method=None)
+    with PowerGrad(0.3):
+        loss = F.linear_cross_entropy(x, head, y, options=options)
+    ours = cross_entropy(F.linear(x, head), y, alpha=0.3)
+    actual, reference = (torch.autograd.grad(v, x)[0] for v in (loss, ours))
+    assert torch.allclose(loss, ours)
+    assert (actual - reference).abs().max() <= 1e-14
+
+
 def test_an_implicit_dimension_warns_as_pytorch_does(z):
     with pytest.warns(UserWarning, match="Implicit dimension choice"), PowerGrad(0.3):
         log_p = F.log_softmax(z)

@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from powergrad._check import check_number
+from powergrad.linear import linear_cross_entropy
 from powergrad.loss import cross_entropy
 from powergrad.transform import log_softmax
 
@@ -188,6 +189,22 @@ def _linear_cross_entropy(
     label_smoothing: float = 0.0,
     options: Any = None,
 ) -> Tensor:
+    ignore_index = -100 if ignore_index is None else ignore_index
+    if options is not None and linear_weight.dim() == 2:  # asked for in blocks
+        return cast(
+            Tensor,
+            linear_cross_entropy(
+                input,
+                linear_weight,
+                target,
+                alpha=alpha,
+                linear_bias=linear_bias,
+                weight=weight,
+                ignore_index=ignore_index,
+                reduction=reduction,
+                label_smoothing=label_smoothing,
+            ),
+        )
     # (..., in) times (C, d1, ..., in) to (..., C, d1, ...), as in PyTorch.
     bias = None if linear_bias is None else linear_bias.flatten()
     logits = F.linear(input, linear_weight.flatten(0, -2), bias)
@@ -197,7 +214,7 @@ def _linear_cross_entropy(
         target,
         weight,
         alpha=alpha,
-        ignore_index=-100 if ignore_index is None else ignore_index,
+        ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,
     )
@@ -253,7 +270,7 @@ _let_dynamo_see_module_losses._dynamo_marked_constant = True  # pyright: ignore
 
 
 _CROSS_ENTROPIES: dict[Any, Callable[..., Tensor]] = {F.cross_entropy: _cross_entropy}
-if hasattr(F, "linear_cross_entropy"):  # torch 2.12 and later
+if hasattr(F, "linear_cross_entropy"):  # later versions of PyTorch
     _CROSS_ENTROPIES[F.linear_cross_entropy] = _linear_cross_entropy
 _LOG_SOFTMAXES: dict[Any, Callable[..., Tensor]] = {
     F.log_softmax: _functional_log_softmax,
