@@ -31,6 +31,8 @@ def potential(
     target = target.double() if target.is_floating_point() else target
     weight = None if weight is None else weight.double()
     class_dim = 0 if logits.dim() == 1 else 1
+    # A common offset changes nothing, but alpha times 1e4 would lose 1e-12.
+    logits = logits - logits.detach().amax(class_dim, keepdim=True)
     if isinstance(alpha, Tensor) and alpha.dim():
         alpha = alpha.double().reshape(alpha.shape + (1,) * (logits.dim() - 1 - alpha.dim()))
         inner = alpha.unsqueeze(class_dim)
