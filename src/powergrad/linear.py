@@ -191,11 +191,12 @@ def _whole(
 
 
 def _correct(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    label = target.argmax(1) if target.is_floating_point() else target
-    counted = (
-        (label != ignore_index) if label is target else torch.ones_like(label, dtype=torch.bool)
-    )
-    return (logits.argmax(1) == label) & counted, counted
+    """Which rows are right, and which count."""
+    if target.is_floating_point():
+        right = logits.argmax(1) == target.argmax(1)
+        return right, torch.ones_like(right)
+    counted = target != ignore_index
+    return (logits.argmax(1) == target) & counted, counted
 
 
 class _InBlocks(torch.autograd.Function):
