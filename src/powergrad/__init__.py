@@ -3,6 +3,7 @@
 from powergrad._native import available as native_available
 from powergrad._version import __version__
 from powergrad.alter import alter_gradient, alter_output
+from powergrad.calibration import fold_alpha
 from powergrad.clipping import adaptive_clip_grad_, clip_grads_before_step
 from powergrad.identity import equivalent_training
 from powergrad.linear import linear_cross_entropy
@@ -24,6 +25,7 @@ __all__ = [
     "clip_grads_before_step",
     "cross_entropy",
     "equivalent_training",
+    "fold_alpha",
     "linear_cross_entropy",
     "log_softmax",
     "native_available",
