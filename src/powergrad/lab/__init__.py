@@ -1,0 +1,1 @@
+"""The workbench: recipes, networks, data, training runs, studies. Needs ``powergrad[lab]``."""
