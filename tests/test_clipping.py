@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torchvision_shim import declare_torchvision_schemas
 
+from powergrad._units import in_rows
 from powergrad.clipping import (
     LayerClip,
     adaptive_clip_grad_,
@@ -107,6 +108,55 @@ def timm():
 @pytest.fixture(scope="module")
 def timm_agc(timm) -> Callable[..., None]:
     return pytest.importorskip("timm.utils.agc").adaptive_clip_grad
+
+
+# With and without the C kernel --------------------------------------------------------------------
+
+
+def mixed_net() -> nn.Sequential:
+    """Layers that the kernel serves beside some that it does not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 9, 7),
+        nn.BatchNorm2d(9),
+        nn.Conv2d(9, 6, 3),
+        nn.ConvTranspose2d(6, 4, 3, groups=2),
+        nn.LayerNorm([4, 5, 5]),
+        nn.Linear(37, 1),
+        nn.Linear(5, 70).double(),
+        nn.Embedding(30, 15),
+        nn.PReLU(),
+    )
+    weight = model[2].get_parameter("weight")
+    weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    return model
+
+
+@pytest.mark.skipif(not in_rows(None, torch.ones(1)), reason="the C kernel does not serve")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("spread", [-3.0, 1.0, 3.0])
+@pytest.mark.parametrize("broken", [None, math.nan, math.inf, 1e38])
+def test_the_kernel_changes_no_bit(
+    method: str, spread: float, broken: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients and reports, where none, some and all are clipped; NaN, inf, a norm that is inf."""
+    results = []
+    for native in (True, False):
+        model = mixed_net()
+        give_gradients(model, spread=spread)
+        if broken is not None:
+            grad_of(model[5].get_parameter("weight"))[0, :5] = broken
+        if not native:
+            monkeypatch.setattr("powergrad.clipping.in_rows", lambda *_: False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with clip_grads_before_step(optimizer, model, head=None, **{method: METHODS[method]}) as h:
+            optimizer.step()
+        report = h.last_report[method]
+        results.append(([bits(g) for g in gradients(model)], repr(dict(report)), report.skipped))
+    (grads, *report), (expected, *expected_report) = results
+    assert all(map(torch.equal, grads, expected))
+    assert report == expected_report
+    assert report[1] == (broken is not None and not math.isfinite(broken))
 
 
 # What a unit is -----------------------------------------------------------------------------------

@@ -205,6 +205,34 @@ def test_gradients_features_and_weights_of_a_real_training(tmp_path: Path) -> No
     assert not model.last._forward_pre_hooks  # closing removed it
 
 
+def test_gains_are_recorded_beside_the_rest(tmp_path: Path) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.GroupNorm(1, 3, affine=False), nn.Conv2d(3, 4, 1)
+    )
+    model.append(nn.LayerNorm(4))
+    model.append(nn.LayerNorm([2, 4]))  # its gains are not of channels
+    gains = nn.init.normal_(model[1].get_parameter("weight"))
+    start = gains.detach().clone()
+    with FilterMonitor(model, tmp_path, every=1, gradients=True, gains=True) as monitor:
+        monitor.step(0)
+        nn.init.normal_(gains)
+        for layer in (model[0], model[3]):
+            layer.get_parameter("weight").grad = torch.ones_like(layer.get_parameter("weight"))
+        monitor.step(1)
+    recording = Recording(tmp_path)
+    assert [layer.name for layer in recording.layers] == ["0", "3"]
+    assert [layer.name for layer in recording.normalisations] == ["1", "4"]
+    steps, values = recording.read("1", "gain")
+    assert steps.tolist() == [0, 1]
+    assert torch.equal(values, torch.stack([start, gains.detach()]).abs())
+    assert torch.equal(recording.read("4", "gain")[1], torch.ones(2, 4))
+    torch.testing.assert_close(recording.read(2, "gradient")[1][1], torch.full((4,), 3.0).sqrt())
+    with pytest.raises(ValueError, match="a quantity that was recorded"):
+        recording.read("0", "gain")
+    with pytest.raises(ValueError, match="other width"):
+        FilterMonitor(model, tmp_path, gradients=True, resume=1)
+
+
 def test_features_of_a_convolutional_classifier(tmp_path: Path) -> None:
     first = nn.Conv2d(3, 4, 1)
     model = nn.Sequential(first, nn.ReLU(), nn.Conv2d(4, 2, 1))
@@ -658,3 +686,35 @@ def test_the_step_is_a_little_endian_integer_before_the_values(tmp_path: Path) -
     write_rows(tmp_path, [0, 2**40])
     data = (tmp_path / "records.bin").read_bytes()
     assert struct.unpack_from("<q", data, len(data) // 2) == (2**40,)
+
+
+def test_features_seen_before_a_stop_are_not_lost(tmp_path):
+    def run(folder, stop):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        batches = [torch.randn(5, 4) for _ in range(8)]
+        monitor = FilterMonitor(model, folder, every=4, features=True)
+        monitor.step(0)
+        for step, batch in enumerate(batches, start=1):
+            model(batch)
+            monitor.step(step)
+            if step == stop:
+                kept = monitor.state_dict()
+                monitor.close()
+                monitor = FilterMonitor(model, folder, every=4, features=True, resume=step)
+                monitor.load_state_dict(kept)
+        monitor.close()
+        return Recording(folder).read("2", "feature")[1]
+
+    whole = run(tmp_path / "whole", stop=None)
+    assert whole[1:].isfinite().all()
+    for stop in (1, 4, 6):
+        assert torch.equal(run(tmp_path / str(stop), stop)[1:], whole[1:])
+
+
+def test_the_state_of_another_model_is_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    with FilterMonitor(model, tmp_path, features=True) as monitor:
+        for state in ({}, {"features": torch.zeros(9)}):
+            with pytest.raises(ValueError, match="to have features of shape"):
+                monitor.load_state_dict(state)

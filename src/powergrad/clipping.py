@@ -29,12 +29,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
-from torch import Tensor, _foreach_mul_, _foreach_norm, nn  # pyright: ignore[reportPrivateImportUsage]
+from torch import Tensor, _foreach_mul_, nn  # pyright: ignore[reportPrivateImportUsage]
 from torch.linalg import vector_norm
-from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from powergrad._head import find_head
+from powergrad._native.norms import scale_units_
+from powergrad._units import Dims, by_unit, in_rows, transposed_groups, unit_norms
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -399,7 +400,8 @@ class _Layer(NamedTuple):
     name: str
     weight: Tensor
     grad: Tensor
-    unit: tuple[int, ...] | None  # the dimensions that one unit spans; None: the whole is one
+    unit: Dims | None  # the dimensions that one unit spans; None: the whole is one
+    rows: bool  # whether the C kernel serves it
 
 
 def _parameters(source: nn.Module | Tensor | Iterable[Tensor]) -> Iterable[_Parameter]:
@@ -466,23 +468,12 @@ def _layers(parameters: Iterable[_Parameter], whole: bool = False) -> list[_Laye
             weight, grad = _rows(name, weight, grad)
         if grad.numel() > 0:
             unit = None
-            if not whole:
-                weight, unit = _by_unit(weight, owner)
-                grad, _ = _by_unit(grad, owner)
-            layers.append(_Layer(name, weight, grad, unit))
+            one = whole or weight.dim() < 2 or isinstance(owner, (nn.LayerNorm, nn.RMSNorm))
+            if not one:
+                groups = transposed_groups(owner)
+                (weight, unit), (grad, _) = by_unit(weight, groups), by_unit(grad, groups)
+            layers.append(_Layer(name, weight, grad, unit, in_rows(unit, grad, weight)))
     return layers
-
-
-def _by_unit(tensor: Tensor, owner: nn.Module | None) -> tuple[Tensor, tuple[int, ...] | None]:
-    """A view of a weight or of its gradient, and the dimensions in it that one unit spans."""
-    if tensor.dim() < 2 or isinstance(owner, (nn.LayerNorm, nn.RMSNorm)):
-        return tensor, None
-    if isinstance(owner, _ConvTransposeNd):
-        # (in, out / groups, ...) lists the inputs of one group after those of another. Seen as
-        # (groups, in / groups, out / groups, ...), an output is an entry of dimensions 0 and 2.
-        tensor = tensor.unflatten(0, (owner.groups, -1))
-        return tensor, (1, *range(3, tensor.dim()))
-    return tensor, tuple(range(1, tensor.dim()))
 
 
 def _rows(name: str, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -532,7 +523,7 @@ class _Guard:
 def _all_finite(layers: list[_Layer], part: _Measured) -> Tensor:
     grads = [layer.grad for layer in layers]
     if part.norms.device.type != "cpu":
-        return _norms(grads, None, math.inf).isfinite().all()
+        return unit_norms(grads, None, math.inf).isfinite().all()
     # Here an infinity norm is slow, and one may look: only where the norm is not finite are the
     # elements read, since a norm can overflow.
     finite = part.norms.isfinite().all()
@@ -543,42 +534,29 @@ def _batches(layers: Iterable[_Layer]) -> list[list[_Layer]]:
     """The layers of one kind, device and dtype together."""
     groups: dict[object, list[_Layer]] = defaultdict(list)
     for layer in layers:
-        kind = layer.unit is None, layer.grad.device, layer.grad.dtype, layer.weight.dtype
-        groups[kind].append(layer)
+        whole = layer.unit is None
+        # A norm of whole tensors' norms is rounded by their order, so these stay together.
+        rows = layer.rows and not whole
+        groups[whole, rows, layer.grad.device, layer.grad.dtype, layer.weight.dtype].append(layer)
     return list(groups.values())
-
-
-def _norms(
-    tensors: list[Tensor],
-    units: list[tuple[int, ...]] | None,
-    order: float = 2,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The norms of all units of the tensors in one vector; without `units`, of each tensor."""
-    if units is not None:
-        return torch.cat(
-            [
-                vector_norm(tensor, order, unit, dtype=dtype).flatten()
-                for tensor, unit in zip(tensors, units, strict=True)
-            ]
-        )
-    if tensors[0].device.type == "cpu":
-        return torch.stack(_foreach_norm(tensors, order, dtype))
-    return torch.stack([vector_norm(tensor, order, dtype=dtype) for tensor in tensors])
 
 
 def _measure(layers: list[_Layer], eps: float | None, scale: Tensor | None) -> _Measured:
     """The norms of a batch's gradients, unscaled, and of its weights if there is an `eps`."""
     grads = [layer.grad for layer in layers]
     units = None if layers[0].unit is None else [layer.unit or () for layer in layers]
+    rows = all(layer.rows for layer in layers)
+    floors = None
+    if eps is not None:  # first, so that the gradients, to be read again, are in the cache
+        weights = [layer.weight for layer in layers]
+        floors = unit_norms(weights, units, rows=rows).clamp_(min=eps)
     # At a scale, elements of float16 may be in range while their norm is not.
     half = scale is not None and grads[0].dtype is torch.float16
-    norms = _norms(grads, units, dtype=torch.float32 if half else None)
+    norms = unit_norms(grads, units, dtype=torch.float32 if half else None, rows=rows)
     if scale is not None:
         norms = norms / scale.to(norms.device)
-    floors = torch.ones_like(norms)
-    if eps is not None:
-        floors = _norms([layer.weight for layer in layers], units).clamp_(min=eps)
+    if floors is None:
+        floors = torch.ones_like(norms)
     counts = [math.prod(_shape(layer)) for layer in layers]
     return _Measured([layer.name for layer in layers], counts, norms, floors)
 
@@ -613,12 +591,14 @@ def _clip_units(
         # timm's arithmetic. Its floor of 1e-6 is felt only where clip * eps is less.
         factors = limits / (part.norms if eps is None else part.norms.clamp(min=1e-6))
         factors = torch.where(clipped, factors, 1)
-        if batch[0].unit is None:
-            by_layer = factors.unbind()
+        grads = [layer.grad for layer in batch]
+        if all(layer.rows for layer in batch):
+            scale_units_(grads, part.units, factors)
+        elif batch[0].unit is None:
+            _foreach_mul_(grads, factors.unbind())
         else:
             pairs = zip(batch, factors.split(part.units), strict=True)
-            by_layer = [factor.view(_shape(layer)) for layer, factor in pairs]
-        _foreach_mul_([layer.grad for layer in batch], by_layer)
+            _foreach_mul_(grads, [factor.view(_shape(layer)) for layer, factor in pairs])
     return ClipReport(threshold, [layer.name for layer in layers], parts, finite)
 
 

@@ -1,7 +1,8 @@
 """The optional C kernel: on CPU, cross-entropy and PowerGrad Transform's gradient in one visit.
 
-``kernel.c`` is compiled when the package is installed, where there is a compiler, and loaded when
-it is first wanted. ``POWERGRAD_NATIVE=0`` in the environment at that moment turns it off.
+``kernel.c`` and ``norms.c`` (for :mod:`powergrad._native.norms`) are compiled to one library when
+the package is installed, where there is a compiler. It is loaded when it is first wanted;
+``POWERGRAD_NATIVE=0`` in the environment at that moment turns it off.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from powergrad._check import values_readable
+from powergrad._check import check_labels, values_readable
 
 __all__ = ["available", "best_level", "cross_entropy"]
 
-ABI = 1  # as in kernel.c; a library that says otherwise is left alone
+ABI = 2  # as in kernel.c; a library that says otherwise is left alone
 
 # The arguments as kernel.c has them, in one piece: ctypes takes longer to pass sixteen.
-_CALL = struct.Struct("=qqqqqqqqdqdqqqqq24x")
+_CALL = struct.Struct("=qqqqqqqqdqdqqqqq40x")
+_SIGNATURES = {  # what is returned, then the arguments
+    "powergrad_cross_entropy": (ctypes.c_int64, ctypes.c_char_p),
+    "powergrad_norms": (None, ctypes.c_char_p, *[ctypes.c_int64] * 4),
+    "powergrad_scale": (None, ctypes.c_char_p, *[ctypes.c_int64] * 3),
+}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
@@ -34,10 +40,11 @@ def load(path: Path) -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(path))
         if library.powergrad_abi() != ABI:
             return None
-        function = library.powergrad_cross_entropy
+        for name, (result, *arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError):
         return None
-    function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_char_p]
     return library
 
 
@@ -151,10 +158,7 @@ def cross_entropy(
     )
     status = kernel.powergrad_cross_entropy(call)
     if status > 0:
-        raise ValueError(
-            f"Expected `target` to be in [0, {classes}) or `ignore_index` ({ignore_index}), "
-            f"but got {int(target[status - 1])}."
-        )
+        check_labels(target, classes, ignore_index)  # which says what is wrong
     if status < 0:
         raise MemoryError(f"No memory for a copy of a row of {classes} logits.")
     return value, grad

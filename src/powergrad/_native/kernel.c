@@ -13,17 +13,16 @@
 
 #include <float.h>
 #include <math.h>
-#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define ABI 1               /* raised with every change to an exported signature */
+#include "threads.h"
+
+#define ABI 2               /* raised with every change to an exported signature */
 #define BLOCK 32            /* values that a lane of a vector adds up in float32 */
 #define TILE 16             /* at most so many rows are worked on together, */
 #define TILE_SIZE 1024      /* of at most so many values */
-#define PART_SIZE (1 << 18) /* values that are worth a thread */
-#define MAX_THREADS 256
 #define MAX_LANES 16
 #define LARGE 0x1p12f /* logits of which alpha * z loses more than z - max does */
 #define SHIFT (0x1.8p23f + 127)
@@ -51,11 +50,13 @@ typedef struct {
     double total_weight; /* sum(w) */
     double factor;       /* of the gradient: a mean's divisor is in it */
     float *losses;       /* of the rows */
+    float *scratch;      /* of all threads */
+    int64_t room;        /* of one thread in it */
 } Call;
 
 enum { NONE, MEAN, SUM };
 
-_Static_assert(sizeof(Call) == 19 * 8, "a field of Call is not of 8 bytes");
+_Static_assert(sizeof(Call) == 21 * 8, "a field of Call is not of 8 bytes");
 
 typedef void (*Worker)(const Call *, int64_t begin, int64_t end, float *scratch);
 
@@ -319,48 +320,24 @@ int powergrad_best_level(void) { return 0; }
 
 #endif
 
-/* The rows of one thread. */
-typedef struct {
-    const Call *call;
-    Worker worker;
-    int64_t begin, end;
-    float *scratch;
-} Part;
-
-static void *work(void *argument) {
-    const Part *part = argument;
-    part->worker(part->call, part->begin, part->end, part->scratch);
-    return NULL;
+static void work(const void *argument, int64_t part, int64_t parts) {
+    const Call *call = argument;
+    const Worker worker = LEVELS[min(call->level, powergrad_best_level())];
+    worker(call, call->rows * part / parts, call->rows * (part + 1) / parts,
+           call->scratch + part * call->room);
 }
 
-/* The threads live for one call, so that a process may fork between calls. A row is computed alike
- * in whichever thread: the result does not depend on their number. Returns 0 if memory is short. */
-static int work_in_threads(const Call *call) {
-    const Worker worker = LEVELS[min(call->level, powergrad_best_level())];
-    int64_t threads = min(call->rows, call->rows * call->classes / PART_SIZE);
-    threads = min(threads, min(call->threads, MAX_THREADS));
-    threads = threads < 1 ? 1 : threads;
-
-    const int64_t size = padded(TILE_SIZE + call->classes, MAX_LANES);
-    float *scratch = aligned_alloc(64, (size_t)(threads * size) * sizeof *scratch);
-    if (!scratch)
+/* A row is computed alike in whichever thread: the result does not depend on their number. Returns
+ * 0 if memory is short. */
+static int work_in_threads(Call *call) {
+    int64_t threads = threads_for(call->rows * call->classes, call->threads);
+    threads = call->rows && call->rows < threads ? call->rows : threads;
+    call->room = padded(TILE_SIZE + call->classes, MAX_LANES);
+    call->scratch = aligned_alloc(64, (size_t)(threads * call->room) * sizeof(float));
+    if (!call->scratch)
         return 0;
-
-    Part parts[MAX_THREADS];
-    pthread_t ids[MAX_THREADS];
-    int started[MAX_THREADS] = {0};
-    for (int64_t i = 0; i < threads; i++) {
-        parts[i] = (Part){call, worker, call->rows * i / threads, call->rows * (i + 1) / threads,
-                          scratch + i * size};
-        started[i] = i > 0 && pthread_create(&ids[i], NULL, work, &parts[i]) == 0;
-    }
-    for (int64_t i = 0; i < threads; i++)
-        if (!started[i])
-            work(&parts[i]);
-    for (int64_t i = 0; i < threads; i++)
-        if (started[i])
-            pthread_join(ids[i], NULL);
-    free(scratch);
+    in_threads(work, call, threads);
+    free(call->scratch);
     return 1;
 }
 

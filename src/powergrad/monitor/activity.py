@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from powergrad._head import find_head
+from powergrad._units import transposed_groups
 from powergrad.monitor.layers import (
     LAYERS,
     channel_dim,
     filter_norms,
     named_units,
-    transposed_groups,
     unwrap,
     weight_of,
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from powergrad.monitor.layers import Layer
-from powergrad.monitor.recording import Column, Recording
+from powergrad.monitor.recording import QUANTITIES, Column, Recording
 from powergrad.monitor.results import Census, Event, Finding, What, count
 from powergrad.monitor.thresholds import DeathLine, Thresholds, largest_in_layer, layer_of
 
@@ -61,28 +61,36 @@ class Follower:
         for step, unit, what in self.changes:
             column = self.columns[int(self.layer_of[unit])]
             place = unit - (column.start - self.place.start)
-            number = numbers[column.layer]
+            number = numbers.get(column.layer)
             found.append(Event(step, number, column.layer, place, quantity, what))
         return found
 
 
 def follow(recording: Recording, thresholds: Thresholds) -> Census:
     """The census of a recording at its last row, with what happened on the way."""
+    death_lines = {
+        quantity: DeathLine(layers, thresholds)
+        for quantity, layers in (
+            ("weight", recording.layers),
+            ("gain", recording.normalisations),
+        )
+        if layers
+    }
     followers = {
-        quantity: Follower(columns, 1 if quantity == "weight" else thresholds.patience)
-        for quantity in ("weight", "gradient", "feature")
+        quantity: Follower(columns, 1 if quantity in death_lines else thresholds.patience)
+        for quantity in QUANTITIES
         if (columns := [c for c in recording.columns if c.quantity == quantity])
     }
     steps: list[int] = []
-    death_line, starts = DeathLine(recording.layers, thresholds), torch.empty(0)
+    starts: dict[str, Tensor] = {}
     for step, row in recording:
         for quantity, follower in followers.items():
             values = row[follower.place].double()
-            if quantity == "weight":
+            if quantity in death_lines:
                 if not steps:
-                    starts = values
+                    starts[quantity] = values
                     follower.begin(step, values <= thresholds.zero)
-                line = death_line(values, starts)
+                line = death_lines[quantity](values, starts[quantity])
                 over = values > thresholds.revival * line
             else:
                 part = thresholds.gradient if quantity == "gradient" else thresholds.output
@@ -95,31 +103,25 @@ def follow(recording: Recording, thresholds: Thresholds) -> Census:
     numbers = {layer.name: layer.number for layer in recording.layers}
     events = [e for q, follower in followers.items() for e in follower.events(q, numbers)]
     events.sort(key=lambda event: event.step)
-    findings = _findings(recording.layers, followers)
+    findings = _findings(recording, followers)
     return count(str(recording.directory), findings, events, (steps[0], steps[-1]))
 
 
-def _findings(layers: tuple[Layer, ...], followers: dict[str, Follower]) -> list[Finding]:
+def _findings(recording: Recording, followers: dict[str, Follower]) -> list[Finding]:
     weights, gradients = followers["weight"], followers.get("gradient")
     findings = []
-    for place, layer in enumerate(layers):
+    for place, layer in enumerate(recording.layers):
         own = weights.layer_of == place
-        values, dead, since = weights.values[own], weights.dead[own], weights.since[own]
-        finding = Finding(
-            layer,
-            {"weight": dead, "nonfinite": ~values.isfinite()},
-            values,
-            unborn=dead & ~weights.lived[own],
-            since=since,
-            deaths=weights.deaths[own],
-            revivals=weights.revivals[own],
-        )
+        finding = _vanished(layer, "weight", weights, own)
         if gradients is not None:
             finding.how["gradient"] = gradients.dead[own]
             finding.gradients = gradients.values[own]
             finding.learns = gradients.over[own]
-            finding.since = torch.where(dead, since, gradients.since[own])
+            finding.since = torch.where(weights.dead, weights.since, gradients.since)[own]
         findings.append(finding)
+    for place, layer in enumerate(recording.normalisations):
+        gains = followers["gain"]
+        findings.append(_vanished(layer, "gain", gains, gains.layer_of == place))
     if "feature" in followers:
         features = followers["feature"]
         name = f"input of {features.columns[0].layer}"
@@ -134,3 +136,17 @@ def _findings(layers: tuple[Layer, ...], followers: dict[str, Follower]) -> list
             )
         )
     return findings
+
+
+def _vanished(layer: Layer, way: str, follower: Follower, own: Tensor) -> Finding:
+    """The units of a layer whose norm or gain has vanished, or is not finite."""
+    values, dead = follower.values[own], follower.dead[own]
+    return Finding(
+        layer,
+        {way: dead, "nonfinite": ~values.isfinite()},
+        values,
+        unborn=dead & ~follower.lived[own],
+        since=follower.since[own],
+        deaths=follower.deaths[own],
+        revivals=follower.revivals[own],
+    )

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
+
+from powergrad._units import by_unit, in_rows, transposed_groups, unit_norms
 
 LAYERS = (_ConvNd, nn.Linear)
 NORMALISATIONS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -67,30 +69,24 @@ class Gains:
     untrained: bool
 
 
-def filter_norms(weight: Tensor, transposed_groups: int | None = None) -> Tensor:
-    """The L2 norm of each filter of `weight`, in float32 or wider.
+def filter_norms(weight: Tensor, groups: int | None = None) -> Tensor:
+    """The L2 norm of each filter of `weight`, ``(out,)``, in float32 or wider.
 
-    Args:
-        weight: ``(out, in / groups, *kernel)``, or ``(out, in)``; for a transposed convolution
-            ``(in, out / groups, *kernel)``.
-        transposed_groups: The groups of a transposed convolution, None for any other layer.
-
-    Returns:
-        ``(out,)``.
+    `groups` are those of a transposed convolution, None for any other layer.
     """
-    if transposed_groups is None:
-        dims = tuple(range(1, weight.dim()))
-    else:
-        weight = weight.unflatten(0, (transposed_groups, -1))
-        dims = (1, *range(3, weight.dim()))
+    weight, unit = by_unit(weight, groups)
     half = weight.dtype in (torch.float16, torch.bfloat16)
     dtype = torch.float32 if half else None
-    return torch.linalg.vector_norm(weight, dim=dims, dtype=dtype).flatten()
+    return unit_norms([weight], [unit], dtype=dtype, rows=in_rows(unit, weight))
 
 
-def transposed_groups(module: nn.Module) -> int | None:
-    """The groups of a transposed convolution, None for any other module."""
-    return module.groups if isinstance(module, _ConvTransposeNd) else None
+def norms_by_layer(weights: list[Tensor], groups: list[int | None]) -> list[Tensor]:
+    """:func:`filter_norms` of each of `weights`, at once where the C kernel serves all."""
+    views, units = zip(*map(by_unit, weights, groups), strict=True)
+    if all(map(in_rows, units, views)):
+        norms = unit_norms(list(views), list(units), rows=True)
+        return list(norms.split([len(view) for view in views]))
+    return list(map(filter_norms, weights, groups))
 
 
 def channel_dim(layer: nn.Module) -> int:

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from powergrad._head import find_head
+from powergrad._units import transposed_groups
 from powergrad.monitor.layers import (
     LAYERS,
     Layer,
     channel_dim,
-    filter_norms,
     named_units,
-    transposed_groups,
+    norms_by_layer,
     unwrap,
     weight_of,
 )
@@ -42,7 +42,7 @@ from powergrad.monitor.layers import (
 __all__ = ["FilterMonitor", "Recording"]
 
 FORMAT = 1
-QUANTITIES = ("weight", "gradient", "feature")
+QUANTITIES = ("weight", "gradient", "feature", "gain")
 _INDEX, _RECORDS = "index.json", "records.bin"
 _STEP = struct.Struct("<q")
 
@@ -83,6 +83,7 @@ class FilterMonitor:
         features: Also record the root mean square of each channel that enters the classifier, over
             the training examples seen since the last record (on rank 0). True finds the
             classifier, a string names it.
+        gains: Also record the absolute gain of each channel of every normalisation.
         resume: The step that training resumes from: the rows up to it are kept, later ones are
             dropped, and new ones follow.
 
@@ -112,6 +113,7 @@ class FilterMonitor:
         every: int = 10,
         gradients: bool = False,
         features: bool | str = False,
+        gains: bool = False,
         resume: int | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -127,17 +129,21 @@ class FilterMonitor:
             return
         self.directory = Path(directory)
         self._gradients = gradients
-        units = [(layer, m) for layer, m in named_units(model) if isinstance(m, LAYERS)]
+        held = named_units(model)
+        units = [(layer, m) for layer, m in held if isinstance(m, LAYERS)]
+        scaled = [(layer, m) for layer, m in held if gains and not isinstance(m, LAYERS)]
         if not units:
             raise ValueError(
                 "Expected `model` to have a convolution or a linear layer, but got a "
                 f"{type(model).__name__} with none."
             )
         layers = [layer for layer, _ in units]
+        normalisations = [layer for layer, _ in scaled]
         self._modules = [module for _, module in units]
+        self._normalisations = [module for _, module in scaled]
         head = _find_classifier(model, features)
         fed = None if head is None else (layers[self._modules.index(head)].name, _inputs(head))
-        columns = _lay_out(layers, gradients, fed)
+        columns = _lay_out(layers, gradients, fed, normalisations)
         self._columns = {q: [c for c in columns if c.quantity == q] for q in QUANTITIES}
         width = columns[-1].place.stop
         # One row in memory: the bytes that are written, and their float32 view that is filled.
@@ -150,6 +156,8 @@ class FilterMonitor:
             "layers": [asdict(layer) for layer in layers],
             "columns": [asdict(column) for column in columns],
         }
+        if normalisations:
+            index["normalisations"] = [asdict(layer) for layer in normalisations]
         self._file, self._rows = _open(self.directory, index, resume)
         if head is not None:
             self._sums = torch.zeros(_inputs(head) + 1)
@@ -182,7 +190,10 @@ class FilterMonitor:
 
     @torch.no_grad()
     def _fill(self, step: int) -> None:
-        self._put(self._columns["weight"], [weight_of(module) for module in self._modules])
+        groups = [transposed_groups(module) for module in self._modules]
+        weights = [weight_of(module) for module in self._modules]
+        self._put(self._columns["weight"], norms_by_layer(weights, groups))
+        self._put(self._columns["gain"], [weight_of(m).abs() for m in self._normalisations])
         if self._gradients:
             grads = [_grad(module) for module in self._modules]
             # The first record is the start, where no gradient has been computed yet.
@@ -191,24 +202,32 @@ class FilterMonitor:
                     f"Expected gradients at step {step}, but got none on any layer; call step() "
                     "after backward() and before zero_grad()."
                 )
-            self._put(self._columns["gradient"], grads)
+            held = []
+            for column, grad, own in zip(self._columns["gradient"], grads, groups, strict=True):
+                if grad is None:
+                    self._values[column.place] = torch.nan
+                else:
+                    held.append((column, grad, own))
+            if held:
+                columns, present, theirs = map(list, zip(*held, strict=True))
+                self._put(columns, norms_by_layer(present, theirs))
         for column in self._columns["feature"]:
             # With no example since the last record this is 0 / 0: NaN, as for any missing value.
             self._values[column.place] = (self._sums[:-1] / self._sums[-1]).sqrt().cpu()
             self._sums.zero_()
 
-    def _put(self, columns: list[Column], tensors: list[Tensor] | list[Tensor | None]) -> None:
-        """The norms of `tensors` into the row: one copy to the host for each device."""
+    def _put(self, columns: list[Column], values: list[Tensor]) -> None:
+        """The `values` of the columns into the row: one copy to the host for each device."""
         by_device: dict[torch.device, list[tuple[Column, Tensor]]] = {}
-        for column, module, tensor in zip(columns, self._modules, tensors, strict=True):
-            if tensor is None:
-                self._values[column.place] = torch.nan
-            else:
-                norms = filter_norms(tensor, transposed_groups(module)).float()
-                by_device.setdefault(norms.device, []).append((column, norms))
+        for column, own in zip(columns, values, strict=True):
+            by_device.setdefault(own.device, []).append((column, own.float()))
         for entries in by_device.values():
-            values = torch.cat([norms for _, norms in entries]).cpu()
-            parts = values.split([column.count for column, _ in entries])
+            together = torch.cat([own for _, own in entries]).cpu()
+            place = slice(entries[0][0].start, entries[-1][0].place.stop)
+            if place.stop - place.start == len(together):  # nothing in between is missing
+                self._values[place] = together
+                continue
+            parts = together.split([column.count for column, _ in entries])
             for (column, _), part in zip(entries, parts, strict=True):
                 self._values[column.place] = part
 
@@ -229,6 +248,27 @@ class FilterMonitor:
         while done < len(row):
             done += self._file.write(row[done:]) or 0
         self._rows += 1
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint must keep: the features seen since the last record."""
+        return {} if self._hook is None else {"features": self._sums.clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from :meth:`state_dict`, in a monitor made with `resume`.
+
+        Raises:
+            ValueError: If the features are not those of this model.
+        """
+        if self._hook is None:
+            return
+        sums = state.get("features")
+        if sums is None or sums.shape != self._sums.shape:
+            got = None if sums is None else tuple(sums.shape)
+            raise ValueError(
+                f"Expected `state` to have features of shape {tuple(self._sums.shape)}, but got "
+                f"{got}."
+            )
+        self._sums = sums.clone()
 
     def close(self) -> None:
         """Write what the system still holds to the disk, close the file, and remove the hook."""
@@ -288,12 +328,18 @@ def _find_classifier(model: nn.Module, features: bool | str) -> _ConvNd | nn.Lin
     return head
 
 
-def _lay_out(layers: list[Layer], gradients: bool, head: tuple[str, int] | None) -> list[Column]:
+def _lay_out(
+    layers: list[Layer],
+    gradients: bool,
+    head: tuple[str, int] | None,
+    normalisations: list[Layer],
+) -> list[Column]:
     wanted = [("weight", layer.name, layer.units) for layer in layers]
     if gradients:
         wanted += [("gradient", layer.name, layer.units) for layer in layers]
     if head is not None:
         wanted.append(("feature", *head))
+    wanted += [("gain", layer.name, layer.units) for layer in normalisations]
     columns, start = [], 0
     for quantity, name, count in wanted:
         columns.append(Column(quantity, name, start, count))
@@ -371,6 +417,7 @@ class Recording:
 
     Attributes:
         layers: The layers, in order.
+        normalisations: The normalisations whose gains were recorded, in order.
         columns: Where each row keeps the values of a quantity and a layer.
     """
 
@@ -384,6 +431,7 @@ class Recording:
             self.directory = self.directory / "norms"
         index = _read_index(self.directory)
         self.layers = tuple(Layer(**layer) for layer in index["layers"])
+        self.normalisations = tuple(Layer(**layer) for layer in index.get("normalisations", []))
         self.columns = tuple(Column(**column) for column in index["columns"])
         self._width = int(index["width"])
 
@@ -404,8 +452,9 @@ class Recording:
         """The steps and the values of one layer.
 
         Args:
-            layer: Its number or its name; for ``"feature"``, those of the classifier.
-            quantity: ``"weight"``, ``"gradient"`` or ``"feature"``.
+            layer: Its number or its name; for ``"feature"``, those of the classifier; for
+                ``"gain"``, the name of the normalisation.
+            quantity: ``"weight"``, ``"gradient"``, ``"feature"`` or ``"gain"``.
 
         Returns:
             The steps, ``(rows,)`` in int64, and the norms, ``(rows, units)`` in float32; NaN where
@@ -424,14 +473,15 @@ class Recording:
 
     def find(self, layer: int | str, quantity: str = "weight") -> Column:
         """Where the rows keep `quantity` of `layer`."""
-        names = {each.name for each in self.layers if layer in (each.number, each.name)}
+        held = (*self.layers, *self.normalisations)
+        names = {each.name for each in held if layer in (each.number, each.name)}
         for column in self.columns:
             if column.layer in names and column.quantity == quantity:
                 return column
-        held = ", ".join(dict.fromkeys(column.quantity for column in self.columns))
+        recorded = ", ".join(dict.fromkeys(column.quantity for column in self.columns))
         raise ValueError(
             f"Expected a layer from 1 to {len(self.layers)} or its name, and a quantity that was "
-            f"recorded ({held}), but got {layer!r} and {quantity!r}."
+            f"recorded ({recorded}), but got {layer!r} and {quantity!r}."
         )
 
     def _read_rows(self, place: slice) -> Iterator[tuple[int, Tensor]]:

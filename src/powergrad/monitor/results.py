@@ -52,7 +52,7 @@ class Unit:
 class Event:
     """A change in a recording.
 
-    At `step` the `quantity` (the weight, the gradient or the feature) of a unit ``died``,
+    At `step` the `quantity` (weight, gain, gradient or feature) of a unit ``died``,
     ``revived``, or was ``born``: it had vanished at the start, and lives for the first time.
     """
 
@@ -327,7 +327,7 @@ def _summary(census: Census) -> list[str]:
         lines.append(f"Whole layers: {', '.join(census.whole_layers)}.")
     if census.steps:
         lines.append(f"Over steps {census.steps[0]:,} to {census.steps[1]:,}:")
-        for quantity in ("weight", "gradient", "feature"):
+        for quantity in ("weight", "gain", "gradient", "feature"):
             happened = [event for event in census.events if event.quantity == quantity]
             if not happened:
                 continue
