@@ -1,0 +1,392 @@
+"""Folders of images, a folder a class, decoded with Pillow in worker processes.
+
+An image is read once: `draft` lets libjpeg decode it at a half, a quarter or an eighth of its size
+where the crop is that much larger than what is wanted; then the crop is cut and resized in one
+step, bilinear with antialiasing. PyTorch's resize of bytes gives Pillow's values to one level of
+255, and is the faster one where the CPU has AVX2. Bytes travel between processes; batches are
+normalised where they arrive.
+
+EXIF orientation is ignored, as torchvision and timm ignore it; transparency is dropped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from powergrad.lab.config import Data
+from powergrad.lab.data.split import Batch, Mixing, Split
+from powergrad.lab.data.streams import Stream, uniform
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP")  # by content: ImageNet has a PNG that is called .JPEG
+MEAN = (0.485, 0.456, 0.406)  # ImageNet's, as every library has them
+STD = (0.229, 0.224, 0.225)
+CHUNK = 16  # images that a worker hands over at once: 2.4 MB of shared memory at 224 pixels
+ATTEMPTS = 10
+
+Box = tuple[int, int, int, int]  # left, top, right, bottom
+
+
+# Which files -------------------------------------------------------------------------------------
+
+
+class Listing(NamedTuple):
+    """The images below a folder.
+
+    Paths are bytes of one width in one array, so that names may hold anything, and worker
+    processes share a million of them without copying.
+    """
+
+    root: bytes
+    paths: NDArray[np.bytes_]
+    labels: NDArray[np.int64]
+
+    def path(self, index: int) -> bytes:
+        """Where an image is."""
+        return os.path.join(self.root, self.paths[index])
+
+    def subset(self, keep: NDArray[np.int64]) -> Listing:
+        """The images of the given indices."""
+        return Listing(self.root, self.paths[keep], self.labels[keep])
+
+
+def list_folder(root: Path) -> tuple[Listing, Listing, tuple[str, ...]]:
+    """The images of ``train/`` and of ``val/`` (or ``test/``), and the classes of ``train/``.
+
+    Images are files of the :data:`EXTENSIONS`, in any case, at any depth below their class; names
+    that begin with a dot are left out, and links are followed. A class may be missing from val.
+
+    Raises:
+        FileNotFoundError: If a folder is missing, or a class of train has no images.
+        ValueError: If val has a class that train does not have.
+    """
+    train_folder = root / "train"
+    test_folder = root / "val" if (root / "val").is_dir() else root / "test"
+    for folder, names in ((train_folder, "train/"), (test_folder, "val/ or test/")):
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"Expected a folder {names} in {str(root)!r}, with a folder a class, but got none."
+            )
+    classes = _subfolders(train_folder)
+    unknown = sorted(set(_subfolders(test_folder)) - set(classes))
+    if unknown:
+        raise ValueError(
+            f"Expected the classes of {str(test_folder)!r} to be among those of train/, but got "
+            f"{_some(unknown)} too."
+        )
+    train, test = (_list_images(folder, classes) for folder in (train_folder, test_folder))
+    counts = np.bincount(train.labels, minlength=len(classes))
+    empty = [name for name, count in zip(classes, counts, strict=True) if not count]
+    for folder, nothing in ((train_folder, not len(train.labels)), (test_folder, not len(test[1]))):
+        if nothing:
+            raise FileNotFoundError(
+                f"Expected images ({', '.join(EXTENSIONS)}) in {str(folder)!r}, in a folder a "
+                "class, but got none."
+            )
+    if empty:
+        raise FileNotFoundError(
+            f"Expected images in every class of {str(train_folder)!r}, but got none in "
+            f"{_some(empty)}; remove the folder if there is no such class."
+        )
+    return train, test, tuple(classes)
+
+
+def _list_images(folder: Path, classes: Sequence[str]) -> Listing:
+    paths: list[bytes] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        found = sorted(_images_below(folder / name, folder))
+        paths += found
+        labels += [label] * len(found)
+    return Listing(os.fsencode(folder), np.array(paths, np.bytes_), np.array(labels, np.int64))
+
+
+def _images_below(folder: Path, root: Path) -> Iterator[bytes]:
+    """Paths relative to `root`."""
+    seen = set()
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        place = os.path.realpath(parent)
+        if place in seen:  # a link to a folder above it
+            folders.clear()
+            continue
+        seen.add(place)
+        inside = os.path.relpath(parent, root)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            if name.lower().endswith(EXTENSIONS) and not name.startswith("."):
+                yield os.fsencode(os.path.join(inside, name))
+
+
+def _subfolders(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of `names`; `repr` shows any character."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(repr, names[:5])) + more
+
+
+# One image ---------------------------------------------------------------------------------------
+
+
+def random_box(
+    width: int,
+    height: int,
+    draws: Sequence[float],
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+) -> Box:
+    """The box of a random resized crop: its area and aspect uniform and log-uniform, as usual.
+
+    Args:
+        width: Of the image.
+        height: Of the image.
+        draws: Numbers in [0, 1): where from left and top, then area and aspect of each attempt.
+        scale: The least and largest area, as fractions of the image's.
+        ratio: The least and largest width / height.
+
+    Returns:
+        The box of the first attempt that fits; else the largest in the centre of such an aspect.
+    """
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    for area, aspect in zip(draws[2::2], draws[3::2], strict=True):
+        area = width * height * (scale[0] + area * (scale[1] - scale[0]))
+        aspect = math.exp(low + aspect * (high - low))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = int(draws[0] * (width - w + 1)), int(draws[1] * (height - h + 1))
+            return left, top, left + w, top + h
+    w = max(1, min(width, round(height * ratio[1])))
+    h = max(1, min(height, round(width / ratio[0])))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
+def centre_box(width: int, height: int, fraction: float) -> Box:
+    """The square in the centre, of `fraction` of the shorter side.
+
+    Resizing it is resizing the shorter side to ``size / fraction`` and cutting ``size`` of it.
+    """
+    side = max(1, round(min(width, height) * fraction))
+    left, top = (width - side) // 2, (height - side) // 2
+    return left, top, left + side, top + side
+
+
+def read_image(path: bytes | str | Path, choose: Callable[[int, int], Box], size: int) -> Tensor:
+    """The part of an image that ``choose(width, height)`` names, resized to `size`.
+
+    Returns:
+        uint8 (3, size, size), or (1, size, size) of a grey image.
+    """
+    with Image.open(path, formats=FORMATS) as image:
+        width, height = image.size
+        left, top, right, bottom = choose(width, height)
+        # No smaller than what leaves `size` pixels in the box.
+        least = (
+            math.ceil(width * size / (right - left)),
+            math.ceil(height * size / (bottom - top)),
+        )
+        image.draft(None, least)
+        x, y = image.width / width, image.height / height
+        edges = (left * x, top * y, right * x, bottom * y)
+        left, top, right, bottom = (int(edge + 0.5) for edge in edges)
+        crop = image.crop((left, top, right, bottom))
+    # Permuted as a batch, which PyTorch knows as channels-last and resizes as it is.
+    pixels = torch.from_numpy(np.atleast_3d(_bytes(crop)))[None].permute(0, 3, 1, 2)
+    return F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)[0]
+
+
+def _bytes(image: Image.Image) -> NDArray[np.uint8]:
+    """Pixels (H, W) or (H, W, 3) of an image of any mode."""
+    if image.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255
+        wide = np.asarray(image).astype(np.int64)
+        return ((wide + 128) // 257).clip(0, 255).astype(np.uint8)
+    if image.mode == "P":  # its transparency may be in a form that only RGBA takes
+        image = image.convert("RGBA")
+    if image.mode not in ("L", "RGB"):
+        image = image.convert("RGB")
+    return np.array(image)
+
+
+# Many images -------------------------------------------------------------------------------------
+
+
+class Chunk(NamedTuple):
+    """What a worker hands over: images, uint8 (n, 3, S, S), their indices, and what was bad."""
+
+    images: Tensor
+    indices: Tensor
+    bad: list[tuple[int, str]]
+
+
+class Task(NamedTuple):
+    """Indices to read, and the seed and epoch of their augmentation (None: testing)."""
+
+    indices: NDArray[np.int64]
+    moment: tuple[int, int] | None
+
+
+class Reader(Dataset[Chunk]):
+    """Reads chunks; a pure function of tasks, so any process may have any of them.
+
+    An image that cannot be read is left out in testing. In training, if bad images are to be
+    skipped, the next readable one of the listing, mostly of the same class, takes its place,
+    augmented as the place would be.
+
+    Args:
+        listing: The files.
+        size: Side of the images.
+        config: How they are augmented, and what becomes of bad ones.
+    """
+
+    def __init__(self, listing: Listing, size: int, config: Data) -> None:
+        self.listing = listing
+        self.size = size
+        self.config = config
+        self.skip = config.bad_images == "skip"
+
+    def __getitem__(self, task: Task) -> Chunk:
+        images = torch.empty(len(task.indices), 3, self.size, self.size, dtype=torch.uint8)
+        read: list[int] = []
+        bad: list[tuple[int, str]] = []
+        for index, choose, mirrored in self._plans(task):
+            candidates = len(self.listing.labels) if task.moment and self.skip else 1
+            for candidate in range(index, index + candidates):
+                candidate %= len(self.listing.labels)
+                try:
+                    image = read_image(self.listing.path(candidate), choose, self.size)
+                except MemoryError:
+                    raise
+                except Exception as error:  # whatever a decoder makes of a damaged file
+                    bad.append((candidate, f"{type(error).__name__}: {error}"))
+                else:
+                    images[len(read)] = image.flip(2) if mirrored else image
+                    read.append(candidate)
+                    break
+        return Chunk(images[: len(read)], torch.tensor(read, dtype=torch.int64), bad)
+
+    def _plans(self, task: Task) -> Iterator[tuple[int, Callable[[int, int], Box], bool]]:
+        """For each index: how its box is chosen, and whether it is mirrored."""
+        if task.moment is None:
+            for index in task.indices.tolist():
+                yield index, lambda w, h: centre_box(w, h, self.config.test_crop), False
+            return
+        scale, ratio = self.config.scale, self.config.ratio
+        columns = np.arange(3 + 2 * ATTEMPTS)
+        draws = uniform(Stream.AUGMENT, *task.moment, task.indices[:, None], columns)
+        for index, (mirror, *row) in zip(task.indices.tolist(), draws.tolist(), strict=True):
+            choose = functools.partial(random_box, draws=row, scale=scale, ratio=ratio)
+            yield index, choose, self.config.flip and mirror < 0.5
+
+
+class FolderSplit(Split):
+    """Images in files.
+
+    Args:
+        reader: Reads them.
+        mixing: How training batches are mixed.
+        workers: Processes that read ahead; 0 reads in this one. They live as long as an epoch's
+            iterator, and end by themselves if this process does.
+    """
+
+    def __init__(self, reader: Reader, mixing: Mixing, workers: int) -> None:
+        super().__init__(torch.from_numpy(reader.listing.labels), mixing)
+        self.reader = reader
+        self.workers = workers
+        self._reported: set[int] = set()
+
+    def _train(self, rows: NDArray[np.int64], seed: int, epoch: int) -> Iterator[Batch]:
+        for images, index in self._read(list(rows), (seed, epoch)):
+            if len(index) < rows.shape[1]:
+                folder = os.fsdecode(self.reader.listing.root)
+                raise ValueError(f"Expected images that can be read in {folder!r}, but got none.")
+            yield Batch(images, self.labels[index])
+
+    def _test(self, rows: Sequence[NDArray[np.int64]]) -> Iterator[tuple[Batch, Tensor]]:
+        for images, index in self._read(rows, None):
+            if len(index):
+                yield Batch(images, self.labels[index]), index
+
+    def _read(
+        self, rows: Sequence[NDArray[np.int64]], moment: tuple[int, int] | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The normalised images of each row of indices, and which they are."""
+        pieces = [range(0, len(row), CHUNK) for row in rows]
+        loader = DataLoader(
+            self.reader,
+            sampler=[
+                Task(row[i : i + CHUNK], moment)
+                for row, starts in zip(rows, pieces, strict=True)
+                for i in starts
+            ],
+            batch_size=None,
+            num_workers=self.workers,
+            collate_fn=_as_it_is,
+            worker_init_fn=_begin_worker,
+            generator=torch.Generator(),  # else it draws a seed from the global one
+        )
+        held = [iter(loader)]
+        atexit.register(held.clear)  # ends the workers, where nothing else has by then
+        mean = 255 * torch.tensor(MEAN).view(3, 1, 1)
+        factor = 1 / (255 * torch.tensor(STD).view(3, 1, 1))
+        try:
+            for row, starts in zip(rows, pieces, strict=True):
+                images = torch.empty(len(row), 3, self.reader.size, self.reader.size)
+                indices = []
+                count = 0
+                for _ in starts:
+                    chunk: Chunk = next(held[0])
+                    self._report(chunk.bad)
+                    here = images[count : count + len(chunk.indices)]
+                    here.copy_(chunk.images).sub_(mean).mul_(factor)
+                    count += len(chunk.indices)
+                    indices.append(chunk.indices)
+                yield images[:count], torch.cat(indices)
+        finally:
+            atexit.unregister(held.clear)
+            held.clear()
+
+    def _report(self, bad: list[tuple[int, str]]) -> None:
+        for index, reason in bad:
+            path = os.fsdecode(self.reader.listing.path(index))
+            if not self.reader.skip:
+                raise ValueError(
+                    f"Expected an image that can be read at {path!r}, but got {reason}. "
+                    "`data.bad_images: skip` leaves such images out."
+                )
+            if index not in self._reported:
+                self._reported.add(index)
+                warnings.warn(f"Skipped {path!r}: {reason}", stacklevel=2)
+
+
+def _as_it_is(chunk: Any) -> Any:
+    return chunk
+
+
+def _begin_worker(worker: int) -> None:
+    """Let the main process decide what a signal to all of them means.
+
+    A worker that dies at once makes PyTorch raise in the main process, which may be saving its
+    state. Ctrl-C is none of its business; after SIGTERM, which also comes from an exiting main
+    process that no longer hands out work, it has ten seconds left.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(10))

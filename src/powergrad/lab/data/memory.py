@@ -1,0 +1,94 @@
+"""Small sets, in memory as bytes; blocks of batches are cropped and mirrored at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from powergrad.lab.data.split import Batch, Mixing, Split
+from powergrad.lab.data.streams import Stream, uniform
+
+BLOCK = 2**20  # pixel values that are prepared at once: 4 MB, so that small batches cost little
+
+
+class MemorySplit(Split):
+    """Images held as bytes.
+
+    Args:
+        images: uint8 (N, C, H, W).
+        labels: int64 (N,).
+        mean: Of the pixel values, a channel; images are normalised with it.
+        std: Their standard deviation.
+        mixing: How training batches are mixed.
+        padding: Training: random crop, of the original size, after padding by so many pixels of 0.
+        flip: Training: mirror one in two.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        mixing: Mixing,
+        padding: int = 0,
+        flip: bool = False,
+    ) -> None:
+        super().__init__(labels, mixing)
+        self.shape = images.shape[1:]
+        self.mean = torch.tensor(mean).view(-1, 1, 1)
+        self.scale = 1 / torch.tensor(std).view(-1, 1, 1)
+        self.padding = padding
+        self.flip = flip
+        self._pixels = F.pad(images, 4 * [padding]).flatten()
+
+    def _train(self, rows: NDArray[np.int64], seed: int, epoch: int) -> Iterator[Batch]:
+        part = rows.shape[1]
+        at_once = max(1, BLOCK // (part * self.shape.numel()))
+        for first in range(0, len(rows), at_once):
+            index = torch.from_numpy(rows[first : first + at_once].reshape(-1))
+            images = self._normalised(self._augmented(index, seed, epoch)).split(part)
+            labels = self.labels.index_select(0, index).split(part)
+            yield from map(Batch, images, labels)
+
+    def _test(self, rows: Sequence[NDArray[np.int64]]) -> Iterator[tuple[Batch, Tensor]]:
+        centre = torch.tensor(self.padding)
+        for row in rows:
+            index = torch.from_numpy(row)
+            images = self._normalised(self._crops(index, centre, centre))
+            yield Batch(images, self.labels[index]), index
+
+    def _augmented(self, index: Tensor, seed: int, epoch: int) -> Tensor:
+        if not (self.padding or self.flip):
+            return self._crops(index, torch.tensor(0), torch.tensor(0))
+        draws = uniform(Stream.AUGMENT, seed, epoch, index.numpy()[:, None], np.arange(3))
+        mirror, top, left = torch.from_numpy(draws).unbind(1)
+        top, left = ((draw * (2 * self.padding + 1)).long() for draw in (top, left))
+        images = self._crops(index, top, left)
+        if not self.flip:
+            return images
+        both = torch.stack([images, images.flip(3)], 1).flatten(0, 1)
+        return both.index_select(0, 2 * torch.arange(len(index)) + (mirror < 0.5))
+
+    def _crops(self, index: Tensor, top: Tensor, left: Tensor) -> Tensor:
+        """Crops of images at offsets (B,) or () of the padded images.
+
+        A row of a crop is `width` neighbours among all pixels, so it is a row of a view of them
+        that overlaps itself; `index_select` copies rows whole.
+        """
+        channels, height, width = self.shape
+        high, wide = height + 2 * self.padding, width + 2 * self.padding
+        row = torch.arange(channels)[:, None] * high + torch.arange(height)
+        row = (index * channels * high + top).view(-1, 1, 1) + row
+        begin = row * wide + left.view(-1, 1, 1)
+        windows = self._pixels.as_strided((self._pixels.numel() - width + 1, width), (1, 1))
+        return windows.index_select(0, begin.flatten()).view(-1, channels, height, width)
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        return images.float().sub_(self.mean).mul_(self.scale)

