@@ -17,7 +17,7 @@ KERNEL := setup.py $(wildcard src/powergrad/_native/*.[ch])
 $(VENV)/.installed: pyproject.toml constraints.txt $(KERNEL)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lab]'
 	touch $@
 
 LOSSES := tests/test_loss.py tests/test_linear.py tests/test_mode.py

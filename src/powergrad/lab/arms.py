@@ -1,0 +1,169 @@
+"""Arms of a comparison: names for what they change in a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from powergrad.lab.config import Recipe, RecipeError, did_you_mean, parse_overrides
+
+__all__ = ["SHORT", "arms_of", "decomposition", "expand_key", "parse_arm", "parse_grid"]
+
+Changes = dict[str, Any]
+
+# What the paper's methods change. Clipping thresholds are the usual ones: 1 for the global norm,
+# Brock et al.'s 0.01 for AGC; the paper states neither.
+METHODS: dict[str, Changes] = {
+    "baseline": {},
+    "pgt": {},  # alpha is given with the comparison
+    "gc": {"clip.norm": 1.0},
+    "agc": {"clip.agc": 0.01},
+    "label-smoothing": {"loss.label_smoothing": 0.1},
+}
+SHORT = {
+    "lr": "optimizer.lr",
+    "wd": "optimizer.weight_decay",
+    "decay": "optimizer.weight_decay",
+    "alpha": "loss.alpha",
+    "epochs": "train.epochs",
+    "batch": "train.batch_size",
+    "width": "model.width",
+    "norm": "model.norm",
+    "smoothing": "loss.label_smoothing",
+    "gc": "clip.norm",
+    "agc": "clip.agc",
+}
+
+
+def expand_key(key: str) -> str:
+    """The dotted key that a short one stands for.
+
+    Example:
+        >>> expand_key("lr"), expand_key("clip.agc")
+        ('optimizer.lr', 'clip.agc')
+    """
+    return SHORT.get(key, key)
+
+
+def parse_arm(text: str, alpha: float) -> tuple[str, Changes]:
+    """An arm's name and what it changes.
+
+    Args:
+        text: Methods joined by ``+`` (``agc+pgt``), or ``key=value,key=value``, with ``NAME:``
+            before it if it is to be called otherwise.
+        alpha: The alpha of ``pgt``.
+
+    Raises:
+        RecipeError: If a part is neither a method nor a change.
+
+    Example:
+        >>> parse_arm("agc+pgt", 0.3)
+        ('agc+pgt', {'clip.agc': 0.01, 'loss.alpha': 0.3})
+        >>> parse_arm("fast: lr=0.4, wd=0", 0.3)
+        ('fast', {'optimizer.lr': 0.4, 'optimizer.weight_decay': 0})
+    """
+    name, colon, rest = text.partition(":")
+    if not colon or "=" in name:
+        name, rest = text, text
+    changes: Changes = {}
+    for part in rest.split("+") if "=" not in rest else [rest]:
+        part = part.strip()
+        if "=" in part:
+            items = parse_overrides([item.strip() for item in part.split(",")])
+            changes |= {expand_key(key): value for key, value in items.items()}
+        elif part == "pgt":
+            changes["loss.alpha"] = alpha
+        elif part in METHODS:
+            changes |= METHODS[part]
+        else:
+            raise RecipeError(
+                f"Expected an arm of {', '.join(METHODS)}, joined by +, or key=value, but got "
+                f"{part!r}{did_you_mean(part, METHODS)}"
+            )
+    return name.strip(), changes
+
+
+def arms_of(texts: Sequence[str], alphas: Sequence[float]) -> dict[str, Changes]:
+    """The arms of a comparison; with several alphas, an arm with ``pgt`` once for each.
+
+    Example:
+        >>> list(arms_of(["baseline", "agc+pgt"], [0.1, 0.3]))
+        ['baseline', 'agc+pgt(0.1)', 'agc+pgt(0.3)']
+    """
+    arms: dict[str, Changes] = {}
+    for text in texts:
+        has_pgt = "pgt" in [part.strip() for part in text.rpartition(":")[2].split("+")]
+        for alpha in alphas if has_pgt else alphas[:1]:
+            name, changes = parse_arm(text, alpha)
+            if has_pgt and len(alphas) > 1:
+                name = f"{name}({alpha:g})"
+            if name in arms:
+                raise RecipeError(f"Expected arms of different names, but got {name!r} twice.")
+            arms[name] = changes
+    return arms
+
+
+def parse_grid(texts: Iterable[str]) -> dict[str, list[Any]]:
+    """Keys and the values each takes.
+
+    Example:
+        >>> parse_grid(["alpha=0.1,0.3", "lr=0.1"])
+        {'loss.alpha': [0.1, 0.3], 'optimizer.lr': [0.1]}
+    """
+    grid: dict[str, list[Any]] = {}
+    for text in texts:
+        key, equals, values = text.partition("=")
+        if not equals or not values:
+            raise RecipeError(f"Expected a grid as key=value,value,..., but got {text!r}.")
+        items = [parse_overrides([f"x={value.strip()}"])["x"] for value in values.split(",")]
+        if len(set(map(repr, items))) < len(items):
+            raise RecipeError(f"Expected different values of {key!r}, but got {values!r}.")
+        grid[expand_key(key.strip())] = items
+    return grid
+
+
+def decomposition(recipe: Recipe, alpha: float) -> dict[str, Changes]:
+    """The arms that take PGT apart, by the identity of `powergrad.equivalent_training`.
+
+    Args:
+        recipe: Cross-entropy, as tuned.
+        alpha: PGT's alpha, above 0 and below 1.
+
+    Returns:
+        Cross-entropy; PGT; the equal training with two groups; each factor of it alone;
+        cross-entropy of alpha times the logits; and cross-entropy at ``lr / alpha``.
+    """
+    if not 0 < alpha < 1:
+        raise RecipeError(f"Expected `alpha` to be above 0 and below 1, but got {alpha:g}.")
+    backbone: Changes = {"optimizer.backbone.lr": 1 / alpha}
+    if recipe.optimizer.name != "sgd":
+        backbone = {"optimizer.backbone.eps": alpha}
+    if recipe.optimizer.name != "adamw":
+        backbone["optimizer.backbone.weight_decay"] = alpha
+    factors = {
+        **backbone,
+        "optimizer.head.lr": alpha,
+        "optimizer.head.weight_decay": 1 / alpha,
+        "model.head_scale": alpha,
+    }
+    words = {
+        "optimizer.backbone.lr": "backbone lr / alpha",
+        "optimizer.backbone.eps": "backbone eps * alpha",
+        "optimizer.backbone.weight_decay": "backbone decay * alpha",
+        "optimizer.head.lr": "head lr * alpha",
+        "optimizer.head.weight_decay": "head decay / alpha",
+        "model.head_scale": "head start * alpha",
+    }
+    faster = {
+        "optimizer.lr": recipe.optimizer.lr / alpha,
+        "schedule.warmup_start": recipe.schedule.warmup_start / alpha,
+        "schedule.floor": recipe.schedule.floor / alpha,
+    }
+    return {
+        "CE": {},
+        "PGT": {"loss.alpha": alpha},
+        "two-group CE": factors,
+        **{words[key]: {key: value} for key, value in factors.items()},
+        "CE(alpha z)": {"loss.logit_scale": alpha},
+        "CE at lr / alpha": faster,
+    }

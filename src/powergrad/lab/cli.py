@@ -1,0 +1,545 @@
+"""What the commands do: thin, over the modules that do the work."""
+
+from __future__ import annotations
+
+import csv as csv_module
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from powergrad.lab.arms import arms_of, expand_key, parse_grid
+from powergrad.lab.compare import explain_decomposition
+from powergrad.lab.config import Recipe, load_recipe, parse_overrides
+from powergrad.lab.study import Results, Study, read_csv
+from powergrad.lab.train import Interrupted
+from powergrad.monitor import Recording, Thresholds, census
+
+Overrides = Annotated[
+    str,
+    Parameter(
+        allow_leading_hyphen=True,
+        help="changes of the recipe: --dotted.key value, or dotted.key=value (see --keys)",
+    ),
+]
+Flag = Parameter(negative="")
+
+STOPPED = 130
+_DEFAULT = Thresholds()
+
+
+def explain(error: Exception) -> str | None:
+    """What to tell the user of an error that is theirs to mend; None for one that is ours."""
+    from powergrad.lab.run import RunError
+
+    if isinstance(error, (ValueError, RunError, FileNotFoundError, ImportError)):
+        return str(error)
+    return None
+
+
+def train(
+    recipe: str | None = None,
+    *overrides: Overrides,
+    out: Path = Path("runs"),
+    folder: Path | None = None,
+    resume: Annotated[bool, Flag] = False,
+    processes: int = 1,
+    list: Annotated[bool, Flag] = False,
+    keys: Annotated[bool, Flag] = False,
+) -> int:
+    """Train one network as a recipe says.
+
+    The run's folder is named by its recipe, so the same command goes on where an interrupted run
+    stopped, and does nothing where it is finished.
+
+    Args:
+        recipe: The name of a recipe (see --list), a YAML file, or the folder of a run.
+        overrides: Changes of the recipe.
+        out: Where the run's folder is made.
+        folder: The run's folder itself.
+        resume: Only go on with a run that is there; fail if there is none.
+        processes: Train in so many processes on this machine, by torchrun.
+        list: Show the recipes, and what each is for.
+        keys: Show every key of a recipe.
+    """
+    from powergrad.lab import config
+    from powergrad.lab.progress import for_terminal
+    from powergrad.lab.run import Run, open_run
+    from powergrad.lab.train import train as run_recipe
+
+    if list:
+        return _list_recipes()
+    if keys:
+        return _list_keys()
+    if recipe is None:
+        raise ValueError("Expected a recipe: its name (see --list), or a YAML file.")
+    changes = config.parse_overrides(overrides)
+    if (Path(recipe) / "config.yaml").is_file():
+        run = open_run(recipe)
+        chosen, place = run.recipe().override(changes), run.folder
+    else:
+        chosen = config.load_recipe(recipe, changes)
+        place = folder or out / run_name(chosen)
+    if resume and not Run(place).exists():
+        raise ValueError(f"Expected a run to resume at {str(place)!r}, but got none.")
+    if processes > 1:
+        return _launch(processes, sys.argv[1:])
+    if Run(place).result() is not None:
+        print(f"{place} is finished.")
+        return 0
+    progress = for_terminal()
+    try:
+        run_recipe(chosen, place, progress=progress)
+    except Interrupted as reason:
+        progress.close()
+        print(f"powergrad: {reason}; the same command goes on from there.", file=sys.stderr)
+        return STOPPED
+    finally:
+        progress.close()
+    return 0
+
+
+def run_name(recipe: Recipe) -> str:
+    """The folder's name of a recipe's run: readable, and ending in its key."""
+    words = f"{recipe.data.name.rpartition('/')[2]}-{recipe.model.name}-seed{recipe.seed}"
+    plain = "".join(c if c.isalnum() or c in "-._" else "-" for c in words)
+    return f"{plain}-{recipe.key}"
+
+
+def _launch(processes: int, arguments: list[str]) -> int:
+    """The same command in several processes of torchrun."""
+    rest = []
+    tokens = iter(arguments)
+    for token in tokens:
+        if token == "--processes":
+            next(tokens, None)
+        elif not token.startswith("--processes="):
+            rest.append(token)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={processes}", "-m", "powergrad", *rest]
+    return subprocess.run(command).returncode
+
+
+def _list_recipes() -> int:
+    from powergrad.lab.config import header, recipe_names
+
+    for name in recipe_names():
+        print(name)
+        for line in header(name).splitlines():
+            print(f"    {line}")
+    return 0
+
+
+def _list_keys() -> int:
+    from powergrad.lab.config import describe_keys
+
+    for key, meaning, default in describe_keys():
+        print(f"{key:28} {meaning} [{default}]")
+    return 0
+
+
+# Studies ------------------------------------------------------------------------------------------
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class StudyOptions:
+    """What every study takes.
+
+    Attributes:
+        seeds: How many seeds each arm has.
+        first_seed: The first of them.
+        metric: What is compared, at the last epoch.
+        margin: The largest difference that does not matter to you.
+        workers: Runs at a time on this machine; by default as many as there are cores.
+        threads: Threads of each run.
+        out: Where the study's folder is made.
+        name: The name of the study's folder; by default it is named by its recipe.
+        storage: The URL of a database through which several machines share the runs.
+    """
+
+    seeds: int = 8
+    first_seed: int = 0
+    metric: str = "test_accuracy"
+    margin: float = 0.5
+    workers: int | None = None
+    threads: int = 1
+    out: Path = Path("runs")
+    name: str | None = None
+    storage: str | None = None
+
+    def seed_list(self) -> list[int]:
+        """The seeds."""
+        if self.seeds < 1:
+            raise ValueError(f"Expected `seeds` to be at least 1, but got {self.seeds}.")
+        return [*range(self.first_seed, self.first_seed + self.seeds)]
+
+    def crew(self) -> int:
+        """How many runs at a time."""
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"Expected `workers` to be at least 1, but got {self.workers}.")
+        return self.workers or max(1, (os.cpu_count() or 1) // self.threads)
+
+    def folder(self, study: Study) -> Path:
+        """The study's folder."""
+        return self.out / (self.name or study.name)
+
+    def base(self, recipe: str, overrides: Sequence[str]) -> Recipe:
+        """The recipe of every run: it writes no more than a study reads."""
+        changes = {
+            "machine.threads": self.threads,
+            "machine.keep_best": False,
+            **parse_overrides(overrides),
+        }
+        return load_recipe(recipe, changes)
+
+
+_OPTIONS = StudyOptions()
+
+
+def compare(
+    recipe: str = "digits",
+    *overrides: Overrides,
+    arms: str = "baseline,pgt,agc,agc+pgt",
+    arm: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    alpha: str = "0.25",
+    tune: str | None = None,
+    tune_seeds: int = 2,
+    from_: Annotated[Path | None, Parameter(name="--from")] = None,
+    baseline: str | None = None,
+    options: StudyOptions = _OPTIONS,
+) -> int:
+    """Does it help here? Every arm over the same seeds, and a verdict.
+
+    Starting the same comparison again does only what is missing.
+
+    Args:
+        recipe: The name of a recipe, or a YAML file.
+        overrides: Changes of the recipe, for all arms.
+        arms: Arms, separated by commas: baseline, pgt, gc, agc, label-smoothing, joined by +. The
+            first is the one that the others are compared with.
+        arm: One more arm, as "name: key=value, key=value"; may be given several times.
+        alpha: PGT's alpha; several, separated by commas, make an arm each.
+        tune: A key to tune for every arm alike, as lr or lr=0.1,0.2,0.4, on held-out training data.
+        tune_seeds: Seeds of each value that is tried.
+        from_: Compare the runs of a CSV instead, which has the columns arm, seed and a metric.
+        baseline: With --from: the arm to compare with.
+        options: What every study takes.
+    """
+    from powergrad.lab.compare import default_grid
+    from powergrad.lab.compare import tune as tune_arms
+    from powergrad.lab.terminal import Watch
+
+    if from_ is not None:
+        given = None if options.metric == "test_accuracy" else options.metric
+        results = read_csv(from_, metric=given, baseline=baseline, margin=options.margin)
+        _show(results)
+        return 0
+    alphas = [float(each) for each in parse_grid([f"alpha={alpha}"])["loss.alpha"]]
+    wanted = [each.strip() for each in arms.split(",") if each.strip()]
+    study = Study(
+        "compare",
+        options.base(recipe, overrides),
+        arms_of([*wanted, *arm], alphas),
+        options.seed_list(),
+        options.metric,
+        options.margin,
+    )
+    _check_comparable(study)
+    folder, crew = options.folder(study), options.crew()
+    told: dict[str, Any] = {}
+    try:
+        if tune is not None:
+            key, _, values = tune.partition("=")
+            key = expand_key(key)
+            grid = parse_grid([tune])[key] if values else default_grid(study.base, key)
+            study = replace(study, kind=f"compare-tuned-{key}")
+            folder = options.folder(study)
+            study, tuning = tune_arms(
+                study,
+                key,
+                grid,
+                folder,
+                seeds=tune_seeds,
+                workers=crew,
+                storage=options.storage,
+                show=Watch,
+            )
+            told["tuning"] = tuning
+            _show_tuning(tuning)
+        return _run_study(study, folder, options, told)
+    except Interrupted as reason:
+        return _stopped(reason)
+
+
+def sweep(
+    recipe: str = "digits",
+    *overrides: Overrides,
+    grid: Annotated[tuple[str, ...], Parameter(negative="")] = ("alpha=1,0.75,0.5,0.25,0.1,0.05",),
+    options: StudyOptions = _OPTIONS,
+) -> int:
+    """A grid over alpha, and any other key, over seeds.
+
+    Args:
+        recipe: The name of a recipe, or a YAML file.
+        overrides: Changes of the recipe, for all points.
+        grid: A key and its values, as alpha=1,0.5,0.25; may be given several times. The first
+            point is the one that the others are compared with.
+        options: What every study takes.
+    """
+    from powergrad.lab.compare import sweep_arms
+
+    points = parse_grid(grid)
+    study = Study(
+        "sweep",
+        options.base(recipe, overrides),
+        sweep_arms(points),
+        options.seed_list(),
+        options.metric,
+        options.margin,
+    )
+    _check_comparable(study)
+    try:
+        return _run_study(study, options.folder(study), options, {"grid": points})
+    except Interrupted as reason:
+        return _stopped(reason)
+
+
+def decompose(
+    recipe: str = "digits",
+    *overrides: Overrides,
+    alpha: float = 0.25,
+    tune: str = "lr",
+    tune_seeds: int = 2,
+    options: StudyOptions = _OPTIONS,
+) -> int:
+    """Which part of PGT helps here? Its identity with a two-group training, a factor at a time.
+
+    Cross-entropy is tuned once, and its setting is used for every arm.
+
+    Args:
+        recipe: The name of a recipe, or a YAML file.
+        overrides: Changes of the recipe, for all arms.
+        alpha: PGT's alpha.
+        tune: The key that is tuned for cross-entropy, as lr or lr=0.1,0.2; none to tune nothing.
+        tune_seeds: Seeds of each value that is tried.
+        options: What every study takes.
+    """
+    from powergrad.lab import compare as studies
+    from powergrad.lab.terminal import Watch
+
+    base = options.base(recipe, overrides)
+    chosen: dict[str, Any] = {"metric": options.metric, "margin": options.margin}
+    told: dict[str, Any] = {"alpha": alpha}
+    study = studies.decompose(base, alpha, options.seed_list(), **chosen)
+    folder = options.folder(study)
+    try:
+        if tune != "none":
+            key, _, values = tune.partition("=")
+            key = expand_key(key)
+            grid = parse_grid([tune])[key] if values else studies.default_grid(base, key)
+            alone = Study("tune", base, {"CE": {}}, options.seed_list(), **chosen)
+            _, tuning = studies.tune(
+                alone,
+                key,
+                grid,
+                folder,
+                seeds=tune_seeds,
+                workers=options.crew(),
+                storage=options.storage,
+                show=Watch,
+            )
+            told["tuning"] = tuning
+            _show_tuning(tuning)
+            base = base.override({key: tuning["arms"]["CE"]["chosen"]})
+            study = studies.decompose(base, alpha, options.seed_list(), **chosen)
+            folder = folder / "arms"
+        told["identity_gap"] = studies.check_identity(base, alpha)
+        print(
+            f"PGT and the two-group CE are {told['identity_gap']:.1e} apart after 200 steps in "
+            "float64: they are the same training."
+        )
+        return _run_study(study, folder, options, told)
+    except Interrupted as reason:
+        return _stopped(reason)
+
+
+def plan(
+    *,
+    delta: float,
+    sigma: str | None = None,
+    study: Path | None = None,
+    power: float = 0.8,
+    level: float = 0.05,
+    arms: int = 2,
+    seconds: float | None = None,
+    workers: int = 1,
+) -> int:
+    """How many seeds does a claim need?
+
+    Args:
+        delta: The difference that you want to be able to see, in the metric's unit.
+        sigma: The noise of one run: a number, or the name of a known one.
+        study: A finished study (its folder, or study.csv) to estimate the noise from.
+        power: The chance of seeing the difference if it is there.
+        level: The chance of seeing one that is not there.
+        arms: Arms, the baseline included.
+        seconds: How long one run takes; by default as measured in --study.
+        workers: Runs at a time.
+    """
+    from powergrad.lab import plan as planning
+
+    if arms < 2:
+        raise ValueError(f"Expected `arms` to be at least 2, but got {arms}.")
+    noise: Any = sigma
+    if study is not None:
+        noise, measured = _noise_of(study)
+        seconds = measured if seconds is None else seconds
+    elif sigma is None:
+        known = ", ".join(planning.KNOWN_NOISE)
+        raise ValueError(f"Expected --sigma (a number, or one of {known}), or --study.")
+    else:
+        try:
+            noise = float(sigma)
+        except ValueError:
+            noise = sigma
+    made = planning.plan(
+        delta,
+        noise,
+        power=power,
+        level=level,
+        comparisons=arms - 1,
+        seconds=seconds,
+        workers=workers,
+    )
+    print(made.sentence)
+    return 0
+
+
+def _noise_of(path: Path) -> tuple[Any, float | None]:
+    """The noise of a finished study's first two arms, and how long a run took."""
+    from powergrad.lab.plan import estimate_noise
+    from powergrad.lab.stats import by_arm_and_seed
+
+    file = path / "study.csv" if path.is_dir() else path
+    results = read_csv(file, metric=None, baseline=None, margin=0.5)
+    values = by_arm_and_seed((r["arm"], r["seed"], r[results.metric]) for r in results.rows)
+    first, *others = results.arms
+    noise = (
+        estimate_noise(values[others[0]], values[first])
+        if others
+        else estimate_noise(values[first])
+    )
+    with open(file, encoding="utf-8-sig", newline="") as text:
+        times = [float(row["seconds"]) for row in csv_module.DictReader(text) if row.get("seconds")]
+    return noise, sum(times) / len(times) if times else None
+
+
+def _check_comparable(study: Study) -> None:
+    if len(study.arms) < 2:
+        raise ValueError(f"Expected at least 2 arms, but got {len(study.arms)}.")
+    if len(study.seeds) < 2:
+        raise ValueError(
+            f"Expected at least 2 seeds, because one run says nothing of the noise, but got "
+            f"{len(study.seeds)}."
+        )
+
+
+def _run_study(study: Study, folder: Path, options: StudyOptions, told: dict[str, Any]) -> int:
+    from powergrad.lab.terminal import Watch
+
+    title = f"{study.base.model.name} on {study.base.data.name}"
+    with Watch(title, study.jobs(), study.metric) as watch:
+        results = study.run(folder, workers=options.crew(), storage=options.storage, watch=watch)
+    results.extra.update(told)
+    results.save(folder)
+    _draw(results, folder)
+    _show(results)
+    if "identity_gap" in told:
+        print(explain_decomposition(results, told["alpha"]))
+    print(f"\nEverything is in {folder}: study.csv, study.json, study.png, and a folder a run.")
+    return 0
+
+
+def _draw(results: Results, folder: Path) -> None:
+    from powergrad.lab import figures
+
+    note = f"{folder.name}: {len(results.rows)} runs"
+    grid = results.extra.get("grid")
+    if grid and all(isinstance(value, (int, float)) for value in next(iter(grid.values()))):
+        figure = figures.sweep_figure(results, grid, note)
+    else:
+        figure = figures.study_figure(results, note)
+    figures.save(figure, folder / "study.png")
+
+
+def _show(results: Results) -> None:
+    from rich.console import Console
+
+    from powergrad.lab.terminal import chart, result_table
+
+    comparisons = results.comparisons()  # before anything is printed: it may refuse
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(result_table(results))
+    print(chart(results))
+    print(f"\n{results.verdict()}\n")
+    for comparison in comparisons:
+        print(f"- {comparison.sentence}")
+
+
+def _show_tuning(tuning: dict[str, Any]) -> None:
+    for arm, found in tuning["arms"].items():
+        edge = "; at the edge of the grid" if found["at_edge"] else ""
+        means = ", ".join(f"{each['value']:g}: {each['mean']:.2f}" for each in found["means"])
+        print(f"{arm}: {tuning['key']} = {found['chosen']:g} ({means}{edge})")
+
+
+def _stopped(reason: Exception) -> int:
+    print(f"powergrad: stopped, {reason}; the same command goes on from there.", file=sys.stderr)
+    return STOPPED
+
+
+# Looking at what is there -------------------------------------------------------------------------
+
+
+def inspect(
+    source: Path,
+    *,
+    initial: Path | None = None,
+    csv: Path | None = None,
+    layers_csv: Path | None = None,
+    events_csv: Path | None = None,
+    thresholds: Annotated[Thresholds, Parameter(name="*", group="Thresholds")] = _DEFAULT,
+) -> int:
+    """Show which filters, features and layers of a network are dead.
+
+    Args:
+        source: The folder of a run or of a recording, or a checkpoint.
+        initial: The weights at the start of the training, to compare with.
+        csv: Write the units found to this file, one a row.
+        layers_csv: Write the counts of every layer to this file.
+        events_csv: Write deaths, revivals and births to this file.
+        thresholds: Where dead begins; see powergrad.monitor.Thresholds.
+    """
+    path = source
+    if source.is_dir() and not Recording.exists(source):
+        path = source / "model.safetensors"
+        if not path.is_file():
+            raise ValueError(
+                f"Expected {str(source)!r} to hold a recording (norms/) or model.safetensors, but "
+                "got neither."
+            )
+    found = census(path, initial=initial, thresholds=thresholds)
+    print(found)
+    if csv is not None:
+        found.to_csv(csv)
+    if layers_csv is not None:
+        found.to_csv(layers_csv, "layers")
+    if events_csv is not None:
+        found.to_csv(events_csv, "events")
+    return 0

@@ -1,0 +1,200 @@
+"""The studies that the commands run: compare, sweep, decompose; and tuning for all arms alike."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from powergrad.lab.arms import decomposition
+from powergrad.lab.config import Recipe, RecipeError
+from powergrad.lab.data import load_data
+from powergrad.lab.distributed import Processes
+from powergrad.lab.jobs import Job, Snapshot
+from powergrad.lab.study import METRICS, Results, Study
+from powergrad.lab.train import Session
+
+__all__ = ["check_identity", "decompose", "explain_decomposition", "sweep_arms", "tune"]
+
+HOLD_OUT = 0.2  # of the training data, on which arms are tuned
+FRESH = 1000  # what is added to the seeds that tune, so that the others are fresh
+
+Show = Callable[
+    [str, Mapping[tuple[str, int], Job], str], AbstractContextManager[Callable[[Snapshot], None]]
+]
+
+
+def default_grid(recipe: Recipe, key: str) -> list[float]:
+    """Around the recipe's own value: a quarter, half, once, twice and four times."""
+    value: Any = recipe
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value == 0:
+        raise RecipeError(
+            f"Expected the values to try for {key!r}, as {key}=value,value, because the recipe's "
+            f"own is {value!r}."
+        )
+    return [value * factor for factor in (0.25, 0.5, 1, 2, 4)]
+
+
+def tune(
+    study: Study,
+    key: str,
+    values: Sequence[Any],
+    folder: Path,
+    *,
+    seeds: int,
+    workers: int,
+    storage: str | None,
+    show: Show,
+) -> tuple[Study, dict[str, Any]]:
+    """Choose a value of `key` for every arm, the same grid for all, on held-out training data.
+
+    An arm that sets `key` itself has its own value multiplied as the recipe's is.
+
+    Returns:
+        The study with the arms' choices, and what led to them.
+    """
+    own: Any = study.base
+    for part in key.split("."):
+        own = getattr(own, part)
+    trials: dict[str, dict[str, Any]] = {}
+    places: dict[str, tuple[str, Any]] = {}
+    for arm, changes in study.arms.items():
+        for value in values:
+            chosen = value
+            if key in changes and isinstance(own, (int, float)) and own:
+                chosen = changes[key] * value / own
+            name = f"{arm} {key.rpartition('.')[2]}={value:g}"
+            trials[name] = {**changes, key: chosen, "data.hold_out": HOLD_OUT}
+            places[name] = arm, chosen
+    trial = Study(
+        "tune",
+        study.base,
+        trials,
+        [FRESH + seed for seed in range(seeds)],
+        study.metric,
+        study.margin,
+    )
+    with show(f"tuning {key}", trial.jobs(), study.metric) as watch:
+        results = trial.run(folder / "tuning", workers=workers, storage=storage, watch=watch)
+    higher, _ = METRICS[study.metric]
+    found: dict[str, Any] = {}
+    arms: dict[str, dict[str, Any]] = {}
+    for arm, changes in study.arms.items():
+        means = {
+            chosen: results.mean(name, study.metric)
+            for name, (each, chosen) in places.items()
+            if each == arm
+        }
+        usable = {value: mean for value, mean in means.items() if mean == mean}
+        if not usable:
+            raise RecipeError(f"Expected a value of {key!r} at which {arm!r} trains, but got none.")
+        best = (max if higher else min)(usable, key=lambda value: usable[value])
+        ordered = list(means)
+        found[arm] = {
+            "chosen": best,
+            "at_edge": best in (ordered[0], ordered[-1]) and len(ordered) > 1,
+            "means": [{"value": value, "mean": mean} for value, mean in means.items()],
+        }
+        arms[arm] = {**changes, key: best}
+    told = {"key": key, "seeds": list(trial.seeds), "hold_out": HOLD_OUT, "arms": found}
+    return replace(study, arms=arms), told
+
+
+def sweep_arms(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
+    """Every point of a grid as an arm.
+
+    Example:
+        >>> sweep_arms({"loss.alpha": [1.0, 0.3], "seed": [1]})["alpha=0.3, seed=1"]
+        {'loss.alpha': 0.3, 'seed': 1}
+    """
+    arms = {}
+    for point in itertools.product(*grid.values()):
+        changes = dict(zip(grid, point, strict=True))
+        name = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in changes.items())
+        arms[name] = changes
+    return arms
+
+
+def decompose(recipe: Recipe, alpha: float, seeds: Sequence[int], **options: Any) -> Study:
+    """The study that takes PGT apart."""
+    return Study("decompose", recipe, decomposition(recipe, alpha), seeds, **options)
+
+
+def check_identity(recipe: Recipe, alpha: float, steps: int = 200) -> float:
+    """How far PGT and the equal two-group training are apart after some steps, in float64.
+
+    Returns:
+        The largest difference of a weight (the head's times alpha), over the largest weight of its
+        tensor. Rounding: about 1e-12.
+    """
+    arms = decomposition(recipe, alpha)
+    ends = []
+    for arm in ("PGT", "two-group CE"):
+        chosen = recipe.override({**arms[arm], "train.precision": "float64"})
+        data = load_data(chosen.data, data_dir=chosen.machine.data_dir)
+        session = Session(chosen, data, Processes(0, 1, torch.device("cpu")))
+        while session.step < min(steps, session.steps):
+            for _ in session.run_epoch():
+                if session.step >= steps:
+                    break
+        ends.append((session.model, {n: w.clone() for n, w in session.weights().items()}))
+    from powergrad._head import find_head
+
+    model, pgt = ends[0]
+    head = set(find_head(model, None).parameters())
+    in_head = {name for name, parameter in model.named_parameters() if parameter in head}
+    largest = 0.0
+    for name, value in pgt.items():
+        expected = value * alpha if name in in_head else value
+        if not expected.is_floating_point():
+            continue
+        gap = (ends[1][1][name] - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+        largest = max(largest, float(gap))
+    return largest
+
+
+def explain_decomposition(results: Results, alpha: float) -> str:
+    """What PGT's gain is made of, in a paragraph from the numbers."""
+    found = {each.arm: each for each in results.comparisons()}
+    pgt, same = found["PGT"], found["two-group CE"]
+
+    def said(arm: str) -> str:
+        low, high = found[arm].interval
+        return f"{arm} {found[arm].difference:+.2f} ({low:+.2f} to {high:+.2f})"
+
+    parts = [arm for arm in found if "alpha" in arm and not arm.startswith("CE")]
+    better = [arm for arm in parts if found[arm].verdict == "better"]
+    worse = [arm for arm in parts if found[arm].verdict == "worse"]
+    lines = [
+        f"At alpha {alpha:g}, {said('PGT')}: {pgt.verdict}. The equal two-group CE, the same "
+        f"training up to rounding: {same.difference:+.2f}, {same.verdict}."
+    ]
+    if better:
+        lines.append("Alone, these parts of it help: " + "; ".join(map(said, better)) + ".")
+    if worse:
+        lines.append("These do harm: " + "; ".join(map(said, worse)) + ".")
+    if not better and not worse:
+        largest = max(parts, key=lambda arm: abs(found[arm].difference))
+        lines.append(f"No part alone is better or worse; the largest is {said(largest)}.")
+    faster = found["CE at lr / alpha"]
+    lines.append(
+        f"Without PGT, at the learning rate divided by alpha: {said('CE at lr / alpha')}, "
+        f"{faster.verdict}. The loss of alpha times the logits: {said('CE(alpha z)')}."
+    )
+    if pgt.verdict == "better":
+        simpler = [arm for arm in (*better, "CE at lr / alpha") if found[arm].verdict == "better"]
+        if simpler:
+            best = max(simpler, key=lambda arm: found[arm].difference)
+            lines.append(f"Instead of PGT one could change this here: {best}.")
+        else:
+            lines.append("No single change does the same here: PGT, or its two groups, are needed.")
+    else:
+        lines.append("PGT itself is not shown to help here, so there is no gain to take apart.")
+    return "\n".join(lines)

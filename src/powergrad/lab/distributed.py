@@ -1,0 +1,107 @@
+"""The processes of a run: one by default, many under torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Processes", "join_processes"]
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of the run.
+
+    Attributes:
+        rank: Its number, from 0.
+        world: How many there are.
+        device: Where it computes.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Wait until all processes are here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is set in any process."""
+        if self.world == 1:
+            return flag
+        return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
+
+    def agree(self, number: int) -> bool:
+        """Whether `number` is the same in all processes."""
+        if self.world == 1:
+            return True
+        low = torch.tensor([number, -number], device=self.device)
+        dist.all_reduce(low, op=dist.ReduceOp.MIN)
+        return bool(low[0] == -low[1])
+
+    def concatenate(self, tensor: Tensor) -> Tensor:
+        """The rows of all processes, one after another."""
+        if self.world == 1:
+            return tensor
+        counts = torch.zeros(self.world, dtype=torch.int64, device=self.device)
+        counts[self.rank] = len(tensor)
+        sizes = [int(count) for count in self.sum(counts)]
+        padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in range(self.world)]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+@contextlib.contextmanager
+def join_processes(device: str) -> Iterator[Processes]:
+    """Join the processes that torchrun started, or be the only one.
+
+    Args:
+        device: ``"auto"``, or what :class:`torch.device` takes. On several GPUs each process takes
+            the one of its local rank.
+
+    Raises:
+        ValueError: If there is no such device here.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(
+            f"Expected `machine.device` to be a device that is here, but got {device!r}: {why}"
+        ) from None
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1 or "RANK" not in os.environ:
+        yield Processes(0, 1, chosen)
+        return
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(chosen)
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
+    finally:
+        dist.destroy_process_group()

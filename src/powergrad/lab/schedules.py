@@ -1,0 +1,45 @@
+"""The learning rate and alpha as functions of the epoch, a real number."""
+
+from __future__ import annotations
+
+import bisect
+import math
+
+from powergrad.lab.config import Loss, Schedule
+
+__all__ = ["alpha_at", "learning_rate_at"]
+
+
+def learning_rate_at(epoch: float, schedule: Schedule, peak: float, epochs: int) -> float:
+    """The learning rate: a linear warm-up to `peak`, then the schedule.
+
+    Example:
+        >>> learning_rate_at(2.5, Schedule(warmup_start=0.0), peak=0.4, epochs=100)
+        0.2
+        >>> round(learning_rate_at(60, Schedule(name="step"), peak=0.4, epochs=100), 6)
+        0.004
+    """
+    warmup = schedule.warmup_epochs
+    if epoch < warmup:
+        return schedule.warmup_start + (peak - schedule.warmup_start) * epoch / warmup
+    if schedule.name == "constant":
+        return peak
+    if schedule.name == "step":
+        return peak * schedule.gamma ** bisect.bisect_right(schedule.milestones, epoch)
+    done = (epoch - warmup) / (epochs - warmup)
+    return schedule.floor + (peak - schedule.floor) * (1 + math.cos(math.pi * done)) / 2
+
+
+def alpha_at(epoch: float, loss: Loss, epochs: int) -> float:
+    """Alpha: constant, or from ``loss.alpha`` to 1.
+
+    Example:
+        >>> round(alpha_at(50, Loss(alpha=0.2, alpha_schedule="linear"), epochs=100), 6)
+        0.6
+    """
+    if loss.alpha_schedule == "constant":
+        return loss.alpha
+    done = epoch / epochs
+    if loss.alpha_schedule == "cosine":
+        done = (1 - math.cos(math.pi * done)) / 2
+    return loss.alpha + (1 - loss.alpha) * done

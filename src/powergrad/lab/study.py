@@ -1,0 +1,373 @@
+"""A study: arms x seeds, the runs of all of them, and what they say together.
+
+study.yaml     what is studied: the base recipe, the arms, the metric, the margin
+<run>/         every run (see `powergrad.lab.run`)
+jobs.db        which runs are waiting, running, done
+study.csv      a row a run: arm, seed, final metrics
+study.json     what was studied, and the comparisons
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from powergrad.lab import stats
+from powergrad.lab.config import Recipe, RecipeError
+from powergrad.lab.jobs import Job, Snapshot, run_jobs
+from powergrad.lab.run import Run, describe_machine, write_atomically
+
+__all__ = ["METRICS", "Results", "Study", "read_csv"]
+
+FORMAT = 1
+# The metrics that arms can be compared by: whether more is better, and its words.
+METRICS = {
+    "test_accuracy": (True, "points of test accuracy"),
+    "train_accuracy": (True, "points of training accuracy"),
+    "nll": (False, "of negative log-likelihood"),
+    "nll_scaled": (False, "of negative log-likelihood at 1/alpha"),
+    "ece": (False, "of calibration error"),
+    "ece_scaled": (False, "of calibration error at 1/alpha"),
+    "dead_units": (False, "dead units"),
+}
+# What study.csv has of each run, after arm, seed and run.
+COLUMNS = (
+    "train_loss",
+    "train_accuracy",
+    "test_accuracy",
+    "test_top5",
+    "nll",
+    "nll_scaled",
+    "ece",
+    "ece_scaled",
+    "logit_norm",
+    "dead_units",
+    "diverged",
+    "steps",
+    "seconds",
+)
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is studied.
+
+    Attributes:
+        kind: ``compare``, ``sweep``, ``decompose`` or ``tune``.
+        base: The recipe that every arm changes.
+        arms: What each arm changes; the first is the one that the others are compared with.
+        seeds: The seeds of every arm.
+        metric: What is compared, at the last epoch.
+        margin: The largest difference that does not matter.
+    """
+
+    kind: str
+    base: Recipe
+    arms: Mapping[str, Mapping[str, Any]]
+    seeds: Sequence[int]
+    metric: str = "test_accuracy"
+    margin: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.metric not in METRICS:
+            raise RecipeError(
+                f"Expected `metric` to be one of {', '.join(METRICS)}, but got {self.metric!r}."
+            )
+        if len(set(self.seeds)) < len(self.seeds):
+            raise RecipeError(f"Expected different seeds, but got {list(self.seeds)}.")
+        keys: dict[str, str] = {}
+        for arm in self.arms:
+            key = self.recipe(arm, 0).key
+            if key in keys:
+                raise RecipeError(
+                    f"Expected arms that differ, but {keys[key]!r} and {arm!r} are the same run."
+                )
+            keys[key] = arm
+
+    @property
+    def baseline(self) -> str:
+        """The arm that the others are compared with."""
+        return next(iter(self.arms))
+
+    @property
+    def name(self) -> str:
+        """A name that tells studies of other recipes apart."""
+        what = f"{self.kind}:{self.base.override({'seed': 0}).key}"
+        data = self.base.data.name.rpartition("/")[2].partition(":")[0]
+        plain = "".join(c if c.isalnum() else "-" for c in data)
+        return f"{self.kind}-{plain}-{hashlib.sha256(what.encode()).hexdigest()[:8]}"
+
+    def recipe(self, arm: str, seed: int) -> Recipe:
+        """The recipe of one run."""
+        return self.base.override({**self.arms[arm], "seed": seed})
+
+    def jobs(self) -> dict[tuple[str, int], Job]:
+        """The run of every arm and seed; seeds outside, so that arms fill evenly."""
+        found = {}
+        for seed in self.seeds:
+            for arm in self.arms:
+                recipe = self.recipe(arm, seed)
+                plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in arm)[:40]
+                found[arm, seed] = Job(f"{plain}-seed{seed}-{recipe.key}", recipe)
+        return found
+
+    def run(
+        self,
+        folder: Path,
+        *,
+        workers: int,
+        storage: str | None = None,
+        watch: Callable[[Snapshot], None] = lambda snapshot: None,
+    ) -> Results:
+        """Do every run that is not done yet, in `folder`."""
+        self.claim(folder)
+        jobs = self.jobs()
+        finished = run_jobs(
+            list(jobs.values()),
+            folder,
+            study=folder.name,
+            workers=workers,
+            storage=storage,
+            watch=watch,
+        )
+        rows = []
+        for (arm, seed), job in jobs.items():
+            rows.append({"arm": arm, "seed": seed, "run": job.name, **finished[job.name]})
+        return Results(self.metric, self.margin, self.baseline, rows, study=self, folder=folder)
+
+    def claim(self, folder: Path) -> None:
+        """Write what is studied, or check that the folder has the same study.
+
+        Arms and seeds may be added to a study; what is there already must agree.
+
+        Raises:
+            RecipeError: If the folder holds another study.
+        """
+        path = folder / "study.yaml"
+        base = self.base.model_dump(mode="json", exclude={"machine", "seed"})
+        arms = {arm: dict(changes) for arm, changes in self.arms.items()}
+        if path.exists():
+            try:
+                found = yaml.safe_load(path.read_text(encoding="utf-8"))
+                there = {"kind": found["kind"], "base": found["base"]}
+                known = found["arms"]
+            except (yaml.YAMLError, KeyError, TypeError):
+                raise RecipeError(
+                    f"Expected {str(path)!r} to be a study, but got another file."
+                ) from None
+            if there != {"kind": self.kind, "base": base}:
+                raise RecipeError(
+                    f"Expected {str(folder)!r} to hold this study, but got one of another recipe; "
+                    "give another --name."
+                )
+            for arm in arms:
+                if arm in known and known[arm] != arms[arm]:
+                    raise RecipeError(
+                        f"Expected the arm {arm!r} of {str(folder)!r} to change {arms[arm]}, but "
+                        f"got {known[arm]}; give another --name."
+                    )
+            arms = {**known, **arms}
+        folder.mkdir(parents=True, exist_ok=True)
+        described = {"format": FORMAT, "kind": self.kind, "base": base, "arms": arms}
+        text = yaml.safe_dump(described, sort_keys=False).encode()
+        write_atomically(path, lambda file: file.write(text))
+
+
+@dataclass
+class Results:
+    """The final metrics of every run, and the comparisons.
+
+    Attributes:
+        metric: What is compared.
+        margin: The largest difference that does not matter.
+        baseline: The arm that the others are compared with.
+        rows: ``arm``, ``seed`` and metrics of each run.
+        study: What was studied; None for runs made elsewhere.
+        folder: Where the runs are.
+        extra: More that study.json tells: how arms were tuned, what a figure needs.
+    """
+
+    metric: str
+    margin: float
+    baseline: str
+    rows: list[dict[str, Any]]
+    study: Study | None = None
+    folder: Path | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    _compared: list[stats.Comparison] | None = field(default=None, repr=False)
+
+    @property
+    def arms(self) -> list[str]:
+        """The arms, in order."""
+        return list(dict.fromkeys(row["arm"] for row in self.rows))
+
+    def of(self, arm: str, metric: str) -> list[float]:
+        """A metric of every run of an arm, without those that lack it."""
+        found = [row.get(metric) for row in self.rows if row["arm"] == arm]
+        return [float(value) for value in found if value is not None]
+
+    def mean(self, arm: str, metric: str) -> float:
+        """The mean over an arm's seeds; NaN where a run has none."""
+        values = self.of(arm, metric)
+        return sum(values) / len(values) if values else math.nan
+
+    def comparisons(self) -> list[stats.Comparison]:
+        """Every arm against the baseline."""
+        if self._compared is None:
+            self._compared = self._compare()
+        return self._compared
+
+    def _compare(self) -> list[stats.Comparison]:
+        higher, words = METRICS.get(self.metric, (True, self.metric))
+        values = stats.by_arm_and_seed(
+            (row["arm"], row["seed"], row[self.metric]) for row in self.rows
+        )
+        examples = self._examples()
+        step = None
+        if examples is not None:
+            step = 100 / max(len(each) for of_arm in examples.values() for each in of_arm.values())
+        return stats.compare(
+            values,
+            self.baseline,
+            margin=self.margin,
+            higher_is_better=higher,
+            metric=words,
+            step=step,
+            examples=examples,
+        )
+
+    def _examples(self) -> dict[str, dict[int, Any]] | None:
+        """Which test examples each run got right, where all runs kept their logits."""
+        if self.folder is None or self.metric != "test_accuracy":
+            return None
+        found: dict[str, dict[int, Any]] = {}
+        for row in self.rows:
+            outputs = Run(self.folder / row["run"]).test_outputs()
+            if outputs is None:
+                return None
+            right = outputs["logits"].argmax(1) == outputs["labels"]
+            found.setdefault(row["arm"], {})[row["seed"]] = 100.0 * right.double().numpy()
+        return found
+
+    def verdict(self) -> str:
+        """What it comes to, in one sentence."""
+        by_verdict: dict[str, list[str]] = {}
+        for each in self.comparisons():
+            by_verdict.setdefault(each.verdict, []).append(each.arm)
+        phrases = []
+        for verdict, words in (
+            ("better", f"better than {self.baseline}"),
+            ("worse", f"worse than {self.baseline}"),
+            ("equivalent", f"as good as {self.baseline}, within {self.margin:g}"),
+            ("underpowered", f"not told apart from {self.baseline} by so few seeds"),
+        ):
+            if arms := by_verdict.get(verdict):
+                listed = arms[0] if len(arms) == 1 else f"{', '.join(arms[:-1])} and {arms[-1]}"
+                phrases.append(f"{listed} {'is' if len(arms) == 1 else 'are'} {words}")
+        return f"Here {'; '.join(phrases)}."
+
+    def to_csv(self) -> str:
+        """A row a run."""
+        text = io.StringIO()
+        known = [name for name in COLUMNS if any(name in row for row in self.rows)]
+        if self.metric not in known:
+            known.insert(0, self.metric)
+        names = ["arm", "seed", *(["run"] if self.study else []), *known]
+        writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        return text.getvalue()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        described: dict[str, Any] = {
+            "format": FORMAT,
+            "metric": self.metric,
+            "margin": self.margin,
+            "baseline": self.baseline,
+            "arms": self.arms,
+            "verdict": self.verdict(),
+            "comparisons": [comparison.to_dict() for comparison in self.comparisons()],
+            "rows": self.rows,
+            "environment": describe_machine(),
+            **self.extra,
+        }
+        if self.study is not None:
+            described["kind"] = self.study.kind
+            described["changes"] = {arm: dict(c) for arm, c in self.study.arms.items()}
+            described["recipe"] = self.study.base.model_dump(mode="json")
+        return described
+
+    def save(self, folder: Path) -> None:
+        """Write study.csv and study.json."""
+        table = self.to_csv().encode()
+        write_atomically(folder / "study.csv", lambda file: file.write(table))
+        whole = json.dumps(_plain(self.to_dict()), indent=1, allow_nan=False).encode()
+        write_atomically(folder / "study.json", lambda file: file.write(whole))
+
+
+def _plain(value: Any) -> Any:
+    """Without NaN and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def read_csv(path: Path, *, metric: str | None, baseline: str | None, margin: float) -> Results:
+    """The results of runs made elsewhere: a CSV with columns arm, seed and a metric.
+
+    Args:
+        path: The file.
+        metric: The column to compare; by default the only one beside arm and seed, or
+            ``test_accuracy``, or ``metric``.
+        baseline: The arm to compare with; ``baseline`` or the first one by default.
+        margin: The largest difference that does not matter.
+
+    Raises:
+        RecipeError: If columns are missing, or a cell is not a number.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"Expected to read {str(path)!r}, but got: {error}") from None
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    columns = list(reader.fieldnames or [])
+    missing = [name for name in ("arm", "seed") if name not in columns]
+    others = [name for name in columns if name not in ("arm", "seed")]
+    if metric is None:
+        metric = next((name for name in ("test_accuracy", "metric") if name in others), None)
+        if metric is None and len(others) == 1:
+            metric = others[0]
+    if missing or metric not in others:
+        wanted = metric if metric is not None else "a metric (name it with --metric)"
+        raise RecipeError(
+            f"Expected {str(path)!r} to have the columns arm, seed and {wanted}, but got "
+            f"{', '.join(columns) or 'none'}."
+        )
+    rows: list[dict[str, Any]] = []
+    for number, row in enumerate(reader, start=2):
+        try:
+            rows.append({"arm": row["arm"], "seed": int(row["seed"]), metric: float(row[metric])})
+        except (TypeError, ValueError):
+            raise RecipeError(
+                f"Expected a whole number as seed and a number as {metric} in line {number} of "
+                f"{str(path)!r}, but got {row['seed']!r} and {row[metric]!r}."
+            ) from None
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    chosen = baseline or ("baseline" if "baseline" in arms or not arms else arms[0])
+    results = Results(metric, margin, chosen, rows)
+    results.comparisons()  # raises where they cannot be made
+    return results

@@ -1,0 +1,62 @@
+"""The command `powergrad`: the table of its commands.
+
+It stands outside the package so that ``powergrad --help`` need not import torch. What the commands
+do is in :mod:`powergrad.lab.cli`, which is imported when one is called.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "compare": "Does it help here? Baseline, PGT, AGC and combinations over seeds, with a verdict.",
+    "sweep": "A grid over alpha, and any other key, over seeds.",
+    "decompose": "Which part of PGT helps here?",
+    "plan": "How many seeds a claim needs.",
+    "train": "One training run, from a recipe.",
+    "inspect": "The census: which filters, features and layers are dead.",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 2 where the user must change something."""
+    try:
+        from cyclopts import App, CycloptsError
+    except ImportError:
+        print("powergrad: the command needs the workbench: pip install 'powergrad[lab]'")
+        return 2
+    app = App(
+        name="powergrad",
+        help="PowerGrad Transform: train, compare, inspect. Start with `powergrad compare`.",
+        version=_version,
+    )
+    for number, (name, line) in enumerate(COMMANDS.items()):
+        app.command(f"powergrad.lab.cli:{name}", name=name, help=line, sort_key=number)
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return app(tokens, exit_on_error=False, result_action="return_value") or 0
+    except CycloptsError:  # has been printed
+        return 2
+    except KeyboardInterrupt:
+        print("powergrad: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        from powergrad.lab.cli import explain
+
+        message = None if os.environ.get("POWERGRAD_DEBUG") else explain(error)
+        if message is None:
+            raise
+        print(f"powergrad: {message}", file=sys.stderr)
+        return 2
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("powergrad")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+import subprocess
+import sys
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from powergrad.lab.config import (
+    Recipe,
+    RecipeError,
+    describe_keys,
+    header,
+    load_recipe,
+    parse_overrides,
+    recipe_names,
+)
+
+
+def test_the_default_is_the_papers_common_recipe():
+    recipe = Recipe()
+    assert recipe.optimizer.name == "sgd"
+    assert recipe.optimizer.nesterov
+    assert recipe.optimizer.momentum == 0.9
+    assert recipe.optimizer.weight_decay == 5e-4
+    assert recipe.optimizer.lr == 0.4
+    assert recipe.schedule.warmup_epochs == 5
+    assert recipe.schedule.warmup_start == 4e-4
+    assert recipe.schedule.milestones == (30, 60, 90)
+    assert recipe.schedule.gamma == 0.1
+    assert recipe.train.epochs == 100
+    assert recipe.train.batch_size == 1024
+    assert recipe.loss.alpha == 1
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_shipped_recipe_loads_and_says_what_it_is_for(name):
+    recipe = load_recipe(name)
+    assert Recipe.from_yaml(recipe.to_yaml(), "copy") == recipe
+    text = header(name)
+    for word in ("powergrad", "Hardware", "Expect"):
+        assert word in text, f"{name}: no {word!r} in its header"
+
+
+@given(
+    alpha=st.floats(0, 1),
+    lr=st.floats(1e-6, 10),
+    seed=st.integers(0, 2**31 - 1),
+    norm=st.sampled_from(["batch", "group", "none"]),
+    clip=st.none() | st.floats(1e-3, 1e3),
+)
+def test_a_recipe_survives_yaml(alpha, lr, seed, norm, clip):
+    recipe = Recipe().override(
+        {
+            "loss.alpha": alpha,
+            "optimizer.lr": lr,
+            "seed": seed,
+            "model.norm": norm,
+            "clip.norm": clip,
+        }
+    )
+    again = Recipe.from_yaml(recipe.to_yaml(), "copy")
+    assert again == recipe
+    assert again.key == recipe.key
+
+
+def test_the_key_tells_recipes_apart_and_ignores_the_machine():
+    recipe = Recipe()
+    assert recipe.override({"seed": 1}).key != recipe.key
+    assert recipe.override({"optimizer.head.lr": 2.0}).key != recipe.key
+    assert recipe.override({"machine.workers": 4, "machine.threads": 1}).key == recipe.key
+    # Saying a default changes nothing, and 100 is 100.0.
+    assert recipe.override({"schedule.warmup_epochs": 5, "loss.alpha": 1}).key == recipe.key
+
+
+def test_the_key_is_the_same_in_another_process():
+    code = "from powergrad.lab.config import Recipe; print(Recipe(seed=3).key)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == Recipe(seed=3).key
+
+
+def test_all_faults_come_at_once_each_with_its_key():
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(
+            "digits",
+            {
+                "optimizer.lrr": 1,
+                "loss.alpha": 1.3,
+                "model.norm": "layer",
+                "train.epochs": 2.5,
+                "nonsense": 1,
+            },
+        )
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "Found 5 faults in recipe 'digits':"
+    text = "\n".join(lines)
+    assert "optimizer.lrr: expected a known key" in text
+    assert "did you mean 'optimizer.lr'?" in text
+    assert "loss.alpha: expected less than or equal to 1, but got 1.3" in text
+    assert "model.norm: expected 'batch', 'group' or 'none', but got 'layer'" in text
+    assert "train.epochs: expected" in text
+    assert "nonsense: expected a known key" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule.warmup_epochs": 200}, "schedule.warmup_epochs: expected less than"),
+        ({"train.accumulate": 3}, "train.accumulate: expected a divisor"),
+        ({"data.mixup": 0.2, "data.cutmix": 1.0}, "data.cutmix: expected 0"),
+        ({"model.name": "timm:resnet18", "model.norm": "none"}, "model.norm: expected no norm"),
+        ({"optimizer.momentum": 0}, "expected momentum above 0 with nesterov"),
+        ({"optimizer.lr": float("nan")}, "optimizer.lr: expected"),
+        ({"optimizer.lr": 0}, "optimizer.lr: expected greater than 0, but got 0"),
+        ({"seed": -1}, "seed: expected greater than or equal to 0, but got -1"),
+        ({"loss": 3}, "loss: expected"),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused(changes, message):
+    with pytest.raises(RecipeError) as caught:
+        Recipe().override(changes)
+    assert message in str(caught.value)
+
+
+def test_a_file_holds_only_what_it_changes(tmp_path):
+    (tmp_path / "mine.yaml").write_text("# mine\nloss: {alpha: 0.25}\noptimizer: {lr: 1e-3}\n")
+    recipe = load_recipe(tmp_path / "mine.yaml", {"seed": 5})
+    assert recipe == Recipe().override({"loss.alpha": 0.25, "optimizer.lr": 0.001, "seed": 5})
+
+
+def test_a_base_is_a_name_or_a_file_beside(tmp_path):
+    (tmp_path / "one.yaml").write_text("loss: {alpha: 0.25}\nseed: 1\n")
+    (tmp_path / "two.yaml").write_text("base: one.yaml\nseed: 2\n")
+    assert load_recipe(tmp_path / "two.yaml") == Recipe().override({"loss.alpha": 0.25, "seed": 2})
+    (tmp_path / "three.yaml").write_text("base: digits\nseed: 3\n")
+    assert load_recipe(tmp_path / "three.yaml") == load_recipe("digits", {"seed": 3})
+    (tmp_path / "one.yaml").write_text("base: two.yaml\n")
+    with pytest.raises(RecipeError, match="a circle"):
+        load_recipe(tmp_path / "one.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "to be YAML"), ("- 1\n- 2\n", "keys and values"), ("", "keys and values")],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path, text, message):
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(tmp_path / "x.yaml")
+
+
+def test_a_recipe_that_is_not_there():
+    with pytest.raises(RecipeError, match="did you mean 'digits'"):
+        load_recipe("digitz")
+    with pytest.raises(RecipeError, match="no such file"):
+        load_recipe("nowhere/x.yaml")
+
+
+def test_a_newer_format_is_refused():
+    values = yaml.safe_load(Recipe().to_yaml()) | {"format": 99}
+    with pytest.raises(RecipeError, match="a newer powergrad reads it"):
+        Recipe.from_yaml(yaml.safe_dump(values), "config.yaml")
+
+
+def test_overrides_from_a_command_line():
+    found = parse_overrides(
+        ["--optimizer.lr", "1e-3", "--data.name=folder:/a=b", "train.compile=true", "--clip.agc",
+         "null", "--schedule.milestones", "[1, 2]"]
+    )  # fmt: skip
+    assert found == {
+        "optimizer.lr": 1e-3,
+        "data.name": "folder:/a=b",
+        "train.compile": True,
+        "clip.agc": None,
+        "schedule.milestones": [1, 2],
+    }
+
+
+@pytest.mark.parametrize("tokens", [["--loss.alpha"], ["loss.alpha", "0.3"]])
+def test_an_override_without_a_value_is_refused(tokens):
+    with pytest.raises(RecipeError, match="Expected overrides as"):
+        parse_overrides(tokens)
+
+
+def test_every_key_is_described():
+    keys = list(describe_keys())
+    assert len({key for key, *_ in keys}) == len(keys)
+    assert all(meaning for _, meaning, _ in keys)
+    # Every key can be set to its own default.
+    assert Recipe().override({key: default for key, _, default in keys}) == Recipe()

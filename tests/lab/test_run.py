@@ -1,0 +1,236 @@
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import zipfile
+
+import pytest
+import torch
+
+from powergrad.lab.config import Recipe
+from powergrad.lab.run import COLUMNS, Run, RunError, open_run, write_atomically
+
+STATE = {"step": 5, "model": {"weight": torch.arange(6.0)}}
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path / "run")
+    with run.open(Recipe()):
+        yield run
+
+
+def test_what_a_run_is_begun_with(run):
+    assert open_run(run.folder).recipe() == Recipe()
+    found = run.environment()
+    assert found["torch"] == torch.__version__
+    assert found["seed"] == 0
+    assert {"python", "powergrad", "processor", "threads", "command", "time"} <= found.keys()
+
+
+def test_a_run_that_is_taken_up_again_says_with_what(tmp_path):
+    for _ in range(3):
+        with Run(tmp_path).open(Recipe()) as run:
+            pass
+    assert len(run.environment()["resumed"]) == 2
+
+
+def test_the_folder_of_another_recipe_is_refused(tmp_path):
+    with Run(tmp_path).open(Recipe()):
+        pass
+    with (
+        pytest.raises(RunError, match=r"differs in loss.alpha \(1.0 there, 0.3 here\)"),
+        Run(tmp_path).open(Recipe().override({"loss.alpha": 0.3})),
+    ):
+        pass
+    assert Run(tmp_path).recipe() == Recipe()
+
+
+def test_a_second_process_is_refused(run):
+    code = f"""
+        from powergrad.lab.run import Run, RunError
+        from powergrad.lab.config import Recipe
+        try:
+            with Run({str(run.folder)!r}).open(Recipe()):
+                print("opened")
+        except RunError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "another process is running it" in found.stdout
+
+
+def test_checkpoints_come_back_the_last_first_and_two_are_kept(run):
+    for step in (5, 10, 15):
+        run.save_checkpoint({**STATE, "step": step}, step=step)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [
+        "step-0000000010.pt",
+        "step-0000000015.pt",
+    ]
+    state = run.load_checkpoint()
+    assert state["step"] == 15
+    assert torch.equal(state["model"]["weight"], torch.arange(6.0))
+
+
+def test_no_checkpoint_is_none(run):
+    assert run.load_checkpoint() is None
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def flip_a_bit(path):
+    with zipfile.ZipFile(path) as archive:
+        info = next(each for each in archive.infolist() if each.filename.endswith("data/0"))
+    data = bytearray(path.read_bytes())
+    place = data.index(torch.arange(6.0).numpy().tobytes(), info.header_offset)
+    data[place + 5] ^= 1
+    path.write_bytes(data)
+
+
+class Malicious:
+    def __init__(self, proof):
+        self.proof = proof
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.proof),)
+
+
+def poison(path):
+    torch.save({**STATE, "format": 1, "evil": Malicious(path.parent / "pwned")}, path)
+
+
+def poison_old_style(path):
+    path.write_bytes(pickle.dumps(Malicious(path.parent / "pwned")))
+
+
+def take_another_runs(path):
+    torch.save({"format": 1, "key": "0123456789ab", "step": 10}, path)
+
+
+def write_something_else(path):
+    torch.save(torch.zeros(3), path)
+
+
+def come_from_the_future(path):
+    torch.save({"format": 99, "key": Recipe().key, "step": 10}, path)
+
+
+HARMS = [
+    (cut, "to be a checkpoint"),
+    (empty, "to be a checkpoint"),
+    (flip_a_bit, "is damaged"),
+    (poison, "tensors and numbers only, but refused"),
+    (poison_old_style, "to be a checkpoint"),
+    (take_another_runs, "but got one of run 0123456789ab"),
+    (write_something_else, "but got another file"),
+    (come_from_the_future, "a newer powergrad reads it"),
+]
+
+
+@pytest.mark.parametrize(("harm", "message"), HARMS)
+def test_the_last_good_checkpoint_is_used(run, harm, message):
+    run.save_checkpoint(STATE, step=5)
+    run.save_checkpoint({**STATE, "step": 10}, step=10)
+    harm(run.checkpoints / "step-0000000010.pt")
+    with pytest.warns(UserWarning, match=message):
+        state = run.load_checkpoint()
+    assert state["step"] == 5
+    assert not (run.checkpoints / "pwned").exists()
+
+
+@pytest.mark.parametrize(("harm", "message"), HARMS)
+def test_with_no_good_checkpoint_left_nothing_starts_afresh(run, harm, message):
+    run.save_checkpoint(STATE, step=5)
+    harm(run.checkpoints / "step-0000000005.pt")
+    with pytest.raises(RunError, match=message):
+        run.load_checkpoint()
+    assert not (run.checkpoints / "pwned").exists()
+
+
+@pytest.fixture
+def full_disk():
+    """No file may grow above 64 kB: the system's own error, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(run, full_disk):
+    run.save_checkpoint(STATE, step=5)
+    with pytest.raises(RunError, match=r"but the disk is full; what was there before is intact"):
+        run.save_checkpoint({"step": 10, "model": torch.zeros(100_000)}, step=10)
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-0000000005.pt"]
+    assert run.load_checkpoint()["step"] == 5
+
+
+def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
+    # Root may write everywhere, so the system's answer is given by hand.
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    with (
+        pytest.raises(RunError, match=r"to be allowed to write .* but got: Permission denied"),
+        Run(tmp_path / "x").open(Recipe()),
+    ):
+        pass
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "x"
+    path.write_text("before")
+
+    def fail(file):
+        file.write(b"half")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_atomically(path, fail)
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_kill_left_over_is_removed(tmp_path):
+    with Run(tmp_path).open(Recipe()) as run:
+        (run.checkpoints / ".step-5.pt.1.tmp").write_text("half")
+    with run.open(Recipe()):
+        assert list(run.checkpoints.iterdir()) == []
+
+
+def test_metrics_are_cut_at_the_step_to_resume_from(run):
+    run.cut_metrics(0)
+    for epoch in (1, 2, 3):
+        run.add_metrics({"epoch": epoch, "step": 10 * epoch, "lr": 0.1 / epoch, "nll": None})
+    with open(run.folder / "metrics.csv", "a") as file:
+        file.write("4,40,0.0")  # a kill in the middle of a line
+    assert [row["step"] for row in run.metrics()] == [10, 20, 30]
+    run.cut_metrics(20)
+    rows = run.metrics()
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert rows[1]["lr"] == 0.1 / 2
+    assert rows[1]["nll"] is None
+    assert tuple(rows[0]) == COLUMNS
+
+
+def test_a_run_is_finished_when_it_has_a_result(run):
+    assert run.result() is None
+    run.finish({"test_accuracy": 98.0})
+    assert run.result() == {"format": 1, "test_accuracy": 98.0}
+
+
+def test_no_run_at_all(tmp_path):
+    with pytest.raises(RunError, match=r"to be a run's folder, but got no config.yaml"):
+        open_run(tmp_path)

@@ -1,0 +1,417 @@
+import csv
+import io
+import json
+import math
+import random
+import sqlite3
+import subprocess
+import sys
+import time
+
+import pytest
+
+import powergrad_cli
+from powergrad.lab import figures
+from powergrad.lab.arms import arms_of, decomposition, parse_arm, parse_grid
+from powergrad.lab.compare import check_identity, default_grid, explain_decomposition, sweep_arms
+from powergrad.lab.config import Recipe, RecipeError
+from powergrad.lab.jobs import Job, JobError, run_jobs
+from powergrad.lab.run import Run
+from powergrad.lab.study import Results, Study, read_csv
+from powergrad.lab.terminal import chart, result_table
+
+CHANGES = {
+    "data.limit": 128,
+    "model.width": 4,
+    "model.norm": "none",
+    "train.batch_size": 32,
+    "train.epochs": 3,
+    "schedule.warmup_epochs": 1,
+    "optimizer.lr": 0.05,
+    "machine.threads": 1,
+    "machine.keep_best": False,
+}
+SMALL = Recipe().override(CHANGES)
+TOKENS = [f"--{key}={json.dumps(value)}" for key, value in CHANGES.items()]
+
+
+def powergrad(*tokens):
+    return powergrad_cli.main([str(token) for token in tokens])
+
+
+# Arms ---------------------------------------------------------------------------------------------
+
+
+def test_named_arms_are_the_papers_methods():
+    arms = arms_of(
+        ["baseline", "pgt", "gc", "agc", "gc+pgt", "agc+pgt", "label-smoothing",
+         "pgt+label-smoothing"], [0.3]
+    )  # fmt: skip
+    assert arms["baseline"] == {}
+    assert arms["agc+pgt"] == {"clip.agc": 0.01, "loss.alpha": 0.3}
+    assert arms["pgt+label-smoothing"] == {"loss.alpha": 0.3, "loss.label_smoothing": 0.1}
+    assert arms["gc+pgt"] == {"clip.norm": 1.0, "loss.alpha": 0.3}
+    for changes in arms.values():
+        Recipe().override(changes)  # each is a recipe
+
+
+def test_an_unknown_arm_is_refused_with_the_nearest():
+    with pytest.raises(RecipeError, match="'pgtt'; did you mean 'pgt'"):
+        parse_arm("agc+pgtt", 0.3)
+
+
+def test_an_arm_twice_is_refused():
+    with pytest.raises(RecipeError, match="'pgt' twice"):
+        arms_of(["pgt", "pgt"], [0.3])
+    with pytest.raises(RecipeError, match="'a' and 'b' are the same run"):
+        Study("compare", SMALL, {"a": {}, "b": {"loss.alpha": 1.0}}, [0, 1])
+
+
+@pytest.mark.parametrize("text", ["lr", "lr=", "lr=1,1"])
+def test_a_grid_that_is_none(text):
+    with pytest.raises(RecipeError):
+        parse_grid([text])
+
+
+def test_every_arm_of_the_decomposition_is_a_factor_of_the_identity():
+    arms = decomposition(SMALL, 0.25)
+    assert len(arms) == 10  # CE, PGT, their equal, five factors, CE(alpha z), CE at lr / alpha
+    together = arms["two-group CE"]
+    alone = [changes for arm, changes in arms.items() if "alpha" in arm and "CE" not in arm]
+    assert len(alone) == 5
+    assert {k: v for changes in alone for k, v in changes.items()} == together
+    assert together == {
+        "optimizer.backbone.lr": 4.0,
+        "optimizer.backbone.weight_decay": 0.25,
+        "optimizer.head.lr": 0.25,
+        "optimizer.head.weight_decay": 4.0,
+        "model.head_scale": 0.25,
+    }
+    with pytest.raises(RecipeError, match="above 0 and below 1"):
+        decomposition(SMALL, 1.0)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_the_equal_training_is_equal(optimizer):
+    changes = {"optimizer.name": optimizer, "optimizer.weight_decay": 0.01, "train.epochs": 8}
+    if optimizer != "sgd":
+        changes |= {"optimizer.lr": 2e-3, "schedule.warmup_start": 1e-4}
+    assert check_identity(SMALL.override(changes), alpha=0.3, steps=30) < 1e-9
+
+
+def test_a_grid_around_the_recipes_own_value():
+    assert default_grid(SMALL, "optimizer.lr") == [0.0125, 0.025, 0.05, 0.1, 0.2]
+    with pytest.raises(RecipeError, match=r"Expected the values to try for 'clip.agc'"):
+        default_grid(SMALL, "clip.agc")
+
+
+# Studies ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """A comparison of two arms over two seeds, made by the command."""
+    out = tmp_path_factory.mktemp("runs")
+    status = powergrad("compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--seeds", 2,
+                       "--out", out, "--name", "small", "--workers", 2)  # fmt: skip
+    assert status == 0
+    return out / "small"
+
+
+def test_what_a_comparison_leaves(study):
+    told = json.loads((study / "study.json").read_text())
+    assert told["arms"] == ["baseline", "pgt"]
+    assert told["kind"] == "compare"
+    assert told["changes"]["pgt"] == {"loss.alpha": 0.25}
+    assert told["comparisons"][0]["verdict"] == "underpowered"
+    with open(study / "study.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["arm"], row["seed"]) for row in rows] == [
+        ("baseline", "0"), ("pgt", "0"), ("baseline", "1"), ("pgt", "1")
+    ]  # fmt: skip
+    for row in rows:
+        result = Run(study / row["run"]).result()
+        assert result is not None
+        assert float(row["test_accuracy"]) == result["test_accuracy"]
+    means = [
+        sum(float(r["test_accuracy"]) for r in rows if r["arm"] == arm) / 2
+        for arm in ("pgt", "baseline")
+    ]
+    assert told["comparisons"][0]["difference"] == pytest.approx(means[0] - means[1])
+    assert (study / "study.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_again_does_nothing_again(study, capsys):
+    before = {path: path.stat().st_mtime_ns for path in study.glob("*/model.safetensors")}
+    assert len(before) == 4
+    powergrad("compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--seeds", 2,
+              "--out", study.parent, "--name", "small")  # fmt: skip
+    assert {path: path.stat().st_mtime_ns for path in study.glob("*/model.safetensors")} == before
+    said = capsys.readouterr().out
+    assert "pgt against baseline is underpowered" in said
+    assert "Here pgt is not told apart from baseline" in said
+
+
+def test_a_folder_of_another_recipe_is_refused_and_left_alone(study, capsys):
+    before = {path: path.read_bytes() for path in study.glob("study.*")}
+    status = powergrad("compare", "digits", *TOKENS, "--train.epochs=4", "--seeds", 2,
+                       "--out", study.parent, "--name", "small")  # fmt: skip
+    assert status == 2
+    assert "got one of another recipe; give another --name" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in study.glob("study.*")} == before
+    status = powergrad("compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--alpha", "0.5",
+                       "--seeds", 2, "--out", study.parent, "--name", "small")  # fmt: skip
+    assert status == 2
+    assert "Expected the arm 'pgt'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["--arms", "baseline,pgtt"], "did you mean 'pgt'?"),
+        (["--seeds", "1"], "Expected at least 2 seeds"),
+        (["--seeds", "0"], "Expected `seeds` to be at least 1"),
+        (["--arms", "baseline"], "Expected at least 2 arms"),
+        (["--alpha", "1.5"], "loss.alpha: expected less than or equal to 1, but got 1.5"),
+        (["--alpha", "x"], "could not convert"),
+        (["--metric", "beauty"], "Expected `metric` to be one of"),
+        (["--optimizer.lrr", "1"], "did you mean 'optimizer.lr'?"),
+        (["--workers", "0"], "Expected `workers` to be at least 1"),
+        (["--storage", "nonsense://x"], "storage"),
+    ],
+)
+def test_bad_input_to_compare(tmp_path, capsys, tokens, message):
+    assert powergrad("compare", "digits", *TOKENS, "--out", tmp_path / "runs", *tokens) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("runs/*/*/model.safetensors"))
+
+
+def test_tables_and_figures_of_a_study(study, tmp_path):
+    from rich.console import Console
+
+    rows = []
+    with open(study / "study.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            rows.append({"arm": row["arm"], "seed": int(row["seed"]), "test_accuracy":
+                         float(row["test_accuracy"])})  # fmt: skip
+    results = Results("test_accuracy", 0.5, "baseline", rows)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(result_table(results))
+    text = console.export_text()
+    assert "baseline" in text
+    assert "pgt" in text
+    assert "difference from baseline" in chart(results)
+    figures.save(figures.study_figure(results, "a note"), tmp_path / "x.svg")
+    assert "a note" in (tmp_path / "x.svg").read_text() or (tmp_path / "x.svg").stat().st_size
+
+
+# Runs made elsewhere ------------------------------------------------------------------------------
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+GOOD = "arm,seed,metric\n" + "".join(
+    f"{arm},{seed},{value + 0.1 * seed}\n"
+    for arm, value in (("baseline", 90.0), ("new", 91.0))
+    for seed in range(8)
+)
+
+
+def test_a_csv_from_elsewhere(tmp_path, capsys):
+    assert powergrad("compare", "--from", write(tmp_path / "r.csv", GOOD)) == 0
+    said = capsys.readouterr().out
+    assert "new is better than baseline: +1.00" in said
+    assert "Here new is better than baseline." in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("arm,metric\na,1\n", "to have the columns arm, seed and metric"),
+        ("arm,seed,x,y\na,1,2,3\n", "a metric (name it with --metric)"),
+        ("", "but got none"),
+        (GOOD + "new,9,nan\n", "NaN"),
+        (GOOD + "new,9,many\n", "in line 18"),
+        (GOOD + "new,3,5\n", "seed 3"),
+        ("arm,seed,metric\na,1,2\nb,1,2\n", "seed"),
+        ("arm,seed,metric\na,1,2\na,2,2\n", "arm"),
+    ],
+)
+def test_a_csv_that_cannot_be_used(tmp_path, capsys, text, message):
+    path = write(tmp_path / "r.csv", text)
+    assert powergrad("compare", "--from", path) == 2
+    assert message.lower() in capsys.readouterr().err.lower()
+    assert [each.name for each in tmp_path.iterdir()] == ["r.csv"]
+
+
+def test_a_baseline_by_name(tmp_path):
+    results = read_csv(write(tmp_path / "r.csv", GOOD), metric=None, baseline="new", margin=0.5)
+    assert results.comparisons()[0].verdict == "worse"
+
+
+# Sweep, tuning, decomposition ---------------------------------------------------------------------
+
+
+def test_a_sweep_and_its_figure(tmp_path, capsys):
+    tokens = ["sweep", "digits", *TOKENS, "--train.epochs=2", "--grid", "alpha=1,0.5",
+              "--grid", "lr=0.05,0.1", "--seeds", 2, "--out", tmp_path, "--name", "s"]  # fmt: skip
+    assert powergrad(*tokens) == 0
+    told = json.loads((tmp_path / "s/study.json").read_text())
+    assert told["arms"] == [
+        "alpha=1, lr=0.05", "alpha=1, lr=0.1", "alpha=0.5, lr=0.05", "alpha=0.5, lr=0.1"
+    ]  # fmt: skip
+    assert len(told["rows"]) == 8
+    assert (tmp_path / "s/study.png").stat().st_size > 5000
+
+
+def test_sweep_arms_are_the_whole_grid():
+    assert len(sweep_arms({"loss.alpha": [1, 0.5, 0.1], "optimizer.lr": [0.1, 0.2]})) == 6
+
+
+def test_tuning_gives_every_arm_the_same_grid_on_held_out_data(tmp_path, capsys):
+    tokens = ["compare", "digits", *TOKENS, "--train.epochs=2", "--arms", "baseline,pgt",
+              "--tune", "lr=0.0001,0.1", "--tune-seeds", 1, "--seeds", 2, "--out", tmp_path,
+              "--name", "t"]  # fmt: skip
+    assert powergrad(*tokens) == 0
+    told = json.loads((tmp_path / "t/study.json").read_text())
+    tuning = told["tuning"]
+    assert tuning["seeds"] == [1000]
+    for arm in ("baseline", "pgt"):
+        tried = tuning["arms"][arm]["means"]
+        assert [each["value"] for each in tried] == [0.0001, 0.1]
+        best = max(tried, key=lambda each: each["mean"])["value"]
+        assert tuning["arms"][arm]["chosen"] == best
+        assert told["changes"][arm]["optimizer.lr"] == best
+    for folder in (tmp_path / "t/tuning").glob("*-seed*"):
+        recipe = Run(folder).recipe()
+        assert recipe.data.hold_out == 0.2
+        assert recipe.seed == 1000
+    for folder in (tmp_path / "t").glob("*-seed*"):
+        assert Run(folder).recipe().data.hold_out == 0
+        assert Run(folder).recipe().seed in (0, 1)
+
+
+def test_a_decomposition_says_what_the_gain_is_made_of():
+    arms = list(decomposition(SMALL, 0.25))
+    gains = {"PGT": 1.0, "two-group CE": 1.0, "backbone lr / alpha": 1.2, "head lr * alpha": -1.0}
+    rows = [
+        {"arm": arm, "seed": seed, "test_accuracy": 90 + gains.get(arm, 0) + 0.05 * (seed * n % 7)}
+        for n, arm in enumerate(arms)
+        for seed in range(12)
+    ]
+    text = explain_decomposition(Results("test_accuracy", 0.5, "CE", rows), 0.25)
+    assert "At alpha 0.25, PGT +1." in text
+    assert "Alone, these parts of it help: backbone lr / alpha +1." in text
+    assert "These do harm: head lr * alpha -" in text
+    assert "Instead of PGT one could change this here: backbone lr / alpha." in text
+
+
+# Workers ------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_cannot_be_done_is_told_and_the_others_are(tmp_path):
+    good = Job("good", SMALL)
+    bad = Job("bad", SMALL.override({"data.name": "folder:/nowhere"}))
+    with pytest.raises(JobError, match=r"1 of 2 runs could not be done:\n  bad: .*nowhere"):
+        run_jobs([bad, good], tmp_path, study="x", workers=1)
+    assert Run(tmp_path / "good").result() is not None
+
+
+def kill_a_worker(folder, rng):
+    """One of the processes that work on `folder`, killed where it stands."""
+    found = subprocess.run(
+        ["pgrep", "-f", f"powergrad.lab.jobs .*{folder.name}"], capture_output=True, text=True
+    )
+    pids = [int(pid) for pid in found.stdout.split()]
+    if pids:
+        subprocess.run(["kill", "-9", str(rng.choice(pids))])
+    return bool(pids)
+
+
+def test_killed_workers_lose_nothing_and_double_nothing(tmp_path):
+    folder = tmp_path / f"study-{random.getrandbits(64):x}"
+    recipe = SMALL.override({"train.epochs": 60, "machine.checkpoint_steps": 8})
+    jobs = [Job(f"run{seed}", recipe.override({"seed": seed})) for seed in range(6)]
+    rng = random.Random(5)
+    kills = 0
+    next_kill = None
+
+    def watch(snapshot):
+        nonlocal kills, next_kill
+        now = time.monotonic()
+        if next_kill is None and sum(snapshot.done.values()) > 0:
+            next_kill = now
+        if next_kill is not None and kills < 5 and now >= next_kill and len(snapshot.results) < 6:
+            kills += kill_a_worker(folder, rng)
+            next_kill = now + rng.uniform(0.5, 2)
+
+    results = run_jobs(jobs, folder, study="killed", workers=2, watch=watch)
+    assert kills == 5
+    assert sorted(results) == sorted(job.name for job in jobs)
+    with sqlite3.connect(folder / "jobs.db") as database:
+        done = database.execute(
+            "select a.value_json from trials t join trial_user_attributes a using (trial_id) "
+            "where t.state = 'COMPLETE' and a.key = 'name'"
+        ).fetchall()
+    assert sorted(json.loads(name) for (name,) in done) == sorted(results)
+    alone = run_jobs(jobs[:2], tmp_path / "alone", study="alone", workers=1)
+    for name, result in alone.items():
+        assert result["test_accuracy"] == results[name]["test_accuracy"]
+        assert (tmp_path / "alone" / name / "model.safetensors").read_bytes() == (
+            folder / name / "model.safetensors"
+        ).read_bytes()
+
+
+def test_interrupted_and_started_again(tmp_path):
+    """Ctrl-C in the middle of a study: exit code 130, then only what is missing is done."""
+    command = [sys.executable, "-m", "powergrad", "compare", "digits", *TOKENS,
+               "--train.epochs=40", "--arms", "baseline,pgt", "--seeds", "2", "--out",
+               str(tmp_path), "--name", "s", "--workers", "2"]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("s/*/metrics.csv")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    process.send_signal(2)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert "the same command goes on from there" in said
+    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr
+    for folder in tmp_path.glob("s/*-seed*"):
+        assert Run(folder).result() is not None
+    resumed = [Run(f).environment().get("resumed") for f in tmp_path.glob("s/*-seed*")]
+    assert any(resumed)
+
+
+# The plan -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("delta", "seeds"), [(0.09, 29), (0.14, 14), (0.30, 6)])
+def test_plan_by_the_command(capsys, delta, seeds):
+    assert powergrad("plan", "--delta", delta, "--sigma", 0.118) == 0
+    said = capsys.readouterr().out
+    assert f"Run {seeds}:" in said
+    if delta == 0.30:
+        assert "needs 5 seeds" in said
+    assert powergrad("plan", "--delta", delta, "--sigma", "imagenet-resnet18") == 0
+    assert f"Run {seeds}:" in capsys.readouterr().out
+
+
+def test_plan_from_a_study(study, capsys):
+    assert powergrad("plan", "--delta", 0.3, "--study", study) == 0
+    said = capsys.readouterr().out
+    assert "uncertain" in said
+    seconds = [Run(f).result()["seconds"] for f in study.glob("*-seed*")]  # pyright: ignore
+    assert math.isfinite(sum(seconds))
+    assert any(unit in said for unit in (" h", " min", " s", "hours", "minutes", "seconds"))
+
+
+@pytest.mark.parametrize("tokens", [["--delta", "0.1"], ["--delta", "0", "--sigma", "0.1"],
+                                    ["--delta", "0.1", "--sigma", "mnist"]])  # fmt: skip
+def test_plan_with_bad_input(capsys, tokens):
+    assert powergrad("plan", *tokens) == 2
+    assert capsys.readouterr().err.startswith("powergrad: ")
