@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-BENCHMARKS := loss linear agc altering monitor planted imports
+BENCHMARKS := loss linear agc altering monitor planted imports decode train
 
-.PHONY: help setup test test-deep test-gpu bench lint check clean
+.PHONY: help setup compare test test-deep test-gpu bench lint check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,15 +20,18 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(KERNEL)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lab]'
 	touch $@
 
-LOSSES := tests/test_loss.py tests/test_linear.py tests/test_mode.py
+compare: setup ## does it help? the default comparison: 4 arms x 8 seeds on digits
+	$(BIN)/powergrad compare
 
-test: setup ## every test, the losses with and without the C kernel
+BOTH_WAYS := tests/test_loss.py tests/test_linear.py tests/test_mode.py tests/test_clipping.py tests/test_monitor.py
+
+test: setup ## every test; what uses the C kernel also without it
 	$(PYTEST) -n 2
-	POWERGRAD_NATIVE=0 $(PYTEST) -n 2 $(LOSSES)
+	POWERGRAD_NATIVE=0 $(PYTEST) -n 2 $(BOTH_WAYS)
 
 test-deep: setup ## the same, with 10,000 and more random cases
 	HYPOTHESIS_PROFILE=deep $(PYTEST) -n 2
-	HYPOTHESIS_PROFILE=deep POWERGRAD_NATIVE=0 $(PYTEST) -n 2 $(LOSSES)
+	HYPOTHESIS_PROFILE=deep POWERGRAD_NATIVE=0 $(PYTEST) -n 2 $(BOTH_WAYS)
 
 bench: setup ## every benchmark; rewrites results/bench_*.csv and the README's table
 	for script in $(BENCHMARKS); do $(BIN)/python benchmarks/$$script.py || exit 1; done

@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": "How many seeds a claim needs.",
     "train": "One training run, from a recipe.",
     "inspect": "The census: which filters, features and layers are dead.",
+    "bench": "The benchmarks, in a checkout.",
 }
 
 

@@ -543,3 +543,31 @@ def inspect(
     if events_csv is not None:
         found.to_csv(events_csv, "events")
     return 0
+
+
+def bench(*names: str) -> int:
+    """Run the benchmarks of a checkout; each writes its figures to results/.
+
+    Args:
+        names: Which of them; all by default.
+    """
+    scripts = Path("benchmarks")
+    known = sorted(
+        path.stem
+        for path in scripts.glob("*.py")
+        if path.stem not in ("harness", "tables", "audit")
+    )
+    if not known:
+        raise ValueError(
+            "Expected to be in a checkout of powergrad, which has the folder benchmarks/, but got "
+            f"{str(Path.cwd())!r}."
+        )
+    for name in names:
+        if name not in known:
+            raise ValueError(f"Expected a benchmark of {', '.join(known)}, but got {name!r}.")
+    for name in names or known:
+        print(f"benchmarks/{name}.py", file=sys.stderr, flush=True)
+        status = subprocess.run([sys.executable, str(scripts / f"{name}.py")]).returncode
+        if status:
+            return status
+    return subprocess.run([sys.executable, str(scripts / "tables.py")]).returncode

@@ -1,0 +1,111 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import powergrad_cli
+from powergrad.lab.config import describe_keys, recipe_names
+from powergrad.lab.run import Run
+
+SMALL = ["--data.limit=128", "--model.width=4", "--train.epochs=2", "--train.batch_size=32",
+         "--schedule.warmup_epochs=1", "--monitor.every=2", "--machine.threads=1"]  # fmt: skip
+
+
+def powergrad(*tokens):
+    return powergrad_cli.main([str(token) for token in tokens])
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys, powergrad_cli; powergrad_cli.main(['--help']); "
+        "assert 'torch' not in sys.modules and 'optuna' not in sys.modules"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    for command in powergrad_cli.COMMANDS:
+        assert command in found.stdout
+
+
+@pytest.mark.parametrize("command", powergrad_cli.COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    assert powergrad(command, "--help") == 0
+    assert "Usage: powergrad" in capsys.readouterr().out
+
+
+def test_an_unknown_command_gets_the_nearest(capsys):
+    assert powergrad("trian") == 2
+    said = capsys.readouterr()
+    assert 'Did you mean "train"' in said.out + said.err
+
+
+def test_the_lists(capsys):
+    assert powergrad("train", "--list") == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in recipe_names())
+    assert powergrad("train", "--keys") == 0
+    said = capsys.readouterr().out
+    assert all(key in said for key, *_ in describe_keys())
+
+
+def test_train_then_resume_then_inspect(tmp_path, capsys):
+    assert powergrad("train", "digits", *SMALL, "--out", tmp_path, "--resume") == 2
+    assert "Expected a run to resume" in capsys.readouterr().err
+    assert powergrad("train", "digits", *SMALL, "--out", tmp_path) == 0
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith("digits-resnet8-seed0-")
+    assert folder.name.endswith(Run(folder).recipe().key)
+    assert powergrad("train", "digits", *SMALL, "--out", tmp_path, "--resume") == 0
+    assert "is finished" in capsys.readouterr().out
+    assert powergrad("train", folder) == 0  # a run's folder is a recipe too
+    assert "is finished" in capsys.readouterr().out
+
+    assert powergrad("inspect", folder, "--layers-csv", tmp_path / "layers.csv") == 0
+    assert "filters dead" in capsys.readouterr().out
+    assert (tmp_path / "layers.csv").read_text().startswith("number,layer")
+
+
+def test_inspect_a_checkpoint(tmp_path, capsys):
+    weight = torch.ones(4, 3)
+    weight[2] = 0
+    save_file({"fc.weight": weight}, tmp_path / "model.safetensors")
+    assert powergrad("inspect", tmp_path / "model.safetensors", "--csv", tmp_path / "x.csv") == 0
+    lines = (tmp_path / "x.csv").read_text().splitlines()
+    assert len(lines) == 2
+    assert ",fc,2," in lines[1]
+    assert powergrad("inspect", tmp_path) == 0  # a folder with model.safetensors
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["train"], "Expected a recipe"),
+        (["train", "digitz"], "did you mean 'digits'?"),
+        (["train", "digits", "--loss.alpha", "2"], "loss.alpha: expected less than or equal to 1"),
+        (["train", "digits", "--loss.alfa", "1"], "did you mean 'loss.alpha'?"),
+        (["train", "digits", "--loss.alpha"], "Expected overrides as"),
+        (["train", "digits", "--data.name", "mnist"], "mnist"),
+        (["train", "digits", "--model.name", "resnet19"], "resnet19"),
+        (["train", "digits", "--data.name", "cifar10"], "cifar10"),
+        (["inspect", "nowhere"], "nowhere"),
+        (["bench", "nothing"], "Expected"),
+    ],
+)
+def test_bad_input(tmp_path, monkeypatch, capsys, tokens, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("POWERGRAD_DATA", str(tmp_path))
+    assert powergrad(*tokens) == 2
+    said = capsys.readouterr()
+    assert message in said.err + said.out
+    assert "Traceback" not in said.err
+    assert not list(tmp_path.glob("runs/*/model.safetensors"))
+
+
+def test_the_averaged_weights_are_those_that_are_kept(tmp_path):
+    for name, extra in (("plain", []), ("average", ["--train.ema=0.5"])):
+        folder = tmp_path / name
+        assert powergrad("train", "digits", *SMALL, "--folder", folder, *extra) == 0
+    plain, average = (load_file(tmp_path / n / "model.safetensors") for n in ("plain", "average"))
+    assert plain.keys() == average.keys()
+    assert not torch.equal(plain["fc.weight"], average["fc.weight"])
