@@ -9,6 +9,7 @@ admits one process, and a finished run is returned as it is, so no run is done t
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -29,6 +30,7 @@ __all__ = ["Job", "JobError", "Snapshot", "run_jobs", "work"]
 HEARTBEAT = 2  # seconds
 GRACE = 12  # seconds without a heartbeat after which a worker is taken for dead
 RETRIES = 20  # of one run: a run that kills its worker every time must end some time
+ALIVE = ("WAITING", "RUNNING")
 DEATHS = 20  # of workers, with no run finished in between
 
 
@@ -113,9 +115,9 @@ def run_jobs(
                 for trial in tried:
                     if trial.state.name == "COMPLETE":
                         results[job.name] = trial.user_attrs["result"]
-                if job.name in results or any(t.state.name != "FAIL" for t in tried):
+                if job.name in results or any(t.state.name in ALIVE for t in tried):
                     lost.pop(job.name, None)
-                elif "error" in tried[-1].user_attrs:
+                elif tried and "error" in tried[-1].user_attrs:
                     failed[job.name] = tried[-1].user_attrs["error"]
                 elif len(tried) > RETRIES:
                     failed[job.name] = "its worker was killed each time"
@@ -175,10 +177,13 @@ def _fraction(job: Job, folder: Path, results: Mapping[str, Any]) -> float:
 # The queue ----------------------------------------------------------------------------------------
 
 
-def _open_queue(url: str, study: str) -> Any:
+def _open_queue(url: str, study: str, attempts: int = 3) -> Any:
     import optuna
 
+    if url.startswith("postgresql://") and not importlib.util.find_spec("psycopg2"):
+        url = url.replace("postgresql://", "postgresql+psycopg://", 1)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    retry = optuna.storages.RetryHeartbeatStaleTrialCallback(RETRIES)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         try:
@@ -187,9 +192,7 @@ def _open_queue(url: str, study: str) -> Any:
                 engine_kwargs={"connect_args": {"timeout": 60}} if "sqlite" in url else None,
                 heartbeat_interval=HEARTBEAT,
                 grace_period=GRACE,
-                heartbeat_stale_trial_callback=optuna.storages.RetryHeartbeatStaleTrialCallback(
-                    RETRIES
-                ),
+                heartbeat_stale_trial_callback=retry,
             )
             return optuna.create_study(
                 storage=storage,
@@ -203,7 +206,10 @@ def _open_queue(url: str, study: str) -> Any:
             if type(error).__module__.partition(".")[0] not in ("sqlalchemy", "optuna"):
                 raise
             why = str(error).splitlines()[0]
-            raise RunError(f"Expected to reach the storage {url!r}, but got: {why}") from None
+    if attempts == 1:
+        raise RunError(f"Expected to reach the storage {url!r}, but got: {why}")
+    time.sleep(1)  # two machines that make the tables at the same moment get in each other's way
+    return _open_queue(url, study, attempts - 1)
 
 
 def _enqueue(queue: Any, jobs: Sequence[Job]) -> None:
@@ -211,7 +217,7 @@ def _enqueue(queue: Any, jobs: Sequence[Job]) -> None:
     known = {
         trial.user_attrs.get("name")
         for trial in queue.get_trials(deepcopy=False)
-        if trial.state.name != "FAIL"
+        if trial.state.name in (*ALIVE, "COMPLETE")
     }
     for job in jobs:
         if job.name not in known:
@@ -236,6 +242,10 @@ def work(url: str, study: str, folder: Path) -> None:
         if "recipe" not in trial.user_attrs:  # another worker was faster: there was nothing left
             raise optuna.TrialPruned
         job = Job(trial.user_attrs["name"], Recipe.model_validate(trial.user_attrs["recipe"]))
+        for other in queue.get_trials(deepcopy=False):  # two machines may have asked for it
+            same = other.user_attrs.get("name") == job.name and other.number < trial.number
+            if same and other.state.name in ("RUNNING", "COMPLETE"):
+                raise optuna.TrialPruned
         try:
             run = train(job.recipe, folder / job.name)
         except Interrupted:
