@@ -15,6 +15,7 @@ import csv
 import importlib
 import os
 import platform
+import random
 import subprocess
 import sys
 import time
@@ -67,11 +68,14 @@ def interleaved(
 ) -> dict[str, float]:
     """The median CPU seconds of each variant, over `rounds` in which each has its turn.
 
-    `before` runs ahead of each turn and is not timed.
+    The order is another one in each round: what a variant finds in the caches and the allocator
+    depends on its predecessor. `before` runs ahead of each turn and is not timed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
+    order, chance = list(variants.items()), random.Random(0)
     for i in range(rounds + 1):  # the first warms up
-        for name, run in variants.items():
+        chance.shuffle(order)
+        for name, run in order:
             before()
             begin = time.process_time()
             run()

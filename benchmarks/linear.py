@@ -6,6 +6,8 @@
 (see `harness.py`). `plain` is `F.linear` and `F.cross_entropy`; `chunked` is
 `F.linear_cross_entropy` with blocks of its own choice, `chunked-256` with blocks of 256 rows;
 `powergrad` is `linear_cross_entropy` at alpha 0.3, `powergrad-eager` the same without the C kernel.
+`products` and `products-176` are the three products of matrices alone, logits, dh and dW, whole and
+in blocks of 176 rows: the least that plain and ours could take.
 Peak memory is what PyTorch's allocator handed out at a time above the inputs; `gradients` is the
 part of it that any of them needs, dW + dh. `rss` is the growth of the resident set in a process of
 its own, with the allocator's defaults, in MB.
@@ -53,7 +55,22 @@ def variants(hidden: Tensor, head: Tensor, target: Tensor) -> dict[str, Callable
             )
     runs["powergrad"] = training(ours)
     runs["powergrad-eager"] = without_kernel(training(ours))
+    runs["products"] = products(hidden.detach(), head.detach(), TOKENS)
+    runs["products-176"] = products(hidden.detach(), head.detach(), 176)
     return runs
+
+
+def products(hidden: Tensor, head: Tensor, rows: int) -> Callable[[], object]:
+    def run() -> object:
+        d_hidden, d_head = torch.empty_like(hidden), torch.zeros_like(head)
+        block = hidden.new_empty(rows, head.shape[0])
+        for h, dh in zip(hidden.split(rows), d_hidden.split(rows), strict=True):
+            logits = torch.mm(h, head.t(), out=block[: h.shape[0]])
+            torch.mm(logits, head, out=dh)
+            d_head.addmm_(logits.t(), h)
+        return d_hidden, d_head
+
+    return run
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:

@@ -6,8 +6,10 @@ import copy
 import io
 import pickle
 import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +20,14 @@ from references import gradient_of_potential, literal_gradient, potential, row_e
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from powergrad import CrossEntropyLoss, binary_cross_entropy_with_logits, cross_entropy
+from powergrad import (
+    CrossEntropyLoss,
+    _native,
+    _rows,
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+)
+from powergrad import loss as loss_module
 
 # (dtype, error of the gradient relative to its row's largest entry, error of the value).
 # bfloat16 has 8 bits and may be rounded twice: where it is kept, and where it is scaled. float16
@@ -138,6 +147,53 @@ def test_gradient_is_that_of_the_potential(device, case):
         assert actual.isnan().equal(oracle.isnan())
         return
     assert row_error(actual, oracle, case.class_dim, allowance(case, oracle)) <= tolerance(case)
+
+
+@settings(max_examples=2 * settings().max_examples)
+@given(cases())
+def test_in_blocks(device, case):
+    """As large tensors are worked on, where there is no C kernel."""
+    case = to(case, device)
+    with (
+        patch.object(_native, "library", lambda: None),
+        patch.multiple(_rows, LARGE=0, BLOCK=80),
+        patch.object(loss_module, "SMALL", 0),
+    ):
+        value, actual = gradient(case)
+    expected, _ = gradient(case)
+    assert torch.allclose(value, expected, *2 * [TOLERANCE[value.dtype][1]], equal_nan=True)
+    oracle = gradient_of_potential(
+        case.logits, case.target, case.alpha, case.upstream, **case.options
+    )
+    error = row_error(actual, oracle, case.class_dim, allowance(case, oracle))
+    assert not error > tolerance(case)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}])
+def test_a_vocabulary_of_128_000(device, generator, native, options):
+    """A sum that adds one class after the other would be off by 2e-6."""
+    z = torch.randn(3, 128_000, generator=generator).to(device)
+    y = torch.tensor([0, 5, 127_999], device=device)
+    with nullcontext() if native else patch.object(_native, "library", lambda: None):
+        _, actual = gradients_of(cross_entropy, z, y, alpha=0.3, **options)
+    oracle = gradient_of_potential(z, y, 0.3, torch.tensor(1.0), **options)
+    assert row_error(actual, oracle, 1) <= 2e-7
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 3, 7])
+def test_ignored_labels_among_few(device, generator, ignore_index):
+    """Where `nll_loss` finds out about them (see `powergrad.loss._loss_and_gradient`)."""
+    z, y = logits(generator).to(device), LABELS.clone().to(device)
+    y[1] = ignore_index
+    with patch.object(_native, "library", lambda: None):
+        value, actual = gradients_of(cross_entropy, z, y, alpha=0.3, ignore_index=ignore_index)
+    expected, oracle = gradients_of(
+        cross_entropy, z[[0, 2, 3]], y[[0, 2, 3]], alpha=0.3, ignore_index=ignore_index
+    )
+    assert torch.allclose(value, expected, rtol=1e-14)
+    assert torch.allclose(actual[[0, 2, 3]], oracle, rtol=1e-14)
+    assert (actual[1] == 0).all()
 
 
 def tolerance(case: Case) -> float:

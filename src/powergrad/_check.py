@@ -112,7 +112,9 @@ def check_alpha(alpha: float | Tensor, tensor: Tensor, dim: int | None) -> Tenso
 
 
 def check_number(alpha: float) -> float:
-    if isinstance(alpha, bool) or not isinstance(alpha, (numbers.Real, torch.SymFloat)):
+    if type(alpha) is not float and (
+        isinstance(alpha, bool) or not isinstance(alpha, (numbers.Real, torch.SymFloat))
+    ):
         raise TypeError(f"Expected `alpha` to be a number, but got {type(alpha).__name__}.")
     if not 0 <= alpha <= 1:
         raise ValueError(f"Expected `alpha` to be in [0, 1], but got {alpha}.")
@@ -169,13 +171,14 @@ def check_cross_entropy(
     check_floating(input, "input")
     check_reduction(reduction)
     check_smoothing(label_smoothing)
-    if input.dim() == 0:
+    shape = input.shape
+    if not shape:
         raise ValueError("Expected `input` to have a class dimension, but got shape ().")
-    class_dim = 0 if input.dim() == 1 else 1
-    num_classes = input.shape[class_dim]
+    class_dim = 0 if len(shape) == 1 else 1
+    num_classes = shape[class_dim]
     if num_classes == 0:
         raise ValueError(f"Expected `input` to have classes, but got shape {shape_of(input)}.")
-    check_target(target, input, class_dim, ignore_index)
+    check_target(target, shape, class_dim, ignore_index)
     if weight is not None:
         check_floating(weight, "weight")
         if shape_of(weight) != (num_classes,):
@@ -195,16 +198,14 @@ def check_cross_entropy(
     return class_dim
 
 
-def check_target(target: Tensor, input: Tensor, class_dim: int, ignore_index: int) -> None:
+def check_target(target: Tensor, shape: torch.Size, class_dim: int, ignore_index: int) -> None:
     if not isinstance(target, Tensor):
         raise TypeError(f"Expected `target` to be a tensor, but got {type(target).__name__}.")
-    shape = shape_of(input)
-    positions = shape[:class_dim] + shape[class_dim + 1 :]
     if target.is_floating_point():
-        if shape_of(target) != shape:
+        if target.shape != shape:
             raise ValueError(
-                f"Expected `target` of class probabilities to have the shape of `input`, {shape}, "
-                f"but got {shape_of(target)}."
+                f"Expected `target` of class probabilities to have the shape of `input`, "
+                f"{tuple(shape)}, but got {shape_of(target)}."
             )
         if ignore_index >= 0:
             raise ValueError(
@@ -217,10 +218,11 @@ def check_target(target: Tensor, input: Tensor, class_dim: int, ignore_index: in
             "Expected `target` to hold class indices (torch.int64 or torch.uint8) or class "
             f"probabilities (floating-point), but got {target.dtype}."
         )
-    if shape_of(target) != positions:
+    positions = shape[:class_dim] + shape[class_dim + 1 :]
+    if target.shape != positions:
         raise ValueError(
-            f"Expected `target` of class indices to have shape {positions} for `input` of shape "
-            f"{shape}, but got {shape_of(target)}."
+            f"Expected `target` of class indices to have shape {tuple(positions)} for `input` of "
+            f"shape {tuple(shape)}, but got {shape_of(target)}."
         )
 
 
@@ -232,7 +234,7 @@ def check_labels(target: Tensor, num_classes: int, ignore_index: int) -> bool:
     if target.is_floating_point() or not values_readable(target) or not target.numel():
         return False
     low, high = target.aminmax()
-    low, high = int(low), int(high)
+    low, high = low.item(), high.item()
     if low >= 0 and high < num_classes:
         return not low <= ignore_index <= high
     labels = target[target != ignore_index]

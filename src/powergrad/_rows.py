@@ -3,37 +3,33 @@ r"""One visit to each row of logits: its loss, and its gradient in one buffer.
 `powergrad.loss` and `powergrad.linear` share this. From logits (N, C) it makes the losses (N) and
 the gradients ``m p' - w q`` with ``m = sum(w q)``, in place:
 
-    log p            the value is taken here
-    alpha log p      log p' up to a constant
-    p'               by softmax
-    p' - q
+    log p                    the value is taken here
+    e = p^alpha              as 2^(alpha log2 p): faster than softmax, and not less exact
+    e - onehot sum(e)        p' - onehot, but for the divisor sum(e)
 
-Nothing is scaled yet. 1/N, a loss scale and the incoming gradient meet this buffer in the backward
-pass, so that none of them can push it below the smallest number.
+No power overflows, since p is at most 1, and sum(e) is between 1 and C. Nothing is scaled yet: 1/N,
+a loss scale and the incoming gradient meet this buffer in the backward pass, so that none of them
+can push it below the smallest number. So does the divisor, which then costs no pass of its own.
 """
 
 from __future__ import annotations
 
-import itertools
-from typing import NamedTuple
+import math
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A large tensor is worked on in blocks, of which so many elements stay in a core's cache from the
-# first operation to the last. Below `LARGE` that saves less than the splitting costs.
-BLOCK = 1 << 18
+from powergrad._check import nonzero
+
+# A large tensor is worked on in blocks, of which so many elements stay in the cache from the first
+# operation to the last. Below `LARGE` that saves less than the splitting costs.
+BLOCK = 1 << 19
 LARGE = 1 << 21
 
-
-class Rows(NamedTuple):
-    """The gradient of row i is ``factor[i] * buffer[i]``; a mean is divided by ``mass``."""
-
-    losses: Tensor
-    buffer: Tensor
-    factor: Tensor | None
-    mass: float | Tensor
+LOG2_E = math.log2(math.e)
+NEVER = -(1 << 62)  # a label to be ignored that does not occur
 
 
 def loss_and_gradient(
@@ -42,63 +38,115 @@ def loss_and_gradient(
     weight: Tensor | None,
     alpha: float | Tensor,
     ignore_index: int,
+    reduction: str,
     label_smoothing: float,
     *,
     out: Tensor | None = None,
     all_count: bool = False,
-) -> Rows:
-    """Losses and gradients of logits (N, C), for class indices (N) or probabilities (N, C).
+) -> tuple[Tensor, Tensor, Tensor | None, float | Tensor | None]:
+    """The loss of logits (N, C), for class indices (N) or probabilities (N, C); and its gradient.
 
     `alpha` is a number, or a tensor of one or of N. `out` is the buffer to use, and may be `logits`
-    itself. `all_count` says that every label is a class and none is `ignore_index`.
+    itself; it is divided already. `all_count` says that every label is a class and none is
+    `ignore_index`; if that is not so, and there is no label smoothing, an IndexError on CPU.
+
+    Returns:
+        The loss, reduced; the buffer; factors and divisors: the gradient of row i is
+        ``factor[i] / divisor[i] * buffer[i]``. Both are (N, 1) or one number, or None for 1.
     """
-    n = logits.shape[0]
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    weight = None if weight is None else weight.to(wide)
     if isinstance(alpha, Tensor):
-        alpha = alpha.to(logits.device).reshape(-1, 1).expand(n, 1)
-    if target.is_floating_point():
-        losses, buffer = _in_blocks(logits, target, weight, alpha, label_smoothing, out)
-        return Rows(losses, buffer, None, n)
+        alpha = _column(alpha, logits)
+    if target.is_floating_point() or (all_count and weight is None):
+        loss, buffer, divisor = _visit(
+            logits, target, weight, alpha, reduction, label_smoothing, out
+        )
+        if reduction != "mean":
+            return loss, buffer, None, divisor
+        n = logits.shape[0]
+        # n times the divisor, in half the time of mul_, which would make a tensor of n.
+        return loss, buffer, None, n if divisor is None else divisor.add_(divisor, alpha=n - 1)
 
     kept = None if all_count else target != ignore_index
-    labels = target.long() if kept is None else target.long().where(kept, 0)
-    losses, buffer = _in_blocks(logits, labels, weight, alpha, label_smoothing, out)
-    if weight is None and kept is None:
-        return Rows(losses, buffer, None, n)
-    factor = torch.ones_like(losses) if kept is None else kept.to(wide)
-    counted = factor if weight is None else factor * weight[labels]
+    labels = target if kept is None else target.where(kept, 0)
+    weight = None if weight is None else weight.to(_wide(logits))
+    losses, buffer, divisor = _visit(logits, labels, weight, alpha, "none", label_smoothing, out)
+    factor = torch.ones_like(losses) if kept is None else kept.to(losses.dtype)
+    counted = factor if weight is None else factor * weight[labels.long()]
     if label_smoothing == 0:  # else the weights are in the buffer and the losses
         factor = counted
-    return Rows(losses * factor, buffer, factor, counted.sum())
+    loss, mass = losses * factor, counted.sum()
+    if reduction != "none":
+        loss = loss.sum()
+    if reduction == "mean":
+        loss = loss / mass
+        divisor = nonzero(mass) if divisor is None else divisor * nonzero(mass)
+    return loss, buffer, factor.unsqueeze(1), divisor
 
 
-def _in_blocks(
+def _column(alpha: Tensor, logits: Tensor) -> Tensor:
+    """One alpha a row. It is rounded to the dtype of log p only after its product with log2(e)."""
+    wide = _wide(logits)
+    exact = alpha.to(logits.device, torch.promote_types(alpha.dtype, wide))
+    return exact.reshape(-1, 1).expand(logits.shape[0], 1)
+
+
+def _visit(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
     alpha: float | Tensor,
+    reduction: str,
     label_smoothing: float,
     out: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    work = _of_probabilities if target.is_floating_point() else _of_labels
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The loss, where all rows count alike; the buffer; the divisors. In blocks, if large."""
+    if target.is_floating_point():
+        work = _of_probabilities
+    else:
+        work = _of_labels if label_smoothing == 0 else _of_smoothed_labels
+        target = target.long()
     n, c = logits.shape
     if out is None and n * c < LARGE:
-        return work(logits, target, weight, alpha, label_smoothing, None)
+        return work(logits, target, weight, alpha, reduction, label_smoothing, None)
     # float16 would lose a p' of 1e-8, so its buffer is wider; bfloat16 has float32's range.
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    kept_dtype = wide if logits.dtype == torch.float16 else logits.dtype
-    buffer = logits.new_empty(n, c, dtype=kept_dtype) if out is None else out
-    losses = logits.new_empty(n, dtype=wide)
-    rows = max(1, BLOCK // c)
-    alphas = alpha.split(rows) if isinstance(alpha, Tensor) else itertools.repeat(alpha)
-    tensors = (t.split(rows) for t in (logits, target, losses, buffer))
-    for z, y, loss, block, a in zip(*tensors, alphas, strict=False):
-        values, grad = work(z, y, weight, a, label_smoothing, block)
-        loss.copy_(values)
+    kept = torch.float32 if logits.dtype == torch.float16 else logits.dtype
+    buffer = logits.new_empty(n, c, dtype=kept) if out is None else out
+    divided = out is not None or kept == torch.bfloat16
+    narrow = logits.dtype.itemsize < 4  # which a block is a wider copy of
+    rows = max(1, (BLOCK // 2 if narrow else BLOCK) // c)
+    alphas = alpha.split(rows) if isinstance(alpha, Tensor) else repeat(alpha)
+    losses: list[Tensor] = []
+    divisors: list[Tensor] = []
+    tensors = (t.split(rows) for t in (logits, target, buffer))
+    for z, y, block, a in zip(*tensors, alphas, strict=False):
+        values, grad, sums = work(z, y, weight, a, "none", label_smoothing, block)
+        losses.append(values)
+        if sums is not None and divided:
+            grad.div_(sums)
+        elif sums is not None:
+            divisors.append(sums)
         if grad is not block:
             block.copy_(grad)
-    return losses, buffer
+    loss = reduced(torch.cat(losses), reduction)
+    return loss, buffer, torch.cat(divisors) if divisors else None
+
+
+def mass_of(
+    target: Tensor, weight: Tensor | None, ignore_index: int, all_count: bool
+) -> float | Tensor:
+    """What a mean is divided by."""
+    if target.is_floating_point() or (all_count and weight is None):
+        return target.shape[0]
+    kept = target != ignore_index
+    if weight is None:
+        return kept.sum()
+    return (weight.to(_wide(weight))[target.long().where(kept, 0)] * kept).sum()
+
+
+def reduced(losses: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    return losses.mean() if reduction == "mean" else losses.sum()
 
 
 def _of_labels(
@@ -106,38 +154,44 @@ def _of_labels(
     y: Tensor,
     weight: Tensor | None,
     alpha: float | Tensor,
+    reduction: str,
     label_smoothing: float,
     out: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    log_p = _log_p(z, out)
-    losses = F.nll_loss(log_p, y, reduction="none")
-    label = y.unsqueeze(1)
-    if label_smoothing == 0:
-        return losses, _minus_label(log_p, label, alpha)
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Without smoothing and weights: these are factors of the rows."""
+    log_p, label = _log_p(z, out), y.unsqueeze(1)
+    loss = F.nll_loss(log_p, y, ignore_index=NEVER, reduction=reduction)
+    e, own, others = _powers(log_p, label, alpha)
+    # At the label, p' - 1 is minus the others' sum: p' may round to 1, and nothing would be left.
+    return loss, e.scatter_(1, label, -others), own.add_(others)
+
+
+def _of_smoothed_labels(
+    z: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    alpha: float | Tensor,
+    reduction: str,
+    label_smoothing: float,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    log_p, label = _log_p(z, out), y.unsqueeze(1)
     share = label_smoothing / z.shape[1]
-    w = losses.new_ones(z.shape[1]) if weight is None else weight
-    total, of_label = w.sum(), w[y] * (1 - label_smoothing)
-    losses.mul_(of_label).sub_(log_p @ w, alpha=share)
-    mass = (of_label + share * total).unsqueeze(1)
-    p = _flatten(log_p, alpha)
-    own = p.gather(1, label)
-    others = p.scatter_(1, label, 0.0).sum(1, keepdim=True)
-    # At the label, m p' - w_y q_y: by the other classes' sum where p' is nearly 1.
-    own_weight = w[label]
-    direct = mass * own - (of_label.unsqueeze(1) + share * own_weight)
-    by_others = share * (total - own_weight) - mass * others
-    grad = p.mul_(mass).sub_(share * w)
-    return losses, grad.scatter_(1, label, torch.where(own < 0.5, direct, by_others))
-
-
-def _minus_label(log_p: Tensor, label: Tensor, alpha: float | Tensor) -> Tensor:
-    """``p' - onehot`` in place. At the label it is minus the sum of the others.
-
-    There, p' may round to 1, and nothing would be left of the difference.
-    """
-    p = _flatten(log_p, alpha)
-    p.scatter_(1, label, 0.0)
-    return p.scatter_(1, label, p.sum(1, keepdim=True).neg_())
+    if weight is None:
+        w, own_w, total, every = 1.0, 1.0, z.shape[1], log_p.sum(1)
+    else:
+        w, own_w, total, every = weight, weight[label], weight.sum(), log_p @ weight
+    of_label = own_w * (1 - label_smoothing)
+    losses = every.mul_(-share).sub_((log_p.gather(1, label) * of_label).squeeze(1))
+    e, own, others = _powers(log_p, label, alpha)
+    sums = own + others
+    scale = (of_label + share * total) / sums
+    # At the label, m p' - w_y q_y: by the others' sum where p' is nearly 1.
+    direct = scale * own - (of_label + share * own_w)
+    by_others = share * (total - own_w) - scale * others
+    grad = e.mul_(scale).sub_(share * w)
+    grad.scatter_(1, label, torch.where(2 * own < sums, direct, by_others))
+    return reduced(losses, reduction), grad, None
 
 
 def _of_probabilities(
@@ -145,32 +199,48 @@ def _of_probabilities(
     q: Tensor,
     weight: Tensor | None,
     alpha: float | Tensor,
+    reduction: str,
     label_smoothing: float,
     out: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     log_p = _log_p(z, out)
     q = q.to(log_p.dtype)
     if label_smoothing > 0:
         q = q * (1 - label_smoothing) + label_smoothing / z.shape[1]
     if weight is not None:
-        q = q * weight
+        q = q * weight.to(q.dtype)
     losses = (log_p * q).sum(1).neg_()
-    return losses, _flatten(log_p, alpha).mul_(q.sum(1, keepdim=True)).sub_(q)
+    e = _power(log_p, alpha)
+    grad = e.mul_(q.sum(1, keepdim=True) / e.sum(1, keepdim=True)).sub_(q)
+    return reduced(losses, reduction), grad, None
 
 
-def _flatten(log_p: Tensor, alpha: float | Tensor) -> Tensor:
-    """``p'`` in place of log p."""
-    if isinstance(alpha, Tensor) or alpha == 0:  # a masked class stays masked at alpha 0
+def _powers(log_p: Tensor, label: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``p^alpha`` in place of log p, with 0 at the label; what it is there; and the sum of it."""
+    e = _power(log_p, alpha)
+    own = e.gather(1, label)
+    return e.scatter_(1, label, 0.0), own, e.sum(1, keepdim=True)
+
+
+def _power(log_p: Tensor, alpha: float | Tensor) -> Tensor:
+    """``p^alpha = 2^(alpha log2(e) log p)`` in place of log p."""
+    exponent = alpha * LOG2_E
+    if isinstance(exponent, Tensor) or exponent == 0:  # a masked class stays masked at alpha 0
         masked = log_p == -torch.inf
-        log_p.mul_(alpha).masked_fill_(masked, -torch.inf)
+        log_p.mul_(exponent).masked_fill_(masked, -torch.inf)
     else:
-        log_p.mul_(alpha)
-    return torch.softmax(log_p, 1, out=log_p)
+        F.leaky_relu_(log_p, exponent)  # a product, as log p <= 0; mul_ makes a tensor of a number
+    return log_p.exp2_()
 
 
 def _log_p(z: Tensor, out: Tensor | None) -> Tensor:
     """The log-probabilities in float32 or wider: in `out`, if there is one that suits."""
-    wide = torch.promote_types(z.dtype, torch.float32)
-    if out is None or z.dtype != wide:
-        return torch._log_softmax(z.to(wide), 1, False)  # pyright: ignore
+    if z.dtype.itemsize < 4:
+        return torch._log_softmax(z.float(), 1, False)  # pyright: ignore
+    if out is None:
+        return torch._log_softmax(z, 1, False)  # pyright: ignore
     return torch.log_softmax(z, 1, out=out)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

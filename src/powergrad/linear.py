@@ -29,13 +29,14 @@ from powergrad._check import (
     nonzero,
     shape_of,
 )
-from powergrad._rows import Rows, loss_and_gradient
+from powergrad._rows import loss_and_gradient, mass_of
 from powergrad.loss import cross_entropy
 
 __all__ = ["linear_cross_entropy"]
 
-BLOCK_BYTES = 20 << 20  # of logits,
-LEAST_ROWS = 128  # and at least so many rows, because each block rewrites dW
+BLOCK_BYTES = 22 << 20  # of logits at most,
+LEAST_ROWS = 128  # but so many rows at least, because each block rewrites dW,
+MULTIPLE = 16  # and so many at a time, which the products of matrices are tuned for
 
 
 def linear_cross_entropy(
@@ -69,7 +70,7 @@ def linear_cross_entropy(
         ignore_index: Class index whose positions count for nothing.
         reduction: "mean", "sum" or "none".
         label_smoothing: The mass of the target that is spread evenly over all classes.
-        chunk_rows: Rows in a block. By default 20 MB of logits, and 128 rows at least.
+        chunk_rows: Rows in a block. By default 22 MB of logits, and 128 rows at least.
         return_accuracy: Whether to return the share of the counted rows whose likeliest class is
             the target's, which costs a look at the logits that are there anyway.
 
@@ -112,36 +113,40 @@ def linear_cross_entropy(
                 f"Expected `alpha` to have shape () or {leading}, but got {shape_of(alpha)}."
             )
         alpha = alpha.reshape(rows)
-    options = Options(alpha, ignore_index, reduction, label_smoothing)
     likeness = hidden.new_empty(1, 1).expand(rows, classes)  # of the logits
     check_cross_entropy(likeness, target, weight, ignore_index, reduction, label_smoothing)
-    if not soft:
-        check_labels(target, classes, ignore_index)
+    all_count = check_labels(target, classes, ignore_index)
     check_alpha(alpha, likeness, 1)
 
-    tensors = [t for t in (hidden, linear_weight, linear_bias, weight, target) if t is not None]
+    most = BLOCK_BYTES // (classes * hidden.dtype.itemsize)
+    size = chunk_rows or max(LEAST_ROWS, most // MULTIPLE * MULTIPLE)
+    options = Options(alpha, ignore_index, reduction, label_smoothing, size, all_count)
+    tensors = (hidden, linear_weight, linear_bias, target, weight)
     differentiable = any(t is not None and t.requires_grad for t in (weight, target))
-    if differentiable or not is_plain(*tensors):
-        loss, accuracy = _whole(hidden, linear_weight, linear_bias, target, weight, options)
+    if differentiable or not is_plain(*(t for t in tensors if t is not None)):
+        loss, accuracy = _whole(tensors, options, return_accuracy)
     else:
-        size = chunk_rows or max(LEAST_ROWS, BLOCK_BYTES // (classes * hidden.dtype.itemsize))
-        loss, accuracy = _InBlocks.apply(
-            hidden, linear_weight, linear_bias, target, weight, options, size, return_accuracy
-        )
+        loss, accuracy = _InBlocks.apply(*tensors, options, return_accuracy)
     if reduction == "none":
         loss = loss.reshape(leading)
     if not autocasting(input):
         loss = loss.to(input.dtype)
-    return (loss, accuracy) if return_accuracy else loss
+    return loss if accuracy is None else (loss, accuracy)
 
 
 class Options(NamedTuple):
-    """The arguments of `cross_entropy` that are not about the head."""
+    """The arguments of `cross_entropy` that are not tensors of the graph; and of the blocks."""
 
     alpha: float | Tensor
     ignore_index: int
     reduction: str
     label_smoothing: float
+    rows: int
+    all_count: bool
+
+
+# Hidden states, head, bias, target and class weights.
+Tensors = tuple[Tensor, Tensor, "Tensor | None", Tensor, "Tensor | None"]
 
 
 def _check_head(
@@ -175,28 +180,32 @@ def _check_head(
     return shape_of(input)[:-1]
 
 
-def _whole(
-    hidden: Tensor,
-    head: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    weight: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor]:
+def _whole(tensors: Tensors, options: Options, with_accuracy: bool) -> tuple[Tensor, Tensor | None]:
     """The definition: all logits at once."""
+    hidden, head, bias, target, weight = tensors
     logits = F.linear(hidden, head, bias)
-    loss = cross_entropy(logits, target, weight, **options._asdict())
+    loss = cross_entropy(
+        logits,
+        target,
+        weight,
+        alpha=options.alpha,
+        ignore_index=options.ignore_index,
+        reduction=options.reduction,
+        label_smoothing=options.label_smoothing,
+    )
+    if not with_accuracy:
+        return loss, None
     correct, counted = _correct(logits, target, options.ignore_index)
-    return loss, correct.sum() / counted.sum()
+    return loss, correct / counted
 
 
 def _correct(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Which rows are right, and which count."""
+    """How many rows are right, and how many count."""
     if target.is_floating_point():
         right = logits.argmax(1) == target.argmax(1)
-        return right, torch.ones_like(right)
+        return right.sum(), torch.ones_like(right).sum()
     counted = target != ignore_index
-    return (logits.argmax(1) == target) & counted, counted
+    return ((logits.argmax(1) == target) & counted).sum(), counted.sum()
 
 
 class _InBlocks(torch.autograd.Function):
@@ -214,143 +223,116 @@ class _InBlocks(torch.autograd.Function):
         target: Tensor,
         weight: Tensor | None,
         options: Options,
-        size: int,
         with_accuracy: bool,
-    ) -> tuple[Tensor, Tensor]:
-        needed = ctx.needs_input_grad[:3]
-        at_once = options.reduction != "none" and any(needed)
-        work = _Work(hidden, head, bias, target, weight, options, size)
-        losses, mass, accuracy, gradients = work.run(needed if at_once else (), None, with_accuracy)
-        ctx.save_for_backward(hidden, head, bias, target, weight)
-        ctx.options, ctx.size, ctx.mass = options, size, mass
+    ) -> tuple[Tensor, Tensor | None]:
+        tensors, reduction = (hidden, head, bias, target, weight), options.reduction
+        at_once = reduction != "none" and any(ctx.needs_input_grad[:3])
+        needed = ctx.needs_input_grad[:3] if at_once else (False,) * 3
+        losses, accuracy, gradients = _visit(tensors, options, needed, None, with_accuracy)
+        ctx.save_for_backward(*tensors)
+        ctx.options = options
         ctx.gradients = gradients if at_once else None
-        ctx.mark_non_differentiable(accuracy)
-        if options.reduction == "none":
+        if accuracy is not None:
+            ctx.mark_non_differentiable(accuracy)
+        if reduction == "none":
             return losses, accuracy
-        loss = losses.sum()
-        return (loss if options.reduction == "sum" else loss / mass), accuracy
+        if reduction == "mean":
+            ctx.mass = mass_of(target, weight, options.ignore_index, options.all_count)
+            return losses.sum() / ctx.mass, accuracy
+        return losses.sum(), accuracy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        grad, nothing = grads[0], (None,) * 5
-        hidden, head, bias, target, weight = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:3]
+        grad, tensors, needed = grads[0], ctx.saved_tensors, ctx.needs_input_grad[:3]
+        nothing = (None,) * 4
         if torch.is_grad_enabled():
-            wanted = [t for t, n in zip((hidden, head, bias), needed, strict=True) if n]
-            loss, _ = _whole(hidden, head, bias, target, weight, ctx.options)
+            wanted = [t for t, n in zip(tensors, needed, strict=False) if n]
+            loss, _ = _whole(tensors, ctx.options, False)
             found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
             return *(next(found) if n else None for n in needed), *nothing
         gradients, ctx.gradients = ctx.gradients, None
         if ctx.options.reduction == "mean":
             grad = grad / nonzero(ctx.mass)
         if gradients is None:
-            work = _Work(hidden, head, bias, target, weight, ctx.options, ctx.size)
-            gradients = work.run(needed, grad, False)[3]
+            _, _, gradients = _visit(tensors, ctx.options, needed, grad, False)
         else:
             for g in gradients:
                 if g is not None:
                     g.mul_(grad)
-        return *(None if g is None else g.to(hidden.dtype) for g in gradients), *nothing
+        dtype = tensors[0].dtype
+        return *(None if g is None else g.to(dtype) for g in gradients), *nothing
+
+
+def _visit(
+    tensors: Tensors,
+    options: Options,
+    needed: tuple[bool, ...],
+    scale: Tensor | None,
+    with_accuracy: bool,
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    """One pass over the blocks: losses, accuracy, and the gradients that are `needed`.
+
+    `scale` multiplies the gradient of each row, or of all; without it they are unscaled.
+    """
+    hidden, head, bias, target, weight = tensors
+    # float16 would lose small p' in the products: it is widened. bfloat16 is not.
+    dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
+    hidden, head = hidden.to(dtype), head.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    # The gradients of the head are collected in float32 or wider.
+    wide = torch.promote_types(dtype, torch.float32)
+    d_hidden = torch.empty_like(hidden) if needed[0] else None
+    d_head = torch.zeros_like(head, dtype=wide) if needed[1] else None
+    d_bias = torch.zeros_like(bias, dtype=wide) if needed[2] and bias is not None else None
+    losses = hidden.new_empty(hidden.shape[0], dtype=wide)
+    block = hidden.new_empty(min(options.rows, hidden.shape[0]), head.shape[0])
+    correct = counted = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    alpha = options.alpha
+    for start in range(0, hidden.shape[0], options.rows):
+        part = slice(start, start + options.rows)
+        h, y = hidden[part], target[part]
+        z = block[: h.shape[0]]
+        if bias is None:
+            torch.mm(h, head.t(), out=z)
+        else:
+            torch.addmm(bias, h, head.t(), out=z)
+        if with_accuracy:
+            right, counts = _correct(z, y, options.ignore_index)
+            correct, counted = correct + right, counted + counts
+        a = alpha[part] if isinstance(alpha, Tensor) and alpha.dim() else alpha
+        losses[part], factor = _rows(z, y, weight, a, options)
+        if not any(needed):
+            continue
+        if scale is not None:
+            s = scale[part].unsqueeze(1) if scale.dim() else scale.expand(h.shape[0], 1)
+            factor = s if factor is None else s * factor
+        factor = None if factor is None else factor.to(dtype)
+        if d_hidden is not None:
+            torch.mm(z, head, out=d_hidden[part])
+            if factor is not None:
+                d_hidden[part].mul_(factor)
+        if d_head is not None:
+            weighted = h if factor is None else h * factor
+            if d_head.dtype == dtype:
+                d_head.addmm_(z.t(), weighted)
+            else:
+                d_head.add_(z.t() @ weighted)
+        if d_bias is not None:
+            ones = z.new_ones(h.shape[0], 1) if factor is None else factor
+            d_bias.add_((z.t() @ ones).squeeze(1))
+    accuracy = correct / counted if with_accuracy else None
+    return losses, accuracy, [d_hidden, d_head, d_bias]
 
 
 def _rows(
-    z: Tensor,
-    y: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-) -> Rows:
-    """Losses, and gradients in place of `z`: by the C kernel if it is there."""
-    native = _native.cross_entropy(
-        z, y, weight, alpha, ignore_index, label_smoothing, "none", out=z
+    z: Tensor, y: Tensor, weight: Tensor | None, alpha: float | Tensor, options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """Losses and factors of the rows; their gradients in place of `z`. By the C kernel if there."""
+    ignore_index, eps = options.ignore_index, options.label_smoothing
+    native = _native.cross_entropy(z, y, weight, alpha, ignore_index, eps, "none", out=z)
+    if native is not None:
+        return native[0], None
+    losses, _, factor, _ = loss_and_gradient(
+        z, y, weight, alpha, ignore_index, "none", eps, out=z, all_count=options.all_count
     )
-    if native is None:
-        return loss_and_gradient(z, y, weight, alpha, ignore_index, label_smoothing, out=z)
-    kept = y != ignore_index
-    mass = kept.sum() if weight is None else (weight[y.where(kept, 0)] * kept).sum()
-    return Rows(native[0], z, None, mass)
-
-
-class _Work:
-    """One pass over the blocks."""
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        head: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        weight: Tensor | None,
-        options: Options,
-        size: int,
-    ) -> None:
-        # float16 would lose small p' in the products: it is widened. bfloat16 is not.
-        dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
-        self.hidden, self.head = hidden.to(dtype), head.to(dtype)
-        self.bias = None if bias is None else bias.to(dtype)
-        self.target, self.weight, self.options = target, weight, options
-        self.size = min(size, max(hidden.shape[0], 1))
-
-    def run(
-        self, needed: tuple[bool, ...], scale: Tensor | None, with_accuracy: bool
-    ) -> tuple[Tensor, float | Tensor, Tensor, list[Tensor | None]]:
-        """Losses, what a mean is divided by, accuracy, and the gradients that are `needed`.
-
-        `scale` multiplies the gradient of each row, or of all; without it they are unscaled.
-        """
-        hidden, head, bias = self.hidden, self.head, self.bias
-        rows, classes = hidden.shape[0], head.shape[0]
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        alpha, ignore_index, _, label_smoothing = self.options
-        d_hidden, d_head, d_bias = self._zeros(needed, wide)
-        losses = hidden.new_empty(rows, dtype=wide)
-        block = hidden.new_empty(self.size, classes)
-        mass: float | Tensor = 0.0
-        correct = counted = torch.zeros((), dtype=torch.int64, device=hidden.device)
-        for start in range(0, rows, self.size):
-            part = slice(start, min(start + self.size, rows))
-            h, y = hidden[part], self.target[part]
-            z = block[: h.shape[0]]
-            if bias is None:
-                torch.mm(h, head.t(), out=z)
-            else:
-                torch.addmm(bias, h, head.t(), out=z)
-            if with_accuracy:
-                right, counts = _correct(z, y, ignore_index)
-                correct, counted = correct + right.sum(), counted + counts.sum()
-            a = alpha[part] if isinstance(alpha, Tensor) and alpha.dim() else alpha
-            result = _rows(z, y, self.weight, a, ignore_index, label_smoothing)
-            losses[part] = result.losses
-            mass = mass + result.mass
-            if not needed:
-                continue
-            factor = result.factor
-            if scale is not None:
-                s = scale[part] if scale.dim() else scale.expand(h.shape[0])
-                factor = s if factor is None else s * factor
-            factor = None if factor is None else factor.to(z.dtype).unsqueeze(1)
-            if d_hidden is not None:
-                torch.mm(z, head, out=d_hidden[part])
-                if factor is not None:
-                    d_hidden[part].mul_(factor)
-            weighted = h if factor is None else h * factor
-            if d_head is not None:
-                if d_head.dtype == z.dtype:
-                    d_head.addmm_(z.t(), weighted)
-                else:
-                    d_head.add_(z.t() @ weighted)
-            if d_bias is not None:
-                ones = z.new_ones(h.shape[0], 1) if factor is None else factor
-                d_bias.add_((z.t() @ ones).squeeze(1))
-        return losses, mass, correct / counted, [d_hidden, d_head, d_bias]
-
-    def _zeros(self, needed: tuple[bool, ...], wide: torch.dtype) -> list[Tensor | None]:
-        """Where the gradients are collected: those of the head in float32 or wider."""
-        if not needed:
-            return [None, None, None]
-        d_hidden = torch.empty_like(self.hidden) if needed[0] else None
-        d_head = torch.zeros_like(self.head, dtype=wide) if needed[1] else None
-        has_bias = needed[2] and self.bias is not None
-        d_bias = torch.zeros_like(self.bias, dtype=wide) if has_bias else None  # pyright: ignore
-        return [d_hidden, d_head, d_bias]
+    return losses, factor

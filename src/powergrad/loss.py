@@ -26,13 +26,14 @@ from powergrad._check import (
     check_smoothing,
     is_one,
     is_plain,
-    nonzero,
     shape_of,
 )
-from powergrad._rows import loss_and_gradient
+from powergrad._rows import loss_and_gradient, reduced
 from powergrad.transform import LogSigmoid, log_softmax
 
 __all__ = ["CrossEntropyLoss", "binary_cross_entropy_with_logits", "cross_entropy"]
+
+SMALL = 1 << 18  # elements of the logits
 
 
 def cross_entropy(
@@ -92,7 +93,7 @@ def cross_entropy(
             input, target, weight, get_enum(reduction), ignore_index, label_smoothing
         )
     if _one_visit_suffices(input, target, weight):
-        loss = _OneVisit.apply(input, target, weight, alpha, *options)
+        loss = _OneVisit.apply(input, target, weight, alpha, options)
     else:
         check_labels(target, input.shape[class_dim], ignore_index)
         loss = _by_primitive(input, target, weight, alpha, *options)
@@ -145,7 +146,7 @@ def _of_labels(
     eps = label_smoothing
     loss = (1 - eps) * true + eps / log_p.shape[class_dim] * every
     if reduction != "mean":
-        return _reduce(loss, reduction)
+        return reduced(loss, reduction)
     if weight is None:
         return loss.sum() / (~ignored).sum()
     label = target.long().masked_fill(ignored, 0)
@@ -164,19 +165,13 @@ def _of_probabilities(
     if label_smoothing > 0:
         target = target * (1 - label_smoothing) + label_smoothing / log_p.shape[class_dim]
     loss = -_weighted(log_p * target, weight, class_dim).sum(class_dim)
-    return _reduce(loss, reduction)
+    return reduced(loss, reduction)
 
 
 def _weighted(values: Tensor, weight: Tensor | None, class_dim: int) -> Tensor:
     if weight is None:
         return values
     return values * weight.reshape(-1, *[1] * (values.dim() - class_dim - 1))
-
-
-def _reduce(loss: Tensor, reduction: str) -> Tensor:
-    if reduction == "none":
-        return loss
-    return loss.mean() if reduction == "mean" else loss.sum()
 
 
 # The fast path: in eager mode, for rows of logits, the gradient is made with the value. -----------
@@ -195,9 +190,9 @@ def _one_visit_suffices(input: Tensor, target: Tensor, weight: Tensor | None) ->
 class _OneVisit(torch.autograd.Function):
     """Computes the gradient in the forward pass, and scales it in the backward pass.
 
-    Until then it is ``m p' - w q``, or, for a mean by the C kernel, that over the mass, which
-    float32 and bfloat16 hold as well. The buffer serves once: another backward pass through the
-    same graph, or one that is itself differentiated, goes through the primitive.
+    Until then it is as `powergrad._rows` leaves it; or, for a mean by the C kernel, ``m p' - w q``
+    over the mass, which float32 and bfloat16 hold as well. The buffer serves once: another backward
+    pass through the same graph, or one that is itself differentiated, goes through the primitive.
     """
 
     @staticmethod
@@ -207,48 +202,61 @@ class _OneVisit(torch.autograd.Function):
         target: Tensor,
         weight: Tensor | None,
         alpha: float | Tensor,
-        ignore_index: int,
-        reduction: str,
-        label_smoothing: float,
+        options: tuple[int, str, float],
     ) -> Tensor:
         ctx.save_for_backward(input, target, weight)
-        ctx.arguments = (alpha, ignore_index, reduction, label_smoothing)
-        ctx.input_dtype = input.dtype
-        ctx.scale = None
+        ctx.alpha, ctx.options, ctx.input_dtype = alpha, options, input.dtype
+        ctx.factor = ctx.divisor = None
+        ignore_index, reduction, label_smoothing = options
         native = _native.cross_entropy(
             input, target, weight, alpha, ignore_index, label_smoothing, reduction
         )
         if native is not None:
             value, ctx.buffer = native
             return value
-        all_count = check_labels(target, input.shape[1], ignore_index)
-        rows = loss_and_gradient(
-            input, target, weight, alpha, ignore_index, label_smoothing, all_count=all_count
+        value, ctx.buffer, ctx.factor, ctx.divisor = _loss_and_gradient(
+            input, target, weight, alpha, *options
         )
-        ctx.buffer = rows.buffer
-        ctx.scale = rows.factor
-        if reduction == "none":
-            return rows.losses
-        if reduction == "sum":
-            return rows.losses.sum()
-        if rows.factor is None:
-            ctx.scale = 1 / rows.mass if rows.mass else 0.0
-            return rows.losses.mean()
-        ctx.scale = rows.factor / nonzero(rows.mass)
-        return rows.losses.sum() / rows.mass
+        return value
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), buffer = grads, ctx.buffer
         ctx.buffer = None
-        nothing = (None,) * 6
         if buffer is None or torch.is_grad_enabled():
-            return _gradient_by_primitive(ctx, grad), *nothing
-        scale = grad if ctx.scale is None else grad * ctx.scale
-        gradient = buffer.mul_(scale.unsqueeze(1) if scale.dim() else scale)
+            return _gradient_by_primitive(ctx, grad), None, None, None, None
+        scale = grad.unsqueeze(1) if grad.dim() else grad
+        if ctx.divisor is not None:
+            scale = scale / ctx.divisor
+        if ctx.factor is not None:
+            scale = scale * ctx.factor
+        gradient = buffer.mul_(scale)
         if gradient.dtype != ctx.input_dtype:
             gradient = gradient.to(ctx.input_dtype)
-        return gradient, *nothing
+        return gradient, None, None, None, None
+
+
+def _loss_and_gradient(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    alpha: float | Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> tuple[Tensor, Tensor, Tensor | None, float | Tensor | None]:
+    """Check the labels, then as in `_rows`."""
+    arguments = (input, target, weight, alpha, ignore_index, reduction, label_smoothing)
+    # A look at the labels takes a tenth of the time of a small loss. There, they are all taken for
+    # classes, which `nll_loss` finds out for nothing, and looked at only if they are not.
+    plain = target.is_cpu and not target.is_floating_point() and label_smoothing == 0
+    if plain and input.numel() < SMALL and not 0 <= ignore_index < input.shape[1]:
+        try:
+            return loss_and_gradient(*arguments, all_count=True)
+        except IndexError:
+            pass
+    all_count = check_labels(target, input.shape[1], ignore_index)
+    return loss_and_gradient(*arguments, all_count=all_count)
 
 
 def _gradient_by_primitive(ctx: Any, grad: Tensor) -> Tensor:
@@ -256,7 +264,7 @@ def _gradient_by_primitive(ctx: Any, grad: Tensor) -> Tensor:
     differentiated = torch.is_grad_enabled()
     with torch.enable_grad():
         leaf = logits if differentiated else logits.detach().requires_grad_()
-        loss = _by_primitive(leaf, target, weight, *ctx.arguments)
+        loss = _by_primitive(leaf, target, weight, ctx.alpha, *ctx.options)
         return torch.autograd.grad(loss, leaf, grad, create_graph=differentiated)[0]
 
 
@@ -388,5 +396,5 @@ def binary_cross_entropy_with_logits(
         positive * LogSigmoid.apply(logits, exponent)
         + (1 - target) * LogSigmoid.apply(-logits, exponent)
     )
-    loss = _reduce(loss if weight is None else loss * weight, reduction)
+    loss = reduced(loss if weight is None else loss * weight, reduction)
     return loss if autocasting(input) else loss.to(input.dtype)
