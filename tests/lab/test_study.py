@@ -45,7 +45,7 @@ def powergrad(*tokens):
 def test_named_arms_are_the_papers_methods():
     arms = arms_of(
         ["baseline", "pgt", "gc", "agc", "gc+pgt", "agc+pgt", "label-smoothing",
-         "pgt+label-smoothing"], [0.3]
+         "pgt+label-smoothing"], Recipe(), [0.3]
     )  # fmt: skip
     assert arms["baseline"] == {}
     assert arms["agc+pgt"] == {"clip.agc": 0.01, "loss.alpha": 0.3}
@@ -55,14 +55,23 @@ def test_named_arms_are_the_papers_methods():
         Recipe().override(changes)  # each is a recipe
 
 
+def test_agc_clips_above_the_decay():
+    recipe = SMALL.override({"optimizer.weight_decay": 0.02})
+    _, changes = parse_arm("agc", recipe, 0.3)
+    assert changes == {"clip.agc": 0.16}
+    recipe.override(changes)
+    with pytest.raises(RecipeError, match=r"clip.agc: expected more than optimizer.weight_decay"):
+        recipe.override({"clip.agc": 0.01})
+
+
 def test_an_unknown_arm_is_refused_with_the_nearest():
     with pytest.raises(RecipeError, match="'pgtt'; did you mean 'pgt'"):
-        parse_arm("agc+pgtt", 0.3)
+        parse_arm("agc+pgtt", SMALL, 0.3)
 
 
 def test_an_arm_twice_is_refused():
     with pytest.raises(RecipeError, match="'pgt' twice"):
-        arms_of(["pgt", "pgt"], [0.3])
+        arms_of(["pgt", "pgt"], SMALL, [0.3])
     with pytest.raises(RecipeError, match="'a' and 'b' are the same run"):
         Study("compare", SMALL, {"a": {}, "b": {"loss.alpha": 1.0}}, [0, 1])
 
@@ -318,6 +327,24 @@ def test_a_job_that_cannot_be_done_is_told_and_the_others_are(tmp_path):
     with pytest.raises(JobError, match=r"1 of 2 runs could not be done:\n  bad: .*nowhere"):
         run_jobs([bad, good], tmp_path, study="x", workers=1)
     assert Run(tmp_path / "good").result() is not None
+
+
+def test_a_run_that_another_process_is_doing_is_waited_for(tmp_path):
+    """As when a worker was too slow to show that it lives, and its run was given to another."""
+    folder = tmp_path / "busy"
+    code = (
+        "import time\nfrom powergrad.lab.run import Run\n"
+        "from powergrad.lab.config import Recipe\n"
+        f"recipe = Recipe.from_yaml(open({str(tmp_path / 'r.yaml')!r}).read(), 'r')\n"
+        f"with Run({str(folder / 'a')!r}).open(recipe):\n"
+        "    print('open', flush=True); time.sleep(12)"
+    )
+    (tmp_path / "r.yaml").write_text(SMALL.to_yaml())
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "open\n"
+        results = run_jobs([Job("a", SMALL)], folder, study="x", workers=1)
+    assert results["a"]["steps"] == 12
 
 
 def kill_a_worker(folder, rng):

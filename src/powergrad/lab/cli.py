@@ -242,10 +242,11 @@ def compare(
         return 0
     alphas = [float(each) for each in parse_grid([f"alpha={alpha}"])["loss.alpha"]]
     wanted = [each.strip() for each in arms.split(",") if each.strip()]
+    base = options.base(recipe, overrides)
     study = Study(
         "compare",
-        options.base(recipe, overrides),
-        arms_of([*wanted, *arm], alphas),
+        base,
+        arms_of([*wanted, *arm], base, alphas),
         options.seed_list(),
         options.metric,
         options.margin,

@@ -243,6 +243,12 @@ class Recipe(Section):
             faults.append("data.cutmix: expected 0 where data.mixup is given, but got both")
         if self.model.name.startswith("timm:") and self.model.norm != "batch":
             faults.append("model.norm: expected no norm for a timm model, which has its own")
+        decay, clip = self.optimizer.weight_decay, self.clip.agc
+        if clip is not None and clip <= decay and self.optimizer.name == "sgd":
+            faults.append(
+                f"clip.agc: expected more than optimizer.weight_decay, {decay:g}, which otherwise "
+                f"outweighs every gradient until all weights vanish, but got {clip:g}"
+            )
         if faults:
             raise ValueError("\n".join(faults))
         return self

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from powergrad.lab.config import Recipe
-from powergrad.lab.run import Run, RunError
+from powergrad.lab.run import Run, RunBusyError, RunError
 from powergrad.lab.train import Interrupted, train
 
 __all__ = ["Job", "JobError", "Snapshot", "run_jobs", "work"]
@@ -183,9 +183,9 @@ def _open_queue(url: str, study: str, attempts: int = 3) -> Any:
     if url.startswith("postgresql://") and not importlib.util.find_spec("psycopg2"):
         url = url.replace("postgresql://", "postgresql+psycopg://", 1)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    retry = optuna.storages.RetryHeartbeatStaleTrialCallback(RETRIES)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        retry = optuna.storages.RetryHeartbeatStaleTrialCallback(RETRIES)
         try:
             storage = optuna.storages.RDBStorage(
                 url,
@@ -248,21 +248,28 @@ def work(url: str, study: str, folder: Path) -> None:
                 raise optuna.TrialPruned
         try:
             run = train(job.recipe, folder / job.name)
+            result = run.result()
+            assert result is not None  # train returns finished runs
+            trial.set_user_attr("result", result)
+            return float(result["steps"])
         except Interrupted:
             queue.enqueue_trial({}, user_attrs=dict(trial.user_attrs))
             raise
+        except (optuna.exceptions.UpdateFinishedTrialError, RunBusyError):
+            # A worker that was too slow to show that it lives: one of the two does the run, and
+            # whoever asks again finds it finished.
+            time.sleep(HEARTBEAT)
+            queue.enqueue_trial({}, user_attrs=dict(trial.user_attrs))
+            raise _Failed from None
         except Exception as error:
             trial.set_user_attr("error", f"{type(error).__name__}: {error}")
             raise _Failed from error
-        result = run.result()
-        assert result is not None  # train returns finished runs
-        trial.set_user_attr("result", result)
-        return float(result["steps"])
 
     while True:
         states = [trial.state.name for trial in queue.get_trials(deepcopy=False)]
         if "WAITING" in states:
-            queue.optimize(do_one, n_trials=1, catch=(_Failed,))
+            with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+                queue.optimize(do_one, n_trials=1, catch=(_Failed,))
         elif "RUNNING" in states:
             optuna.storages.fail_stale_trials(queue)
             time.sleep(1)

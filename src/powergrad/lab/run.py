@@ -38,7 +38,7 @@ from torch import Tensor
 from powergrad import __version__
 from powergrad.lab.config import Recipe, RecipeError
 
-__all__ = ["Run", "RunError", "write_atomically"]
+__all__ = ["Run", "RunBusyError", "RunError", "write_atomically"]
 
 FORMAT = 1
 KEPT = 2  # checkpoints: the last, and the one before, should the last not be readable
@@ -69,6 +69,10 @@ COLUMNS = (
 
 class RunError(RuntimeError):
     """A run folder that cannot be used, or written; the message says what to do."""
+
+
+class RunBusyError(RunError):
+    """Another process is doing the run."""
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -220,7 +224,7 @@ class Run:
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise RunError(
+                raise RunBusyError(
                     f"Expected {str(self.folder)!r} to be free, but another process is running it."
                 ) from None
             self._take(recipe)
