@@ -6,12 +6,14 @@ python benchmarks/tables.py
 from __future__ import annotations
 
 import functools
+import json
+import statistics
 
 import harness
 from loss import exponent
 
 PAGES = {
-    "README.md": ["loss"],
+    "README.md": ["compare", "loss"],
     "docs/benchmarks.md": ["loss", "all", "growth", "linear", "others"],
     "docs/methods/altering.md": ["altering"],
     "docs/methods/agc.md": ["agc"],
@@ -108,11 +110,59 @@ def whole(name: str) -> str:
 
 
 def others() -> str:
-    names = ("agc", "altering", "monitor", "imports")
+    names = ("agc", "altering", "monitor", "imports", "train", "decode")
     return "\n\n".join(f"### `benchmarks/{name}.py`\n\n{whole(name)}" for name in names)
 
 
+def compare() -> str:
+    """The default comparison, as it is and with the learning rate tuned for every arm."""
+    return "\n\n".join(study(name) for name in ("compare_digits", "compare_digits_tuned_lr"))
+
+
+def study(name: str) -> str:
+    """A finished study, from its study.json."""
+    told = json.loads((harness.RESULTS / f"{name}.json").read_text())
+    tuned = told.get("tuning")
+    compared = {each["arm"]: each for each in told["comparisons"]}
+    lines = []
+    for arm in told["arms"]:
+        rows = [row for row in told["rows"] if row["arm"] == arm]
+
+        def mean(metric: str, rows: list[dict[str, float]] = rows) -> float:
+            return statistics.fmean(row[metric] for row in rows)
+
+        spread = statistics.stdev(row["test_accuracy"] for row in rows)
+        cells = [arm]
+        if tuned:
+            cells.append(f"{tuned['arms'][arm]['chosen']:g}")
+        cells += [f"{mean('train_accuracy'):.2f}", f"{mean('test_accuracy'):.2f} ± {spread:.2f}"]
+        if arm in compared:
+            low, high = compared[arm]["interval"]
+            gap = f"{compared[arm]['difference']:+.2f} ({low:+.2f} to {high:+.2f})"
+            cells += [gap, f"{compared[arm]['p_adjusted']:.3f}", compared[arm]["verdict"]]
+        else:
+            cells += ["", "", ""]
+        cells += [
+            f"{mean('nll'):.3f} / {mean('nll_scaled'):.3f}",
+            f"{mean('ece'):.3f} / {mean('ece_scaled'):.3f}",
+            f"{mean('dead_units'):.1f}",
+        ]
+        lines.append(cells)
+    header = ["arm", "train %", "test %", "difference (95% interval)", "p", "verdict",
+              "NLL at 1 / at 1/alpha", "ECE", "dead filters"]  # fmt: skip
+    if tuned:
+        header.insert(1, "lr")
+    seeds = len({row["seed"] for row in told["rows"]})
+    made = told["environment"]
+    text = (
+        f"`{made['command']}`: {seeds} seeds an arm, torch {made['torch']}, {made['time'][:10]}, "
+        f"commit {made['commit']} (`results/{name}.json`). **{told['verdict']}**"
+    )
+    return f"{text}\n\n{harness.table(header, lines)}"
+
+
 TABLES = {
+    "compare": compare,
     "loss": loss,
     "all": every_case,
     "growth": growth,
