@@ -146,7 +146,6 @@ OPTIONS = {
         "schedule.milestones": [2],
     },
     "records": {"monitor.every": 3, "monitor.gradients": True, "monitor.features": True},
-    "dropout of timm": {"model.name": "timm:test_vit", "model.norm": "batch", "model.width": None},
 }
 
 
@@ -161,8 +160,7 @@ class StopAt(Progress):
             os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.parametrize("options", [v for k, v in OPTIONS.items() if "timm" not in k],
-                         ids=[k for k in OPTIONS if "timm" not in k])  # fmt: skip
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_stopped_and_resumed_is_not_stopped_at_all(tmp_path, options):
     recipe = SMALL.override(options)
     train(recipe, tmp_path / "whole")
@@ -172,6 +170,33 @@ def test_stopped_and_resumed_is_not_stopped_at_all(tmp_path, options):
         assert Run(tmp_path / "parts").result() is None
     train(recipe, tmp_path / "parts")
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_dropout_is_a_function_of_seed_and_step(tmp_path, monkeypatch):
+    def with_dropout(name, *, num_classes, in_channels, **_):
+        return torch.nn.Sequential(
+            torch.nn.Flatten(),
+            torch.nn.Dropout(0.5),
+            torch.nn.Linear(64 * in_channels, num_classes),
+        )
+
+    monkeypatch.setattr("powergrad.lab.train.create_model", with_dropout)
+    train(SMALL, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        train(SMALL, tmp_path / "parts", progress=StopAt(7))
+    torch.rand(5)  # whatever else a process does with the generator
+    train(SMALL, tmp_path / "parts")
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_network_of_timm(tmp_path):
+    from torchvision_shim import declare_torchvision_schemas
+
+    declare_torchvision_schemas()
+    recipe = SMALL.override({"model.name": "timm:resnet10t", "model.norm": "batch",
+                             "model.width": None, "data.size": 32, "train.epochs": 2})  # fmt: skip
+    run = train(recipe, tmp_path)
+    assert weights(run.folder)["fc.weight"].shape[0] == 10
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_does_not(tmp_path):
