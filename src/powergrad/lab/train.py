@@ -39,6 +39,7 @@ __all__ = ["Interrupted", "train"]
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 KEPT_LOGITS = 5_000_000  # so many numbers of the last test are kept
+Autocast = contextlib.AbstractContextManager[Any]
 AGREE_EVERY = 10  # steps after which several processes ask each other
 
 
@@ -177,7 +178,9 @@ class Session:
         torch.manual_seed(_stream(recipe.seed, "weights"))
         self.dtype = torch.float64 if options.precision == "float64" else torch.float32
         self.model = _make_model(recipe, data, processes.device, self.dtype)
-        self.initial = {name: value.cpu().clone() for name, value in self._weights().items()}
+        self.initial = {
+            name: value.cpu().clone() for name, value in self.model.state_dict().items()
+        }
         if options.channels_last:
             self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self.optimizer, self.factors = _make_optimizer(recipe, self.model)
@@ -236,9 +239,6 @@ class Session:
         self.seconds = state["seconds"]
         self.best = state["best"]
 
-    def _weights(self) -> dict[str, Tensor]:
-        return dict(self.model.state_dict())
-
     def weights(self) -> dict[str, Tensor]:
         """The weights that are tested: the averaged ones, where there are any."""
         return dict(self.tested.state_dict())
@@ -278,7 +278,7 @@ class Session:
             world=self.processes.world,
             start=start,
         )
-        autocast = self._autocast()
+        autocast, scaled = self._autocast(), self.scaler.is_enabled()
         dropout = _stream(self.recipe.seed, "dropout", self.processes.rank)
         layout = torch.channels_last if options.channels_last else torch.contiguous_format
         self.model.train()
@@ -290,19 +290,22 @@ class Session:
             labels = labels.to(device, non_blocking=True)
             self.optimizer.zero_grad(set_to_none=True)
             loss = self._backward(images, labels, autocast)
-            if self.scaler.is_enabled():
+            if scaled:
                 self.scaler.unscale_(self.optimizer)
             if self.step % self.per_epoch == self.per_epoch - 1:
                 self.gradient_norm = self._gradient_norm()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            if scaled:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                self.optimizer.step()
             if self.average is not None:
                 self.average.update_parameters(self.model)
             self.step += 1
             self.seconds = time.perf_counter() - began
             yield loss
 
-    def _backward(self, images: Tensor, labels: Tensor, autocast: torch.autocast) -> Tensor:
+    def _backward(self, images: Tensor, labels: Tensor, autocast: Autocast) -> Tensor:
         """Forward and backward, in as many parts as asked for; the mean loss."""
         parts = self.recipe.train.accumulate
         if parts == 1:
@@ -313,7 +316,7 @@ class Session:
         losses.append(self._part(*pairs[-1], autocast, parts))
         return torch.stack(losses).sum()
 
-    def _part(self, images: Tensor, labels: Tensor, autocast: torch.autocast, of: int) -> Tensor:
+    def _part(self, images: Tensor, labels: Tensor, autocast: Autocast, of: int) -> Tensor:
         """The gradients of one of so many parts; its share of the loss."""
         with autocast:
             logits = self.forward(images)
@@ -341,10 +344,11 @@ class Session:
             return self.distributed.no_sync()
         return contextlib.nullcontext()
 
-    def _autocast(self) -> torch.autocast:
+    def _autocast(self) -> Autocast:
         dtype = AUTOCAST.get(self.recipe.train.precision)
-        device = self.processes.device.type
-        return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.processes.device.type, dtype=dtype)
 
     def _set_rates(self, epoch: float) -> None:
         recipe = self.recipe
