@@ -30,7 +30,7 @@ from powergrad.lab.data.split import Mixing
 from powergrad.lab.distributed import Processes
 from powergrad.lab.models import create_model
 from powergrad.lab.progress import Lines
-from powergrad.lab.train import Session
+from powergrad.lab.session import Session
 
 CIFAR = {
     "model.name": "resnet20",

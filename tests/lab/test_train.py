@@ -18,7 +18,8 @@ from powergrad.lab.data import load_data
 from powergrad.lab.distributed import Processes
 from powergrad.lab.progress import Lines, Progress
 from powergrad.lab.run import Run, RunError
-from powergrad.lab.train import Interrupted, Session, score, train
+from powergrad.lab.session import Session, score
+from powergrad.lab.train import Interrupted, train
 
 SMALL = Recipe().override(
     {
@@ -180,7 +181,7 @@ def test_dropout_is_a_function_of_seed_and_step(tmp_path, monkeypatch):
             torch.nn.Linear(64 * in_channels, num_classes),
         )
 
-    monkeypatch.setattr("powergrad.lab.train.create_model", with_dropout)
+    monkeypatch.setattr("powergrad.lab.session.create_model", with_dropout)
     train(SMALL, tmp_path / "whole")
     with pytest.raises(Interrupted):
         train(SMALL, tmp_path / "parts", progress=StopAt(7))

@@ -16,8 +16,8 @@ from powergrad.lab.config import Recipe, RecipeError
 from powergrad.lab.data import load_data
 from powergrad.lab.distributed import Processes
 from powergrad.lab.jobs import Job, Snapshot
+from powergrad.lab.session import Session
 from powergrad.lab.study import METRICS, Results, Study
-from powergrad.lab.train import Session
 
 __all__ = ["check_identity", "decompose", "explain_decomposition", "sweep_arms", "tune"]
 
