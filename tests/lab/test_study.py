@@ -18,7 +18,7 @@ from powergrad.lab.config import Recipe, RecipeError
 from powergrad.lab.jobs import Job, JobError, run_jobs
 from powergrad.lab.run import Run
 from powergrad.lab.study import Results, Study, read_csv
-from powergrad.lab.terminal import chart, result_table
+from powergrad.lab.terminal import chart, result_tables
 
 CHANGES = {
     "data.limit": 128,
@@ -205,7 +205,8 @@ def test_tables_and_figures_of_a_study(study, tmp_path):
                          float(row["test_accuracy"])})  # fmt: skip
     results = Results("test_accuracy", 0.5, "baseline", rows)
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(result_table(results))
+    for table in result_tables(results):
+        console.print(table)
     text = console.export_text()
     assert "baseline" in text
     assert "pgt" in text

@@ -482,11 +482,12 @@ def _draw(results: Results, folder: Path) -> None:
 def _show(results: Results) -> None:
     from rich.console import Console
 
-    from powergrad.lab.terminal import chart, result_table
+    from powergrad.lab.terminal import chart, result_tables
 
     comparisons = results.comparisons()  # before anything is printed: it may refuse
     console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(result_table(results))
+    for table in result_tables(results):
+        console.print(table)
     print(chart(results))
     print(f"\n{results.verdict()}\n")
     for comparison in comparisons:

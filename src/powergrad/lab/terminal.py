@@ -6,8 +6,8 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -18,7 +18,7 @@ from powergrad.lab.progress import duration
 from powergrad.lab.stats import Comparison
 from powergrad.lab.study import METRICS, Results
 
-__all__ = ["Watch", "chart", "result_table"]
+__all__ = ["Watch", "chart", "result_tables"]
 
 
 class Watch:
@@ -78,41 +78,45 @@ class Watch:
         return table
 
 
-def result_table(results: Results) -> Table:
-    """The final table: an arm a row."""
+def result_tables(results: Results) -> list[Table]:
+    """The final tables, an arm a row: what is compared, and what else was measured."""
     by_arm = {comparison.arm: comparison for comparison in results.comparisons()}
     whole = results.study is not None
-    table = Table(title_justify="left")
-    table.add_column("arm")
-    table.add_column("n", justify="right")
-    if whole:
-        table.add_column("train", justify="right")
-    table.add_column("test" if results.metric == "test_accuracy" else results.metric)
-    table.add_column("difference", justify="right")
-    table.add_column("95% interval", justify="right")
-    table.add_column("p", justify="right")
-    if whole:
-        for name in ("NLL", "at 1/α", "ECE", "at 1/α", "dead", "s"):
-            table.add_column(name, justify="right")
+    name = "test" if results.metric == "test_accuracy" else results.metric
+    compared = _table("arm", "n", *(["train"] if whole else []), name,
+                      "difference", "95% interval", "p")  # fmt: skip
     for arm in results.arms:
         values = results.of(arm, results.metric)
-        cells: list[Any] = [Text(arm), str(len(values))]
-        if whole:
-            cells.append(_number(results.mean(arm, "train_accuracy"), 2))
-        spread = _deviation(values)
-        cells.append(f"{_number(results.mean(arm, results.metric), 2)} ± {_number(spread, 2)}")
-        cells += _difference(by_arm.get(arm))
-        if whole:
-            for metric, digits in (
-                ("nll", 3),
-                ("nll_scaled", 3),
-                ("ece", 3),
-                ("ece_scaled", 3),
-                ("dead_units", 1),
-                ("seconds", 1),
-            ):
-                cells.append(_number(results.mean(arm, metric), digits))
-        table.add_row(*cells)
+        spread = (
+            f"{_number(results.mean(arm, results.metric), 2)} ± {_number(_deviation(values), 2)}"
+        )
+        train = [_number(results.mean(arm, "train_accuracy"), 2)] if whole else []
+        cells = [str(len(values)), *train, spread, *_difference(by_arm.get(arm))]
+        compared.add_row(Text(arm), *cells)
+    if not whole:
+        return [compared]
+    measured = _table("arm", *(heading for heading, _, _ in MEASURED))
+    for arm in results.arms:
+        cells = [_number(results.mean(arm, metric), digits) for _, metric, digits in MEASURED]
+        measured.add_row(Text(arm), *cells)
+    return [compared, measured]
+
+
+MEASURED = (
+    ("NLL", "nll", 3),
+    ("at 1/α", "nll_scaled", 3),
+    ("ECE", "ece", 3),
+    ("at 1/α", "ece_scaled", 3),
+    ("dead units", "dead_units", 1),
+    ("seconds", "seconds", 1),
+)
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for heading in others:
+        table.add_column(heading, justify="right", no_wrap=True)
     return table
 
 
