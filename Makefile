@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 BENCHMARKS := loss linear agc altering monitor planted imports decode train
 
-.PHONY: help setup compare test test-deep test-gpu bench lint check clean
+.PHONY: help setup compare test test-deep test-gpu test-integrations bench lint check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,13 @@ test: setup ## every test; what uses the C kernel also without it
 test-deep: setup ## the same, with 10,000 and more random cases
 	HYPOTHESIS_PROFILE=deep $(PYTEST) -n 2
 	HYPOTHESIS_PROFILE=deep POWERGRAD_NATIVE=0 $(PYTEST) -n 2 $(BOTH_WAYS)
+
+$(VENV)/.integrations: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt transformers accelerate lightning
+	touch $@
+
+test-integrations: $(VENV)/.integrations ## timm, transformers, Lightning, JAX and the examples
+	$(PYTEST) -n 2 tests/integrations
 
 bench: setup ## every benchmark; rewrites results/bench_*.csv and the README's table
 	for script in $(BENCHMARKS); do $(BIN)/python benchmarks/$$script.py || exit 1; done

@@ -5,6 +5,7 @@ python benchmarks/tables.py
 
 from __future__ import annotations
 
+import csv
 import functools
 import json
 import statistics
@@ -12,12 +13,15 @@ import statistics
 import harness
 from loss import exponent
 
+from powergrad.lab.stats import sign_flip_test
+
 PAGES = {
     "README.md": ["compare", "loss"],
     "docs/benchmarks.md": ["loss", "all", "growth", "linear", "others"],
     "docs/methods/altering.md": ["altering"],
     "docs/methods/agc.md": ["agc"],
     "docs/dead-filters.md": ["monitor"],
+    "docs/integrations.md": ["examples"],
 }
 
 
@@ -161,8 +165,30 @@ def study(name: str) -> str:
     return f"{text}\n\n{harness.table(header, lines)}"
 
 
+def examples() -> str:
+    """The comparisons of examples/: fresh seeds, the learning rate tuned for both arms."""
+    lines = []
+    for task in ("segmentation", "language_model"):
+        with open(harness.RESULTS / f"example_{task}.csv", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["split"] == "test"]
+        known = ("arm", "alpha", "rate", "seed", "split", "command", "threads", "python", "torch")
+        for metric in [key for key in rows[0] if key not in (*known, "date")]:
+            arms = [
+                {int(row["seed"]): float(row[metric]) for row in rows if row["arm"] == arm}
+                for arm in ("CE", "PGT")
+            ]
+            gaps = [arms[1][seed] - arms[0][seed] for seed in arms[0]]
+            values = [list(arm.values()) for arm in arms] + [gaps]
+            cells = [f"{statistics.fmean(v):.3f} ± {statistics.stdev(v):.3f}" for v in values]
+            p = float(sign_flip_test(gaps))
+            lines.append([task.replace("_", " "), metric, *cells, f"{p:.3f}"])
+    header = ["task", "measure", "cross-entropy", "PGT, alpha 0.3", "difference", "p"]
+    return harness.table(header, lines)
+
+
 TABLES = {
     "compare": compare,
+    "examples": examples,
     "loss": loss,
     "all": every_case,
     "growth": growth,

@@ -1,0 +1,115 @@
+"""PowerGrad Transform for Lightning: a callback that sets PGT, AGC and the filter monitor."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+try:
+    from lightning.pytorch.callbacks import Callback  # pyright: ignore[reportMissingImports]
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "powergrad.lightning needs Lightning: pip install lightning.", name=error.name
+    ) from error
+from torch import Tensor
+
+from powergrad._check import check_number
+from powergrad.clipping import ClipHandle, check_threshold, clip_grads_before_step
+from powergrad.mode import PowerGrad
+from powergrad.monitor import FilterMonitor
+
+__all__ = ["PowerGradCallback"]
+
+
+class PowerGradCallback(Callback):
+    r"""Train any ``LightningModule`` with PowerGrad Transform, and nothing in it changed.
+
+    While ``fit`` trains, ``training_step`` runs inside :class:`powergrad.PowerGrad`; validation,
+    test and prediction do not (losses have the same value there). Where training ends, or stops
+    with an error, everything is taken off again.
+
+    Args:
+        alpha: As in :func:`powergrad.cross_entropy`. ``callback.alpha = ...`` changes it while
+            training, for a schedule.
+        agc: Also clip the gradients of every optimizer, by :func:`powergrad.clip_grads_before_step`
+            with this threshold.
+        monitor: Also record the filters' norms into this folder, by
+            :class:`powergrad.FilterMonitor`: at the start and whenever ``trainer.global_step``
+            passes a multiple of `every`. A run that resumes from a checkpoint continues it.
+        every: Steps between two records.
+        log_softmax: Whether a ``log_softmax`` in the ``training_step`` is altered by itself, or
+            cross-entropies only, as in :class:`powergrad.PowerGrad`.
+
+    Raises:
+        ValueError: If ``alpha`` or ``agc`` is out of range.
+
+    Example:
+        >>> callback = PowerGradCallback(alpha=0.3, agc=0.01)
+        >>> # trainer = lightning.Trainer(callbacks=[callback], ...)
+    """
+
+    def __init__(
+        self,
+        alpha: float | Tensor,
+        *,
+        agc: float | None = None,
+        monitor: str | os.PathLike[str] | None = None,
+        every: int = 10,
+        log_softmax: bool = True,
+    ) -> None:
+        super().__init__()
+        self.alpha = alpha if isinstance(alpha, Tensor) else check_number(alpha)
+        self.agc = None if agc is None else check_threshold(agc, "agc")
+        self.monitor = monitor
+        self.every = every
+        self.log_softmax = log_softmax
+        self._clips: list[ClipHandle] = []
+        self._monitor: FilterMonitor | None = None
+        self._recorded = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Wrap the training step, attach to the optimizers, record the start."""
+        training_step = pl_module.training_step
+
+        @functools.wraps(training_step)
+        def with_powergrad(*args: Any, **kwargs: Any) -> Any:
+            with PowerGrad(self.alpha, log_softmax=self.log_softmax):
+                return training_step(*args, **kwargs)
+
+        pl_module.training_step = with_powergrad
+        if self.agc is not None:
+            self._clips = [
+                clip_grads_before_step(optimizer, pl_module, agc=self.agc)
+                for optimizer in trainer.optimizers
+            ]
+        if self.monitor is not None:
+            done = trainer.global_step
+            self._monitor = FilterMonitor(
+                pl_module, self.monitor, every=self.every, resume=done or None
+            )
+            self._recorded = done
+            if not done:
+                self._monitor.step(0)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record the norms, unless this batch only accumulated gradients."""
+        if self._monitor is not None and trainer.global_step > self._recorded:
+            self._recorded = trainer.global_step
+            self._monitor.step(self._recorded)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take everything off."""
+        pl_module.__dict__.pop("training_step", None)
+        for clip in self._clips:
+            clip.remove()
+        self._clips = []
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Take everything off."""
+        self.on_train_end(trainer, pl_module)
