@@ -16,9 +16,13 @@ COMMANDS = {
     "decompose": "Which part of PGT helps here?",
     "plan": "How many seeds a claim needs.",
     "train": "One training run, from a recipe.",
+    "paper": "The paper: list, show, run and draw every row and figure.",
     "inspect": "The census: which filters, features and layers are dead.",
+    "report": "The page: a run or a study as one HTML file.",
     "bench": "The benchmarks, in a checkout.",
 }
+
+PLACES = {"paper": "powergrad.lab.paper.command:app"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         version=_version,
     )
     for number, (name, line) in enumerate(COMMANDS.items()):
-        app.command(f"powergrad.lab.cli:{name}", name=name, help=line, sort_key=number)
+        place = PLACES.get(name, f"powergrad.lab.cli:{name}")
+        app.command(place, name=name, help=line, sort_key=number)
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return app(tokens, exit_on_error=False, result_action="return_value") or 0

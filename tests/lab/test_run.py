@@ -33,9 +33,9 @@ def test_what_a_run_is_begun_with(run):
 
 def test_a_run_that_is_taken_up_again_says_with_what(tmp_path):
     for _ in range(3):
-        with Run(tmp_path).open(Recipe()) as run:
+        with Run(tmp_path).open(Recipe()):
             pass
-    assert len(run.environment()["resumed"]) == 2
+    assert len(Run(tmp_path).environment()["resumed"]) == 2
 
 
 def test_the_folder_of_another_recipe_is_refused(tmp_path):

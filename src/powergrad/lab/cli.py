@@ -452,6 +452,7 @@ def _check_comparable(study: Study) -> None:
 
 
 def _run_study(study: Study, folder: Path, options: StudyOptions, told: dict[str, Any]) -> int:
+    from powergrad.lab.report import write_report
     from powergrad.lab.terminal import Watch
 
     title = f"{study.base.model.name} on {study.base.data.name}"
@@ -460,10 +461,13 @@ def _run_study(study: Study, folder: Path, options: StudyOptions, told: dict[str
     results.extra.update(told)
     results.save(folder)
     _draw(results, folder)
+    write_report([folder], folder / "report.html")
     _show(results)
     if "identity_gap" in told:
         print(explain_decomposition(results, told["alpha"]))
-    print(f"\nEverything is in {folder}: study.csv, study.json, study.png, and a folder a run.")
+    print(
+        f"\nLook at {folder / 'report.html'}; beside it study.csv, study.json, study.png, the runs."
+    )
     return 0
 
 
@@ -544,6 +548,21 @@ def inspect(
         found.to_csv(layers_csv, "layers")
     if events_csv is not None:
         found.to_csv(events_csv, "events")
+    return 0
+
+
+def report(*paths: Path, out: Path | None = None) -> int:
+    """Write the page of runs and studies: one HTML file that needs no network.
+
+    Args:
+        paths: Folders of runs or of studies.
+        out: The file; by default report.html in the folder, or here if there are several.
+    """
+    from powergrad.lab.report import write_report
+
+    if not paths:
+        raise ValueError("Expected the folder of a run or of a study, but got none.")
+    print(write_report(paths, out or (paths[0] if len(paths) == 1 else Path()) / "report.html"))
     return 0
 
 

@@ -141,6 +141,9 @@ class Loss(Section):
     smoothing: Literal["pytorch", "paper"] = Field(
         default="pytorch", description="spread over all classes, or over the wrong ones"
     )
+    form: Literal["exact", "as_published"] = Field(
+        default="exact", description="the equation, or the authors' hook (needs float16)"
+    )
     logit_scale: Positive = Field(
         default=1.0, description="the loss is of so many times the logits"
     )
@@ -243,6 +246,11 @@ class Recipe(Section):
             faults.append("data.cutmix: expected 0 where data.mixup is given, but got both")
         if self.model.name.startswith("timm:") and self.model.norm != "batch":
             faults.append("model.norm: expected no norm for a timm model, which has its own")
+        if self.loss.form == "as_published" and self.train.precision != "float16":
+            faults.append(
+                "loss.form: expected train.precision float16 with as_published, which is right at "
+                f"one loss scale only, but got {self.train.precision}"
+            )
         decay, clip = self.optimizer.weight_decay, self.clip.agc
         if clip is not None and clip <= decay and self.optimizer.name == "sgd":
             faults.append(

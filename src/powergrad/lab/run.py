@@ -3,6 +3,7 @@
     config.yaml           the recipe, complete
     environment.json      versions, commit, hardware, command; what it was resumed with
     metrics.csv           a row an epoch
+    classes.json          the names of the classes
     norms/                the recording of a FilterMonitor, if asked for
     checkpoint/           step-NNNNNNNNNN.pt, the last two; best.safetensors
     model.safetensors     the final weights (the averaged ones, where there are any)
@@ -22,11 +23,12 @@ import json
 import os
 import pickle
 import platform
+import shlex
 import subprocess
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
@@ -248,6 +250,10 @@ class Run:
         text = recipe.to_yaml().encode()
         write_atomically(self.folder / "config.yaml", lambda file: file.write(text))
 
+    def save_classes(self, names: Sequence[str]) -> None:
+        """Keep the names of the classes."""
+        _write_json(self.folder / "classes.json", list(names))
+
     def save_checkpoint(self, state: Mapping[str, Any], *, step: int) -> None:
         """Keep `state`; of the earlier ones only the last stays."""
         state = {"format": FORMAT, "key": self.key, **state}
@@ -379,7 +385,7 @@ def describe_machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 

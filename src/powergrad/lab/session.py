@@ -206,6 +206,12 @@ class Session:
         return loss
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if self.recipe.loss.form == "as_published":
+            from powergrad.lab.paper.as_published import as_published_cross_entropy
+
+            return as_published_cross_entropy(
+                logits, labels, alpha=self.alpha, label_smoothing=self.smoothing
+            )
         scale = self.recipe.loss.logit_scale
         return powergrad.cross_entropy(
             logits if scale == 1 else logits * scale,

@@ -85,6 +85,7 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
         )
     if processes.first:
         run.cut_metrics(session.step)
+        run.save_classes(data.classes)
     row: dict[str, float | None] = run.metrics()[-1] if session.done else {}
     outputs = None
     with (

@@ -1,0 +1,80 @@
+"""What a row costs at full scale, from published training speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from powergrad.lab.config import Recipe
+from powergrad.lab.paper.rows import load_paper
+
+__all__ = ["IMAGENET", "Cost", "cost", "total_hours"]
+
+IMAGENET = 1_281_167  # training images
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The training time of a recipe on one kind of GPU.
+
+    Attributes:
+        gpu: The GPU.
+        hours: GPU hours: those of four working together are as many, in a quarter of the time.
+        images_per_second: What it is computed from.
+        how: How that was measured, and what was estimated.
+        source: Where it was published.
+    """
+
+    gpu: str
+    hours: float
+    images_per_second: float
+    how: str
+    source: str
+
+
+def cost(recipe: Recipe) -> list[Cost]:
+    """GPU hours of training, tests and reading of images left out, for every GPU with a source.
+
+    Where a publisher has ResNet-50 only, another network is taken to be as much faster or slower
+    there as it is in the table that has both. Networks without normalisation are taken to be as
+    fast as those with it, which is an upper bound of their cost.
+
+    Args:
+        recipe: What is trained; its data must be ImageNet's.
+
+    Returns:
+        A cost a GPU; none for a network or a data set that no source has.
+
+    Example:
+        >>> recipe = load_paper().find("T1.2").rows[0].recipe
+        >>> [f"{each.gpu}: {each.hours:.1f}" for each in cost(recipe)]
+        ['V100 16GB: 34.2', 'A100 80GB: 17.1', 'RTX 3090: 43.1']
+    """
+    if not recipe.data.name.startswith("folder:"):
+        return []
+    network = recipe.model.name
+    tables = load_paper().throughput
+    whole = next(each["networks"] for each in tables if len(each["networks"]) > 1)
+    found = []
+    for table in tables:
+        speeds, how = table["networks"], table["how"]
+        speed = speeds.get(network)
+        if speed is None and network in whole:
+            speed = speeds["resnet50"] * whole[network] / whole["resnet50"]
+            how += f"; {network} estimated by its ratio to resnet50 on the RTX 3090"
+        if speed is None:
+            continue
+        if recipe.model.norm == "none":
+            how += "; with normalisation, so an upper bound"
+        hours = recipe.train.epochs * IMAGENET / speed / 3600
+        found.append(Cost(table["gpu"], hours, speed, how, table["source"]))
+    return found
+
+
+def total_hours(recipes: Iterable[Recipe]) -> dict[str, float]:
+    """GPU hours of several recipes by GPU, each run counted once."""
+    hours: dict[str, float] = {}
+    for recipe in {recipe.key: recipe for recipe in recipes}.values():
+        for each in cost(recipe):
+            hours[each.gpu] = hours.get(each.gpu, 0.0) + each.hours
+    return hours

@@ -1,0 +1,178 @@
+"use strict";
+// Elements, numbers in words, controls, tables and downloads.
+//
+// What users named (arms, runs, classes, paths) reaches the page as text nodes and attributes only.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+
+// name: [words, unit, decimals]
+const METRICS = {
+  test_accuracy: ["test accuracy", "%", 2],
+  train_accuracy: ["train accuracy", "%", 2],
+  test_top5: ["top 5", "%", 2],
+  train_loss: ["train loss", "", 3],
+  nll: ["NLL", "", 3],
+  nll_scaled: ["NLL at 1/α", "", 3],
+  ece: ["ECE", "", 3],
+  ece_scaled: ["ECE at 1/α", "", 3],
+  logit_norm: ["logit norm", "", 1],
+  dead_units: ["dead units", "", 1],
+  steps: ["steps", "", 0],
+  seconds: ["seconds", "", 1],
+};
+const COLOURS = 8;
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value != null) node.setAttribute(name, value);
+  }
+  for (const child of children.flat(Infinity))
+    if (child != null && child !== false) node.append(child);
+  return node;
+}
+const h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
+const s = (tag, attributes, ...children) =>
+  fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+
+const named = (text) => h("bdi", { class: "name" }, text);
+const colour = (index) => `c${index % COLOURS}`;
+const dash = (index) => (index >= COLOURS ? "dashed" : "");
+const swatch = (index) => h("span", { class: `swatch ${colour(index)}` });
+
+/** A sentence with names in it: those that are not plain are kept from turning the rest around. */
+const prose = (study, text) =>
+  study.arms
+    .map((arm) => arm.name)
+    .filter((name) => /[^ -~]/.test(name))
+    .reduce((said, name) => said.replaceAll(name, `\u2068${name}\u2069`), text);
+
+// Numbers -----------------------------------------------------------------------------------------
+
+const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+
+/** The mean, and one standard deviation to either side where there are several values. */
+function meanAndSpread(values) {
+  const centre = mean(values);
+  if (values.length < 2) return [centre, null, null];
+  const squares = values.reduce((a, b) => a + (b - centre) ** 2, 0);
+  const spread = Math.sqrt(squares / (values.length - 1));
+  return [centre, centre - spread, centre + spread];
+}
+
+function fmt(value, decimals) {
+  if (!isNumber(value)) return "–";
+  const fits = decimals !== undefined && (value === 0 || Math.abs(value) >= 0.5 * 10 ** -decimals);
+  const text = fits ? value.toFixed(decimals) : String(Number(value.toPrecision(3)));
+  return text.replace("-", "−");
+}
+const signed = (value, decimals) => (value > 0 ? "+" : "") + fmt(value, decimals);
+const words = (metric) => (METRICS[metric] || [metric.replaceAll("_", " ")])[0];
+const unit = (metric) => (METRICS[metric] || ["", ""])[1];
+const decimals = (metric) => (METRICS[metric] || ["", "", 3])[2];
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
+
+// Controls ----------------------------------------------------------------------------------------
+
+let groups = 0;
+function segmented(label, options, value, change) {
+  const name = `group${++groups}`;
+  return h("fieldset", {}, h("legend", {}, label),
+    options.map(([key, text]) => h("label", { class: "segment" },
+      h("input", {
+        type: "radio", name, value: key, checked: key === value, onchange: () => change(key),
+      }),
+      h("span", {}, text))));
+}
+
+function checkbox(label, value, change) {
+  const input = h("input", {
+    type: "checkbox", checked: value, onchange: () => change(input.checked),
+  });
+  return h("label", { class: "check" }, input, label);
+}
+
+function choice(label, options, value, change) {
+  const select = h("select", { onchange: () => change(select.value) },
+    options.map(([key, text]) =>
+      h("option", { value: key, selected: String(key) === String(value) }, text)));
+  return h("label", { class: "field" }, label, select);
+}
+
+/** A button for each arm of `indices`; those pressed are in `shown`. */
+function armButtons(study, label, indices, shown, change) {
+  return h("div", { class: "legend", role: "group", "aria-label": label }, indices.map((index) => {
+    const button = h("button", {
+      type: "button",
+      class: `${colour(index)} ${dash(index)}`,
+      "aria-pressed": String(shown.has(index)),
+      onclick: () => {
+        if (!shown.delete(index)) shown.add(index);
+        button.setAttribute("aria-pressed", String(shown.has(index)));
+        change();
+      },
+    }, named(study.arms[index].name));
+    return button;
+  }));
+}
+
+// Tables ------------------------------------------------------------------------------------------
+
+/** Columns are [heading, row => value, row => what is shown, class]. A heading sorts. */
+function sortable(columns, rows, label) {
+  const lines = rows.map((row) => ({
+    row,
+    line: h("tr", {}, columns.map(([, , shown, kind], place) => place
+      ? h("td", { class: kind }, shown(row))
+      : h("th", { scope: "row", class: kind }, shown(row)))),
+  }));
+  const body = h("tbody", {}, lines.map(({ line }) => line));
+  const heads = columns.map(([heading, value, , kind]) => {
+    const sort = () => {
+      const up = head.getAttribute("aria-sort") !== "ascending";
+      heads.forEach((each) => each.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", up ? "ascending" : "descending");
+      lines.sort((a, b) => {
+        const [x, y] = [value(a.row), value(b.row)];
+        if (x == null || y == null) return (x == null) - (y == null); // the missing stay below
+        const order = typeof x === "string" ? x.localeCompare(y) : x - y;
+        return up ? order : -order;
+      });
+      body.append(...lines.map(({ line }) => line));
+    };
+    const head = h("th", { scope: "col", class: kind },
+      h("button", { type: "button", onclick: sort }, heading));
+    return head;
+  });
+  return scrolling(label, h("thead", {}, h("tr", {}, heads)), body);
+}
+
+const scrolling = (label, ...parts) =>
+  h("div", { class: "scroll" }, h("table", { class: "data", "aria-label": label }, parts));
+const plainHeads = (texts) =>
+  h("thead", {}, h("tr", {}, texts.map((each) => h("th", { class: "plain", scope: "col" }, each))));
+
+// Downloads ---------------------------------------------------------------------------------------
+
+function csv(rows) {
+  const cell = (value) => {
+    const text = value == null ? "" : String(value);
+    return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  };
+  return rows.map((row) => row.map(cell).join(",")).join("\n") + "\n";
+}
+
+function download(label, file, rows) {
+  const save = async () => {
+    const url = URL.createObjectURL(new Blob([csv(await rows())], { type: "text/csv" }));
+    h("a", { href: url, download: file }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 10000);
+  };
+  return h("button", { type: "button", onclick: save }, `${label} (CSV)`);
+}
+
+const section = (id, title, ...children) =>
+  h("section", { id, "aria-labelledby": `${id}-title` },
+    h("h2", { id: `${id}-title` }, title), children);

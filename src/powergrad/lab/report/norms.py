@@ -1,0 +1,170 @@
+"""Recordings of filter norms, small enough for a page.
+
+A value is a byte: 0 where the norm is zero (or under a ten-thousandth of the layer's largest), 255
+where it is not finite, and between them its logarithm in 254 even steps from the layer's smallest
+to its largest. Bytes are differences from the one before, filter by filter, then deflated: norms
+move slowly, so most of them are 0.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from powergrad.monitor import Census, Recording, census
+
+__all__ = ["encode_norms", "spread_over"]
+
+POINTS = 100  # times that are shown of a recording, at the most
+LEAST_POINTS = 12
+BUDGET = 8_000_000  # characters of all recordings together
+FLOOR = 1e-4  # of a layer's largest norm, under which it is shown as zero
+ZERO, SMALLEST, LARGEST, NOT_FINITE = 0, 1, 254, 255
+CENSUS = ("layer", "kind", "units", "dead", "recoverable", "unborn", "died", "revived")
+EVENTS = {"died": 0, "revived": 1, "born": 2}
+UNBORN = 3  # the state of a unit at the first step, among the events
+
+
+def encode_norms(folders: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]], list[str]]:
+    """The recordings of the runs that have one, in as many points of time as there is room for.
+
+    Returns:
+        By run folder, what the page shows; and what could not be read.
+    """
+    recordings: dict[Path, Recording] = {}
+    counts: dict[Path, Census] = {}
+    faults = []
+    for folder in folders:
+        if not Recording.exists(folder):
+            continue
+        try:
+            recording = Recording(folder)
+            with _one_thread():
+                counts[folder] = census(folder)
+            recordings[folder] = recording
+        except (ValueError, OSError, TypeError, KeyError) as error:
+            faults.append(f"The filter norms of {folder.name} could not be read: {error}")
+    points = POINTS
+    while True:
+        shown = {folder: _encode(r, counts[folder], points) for folder, r in recordings.items()}
+        size = sum(len(each["data"]) + len(each["events"]) for each in shown.values())
+        if size <= BUDGET or points == LEAST_POINTS:
+            return shown, faults
+        points = max(LEAST_POINTS, int(0.9 * points * BUDGET / size))
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """A row of norms is too small to share: threads that wait for each other take far longer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _encode(recording: Recording, found: Census, points: int) -> dict[str, Any]:
+    wanted = set(spread_over(len(recording), points))
+    kept = [row for place, row in enumerate(recording) if place in wanted]
+    steps = [step for step, _ in kept]
+    values = torch.stack([row for _, row in kept], dim=1).numpy()  # (units, times)
+    numbers = {layer.name: layer.number for layer in recording.layers}
+    columns, bodies = [], []
+    for column in recording.columns:
+        codes, low, high = quantise(values[column.place])
+        bodies.append(np.diff(codes, axis=1, prepend=np.uint8(0)).tobytes())
+        columns.append(
+            {
+                "quantity": column.quantity,
+                "layer": column.layer,
+                "number": numbers.get(column.layer),
+                "units": column.count,
+                "low": low,
+                "high": high,
+            }
+        )
+    events = _events(recording, found, steps[0])
+    return {
+        "steps": steps,
+        "columns": columns,
+        "data": _pack(b"".join(bodies)),
+        "events": _pack(json.dumps(events, separators=(",", ":")).encode()),
+        "dead": _dead_over_time(recording, events, steps),
+        "census": [[getattr(each, name) for name in CENSUS] for each in found.layers],
+    }
+
+
+def spread_over(count: int, most: int) -> list[int]:
+    """At most so many places of `count`, evenly, the first and the last among them.
+
+    Example:
+        >>> spread_over(10, 4), spread_over(3, 4)
+        ([0, 3, 6, 9], [0, 1, 2])
+    """
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
+
+
+def quantise(values: NDArray[np.float32]) -> tuple[NDArray[np.uint8], float, float]:
+    """Norms as bytes, and the norms that the bytes 1 and 254 stand for.
+
+    Example:
+        >>> codes, low, high = quantise(np.float32([0.0, 0.5, 2.0, np.nan]))
+        >>> codes, low, high
+        (array([  0,   1, 254, 255], dtype=uint8), 0.5, 2.0)
+    """
+    finite = np.isfinite(values)
+    high = float(values.max(where=finite, initial=0.0))
+    shown = finite & (values > FLOOR * high)
+    low = float(values.min(where=shown, initial=high))
+    codes = np.where(finite, ZERO, NOT_FINITE).astype(np.uint8)
+    span = np.log(high / low) if low < high else 1.0
+    place = np.log(values[shown].astype(np.float64) / low) / span
+    codes[shown] = SMALLEST + np.rint(place * (LARGEST - SMALLEST)).astype(np.uint8)
+    return codes, low, high
+
+
+def _events(recording: Recording, found: Census, start: int) -> list[list[int]]:
+    """Step, column, unit and what happened; first the units that had not lived at the start."""
+    places = {(c.quantity, c.layer): i for i, c in enumerate(recording.columns)}
+    happened = [
+        [event.step, places[event.quantity, event.layer], event.unit, EVENTS[event.what]]
+        for event in found.events
+    ]
+    unborn = {(column, unit) for _, column, unit, what in happened if what == EVENTS["born"]}
+    for unit in found.unborn:
+        column = places.get(("gain" if "gain" in unit.how else "weight", unit.layer))
+        if column is not None:
+            unborn.add((column, unit.unit))
+    return [[start, column, unit, UNBORN] for column, unit in sorted(unborn)] + happened
+
+
+def _dead_over_time(recording: Recording, events: list[list[int]], steps: list[int]) -> list[int]:
+    """How many filters have vanished at each of `steps`."""
+    dead: set[tuple[int, int]] = set()
+    counts, ahead = [], 0
+    for step in steps:
+        while ahead < len(events) and events[ahead][0] <= step:
+            _, column, unit, what = events[ahead]
+            if recording.columns[column].quantity == "weight":
+                (dead.discard if what in (EVENTS["revived"], EVENTS["born"]) else dead.add)(
+                    (column, unit)
+                )
+            ahead += 1
+        counts.append(len(dead))
+    return counts
+
+
+def _pack(body: bytes) -> str:
+    """Deflated for runs of one byte only: of noisy norms that is smaller, and 40 times faster."""
+    packer = zlib.compressobj(strategy=zlib.Z_RLE)
+    return base64.b64encode(packer.compress(body) + packer.flush()).decode()

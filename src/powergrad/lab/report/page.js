@@ -1,0 +1,140 @@
+// What produced it, and the page as a whole.
+
+function provenanceSection(study) {
+  const copy = (text) => h("button", {
+    type: "button",
+    onclick: async ({ target }) => {
+      try {
+        await navigator.clipboard.writeText(text);
+        target.textContent = "Copied";
+      } catch {
+        target.textContent = "Select it, and copy by hand";
+      }
+    },
+  }, "Copy");
+  const assigned = (changes) => Object.entries(changes)
+    .map(([key, value]) => `${key} = ${value}`).join(", ") || "nothing";
+  const several = study.environments.length > 1;
+  return section("provenance", "What produced it",
+    study.command ? [
+      h("h3", {}, "To repeat it"), h("pre", { class: "wrap", id: "command" }, study.command),
+      copy(study.command),
+    ] : h("p", { class: "soft" }, "The command is known when the study is finished."),
+    study.arms.length > 1 && [
+      h("h3", {}, "What each arm changes"),
+      scrolling("Changes", h("tbody", {}, study.arms.map((arm, index) => h("tr", {},
+        h("th", { scope: "row" }, swatch(index), named(arm.name)),
+        h("td", { class: "words" }, assigned(arm.changes)))))),
+    ],
+    study.tuning && tuningPart(study.tuning),
+    h("h3", {}, "Machine and versions"),
+    study.environments.map(({ runs, ...told }) => [
+      several && h("p", { class: "small soft" }, count(runs, "run")), environmentPart(told),
+    ]),
+    h("details", {}, h("summary", {}, "The recipe, complete"),
+      h("pre", { id: "recipe" }, study.recipe)),
+    h("h3", {}, "Data"), h("div", { class: "downloads" }, downloads(study)));
+}
+
+function environmentPart(told) {
+  const names = { python: "Python", torch: "PyTorch", platform: "system" };
+  const shown = (value) => {
+    if (value == null) return "not known";
+    return Array.isArray(value) ? value.join(", ") || "none" : String(value);
+  };
+  return h("dl", { class: "facts" }, Object.entries(told).map(([key, value]) =>
+    h("div", {}, h("dt", {}, names[key] || key), h("dd", {}, named(shown(value))))));
+}
+
+function tuningPart({ key, hold_out, seeds, arms }) {
+  const tried = ({ value, mean }, chosen) =>
+    h("td", {}, h(value === chosen ? "strong" : "span", {}, `${fmt(value)}: ${fmt(mean, 2)}`));
+  return [
+    h("h3", {}, `Tuning of ${key}`),
+    h("p", { class: "soft small" }, `On ${100 * hold_out}% of the training data, held out; `
+      + `${seeds.length} seeds a value. What was chosen is bold.`),
+    scrolling("Tuning", h("tbody", {}, Object.entries(arms).map(([arm, found]) => h("tr", {},
+      h("th", { scope: "row" }, named(arm)),
+      found.means.map((each) => tried(each, found.chosen)),
+      h("td", { class: "words soft" }, found.at_edge && "at the edge of the grid"))))),
+  ];
+}
+
+function downloads(study) {
+  const name = (run) => study.arms[run.arm].name;
+  const finals = Object.keys(study.runs[0]?.final ?? {});
+  const curves = [...new Set(study.runs.flatMap((run) => Object.keys(run.curve)))];
+  const compared = [
+    "arm", "baseline", "n", "difference", "p", "p_adjusted", "tost_p", "welch_p",
+    "probability_of_improvement", "mde", "seeds_needed", "verdict",
+  ];
+  const recorded = study.runs.filter((run) => run.norms);
+  return [
+    download("Runs", "runs.csv", () => [
+      ["arm", "seed", "run", "status", ...finals],
+      ...study.runs.map((run) =>
+        [name(run), run.seed, run.name, run.status, ...finals.map((key) => run.final[key])]),
+    ]),
+    download("Curves", "curves.csv", () => [
+      ["arm", "seed", ...curves],
+      ...study.runs.flatMap((run) => (run.curve.epoch || []).map((_, i) =>
+        [name(run), run.seed, ...curves.map((column) => run.curve[column]?.[i])])),
+    ]),
+    study.comparisons.length > 0 && download("Comparisons", "comparisons.csv", () => [
+      [...compared, "low", "high"],
+      ...study.comparisons.map((each) => [...compared.map((key) => each[key]), ...each.interval]),
+    ]),
+    recorded.length > 0 && download("Census", "census.csv", () => [
+      ["arm", "seed", ...CENSUS],
+      ...recorded.flatMap((run) => run.norms.census.map((row) => [name(run), run.seed, ...row])),
+    ]),
+  ];
+}
+
+const KINDS = {
+  sweep: "Sweep", decompose: "Decomposition", run: "Run", runs: "Runs", tune: "Tuning",
+};
+
+const count = (number, what) => `${number} ${what}${number === 1 ? "" : "s"}`;
+
+function setTheme(mode) {
+  document.documentElement.dataset.theme = mode;
+  repaint();
+}
+
+function showStudy(place) {
+  const study = DATA.studies[place];
+  repaint = () => {};
+  document.title = `${study.name} · powergrad`;
+  const done = study.runs.filter((run) => run.status === "finished").length;
+  const seeds = new Set(study.runs.map((run) => run.seed)).size;
+  const counts = study.kind === "run" ? "" : ` · ${count(study.arms.length, "arm")}, `
+    + `${count(seeds, "seed")} · ${done} of ${count(study.runs.length, "run")} finished`;
+  const sections = [
+    verdictSection(study), decompositionSection(study), tableSection(study), curvesSection(study),
+    normsSection(study), alphaSection(study), playgroundSection(study), provenanceSection(study),
+  ].filter(Boolean);
+  const { dataset } = document.documentElement;
+  document.getElementById("main").replaceChildren(
+    h("header", { class: "top" },
+      h("div", {},
+        h("div", { class: "kicker" }, `powergrad · ${KINDS[study.kind] || "Comparison"}`),
+        h("h1", { dir: "auto" }, study.name), h("p", {}, named(study.what), counts)),
+      DATA.studies.length > 1 && choice("study", DATA.studies.map((each, i) => [i, each.name]),
+        place, (chosen) => showStudy(Number(chosen))),
+      h("button", {
+        type: "button", id: "theme",
+        onclick: () => setTheme(dataset.theme === "dark" ? "light" : "dark"),
+      }, "Light / dark")),
+    h("nav", { "aria-label": "Sections" }, sections.map((each) =>
+      h("a", { href: `#${each.id}` }, each.querySelector("h2").textContent))),
+    ...sections,
+    h("footer", {}, `Made by powergrad ${DATA.version} on ${DATA.made.slice(0, 10)}. `
+      + "This file asks nothing of any network."));
+}
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const follow = () => setTheme(dark.matches ? "dark" : "light");
+dark.addEventListener("change", follow);
+follow();
+showStudy(0);

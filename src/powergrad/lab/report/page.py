@@ -1,0 +1,111 @@
+"""The HTML around the data: one file, whose policy lets the browser ask nobody for anything."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+__all__ = ["as_json", "make_page"]
+
+SCRIPTS = ("elements", "charts", "study", "norms", "alpha", "playground", "page")
+# A browser that is given no icon asks the server for one.
+ICON = (
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
+    "%3Crect width='16' height='16' rx='3' fill='%230072b2'/%3E%3Cpath d='M2.5 13C9 13 5 4 13.5 3'"
+    " fill='none' stroke='%23fff' stroke-width='2'/%3E%3C/svg%3E"
+)
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="generator" content="powergrad {version}">
+<meta name="referrer" content="no-referrer">
+<title>{title}</title>
+<link rel="icon" href="{icon}">
+<style>{style}</style>
+</head>
+<body>
+<a class="skip" href="#main">Skip to the content</a>
+<main id="main"><noscript>
+{without_script}
+</noscript></main>
+<script type="application/json" id="data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def make_page(data: Mapping[str, Any]) -> str:
+    """The page that shows `data`, as :func:`powergrad.lab.report.collect.collect` gives it."""
+    style, script = _asset("page.css"), "".join(_asset(f"{name}.js") for name in SCRIPTS)
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    return PAGE.format(
+        policy=policy,
+        version=html.escape(data["version"]),
+        title=html.escape(" · ".join(study["name"] for study in data["studies"])),
+        icon=html.escape(ICON),
+        style=style,
+        without_script=_without_script(data),
+        data=as_json(data),
+        script=script,
+    )
+
+
+def as_json(value: Any) -> str:
+    r"""`value` as JSON that can stand in a script element; NaN and infinity become null.
+
+    The parser of HTML would end the element at ``</script``, so ``<``, ``>`` and ``&`` are written
+    as ``\u003c`` and so on, and so are the two line separators that JavaScript once refused.
+
+    Example:
+        >>> as_json({"arm": "</script>", "loss": float("nan")})
+        '{"arm":"\\u003c/script\\u003e","loss":null}'
+    """
+    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _asset(name: str) -> str:
+    return resources.files("powergrad.lab.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """What a content security policy calls the one script, or style, that it allows."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+def _without_script(data: Mapping[str, Any]) -> str:
+    """What is read where no script runs, as in the preview of a mail."""
+    lines = []
+    for study in data["studies"]:
+        lines.append(f'<h1 dir="auto">{html.escape(study["name"])}</h1>')
+        said = [study["headline"], *(each["sentence"] for each in study["comparisons"])]
+        lines += [f'<p dir="auto">{html.escape(each)}</p>' for each in said + study["notes"]]
+    lines.append("<p>Curves, tables and figures are drawn by this page's own script.</p>")
+    return "\n".join(lines)

@@ -1,0 +1,227 @@
+// What a study came to: the verdict, the parts of PGT, the numbers and the curves.
+
+const finished = (study, index) =>
+  study.runs.filter((run) => run.arm === index && run.status === "finished");
+
+/** A table whose cells are drawn: of each comparison its mean, its interval and its seeds.
+    `groups` are [title, comparisons]. */
+function forest(study, groups) {
+  const place = (arm) => study.arms.findIndex((each) => each.name === arm);
+  const finals = (arm) => new Map(finished(study, place(arm))
+    .filter((run) => isNumber(run.final[study.metric]))
+    .map((run) => [run.seed, run.final[study.metric]]));
+  const base = finals(study.baseline);
+  const bySeed = (each) => [...finals(each.arm)]
+    .filter(([seed]) => base.has(seed))
+    .map(([seed, value]) => value - base.get(seed));
+
+  const all = groups.flatMap(([, comparisons]) => comparisons);
+  const ends = all.flatMap((each) => [...each.interval, each.difference, ...bySeed(each)]);
+  const known = ends.filter(isNumber);
+  const low = Math.min(0, -study.margin, ...known), high = Math.max(0, study.margin, ...known);
+  const digits = Math.max(0, Math.min(4, 2 - Math.floor(Math.log10(high - low))));
+  // In percent of the cell's width, so that it needs no drawing again when that changes.
+  const X = linear(low, high, 4, 96);
+  const percent = (value) => `${X(value).toFixed(2)}%`;
+  const ground = (height) => [
+    s("rect", {
+      class: "margin", x: percent(-study.margin), y: 0, height,
+      width: `${(X(study.margin) - X(-study.margin)).toFixed(2)}%`,
+    }),
+    s("line", { class: "zero", x1: percent(0), x2: percent(0), y1: 0, y2: height }),
+  ];
+
+  const changes = (index) => {
+    const all = Object.entries(study.arms[index].changes);
+    if (all.length > 2) return `${all.length} changes at once`;
+    return all.map(([key, value]) =>
+      `${key} = ${isNumber(value) ? Number(value.toPrecision(4)) : value}`).join(", ");
+  };
+  const row = (each) => {
+    const index = place(each.arm);
+    const [from, to] = [each.interval[0] ?? low, each.interval[1] ?? high];
+    const interval = `${signed(from, digits)} to ${signed(to, digits)}`;
+    const drawing = s("svg", {
+      role: "img", "aria-label": `${signed(each.difference, digits)}, from ${interval}`,
+    }, ground(42), s("g", { class: colour(index) },
+      bySeed(each).map((value) => s("circle", { class: "seed", cx: percent(value), cy: 32, r: 3 })),
+      s("line", { class: "whisker", x1: percent(from), x2: percent(to), y1: 18, y2: 18 }),
+      s("circle", { class: "dot", cx: percent(each.difference), cy: 18, r: 6.5 })));
+    return h("tr", {},
+      h("th", { class: "who", scope: "row" }, swatch(index), named(each.arm),
+        groups.length > 1 && h("span", { class: "does" }, changes(index))),
+      h("td", { class: "plot" }, drawing),
+      h("td", { class: "much" },
+        h("strong", {}, signed(each.difference, digits)), ` (${interval})`),
+      h("td", { class: "said" },
+        h("span", { class: `verdict ${each.verdict}` }, each.verdict),
+        h("span", { class: "does" },
+          each.p_adjusted < 0.001 ? "p < 0.001" : `p = ${fmt(each.p_adjusted)}`)));
+  };
+  const axis = s("svg", { role: "presentation" }, ground(6),
+    X.ticks(5).map(([value, text]) => [
+      s("line", { class: "axis", x1: percent(value), x2: percent(value), y1: 0, y2: 6 }),
+      s("text", { x: percent(value), y: 20, "text-anchor": "middle" }, text),
+    ]),
+    s("text", { x: "50%", y: 37, "text-anchor": "middle" },
+      `difference in ${study.words.replace(/^of /, "")}`));
+  const heads = [["who", "arm"], ["plot", ""], ["much", "difference (95% interval)"],
+    ["said", "verdict"]];
+  return h("table", {
+    class: "forest", "aria-label": "Differences from the baseline, with their intervals",
+  },
+  h("thead", {}, h("tr", {}, heads.map(([kind, text]) => h("th", { class: kind }, text)))),
+  h("tbody", {}, groups.map(([title, comparisons]) => [
+    title && h("tr", { class: "group" }, h("th", { colspan: 4 }, title)),
+    comparisons.map(row),
+  ])),
+  h("tfoot", {}, h("tr", {}, h("td"), h("td", { class: "plot" }, axis), h("td"), h("td"))));
+}
+
+function verdictSection(study) {
+  return section("verdict", "Verdict",
+    h("p", { class: "headline" }, prose(study, study.headline)),
+    h("ul", { class: "notes" }, study.notes.map((note) => h("li", {}, prose(study, note)))),
+    study.comparisons.length > 0 && [
+      forest(study, [["", study.comparisons]]),
+      h("p", { class: "soft small" },
+        "Large dots: mean difference from ", named(study.baseline), " over the same seeds, with ",
+        "its 95% interval. Small dots: each seed. Shaded: the margin of ", String(study.margin),
+        ", within which a difference does not matter. ",
+        study.higher ? "More is better." : "Less is better."),
+      h("details", {}, h("summary", {}, "In full sentences"), h("ul", {},
+        study.comparisons.map((each) => h("li", {}, prose(study, each.sentence))))),
+    ]);
+}
+
+function decompositionSection(study) {
+  const told = study.decomposition;
+  if (!told) return null;
+  const of = (names) => study.comparisons.filter((each) => names.includes(each.arm));
+  const whole = of(["PGT", "two-group CE"]), instead = of(["CE(alpha z)", "CE at lr / alpha"]);
+  const parts = study.comparisons.filter((each) => ![...whole, ...instead].includes(each));
+  return section("decomposition", "What PGT is made of",
+    h("p", { class: "soft" },
+      "Training with PGT at a constant α is the same trajectory as plain cross-entropy with two ",
+      "parameter groups. So its effect can be taken apart, a factor at a time.",
+      isNumber(told.gap)
+        && ` The two were ${told.gap.toExponential(1)} apart after 200 steps in float64.`),
+    forest(study, [["the whole", whole], ["each part alone", parts], ["instead of it", instead]]),
+    told.explanation.split("\n").map((line) => h("p", {}, line)));
+}
+
+function tableSection(study) {
+  const shown = Object.keys(METRICS)
+    .filter((metric) => study.arms.some((arm) => arm.summary[metric]));
+  const heading = (metric) => `${words(metric).replace(" accuracy", "")} ${unit(metric)}`.trim();
+  const compared = new Map(study.comparisons.map((each) => [each.arm, each]));
+  const verdict = (arm) => {
+    const found = compared.get(arm.name);
+    if (found) return h("span", { class: `verdict ${found.verdict}` }, found.verdict);
+    return arm.name === study.baseline ? h("span", { class: "soft" }, "baseline") : "–";
+  };
+  const average = (metric) => (arm) => {
+    const found = arm.summary[metric];
+    if (!found) return "–";
+    const spread = metric === study.metric && found.sd != null;
+    return [fmt(found.mean, decimals(metric)),
+      spread && h("span", { class: "soft" }, ` ± ${fmt(found.sd, decimals(metric))}`)];
+  };
+  const count = (arm) => arm.summary[study.metric]?.n ?? 0;
+  const arms = () => sortable([
+    ["arm", (arm) => arm.name, (arm) => [swatch(study.arms.indexOf(arm)), named(arm.name)]],
+    ["runs", count, (arm) => String(count(arm))],
+    ...(compared.size ? [
+      ["verdict", (arm) => compared.get(arm.name)?.verdict, verdict, "words"],
+      ["difference", (arm) => compared.get(arm.name)?.difference, (arm) =>
+        (compared.has(arm.name)
+          ? signed(compared.get(arm.name).difference, decimals(study.metric)) : "–")],
+    ] : []),
+    ...shown.filter((metric) => metric !== "steps").map((metric) =>
+      [heading(metric), (arm) => arm.summary[metric]?.mean, average(metric)]),
+  ], study.arms, "Arms");
+  const runs = sortable([
+    ["arm", (run) => study.arms[run.arm].name,
+      (run) => [swatch(run.arm), named(study.arms[run.arm].name)]],
+    ["seed", (run) => run.seed, (run) => String(run.seed)],
+    ["status", (run) => run.status,
+      (run) => h("span", { class: run.status, title: run.note }, run.status), "words"],
+    ...shown.map((metric) => [heading(metric),
+      (run) => (isNumber(run.final[metric]) ? run.final[metric] : null),
+      (run) => fmt(run.final[metric], decimals(metric))]),
+  ], study.runs, "Runs");
+  const alone = study.runs.length === 1;
+  return section("table", "Numbers",
+    h("p", { class: "soft" }, "At the end of training, never at the best epoch. ", !alone &&
+      "Means over the seeds, ± one standard deviation. A heading sorts its column."),
+    alone ? runs : [arms(),
+      h("details", {}, h("summary", {}, `Every run (${study.runs.length})`), runs)]);
+}
+
+function curvesSection(study) {
+  const alone = study.runs.length === 1;
+  const state = {
+    accuracy: "test_accuracy", accuracyLog: false, loss: "train_loss", lossLog: true,
+    epochs: "linear", seeds: false, shown: new Set(study.arms.keys()),
+  };
+  const arms = () => [...state.shown].sort((a, b) => a - b);
+  const series = (metric, change = (value) => value) => arms().flatMap((index) => {
+    const name = study.arms[index].name;
+    const curves = study.runs.filter((run) => run.arm === index && run.curve[metric]).map((run) =>
+      run.curve.epoch.map((epoch, i) => [epoch, run.curve[metric][i]])
+        .filter((point) => isNumber(point[1]))
+        .map(([epoch, value]) => [epoch, change(value)]));
+    const seeds = state.seeds ? curves.map((points) => ({ name, index, points, thin: true })) : [];
+    const at = new Map();
+    for (const [epoch, value] of curves.flat()) at.set(epoch, [...(at.get(epoch) || []), value]);
+    const points = [...at].sort((a, b) => a[0] - b[0])
+      .map(([epoch, values]) => [epoch, ...meanAndSpread(values)]);
+    return [...seeds, { name, index, points }];
+  });
+  const x = () => ({ label: "epoch", whole: true, log: state.epochs === "log" });
+  const accuracy = h("div"), loss = h("div");
+  const charts = [
+    lineChart(accuracy, () => {
+      const which = state.accuracy === "test_accuracy" ? "Test" : "Train";
+      return state.accuracyLog ? {
+        title: `${which} error (%), logarithmic`, x: x(), y: { log: true, decimals: 2 },
+        series: series(state.accuracy, (value) => 100 - value),
+      } : {
+        title: `${which} accuracy (%)`, x: x(), y: { decimals: 2, least: 0, most: 100 },
+        series: series(state.accuracy),
+      };
+    }),
+    lineChart(loss, () => {
+      const titles = {
+        train_loss: "Training loss", nll: "Test loss (NLL)",
+        nll_scaled: "Test loss (NLL) at temperature 1/α",
+      };
+      return {
+        title: titles[state.loss] + (state.lossLog ? ", logarithmic" : ""), x: x(),
+        y: { log: state.lossLog, decimals: 3, least: 0 }, series: series(state.loss),
+      };
+    }),
+  ];
+  const redraw = () => charts.forEach((each) => each());
+  const set = (key) => (value) => {
+    state[key] = value;
+    redraw();
+  };
+  return section("curves", "Curves",
+    h("p", { class: "soft" }, alone ? "Every epoch." :
+      "Lines: the mean over the seeds. Bands: one standard deviation to either side. Click an arm "
+      + "to hide it."),
+    armButtons(study, "Arms", [...study.arms.keys()], state.shown, redraw),
+    h("div", { class: "controls" },
+      !alone && checkbox("every seed", false, set("seeds")),
+      segmented("epochs", [["linear", "linear"], ["log", "log"]], "linear", set("epochs"))),
+    h("div", { class: "two" },
+      h("div", {}, h("div", { class: "controls" },
+        segmented("accuracy", [["test_accuracy", "test"], ["train_accuracy", "train"]],
+          state.accuracy, set("accuracy")),
+        checkbox("log scale of the error", false, set("accuracyLog"))), accuracy),
+      h("div", {}, h("div", { class: "controls" },
+        segmented("loss", [["train_loss", "train"], ["nll", "test"], ["nll_scaled", "test at 1/α"]],
+          state.loss, set("loss")),
+        checkbox("log scale", true, set("lossLog"))), loss)));
+}

@@ -1,0 +1,662 @@
+"""The page in a real browser: Playwright drives Chromium over the page of a real small study.
+
+Without Playwright or Chromium these tests are skipped, and say so; with POWERGRAD_NEED_BROWSER=1,
+as CI has it, they fail instead. POWERGRAD_CHROMIUM names another browser than the one on the path.
+Screenshots are left in test-artifacts/.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from test_report import die_and_return, make_study, rewrite_norms
+
+import powergrad
+from powergrad.lab.compare import decompose, sweep_arms
+from powergrad.lab.config import Recipe
+from powergrad.lab.models import create_model
+from powergrad.lab.report import write_report
+from powergrad.lab.run import Run
+from powergrad.lab.study import Results, Study
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = os.environ.get("POWERGRAD_CHROMIUM") or next(
+    filter(None, map(shutil.which, BROWSERS)), None
+)
+ARTIFACTS = Path(__file__).parents[2] / "test-artifacts"
+SECTIONS = ["verdict", "table", "curves", "norms", "alpha", "playground", "provenance"]
+
+MISSING = (
+    "the page was not tested in a browser: Playwright or Chromium is missing "
+    "(pip install playwright; apt-get install chromium)"
+)
+try:
+    from playwright.sync_api import Browser, Dialog, Download, Page, sync_playwright
+except ImportError:
+    CHROMIUM = None
+if CHROMIUM is None:
+    if os.environ.get("POWERGRAD_NEED_BROWSER") == "1":
+        pytest.fail(MISSING, pytrace=False)
+    pytest.skip(MISSING, allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:  # pyright: ignore[reportPossiblyUnboundVariable]
+        running = playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            args=[
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-background-networking",
+                "--disable-component-update",
+                "--disable-sync",
+                "--no-first-run",
+            ],
+        )
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Opens a file; fails the test for any request, error or warning of the page."""
+    contexts, wrong = [], []
+
+    def open_file(path: Path, width: int = 1280, **options: Any) -> Page:
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, accept_downloads=True, **options
+        )
+        contexts.append(context)
+
+        def decide(route: Any) -> None:
+            if route.request.url.partition("#")[0] == path.as_uri():
+                route.continue_()
+            else:
+                wrong.append(f"request: {route.request.url}")
+                route.abort()
+
+        def refuse(dialog: Dialog) -> None:
+            wrong.append(f"dialog: {dialog.message}")
+            dialog.dismiss()
+
+        context.route("**/*", decide)
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+        page.on("console", lambda said: wrong.append(f"console: {said.text}"))
+        page.on("dialog", refuse)
+        page.goto(path.as_uri())
+        page.wait_for_selector("footer")
+        return page
+
+    yield open_file
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real study; in one of its recordings filters die, come back and are born."""
+    folder = tmp_path_factory.mktemp("browser") / "small"
+    make_study(folder)
+    (run,) = folder.glob("baseline-seed0-*")
+    rewrite_norms(run, die_and_return)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(study: Path) -> Path:
+    return write_report([study], study / "report.html")
+
+
+def pretend(run: Run, accuracy: float, epochs: int = 3) -> dict[str, float | None]:
+    """Write the metrics of a training that was not done; returns the last."""
+    row: dict[str, float | None] = {}
+    run.cut_metrics(0)
+    for epoch in range(1, epochs + 1):
+        left = math.exp(-5 * epoch / epochs)
+        row = {"epoch": epoch, "step": 10 * epoch, "test_accuracy": accuracy * (1 - left)}
+        row |= {"train_loss": 0.1 + 2 * left, "nll": 0.2 + left, "logit_norm": accuracy / 4}
+        run.add_metrics(row)
+    run.finish({"diverged": False, "steps": 10 * epochs, **row})
+    return row
+
+
+def pretended(study: Study, folder: Path, **extra: Any) -> Path:
+    """The page of a study whose runs were not done."""
+    study.claim(folder)
+    rows: list[dict[str, Any]] = []
+    for place, ((arm, seed), job) in enumerate(study.jobs().items()):
+        run = Run(folder / job.name)
+        with run.open(job.recipe):
+            found = pretend(run, 80 + 7 * place % 11)
+        rows.append({"arm": arm, "seed": seed, "run": job.name, **found})
+    results = Results(study.metric, study.margin, study.baseline, rows, study, extra=extra)
+    results.save(folder)
+    return write_report([folder], folder / "report.html")
+
+
+def read(download: Download) -> list[dict[str, str]]:
+    return list(csv.DictReader(download.path().read_text(encoding="utf-8").splitlines()))
+
+
+def texts(page: Page, selector: str) -> list[str]:
+    return [each.strip() for each in page.locator(selector).all_inner_texts()]
+
+
+# The sections -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [(360, "light"), (360, "dark"), (768, "light"), (1280, "light"), (1280, "dark")],
+)
+def test_every_section_is_there_and_fits(
+    visit: Callable[..., Page], report: Path, width: int, scheme: str
+) -> None:
+    page = visit(report, width, color_scheme=scheme)
+    page.wait_for_selector(".maps canvas")
+    assert page.evaluate("[...document.querySelectorAll('section')].map((e) => e.id)") == SECTIONS
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+    for name in SECTIONS:
+        assert page.locator(f"#{name}").bounding_box()["height"] > 100  # type: ignore[index]
+    # Wide tables scroll within their box; the page itself never does.
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.locator("#curves svg .line").count() == 4
+    assert page.locator(".reliability").count() == 2
+    ARTIFACTS.mkdir(exist_ok=True)
+    page.screenshot(path=ARTIFACTS / f"report-{scheme}-{width}.png", full_page=True)
+
+
+def test_the_verdict_is_on_top(visit: Callable[..., Page], report: Path, study: Path) -> None:
+    page = visit(report)
+    saved = json.loads((study / "study.json").read_text())
+    assert page.inner_text(".headline") == saved["verdict"]
+    assert page.inner_text("h1") == "small"
+    rows = page.locator("#verdict .forest tbody tr")
+    assert rows.count() == len(saved["comparisons"]) == 1
+    row = rows.first.inner_text()
+    assert "pgt" in row
+    assert saved["comparisons"][0]["verdict"] in row
+    page.click("#verdict summary")
+    assert texts(page, "#verdict li") == [saved["comparisons"][0]["sentence"]]
+
+
+def test_a_heading_sorts_and_sorts_back(visit: Callable[..., Page], report: Path) -> None:
+    page = visit(report)
+    page.click("#table summary")
+    table = page.locator("#table details table")
+    headings = table.locator("thead th")
+    place = headings.all_inner_texts().index("test %")
+
+    def column() -> list[float]:
+        return [
+            float(v) for v in table.locator(f"tbody tr > :nth-child({place + 1})").all_inner_texts()
+        ]
+
+    before = column()
+    button = headings.nth(place).locator("button")
+    button.click()
+    assert column() == sorted(before)
+    assert headings.nth(place).get_attribute("aria-sort") == "ascending"
+    button.focus()
+    page.keyboard.press("Enter")
+    assert column() == sorted(before, reverse=True)
+    assert headings.nth(place).get_attribute("aria-sort") == "descending"
+    headings.nth(0).locator("button").click()
+    assert table.locator("tbody th").all_inner_texts() == ["baseline"] * 2 + ["pgt"] * 2
+    assert headings.nth(place).get_attribute("aria-sort") is None
+
+
+def test_the_switches_of_the_curves(visit: Callable[..., Page], report: Path) -> None:
+    page = visit(report)
+    curves = page.locator("#curves")
+    lines = curves.locator("svg .line")
+    titles = curves.locator("figcaption")
+    assert lines.count() == 4
+    curves.get_by_label("every seed").check()
+    assert lines.count() == 4 + 8
+    assert curves.locator(".thin").count() == 8
+    curves.get_by_label("every seed").uncheck()
+
+    shape = lines.first.get_attribute("d")
+    curves.get_by_label("log scale of the error").check()
+    assert titles.first.inner_text() == "Test error (%), logarithmic"
+    assert lines.first.get_attribute("d") != shape
+    curves.get_by_label("log scale of the error").uncheck()
+    assert lines.first.get_attribute("d") == shape
+    curves.get_by_role("group", name="accuracy").get_by_label("train").check()
+    assert titles.first.inner_text() == "Train accuracy (%)"
+    curves.get_by_role("group", name="loss").get_by_label("test at 1/α").check()
+    assert titles.last.inner_text() == "Test loss (NLL) at temperature 1/α, logarithmic"
+    shape = lines.last.get_attribute("d")
+    curves.get_by_role("group", name="epochs").get_by_label("log").check()
+    assert lines.last.get_attribute("d") != shape
+
+    curves.get_by_role("button", name="pgt").click()
+    assert lines.count() == 2
+    assert curves.get_by_role("button", name="pgt").get_attribute("aria-pressed") == "false"
+
+
+def test_the_curves_are_read_out_with_the_keyboard(
+    visit: Callable[..., Page], report: Path, study: Path
+) -> None:
+    page = visit(report)
+    page.locator("#curves .chart").first.focus()
+    for _ in range(2):
+        page.keyboard.press("ArrowRight")
+    accuracies = [
+        Run(folder).metrics()[1]["test_accuracy"] for folder in sorted(study.glob("pgt-seed*"))
+    ]
+    expected = f"{np.mean(accuracies):.2f}"  # type: ignore[arg-type]
+    said = page.locator("#curves .readout").first.inner_text()
+    assert "epoch 2" in said
+    assert f"pgt {expected}" in said
+
+
+def test_the_slider_goes_through_time(visit: Callable[..., Page], report: Path) -> None:
+    page = visit(report)
+    page.wait_for_selector(".maps canvas")
+    # The layer in which most died is shown first.
+    assert page.locator('.layers [aria-pressed="true"]').inner_text().startswith("1 · conv1")
+    slider, state = page.locator("#time"), page.locator(".maps .state").first
+    assert page.inner_text("output") == "step 12"
+    assert state.inner_text() == "1 of 4 dead; so far 2 died, 1 came back, 1 born"
+    image = page.locator(".maps canvas").first.evaluate("(e) => e.toDataURL()")
+    slider.fill("5")
+    assert page.inner_text("output") == "step 5"
+    assert slider.get_attribute("aria-valuetext") == "step 5"
+    assert state.inner_text() == "2 of 4 dead; so far 1 died, 0 came back, 0 born"
+    assert page.locator(".maps canvas").first.evaluate("(e) => e.toDataURL()") != image
+    slider.focus()
+    page.keyboard.press("Home")
+    assert state.inner_text() == "1 of 4 dead; so far 0 died, 0 came back, 0 born"
+    page.locator(".layers button").nth(3).click()
+    page.wait_for_function(
+        "() => document.querySelector('.maps canvas').ariaLabel.includes('layer2')"
+    )
+    assert state.inner_text() == "0 of 8 dead; so far 0 died, 0 came back, 0 born"
+    assert page.locator(".maps canvas").count() == 2
+    page.locator("#norms .legend button").nth(1).click()
+    page.wait_for_function("() => document.querySelectorAll('.maps canvas').length === 1")
+
+
+def test_the_dead_are_marked_on_the_map(visit: Callable[..., Page], report: Path) -> None:
+    page = visit(report)
+    page.wait_for_selector(".maps canvas")
+    page.locator("#norms .check input").uncheck()  # filters in their own order
+    orange = page.wait_for_function(
+        """() => {
+        const canvas = document.querySelector('.maps canvas');
+        const copy = document.createElement('canvas');
+        [copy.width, copy.height] = [canvas.width, canvas.height];
+        const draw = copy.getContext('2d', { willReadFrequently: true });
+        draw.drawImage(canvas, 0, 0);
+        const at = (x, y) => [...draw.getImageData(canvas.width * x, canvas.height * y, 1, 1).data];
+        // Filters 0 to 3 from above; of 12 steps, filter 0 is dead from 4 to 8, 2 from 6 on.
+        return canvas.width > 300 && [at(0.42, 0.2), at(0.1, 0.2), at(0.75, 0.55), at(0.75, 0.8)];
+        }"""
+    ).json_value()
+    dead = [213, 94, 0, 255]
+    assert [pixel == dead for pixel in orange] == [True, False, True, False]
+
+
+def test_the_census_counts_by_arm(visit: Callable[..., Page], report: Path) -> None:
+    page = visit(report)
+    rows = page.locator('#census [aria-label="Census"] tbody tr').all_inner_texts()
+    assert [row.split("\t") for row in rows] == [
+        ["baseline", "2", "70", "0.5", "1.0", "0.5", "0.0", "0.0"],
+        ["pgt", "2", "70", "0.0", "0.0", "0.0", "0.0", "0.0"],
+    ]
+
+
+def test_alpha_and_reliability(visit: Callable[..., Page], report: Path) -> None:
+    page = visit(report)
+    alpha = page.locator("#alpha")
+    titles = alpha.locator("figcaption").all_inner_texts()
+    assert titles[0] == "Test accuracy against α, with 95% intervals"
+    assert [each.split(":")[0] for each in titles[4:]] == [
+        "At temperature 1",
+        "At temperature 1/α = 4",
+    ]
+    alpha.locator("select").select_option(label="baseline")
+    assert alpha.locator(".reliability").count() == 1  # at alpha 1 the two are one
+    drawing = alpha.locator("svg").first
+    before = drawing.inner_html()
+    alpha.get_by_role("group", name="α").get_by_label("log").check()
+    assert drawing.inner_html() != before
+
+
+# The playground -----------------------------------------------------------------------------------
+
+CASES = [
+    ([2.0, 1.0, 0.0], 0, 0.25),
+    ([2.0, 1.0, 0.0], 2, 0.0),
+    ([2.0, 1.0, 0.0], 1, 1.0),
+    ([2.0, 1.0, 0.0], 1, 0.999999),
+    ([0.0, -110.0], 1, 0.05),
+    ([1e4, 1e4 - 1, 1e4 - 3], 2, 0.3),
+    ([700.0, -700.0, 0.0], 1, 0.1),
+    ([1.0, 2.0, -math.inf, 0.5], 1, 0.25),
+    ([1.0, 2.0, -math.inf, 0.5], 3, 0.0),
+    ([0.0] * 7, 3, 0.5),
+    *[
+        (torch.randn(n, generator=torch.Generator().manual_seed(n)).mul(s).tolist(), n // 2, a)
+        for n, s, a in ((2, 1, 0.9), (5, 10, 0.01), (10, 4, 0.33), (20, 30, 0.75))
+    ],
+]
+
+
+def test_the_playground_computes_what_the_library_does(
+    visit: Callable[..., Page], report: Path
+) -> None:
+    page = visit(report)
+    for logits, label, alpha in CASES:
+        page.fill("#logits", " ".join(repr(each) for each in logits))
+        page.select_option("#label", str(label))
+        page.fill("#alpha-number", repr(alpha))
+        assert page.inner_text("#playground .error") == ""
+        z = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
+        loss = powergrad.cross_entropy(z, torch.tensor(label), alpha=alpha)
+        (altered,) = torch.autograd.grad(loss, z)
+        (plain,) = torch.autograd.grad(torch.nn.functional.cross_entropy(z, torch.tensor(label)), z)
+        p = z.detach().softmax(0)
+        expected = {
+            "p": p,
+            "powered": (alpha * (z.detach() - z.detach().max())).nan_to_num(-math.inf).softmax(0)
+            if alpha
+            else powergrad.power_transform(p, 0.0) if p.min() > 0
+            else z.detach().isfinite().double() / z.detach().isfinite().sum(),
+            "plain": plain,
+            "altered": altered,
+        }  # fmt: skip
+        for kind, values in expected.items():
+            shown = page.locator(f'#playground [data-kind="{kind}"]').evaluate_all(
+                "(cells) => cells.map((cell) => Number(cell.dataset.value))"
+            )
+            assert shown == pytest.approx(values.tolist(), abs=1e-12), (logits, alpha, kind)
+            texts = page.locator(f'#playground [data-kind="{kind}"]').all_inner_texts()
+            read = [float(text.replace("−", "-")) for text in texts]
+            assert read == pytest.approx(values.tolist(), abs=1e-6)
+        threshold = float(page.get_attribute("#threshold", "data-value") or "nan")
+        assert threshold == pytest.approx(powergrad.stationary_threshold(p, alpha).item(), rel=1e-6)
+        assert float(page.get_attribute("#loss", "data-value") or "nan") == pytest.approx(
+            loss.item(), rel=1e-12, abs=1e-12
+        )
+
+
+def test_the_playground_takes_examples_and_refuses_nonsense(
+    visit: Callable[..., Page], report: Path
+) -> None:
+    page = visit(report)
+    bars = page.locator("#playground svg .bar")
+    assert bars.count() == 40  # ten digits: p and p', both gradients
+    page.locator("#example").select_option(label="three classes")
+    assert page.input_value("#logits") == "2, 1, 0"
+    assert page.locator("#playground tbody tr").count() == 3
+    before = page.locator('[data-kind="powered"]').first.inner_text()
+    page.locator("#alpha-range").fill("0.6")
+    assert page.input_value("#alpha-number") == "0.6"
+    assert page.locator('[data-kind="powered"]').first.inner_text() != before
+    for text, said in (
+        ("1, two, 3", "“two” is not a logit"),
+        ("1", "two logits or more"),
+        ("-inf -inf", "must be finite"),
+        ("inf 1", "not a logit"),
+    ):
+        page.fill("#logits", text)
+        assert said in page.inner_text("#playground .error")
+        assert page.locator("#playground tbody tr").count() == 0
+    page.fill("#logits", "1 2")
+    page.fill("#alpha-number", "1.3")
+    assert "from 0 to 1" in page.inner_text("#playground .error")
+
+
+# The rest -----------------------------------------------------------------------------------------
+
+
+def test_what_produced_it_and_its_data(
+    visit: Callable[..., Page], report: Path, study: Path
+) -> None:
+    page = visit(report)
+    saved = json.loads((study / "study.json").read_text())
+    assert page.inner_text("#command") == saved["environment"]["command"]
+    assert torch.__version__ in page.inner_text("#provenance")
+    page.click("#provenance summary")
+    assert yaml.safe_load(page.inner_text("#recipe"))["model"]["width"] == 4
+    files = {}
+    for button in page.locator("#provenance .downloads button").all():
+        with page.expect_download() as waiting:
+            button.click()
+        download = waiting.value
+        files[download.suggested_filename] = read(download)
+    assert sorted(files) == ["census.csv", "comparisons.csv", "curves.csv", "runs.csv"]
+    rows = {(row["arm"], int(row["seed"])): row for row in files["runs.csv"]}
+    for row in saved["rows"]:
+        assert float(rows[row["arm"], row["seed"]]["test_accuracy"]) == row["test_accuracy"]
+    assert len(files["curves.csv"]) == 4 * 3
+    assert float(files["comparisons.csv"][0]["difference"]) == saved["comparisons"][0]["difference"]
+    page.wait_for_selector(".maps canvas")
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="This layer").click()
+    norms = read(waiting.value)
+    assert len(norms) == 2 * 4 * 13
+    dead = [
+        row for row in norms if (row["arm"], row["filter"], row["dead"]) == ("baseline", "2", "1")
+    ]
+    assert [int(row["step"]) for row in dead] == list(range(6, 13))
+
+
+def test_the_theme_can_be_switched(visit: Callable[..., Page], report: Path) -> None:
+    page = visit(report, color_scheme="light")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    page.click("#theme")
+    assert page.evaluate(ground) != light
+    page.click("#theme")
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function("() => document.documentElement.dataset.theme === 'dark'")
+
+
+def test_it_prints(visit: Callable[..., Page], report: Path) -> None:
+    page = visit(report, color_scheme="dark")
+    page.wait_for_selector(".maps canvas")
+    page.emulate_media(media="print")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert not page.locator("nav").is_visible()
+    ARTIFACTS.mkdir(exist_ok=True)
+    paper = page.pdf(path=ARTIFACTS / "report.pdf", format="A4")
+    assert paper.startswith(b"%PDF")
+
+
+def test_everything_is_reached_by_the_keyboard(visit: Callable[..., Page], report: Path) -> None:
+    page = visit(report)
+    page.wait_for_selector(".maps canvas")
+    reached = set()
+    for _ in range(200):
+        page.keyboard.press("Tab")
+        where = page.evaluate(
+            "document.activeElement.closest('section, nav, header, body')?.id || ''"
+        )
+        reached.add(where)
+        if set(SECTIONS) <= reached:
+            break
+    assert set(SECTIONS) <= reached
+    unnamed = page.evaluate(
+        """() => [...document.querySelectorAll('button, input, select, canvas, svg[role=img]')]
+        .filter((e) => !(e.textContent || e.getAttribute('aria-label') || e.labels?.length)
+            && e.getAttribute('aria-hidden') !== 'true').map((e) => e.outerHTML)"""
+    )
+    assert unnamed == []
+
+
+NASTY = "<script>document.title='owned'</script>"
+NAMES = [NASTY, "\"'`<img src=x onerror=alert(1)>", "🙂 مرحبا بالعالم \u202e!"]
+
+
+def test_names_of_users_are_text_and_nothing_runs(
+    visit: Callable[..., Page], study: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(study, tmp_path / "<b>bold & 'quoted'")
+    described = yaml.safe_load((folder / "study.yaml").read_text())
+    described["arms"] = {
+        NAMES[0]: {},
+        NAMES[1]: {"loss.alpha": 0.25},
+        NAMES[2]: {"loss.alpha": 0.5},
+    }
+    (folder / "study.yaml").write_text(yaml.safe_dump(described, sort_keys=False))
+    (folder / "study.json").unlink()
+    for run in list(folder.glob("*-seed*")):
+        (run / "classes.json").write_text(json.dumps([NASTY, *NAMES * 3]))
+        run.rename(folder / f"{run.name}<i>{NAMES[2]}".replace("/", ""))
+    page = visit(write_report([folder], tmp_path / "report.html"))
+    page.wait_for_selector(".maps canvas")
+    page.wait_for_timeout(300)
+    assert page.title() == "<b>bold & 'quoted' · powergrad"
+    assert page.inner_text("h1") == "<b>bold & 'quoted'"
+    assert page.locator("script").count() == 2
+    assert page.locator("main img, main b, main i").count() == 0
+    assert texts(page, "#table .data >> nth=0 >> tbody th") == NAMES
+    assert NASTY in page.inner_text("#playground tbody")
+    # Text that runs from right to left is kept from turning the sentence around it.
+    assert f"\u2068{NAMES[2]}\u2069 seed 0 (not started)" in page.inner_text(".notes")
+    ARTIFACTS.mkdir(exist_ok=True)
+    page.screenshot(path=ARTIFACTS / "report-names.png", full_page=True)
+
+
+def test_a_spoiled_study_says_so(visit: Callable[..., Page], study: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(study, tmp_path / "spoiled")
+    (missing,) = folder.glob("pgt-seed1-*")
+    shutil.rmtree(missing)
+    (unfinished,) = folder.glob("baseline-seed1-*")
+    (unfinished / "result.json").unlink()
+    (diverged,) = folder.glob("pgt-seed0-*")
+    result = json.loads((diverged / "result.json").read_text())
+    result |= {"diverged": True, "train_loss": math.nan, "test_accuracy": math.nan}
+    (diverged / "result.json").write_text(json.dumps(result))
+    rewrite_norms(diverged, lambda values: values.__setitem__(slice(5, None), np.nan))
+    page = visit(write_report([folder], tmp_path / "report.html"))
+    page.wait_for_selector(".maps canvas")
+    assert page.inner_text(".headline").startswith("No verdict yet")
+    said = page.inner_text(".notes")
+    for word in ("missing: pgt seed 1", "unfinished: baseline seed 1", "diverged: pgt seed 0"):
+        assert word in said
+    page.click("#table summary")
+    assert texts(page, "#table details td.words") == [
+        "finished",
+        "unfinished",
+        "diverged",
+        "missing",
+    ]
+
+
+def test_an_empty_study_and_single_runs(
+    visit: Callable[..., Page], study: Path, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    Study("compare", Recipe(), {"baseline": {}, "pgt": {"loss.alpha": 0.25}}, [0]).claim(empty)
+    page = visit(write_report([empty], tmp_path / "empty.html"))
+    assert page.inner_text(".headline").startswith("No verdict yet")
+    (run,) = study.glob("pgt-seed0-*")
+    page = visit(write_report([run], tmp_path / "run.html"))
+    page.wait_for_selector(".maps canvas")
+    assert page.locator("#curves svg .line").count() == 2
+    assert page.locator(".reliability").count() == 2
+    # Several things in one page: one is shown, another is chosen.
+    page = visit(write_report([study, run], tmp_path / "both.html"))
+    page.get_by_label("study").select_option(run.name)
+    assert page.inner_text("h1") == run.name
+
+
+def test_a_decomposition_shows_the_parts(visit: Callable[..., Page], tmp_path: Path) -> None:
+    study = decompose(Recipe(), 0.25, range(3))
+    out = pretended(study, tmp_path / "taken-apart", alpha=0.25, identity_gap=1e-14)
+    page = visit(out)
+    part = page.locator("#decomposition")
+    assert texts(page, "#decomposition .group") == [
+        "THE WHOLE",
+        "EACH PART ALONE",
+        "INSTEAD OF IT",
+    ]
+    names = texts(page, "#decomposition .who bdi")
+    assert sorted(names) == sorted(arm for arm in study.arms if arm != "CE")
+    assert names[:2] == ["PGT", "two-group CE"]
+    assert "1.0e-14 apart" in part.inner_text()
+    assert "At alpha 0.25, PGT" in part.inner_text()
+    assert page.locator("#curves svg .line.dashed").count() == 4  # the ninth arm and the tenth
+
+
+def test_a_sweep_shows_a_line_for_each_other_value(
+    visit: Callable[..., Page], tmp_path: Path
+) -> None:
+    grid = {"loss.alpha": [1.0, 0.5, 0.25], "optimizer.lr": [0.1, 0.2]}
+    study = Study("sweep", Recipe(), sweep_arms(grid), range(2))
+    page = visit(pretended(study, tmp_path / "swept", grid=grid))
+    first = page.locator("#alpha figure").first
+    assert first.locator(".line").count() == 2
+    assert first.locator(".dot").count() == 6
+    assert first.locator(".whisker").count() == 6
+    assert texts(page, "#alpha .readout >> nth=0 >> .key") == ["lr 0.1", "lr 0.2"]
+
+
+# Size ---------------------------------------------------------------------------------------------
+
+
+def test_32_runs_of_a_resnet18_open_in_3_seconds(
+    visit: Callable[..., Page], tmp_path: Path
+) -> None:
+    """Their norms go their ways by 3% from record to record, which packs worse than training."""
+    recipe = Recipe.model_validate({"model": {"name": "resnet18"}, "data": {"name": "cifar10"}})
+    arms = {f"alpha {alpha}": {"loss.alpha": alpha} for alpha in (1.0, 0.5, 0.25, 0.1)}
+    study = Study("compare", recipe, arms, range(8))
+    folder = tmp_path / "large"
+    study.claim(folder)
+    model = create_model("resnet18", num_classes=1000)
+    random = np.random.default_rng(0)
+    header = None
+    for (_, seed), job in study.jobs().items():
+        run = Run(folder / job.name)
+        with run.open(job.recipe):
+            if header is None:
+                with powergrad.FilterMonitor(model, run.folder / "norms") as monitor:
+                    monitor.step(0)
+                header = run.folder / "norms"
+            else:
+                shutil.copytree(header, run.folder / "norms")
+            index = json.loads((header / "index.json").read_text())
+            row = np.dtype([("step", "<i8"), ("values", "<f4", index["width"])])
+            start = np.fromfile(header / "records.bin", row)["values"][0]
+            rows = np.zeros(100, row)
+            rows["step"] = 100 * np.arange(100)
+            steps = random.normal(0, 0.03, (99, index["width"])).astype(np.float32)
+            steps[:, random.random(index["width"]) < 0.02] -= 0.06  # these die
+            rows["values"][0] = start
+            rows["values"][1:] = start * np.exp(np.cumsum(steps, 0))
+            rows.tofile(run.folder / "norms" / "records.bin")
+            pretend(run, 95 + 0.1 * seed + random.normal(0, 0.2), epochs=90)
+    out = write_report([folder], tmp_path / "report.html")
+    assert out.stat().st_size < 12e6
+    began = time.perf_counter()
+    page = visit(out)
+    page.wait_for_selector(".maps canvas")
+    page.wait_for_function(
+        "() => document.querySelector('.maps .state').textContent.includes('dead')"
+    )
+    seconds = time.perf_counter() - began
+    assert page.locator(".layers button").count() == 21
+    assert len(page.locator("#time").get_attribute("max") or "") == 2  # near 100 points are left
+    assert seconds < 3
