@@ -59,6 +59,10 @@ class Bare:
             norm=model.norm,
             stem=model.stem,
         )
+        self.layout = torch.contiguous_format
+        if recipe.train.channels_last:
+            self.layout = torch.channels_last
+        self.model.to(memory_format=self.layout)  # pyright: ignore[reportCallIssue]
         options = recipe.optimizer
         self.optimizer = torch.optim.SGD(
             self.model.parameters(),
@@ -77,7 +81,7 @@ class Bare:
         self.model.train()
         for start in range(0, len(order) - self.batch + 1, self.batch):
             index = order[start : start + self.batch]
-            x, y = self.images[index], self.labels[index]
+            x, y = self.images[index].contiguous(memory_format=self.layout), self.labels[index]
             for group in self.optimizer.param_groups:
                 group["lr"] = self.peak * (1 + math.cos(math.pi * self.step / self.steps)) / 2
             self.optimizer.zero_grad()
