@@ -13,6 +13,7 @@ import pytest
 import powergrad_cli
 from powergrad.lab import figures
 from powergrad.lab.arms import arms_of, decomposition, parse_arm, parse_grid
+from powergrad.lab.cli import StudyOptions
 from powergrad.lab.compare import check_identity, default_grid, explain_decomposition, sweep_arms
 from powergrad.lab.config import Recipe, RecipeError
 from powergrad.lab.jobs import Job, JobError, run_jobs
@@ -302,6 +303,29 @@ def test_tuning_gives_every_arm_the_same_grid_on_held_out_data(tmp_path, capsys)
     for folder in (tmp_path / "t").glob("*-seed*"):
         assert Run(folder).recipe().data.hold_out == 0
         assert Run(folder).recipe().seed in (0, 1)
+
+
+def test_a_decomposition_by_the_command(tmp_path, capsys):
+    tokens = ["decompose", "digits", *TOKENS, "--train.epochs=2", "--tune", "lr=0.05,0.1",
+              "--tune-seeds", 1, "--seeds", 2, "--out", tmp_path, "--name", "d"]  # fmt: skip
+    assert powergrad(*tokens) == 0
+    said = capsys.readouterr().out
+    assert "they are the same training" in said
+    assert "At alpha 0.25, PGT" in said
+    told = json.loads((tmp_path / "d/arms/study.json").read_text())
+    assert told["identity_gap"] < 1e-9
+    tuned = told["tuning"]["arms"]["CE"]["chosen"]
+    assert {row["arm"] for row in told["rows"]} == set(decomposition(SMALL, 0.25))
+    for folder in (tmp_path / "d/arms").glob("PGT-seed*"):
+        assert Run(folder).recipe().optimizer.lr == tuned
+    assert (tmp_path / "d/arms/report.html").exists()
+
+
+def test_there_are_as_many_seeds_as_the_verdict_needs():
+    options = StudyOptions()
+    assert len(options.seed_list(2)) == 8
+    assert len(options.seed_list(10)) == 9  # log2(40 * 9) = 8.5
+    assert len(StudyOptions(seeds=3).seed_list(10)) == 3
 
 
 def test_a_decomposition_says_what_the_gain_is_made_of():

@@ -13,9 +13,10 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from powergrad.lab.arms import arms_of, expand_key, parse_grid
+from powergrad.lab.arms import arms_of, decomposition, expand_key, parse_grid
 from powergrad.lab.compare import explain_decomposition
 from powergrad.lab.config import Recipe, load_recipe, parse_overrides
+from powergrad.lab.plan import least_seeds
 from powergrad.lab.study import Results, Study, read_csv
 from powergrad.lab.train import Interrupted
 from powergrad.monitor import Recording, Thresholds, census
@@ -152,7 +153,8 @@ class StudyOptions:
     """What every study takes.
 
     Attributes:
-        seeds: How many seeds each arm has.
+        seeds: How many seeds each arm has; by default 8, or as many as the verdict on so many arms
+            needs at the least.
         first_seed: The first of them.
         metric: What is compared, at the last epoch.
         margin: The largest difference that does not matter to you.
@@ -163,7 +165,7 @@ class StudyOptions:
         storage: The URL of a database through which several machines share the runs.
     """
 
-    seeds: int = 8
+    seeds: int | None = None
     first_seed: int = 0
     metric: str = "test_accuracy"
     margin: float = 0.5
@@ -173,11 +175,12 @@ class StudyOptions:
     name: str | None = None
     storage: str | None = None
 
-    def seed_list(self) -> list[int]:
-        """The seeds."""
-        if self.seeds < 1:
-            raise ValueError(f"Expected `seeds` to be at least 1, but got {self.seeds}.")
-        return [*range(self.first_seed, self.first_seed + self.seeds)]
+    def seed_list(self, arms: int) -> list[int]:
+        """The seeds of a study of so many arms."""
+        seeds = max(8, least_seeds(max(arms - 1, 1))) if self.seeds is None else self.seeds
+        if seeds < 1:
+            raise ValueError(f"Expected `seeds` to be at least 1, but got {seeds}.")
+        return [*range(self.first_seed, self.first_seed + seeds)]
 
     def crew(self) -> int:
         """How many runs at a time."""
@@ -243,11 +246,12 @@ def compare(
     alphas = [float(each) for each in parse_grid([f"alpha={alpha}"])["loss.alpha"]]
     wanted = [each.strip() for each in arms.split(",") if each.strip()]
     base = options.base(recipe, overrides)
+    chosen = arms_of([*wanted, *arm], base, alphas)
     study = Study(
         "compare",
         base,
-        arms_of([*wanted, *arm], base, alphas),
-        options.seed_list(),
+        chosen,
+        options.seed_list(len(chosen)),
         options.metric,
         options.margin,
     )
@@ -296,11 +300,12 @@ def sweep(
     from powergrad.lab.compare import sweep_arms
 
     points = parse_grid(grid)
+    arms = sweep_arms(points)
     study = Study(
         "sweep",
         options.base(recipe, overrides),
-        sweep_arms(points),
-        options.seed_list(),
+        arms,
+        options.seed_list(len(arms)),
         options.metric,
         options.margin,
     )
@@ -337,14 +342,15 @@ def decompose(
     base = options.base(recipe, overrides)
     chosen: dict[str, Any] = {"metric": options.metric, "margin": options.margin}
     told: dict[str, Any] = {"alpha": alpha}
-    study = studies.decompose(base, alpha, options.seed_list(), **chosen)
+    seeds = options.seed_list(len(decomposition(base, alpha)))
+    study = studies.decompose(base, alpha, seeds, **chosen)
     folder = options.folder(study)
     try:
         if tune != "none":
             key, _, values = tune.partition("=")
             key = expand_key(key)
             grid = parse_grid([tune])[key] if values else studies.default_grid(base, key)
-            alone = Study("tune", base, {"CE": {}}, options.seed_list(), **chosen)
+            alone = Study("tune", base, {"CE": {}}, seeds, **chosen)
             _, tuning = studies.tune(
                 alone,
                 key,
@@ -358,7 +364,7 @@ def decompose(
             told["tuning"] = tuning
             _show_tuning(tuning)
             base = base.override({key: tuning["arms"]["CE"]["chosen"]})
-            study = studies.decompose(base, alpha, options.seed_list(), **chosen)
+            study = studies.decompose(base, alpha, seeds, **chosen)
             folder = folder / "arms"
         told["identity_gap"] = studies.check_identity(base, alpha)
         print(
