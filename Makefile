@@ -25,12 +25,16 @@ compare: setup ## does it help? the default comparison: 4 arms x 8 seeds on digi
 
 BOTH_WAYS := tests/test_loss.py tests/test_linear.py tests/test_mode.py tests/test_clipping.py tests/test_monitor.py
 
+# JAX in a process forbids it to fork, so the other libraries have a run of their own.
+CORE := --ignore=tests/integrations
+
 test: setup ## every test; what uses the C kernel also without it
-	$(PYTEST) -n 2
+	@echo "tests/integrations (timm, transformers, Lightning, JAX) is left to make test-integrations"
+	$(PYTEST) -n 2 $(CORE)
 	POWERGRAD_NATIVE=0 $(PYTEST) -n 2 $(BOTH_WAYS)
 
 test-deep: setup ## the same, with 10,000 and more random cases
-	HYPOTHESIS_PROFILE=deep $(PYTEST) -n 2
+	HYPOTHESIS_PROFILE=deep $(PYTEST) -n 2 $(CORE)
 	HYPOTHESIS_PROFILE=deep POWERGRAD_NATIVE=0 $(PYTEST) -n 2 $(BOTH_WAYS)
 
 $(VENV)/.integrations: $(VENV)/.installed

@@ -247,7 +247,7 @@ def test_examples_are_of_the_test_set(made: Path) -> None:
 
 
 def test_classes_have_the_names_that_a_run_kept(study: Path) -> None:
-    assert shown(study)["classes"] is None
+    assert shown(study)["classes"] == [str(digit) for digit in range(10)]
     (run_of(study, "baseline", 0) / "classes.json").write_text('["cat", "dog"]')
     assert shown(study)["classes"] == ["cat", "dog"]
 
