@@ -42,7 +42,7 @@ $(VENV)/.integrations: $(VENV)/.installed
 	touch $@
 
 test-integrations: $(VENV)/.integrations ## timm, transformers, Lightning, JAX and the examples
-	$(PYTEST) -n 2 tests/integrations
+	$(PYTEST) tests/integrations
 
 bench: setup ## every benchmark; rewrites results/bench_*.csv and the README's table
 	for script in $(BENCHMARKS); do $(BIN)/python benchmarks/$$script.py || exit 1; done

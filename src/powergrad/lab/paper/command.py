@@ -340,7 +340,13 @@ def _run_small(
     threads = {"machine.threads": options.threads}
     replica = plan_replica(experiment, rows, data, {**threads, **changes})
     print(f"{item}, scaled down: {experiment.title}\n{replica.describe()}")
-    study = Study("paper", replica.base, replica.arms, options.seed_list(), margin=options.margin)
+    study = Study(
+        "paper",
+        replica.base,
+        replica.arms,
+        options.seed_list(len(replica.arms)),
+        margin=options.margin,
+    )
     label = "".join(c if c.isalnum() or c in "-." else "-" for c in data.rpartition("/")[2])
     folder = options.out / (options.name or f"paper-{experiment.id}-{label}")
     print(f"{len(study.arms)} arms x {len(study.seeds)} seeds, in {folder}")
