@@ -454,7 +454,9 @@ def test_capped_logits_are_refused(name) -> None:
 
 def test_caps_elsewhere_are_not() -> None:
     model = network(attn_logit_softcapping=50.0, router_logit_softcapping=30.0, vocab_size=3)
+    before = model.get_parameter("2.weight").clone()
     fold_alpha(None, 0.5, model=model)
+    assert torch.equal(model.get_parameter("2.weight"), before * 0.5)
 
 
 def test_parametrised_heads_are_refused() -> None:

@@ -185,6 +185,8 @@ def test_a_folder_of_another_recipe_is_refused_and_left_alone(study, capsys):
         (["--alpha", "1.5"], "loss.alpha: expected less than or equal to 1, but got 1.5"),
         (["--alpha", "x"], "could not convert"),
         (["--metric", "beauty"], "Expected `metric` to be one of"),
+        (["--tune", "lrr=1,2"], "Expected a known key, but got 'lrr'"),
+        (["--tune", "optimizer.lrr"], "did you mean 'optimizer.lr'?"),
         (["--optimizer.lrr", "1"], "did you mean 'optimizer.lr'?"),
         (["--workers", "0"], "Expected `workers` to be at least 1"),
         (["--storage", "nonsense://x"], "storage"),

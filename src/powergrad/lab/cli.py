@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from powergrad.lab.arms import arms_of, decomposition, expand_key, parse_grid
+from powergrad.lab.arms import arms_of, decomposition, parse_grid
 from powergrad.lab.compare import explain_decomposition
 from powergrad.lab.config import Recipe, load_recipe, parse_overrides
 from powergrad.lab.plan import least_seeds
@@ -234,9 +234,7 @@ def compare(
         baseline: With --from: the arm to compare with.
         options: What every study takes.
     """
-    from powergrad.lab.compare import default_grid
-    from powergrad.lab.compare import tune as tune_arms
-    from powergrad.lab.terminal import Watch
+    from powergrad.lab.compare import tuned_key
 
     if from_ is not None:
         given = None if options.metric == "test_accuracy" else options.metric
@@ -256,27 +254,13 @@ def compare(
         options.margin,
     )
     _check_comparable(study)
-    folder, crew = options.folder(study), options.crew()
+    folder = options.folder(study)
     told: dict[str, Any] = {}
     try:
         if tune is not None:
-            key, _, values = tune.partition("=")
-            key = expand_key(key)
-            grid = parse_grid([tune])[key] if values else default_grid(study.base, key)
-            study = replace(study, kind=f"compare-tuned-{key}")
+            study = replace(study, kind=f"compare-tuned-{tuned_key(tune)}")
             folder = options.folder(study)
-            study, tuning = tune_arms(
-                study,
-                key,
-                grid,
-                folder,
-                seeds=tune_seeds,
-                workers=crew,
-                storage=options.storage,
-                show=Watch,
-            )
-            told["tuning"] = tuning
-            _show_tuning(tuning)
+            study, told["tuning"] = _tune(study, tune, tune_seeds, folder, options)
         return _run_study(study, folder, options, told)
     except Interrupted as reason:
         return _stopped(reason)
@@ -337,7 +321,6 @@ def decompose(
         options: What every study takes.
     """
     from powergrad.lab import compare as studies
-    from powergrad.lab.terminal import Watch
 
     base = options.base(recipe, overrides)
     chosen: dict[str, Any] = {"metric": options.metric, "margin": options.margin}
@@ -347,23 +330,9 @@ def decompose(
     folder = options.folder(study)
     try:
         if tune != "none":
-            key, _, values = tune.partition("=")
-            key = expand_key(key)
-            grid = parse_grid([tune])[key] if values else studies.default_grid(base, key)
             alone = Study("tune", base, {"CE": {}}, seeds, **chosen)
-            _, tuning = studies.tune(
-                alone,
-                key,
-                grid,
-                folder,
-                seeds=tune_seeds,
-                workers=options.crew(),
-                storage=options.storage,
-                show=Watch,
-            )
-            told["tuning"] = tuning
-            _show_tuning(tuning)
-            base = base.override({key: tuning["arms"]["CE"]["chosen"]})
+            tuned, told["tuning"] = _tune(alone, tune, tune_seeds, folder, options)
+            base = base.override(tuned.arms["CE"])
             study = studies.decompose(base, alpha, seeds, **chosen)
             folder = folder / "arms"
         told["identity_gap"] = studies.check_identity(base, alpha)
@@ -504,11 +473,27 @@ def _show(results: Results) -> None:
         print(f"- {comparison.sentence}")
 
 
-def _show_tuning(tuning: dict[str, Any]) -> None:
+def _tune(
+    study: Study, wanted: str, seeds: int, folder: Path, options: StudyOptions
+) -> tuple[Study, dict[str, Any]]:
+    """The study with a key tuned for every arm alike, and how; shown as well."""
+    from powergrad.lab.compare import tune
+    from powergrad.lab.terminal import Watch
+
+    study, tuning = tune(
+        study,
+        wanted,
+        folder,
+        seeds=seeds,
+        workers=options.crew(),
+        storage=options.storage,
+        show=Watch,
+    )
     for arm, found in tuning["arms"].items():
         edge = "; at the edge of the grid" if found["at_edge"] else ""
         means = ", ".join(f"{each['value']:g}: {each['mean']:.2f}" for each in found["means"])
         print(f"{arm}: {tuning['key']} = {found['chosen']:g} ({means}{edge})")
+    return study, tuning
 
 
 def _stopped(reason: Exception) -> int:

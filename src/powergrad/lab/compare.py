@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from powergrad.lab.arms import decomposition
+from powergrad._head import find_head
+from powergrad.lab.arms import decomposition, expand_key, parse_grid
 from powergrad.lab.config import Recipe, RecipeError
 from powergrad.lab.data import load_data
 from powergrad.lab.distributed import Processes
@@ -31,9 +32,7 @@ Show = Callable[
 
 def default_grid(recipe: Recipe, key: str) -> list[float]:
     """Around the recipe's own value: a quarter, half, once, twice and four times."""
-    value: Any = recipe
-    for part in key.split("."):
-        value = getattr(value, part, None)
+    value = recipe.value(key)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or value == 0:
         raise RecipeError(
             f"Expected the values to try for {key!r}, as {key}=value,value, because the recipe's "
@@ -42,10 +41,19 @@ def default_grid(recipe: Recipe, key: str) -> list[float]:
     return [value * factor for factor in (0.25, 0.5, 1, 2, 4)]
 
 
+def tuned_key(wanted: str) -> str:
+    """The dotted key of ``lr`` or ``lr=0.1,0.2``.
+
+    Example:
+        >>> tuned_key("lr=0.1,0.2")
+        'optimizer.lr'
+    """
+    return expand_key(wanted.partition("=")[0].strip())
+
+
 def tune(
     study: Study,
-    key: str,
-    values: Sequence[Any],
+    wanted: str,
     folder: Path,
     *,
     seeds: int,
@@ -53,16 +61,25 @@ def tune(
     storage: str | None,
     show: Show,
 ) -> tuple[Study, dict[str, Any]]:
-    """Choose a value of `key` for every arm, the same grid for all, on held-out training data.
+    """Choose a value of a key for every arm, the same grid for all, on held-out training data.
 
-    An arm that sets `key` itself has its own value multiplied as the recipe's is.
+    An arm that sets the key itself has its own value multiplied as the recipe's is.
+
+    Args:
+        study: What is studied.
+        wanted: The key, as ``lr`` (a grid around the recipe's value) or ``lr=0.1,0.2``.
+        folder: The study's folder.
+        seeds: Seeds of each value.
+        workers: Runs at a time.
+        storage: See :func:`powergrad.lab.jobs.run_jobs`.
+        show: Makes what shows how far it is.
 
     Returns:
         The study with the arms' choices, and what led to them.
     """
-    own: Any = study.base
-    for part in key.split("."):
-        own = getattr(own, part)
+    key = tuned_key(wanted)
+    own = study.base.value(key)
+    values = parse_grid([wanted])[key] if "=" in wanted else default_grid(study.base, key)
     trials: dict[str, dict[str, Any]] = {}
     places: dict[str, tuple[str, Any]] = {}
     for arm, changes in study.arms.items():
@@ -135,18 +152,16 @@ def check_identity(recipe: Recipe, alpha: float, steps: int = 200) -> float:
         tensor. Rounding: about 1e-12.
     """
     arms = decomposition(recipe, alpha)
+    data = load_data(recipe.data, data_dir=recipe.machine.data_dir)
     ends = []
     for arm in ("PGT", "two-group CE"):
         chosen = recipe.override({**arms[arm], "train.precision": "float64"})
-        data = load_data(chosen.data, data_dir=chosen.machine.data_dir)
         session = Session(chosen, data, Processes(0, 1, torch.device("cpu")))
         while session.step < min(steps, session.steps):
             for _ in session.run_epoch():
                 if session.step >= steps:
                     break
         ends.append((session.model, {n: w.clone() for n, w in session.weights().items()}))
-    from powergrad._head import find_head
-
     model, pgt = ends[0]
     head = set(find_head(model, None).parameters())
     in_head = {name for name, parameter in model.named_parameters() if parameter in head}

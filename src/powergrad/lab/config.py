@@ -272,6 +272,17 @@ class Recipe(Section):
         canonical = json.dumps(described, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(f"{FORMAT}:{canonical}".encode()).hexdigest()[:12]
 
+    def value(self, key: str) -> Any:
+        """The value of a dotted key.
+
+        Raises:
+            RecipeError: If there is no such key.
+        """
+        values = dict(flatten(self.model_dump()))
+        if key not in values:
+            raise RecipeError(f"Expected a known key, but got {key!r}{did_you_mean(key, values)}")
+        return values[key]
+
     def override(self, changes: Mapping[str, Any]) -> Recipe:
         """This recipe with dotted keys changed: ``{"loss.alpha": 0.3}``."""
         return _validate(_merge(self.model_dump(), _nest(changes)), "the overrides")
@@ -368,6 +379,20 @@ def _describe(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str,
             yield from _describe(type(field.default), f"{prefix}{name}.")
         else:
             yield prefix + name, field.description or "", field.default
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted keys of nested values.
+
+    Example:
+        >>> dict(flatten({"loss": {"alpha": 0.3}, "seed": 1}))
+        {'loss.alpha': 0.3, 'seed': 1}
+    """
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def _shipped() -> Iterator[Any]:

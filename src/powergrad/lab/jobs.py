@@ -16,13 +16,14 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from powergrad.lab.config import Recipe
 from powergrad.lab.run import Run, RunBusyError, RunError
+from powergrad.lab.signals import watching_signals
 from powergrad.lab.train import Interrupted, train
 
 __all__ = ["Job", "JobError", "Snapshot", "run_jobs", "work"]
@@ -103,7 +104,7 @@ def run_jobs(
     crew = _Crew(min(workers, len(missing)), arguments)
     clock = _Clock()
     lost: dict[str, float] = {}
-    with _stopped_by_signals() as stopped, crew:
+    with watching_signals(second_interrupts=False) as stopped, crew:
         while True:
             trials: dict[str, list[Any]] = {job.name: [] for job in jobs}
             for trial in queue.get_trials(deepcopy=False):
@@ -337,25 +338,6 @@ class _Crew:
             if member.poll() is None:
                 member.kill()
                 member.wait()
-
-
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[Callable[[], bool]]:
-    came = False
-
-    def note(number: int, frame: Any) -> None:
-        nonlocal came
-        came = True
-
-    try:
-        before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:
-        before = {}
-    try:
-        yield lambda: came
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def _main() -> int:

@@ -38,7 +38,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from powergrad import __version__
-from powergrad.lab.config import Recipe, RecipeError
+from powergrad.lab.config import Recipe, RecipeError, flatten
 
 __all__ = ["Run", "RunBusyError", "RunError", "write_atomically"]
 
@@ -357,16 +357,8 @@ def _load(path: Path, key: str) -> dict[str, Any]:
 
 def _difference(found: Recipe, wanted: Recipe) -> str:
     """The dotted keys in which two recipes differ."""
-
-    def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-        for key, value in values.items():
-            if isinstance(value, Mapping):
-                yield from flat(value, f"{prefix}{key}.")
-            else:
-                yield prefix + key, value
-
-    there = dict(flat(found.model_dump(exclude={"machine"})))
-    here = dict(flat(wanted.model_dump(exclude={"machine"})))
+    there = dict(flatten(found.model_dump(exclude={"machine"})))
+    here = dict(flatten(wanted.model_dump(exclude={"machine"})))
     return ", ".join(
         f"{key} ({there[key]} there, {here[key]} here)" for key in here if here[key] != there[key]
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from powergrad.lab.distributed import Processes, join_processes
 from powergrad.lab.progress import Progress, Silent
 from powergrad.lab.run import Run, RunError
 from powergrad.lab.session import Session
+from powergrad.lab.signals import watching_signals
 
 __all__ = ["Interrupted", "train"]
 
@@ -89,7 +89,7 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
     row: dict[str, float | None] = run.metrics()[-1] if session.done else {}
     outputs = None
     with (
-        _watching_signals() as stopping,
+        watching_signals(second_interrupts=True) as stopping,
         _monitor(recipe, run, session) as record,
         _board(recipe, run, session) as write_to_board,
     ):
@@ -146,28 +146,6 @@ class _Saver:
 
 
 # What goes on beside the training -----------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _watching_signals() -> Iterator[Callable[[], bool]]:
-    """Whether SIGINT or SIGTERM came; a second SIGINT interrupts at once."""
-    came = False
-
-    def note(number: int, frame: Any) -> None:
-        nonlocal came
-        if came and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        came = True
-
-    try:
-        before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: signals are not ours to watch
-        before = {}
-    try:
-        yield lambda: came
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 @contextlib.contextmanager

@@ -329,6 +329,7 @@ def _run_small(
     command: str,
     options: StudyOptions,
 ) -> Path:
+    from powergrad.lab.compare import tune as tune_arms
     from powergrad.lab.paper.evidence import describe
     from powergrad.lab.paper.small import decay_exponent, plan_replica
     from powergrad.lab.study import Study
@@ -354,7 +355,15 @@ def _run_small(
         return folder
     told: dict[str, Any] = {}
     if tune is not None:
-        study, told["tuning"] = _tuned(study, tune, tune_seeds, folder, options)
+        study, told["tuning"] = tune_arms(
+            study,
+            tune,
+            folder,
+            seeds=tune_seeds,
+            workers=options.crew(),
+            storage=options.storage,
+            show=Watch,
+        )
     with Watch(f"{item} on {data}", study.jobs(), study.metric) as watch:
         found = study.run(folder, workers=options.crew(), storage=options.storage, watch=watch)
     about = {
@@ -375,24 +384,6 @@ def _run_small(
         found.save(folder)
         print(found.verdict())
     return folder
-
-
-def _tuned(
-    study: Any, tune: str, seeds: int, folder: Path, options: StudyOptions
-) -> tuple[Any, dict[str, Any]]:
-    """The study with a key tuned for every arm alike."""
-    from powergrad.lab.arms import expand_key, parse_grid
-    from powergrad.lab.compare import default_grid
-    from powergrad.lab.compare import tune as tune_arms
-    from powergrad.lab.terminal import Watch
-
-    key, _, values = tune.partition("=")
-    key = expand_key(key)
-    grid = parse_grid([tune])[key] if values else default_grid(study.base, key)
-    return tune_arms(
-        study, key, grid, folder, seeds=seeds, workers=options.crew(), storage=options.storage,
-        show=Watch,
-    )  # fmt: skip
 
 
 def _plain(arm: str) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
 import yaml
 
-from powergrad.lab.config import Recipe, RecipeError, did_you_mean
+from powergrad.lab.config import Recipe, RecipeError, did_you_mean, flatten
 
 __all__ = ["Experiment", "Figure", "Paper", "Row", "Unstated", "changes_of", "load_paper"]
 
@@ -231,14 +231,6 @@ def changes_of(recipe: Recipe, base: Recipe | None = None) -> dict[str, Any]:
         >>> changes_of(Recipe().override({"loss.alpha": 0.3, "seed": 4}))
         {'loss.alpha': 0.3, 'seed': 4}
     """
-    before = dict(_flat((base or Recipe()).model_dump(mode="json")))
-    after = dict(_flat(recipe.model_dump(mode="json")))
+    before = dict(flatten((base or Recipe()).model_dump(mode="json")))
+    after = dict(flatten(recipe.model_dump(mode="json")))
     return {key: value for key, value in after.items() if value != before[key]}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

@@ -20,7 +20,7 @@ from torch import Tensor
 from powergrad import __version__, calibration
 from powergrad.lab import stats
 from powergrad.lab.compare import explain_decomposition
-from powergrad.lab.config import Recipe
+from powergrad.lab.config import Recipe, flatten
 from powergrad.lab.report.norms import encode_norms, spread_over
 from powergrad.lab.run import COLUMNS as CURVES
 from powergrad.lab.run import Run, RunError
@@ -204,7 +204,7 @@ def _loose(folders: list[Path]) -> dict[str, Any]:
         alike = run.recipe.override({"seed": 0})
         kinds.setdefault(alike.key, alike)
         run.arm = alike.key
-    flat = {key: dict(_flat(each.model_dump(mode="json"))) for key, each in kinds.items()}
+    flat = {key: dict(flatten(each.model_dump(mode="json"))) for key, each in kinds.items()}
     first = next(iter(flat.values()))
     varied = [
         name
@@ -500,11 +500,3 @@ def _is_finite(value: Any) -> bool:
 def _short(value: float | None) -> float | None:
     """`value` in six digits: the page is smaller, and no eye sees more."""
     return None if value is None else float(f"{value:.6g}")
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

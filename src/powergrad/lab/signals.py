@@ -1,0 +1,36 @@
+"""SIGINT and SIGTERM as a wish to stop, which whoever works looks at between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["watching_signals"]
+
+
+@contextlib.contextmanager
+def watching_signals(*, second_interrupts: bool) -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT or SIGTERM came since it was entered.
+
+    Args:
+        second_interrupts: Whether a second SIGINT raises KeyboardInterrupt at once.
+    """
+    came = False
+
+    def note(number: int, frame: Any) -> None:
+        nonlocal came
+        if second_interrupts and came and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        came = True
+
+    try:
+        before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: signals are not ours to watch
+        before = {}
+    try:
+        yield lambda: came
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
