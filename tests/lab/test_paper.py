@@ -455,6 +455,19 @@ def test_batches_keep_their_ratios_and_the_schedule_its_parts():
     assert rates == pytest.approx([0.08, 0.04, 0.02])
 
 
+def test_a_replica_says_what_it_lost_and_only_that():
+    experiment = PAPER.find("E60")
+    smaller = {"model.name": "resnet18", "train.epochs": 4}
+    words = plan_replica(experiment, experiment.rows, "digits", smaller).describe()
+    assert "lost: the network: resnet18, not resnet50" in words
+    assert "kept: the network's depth" not in words
+    grid = PAPER.find("G20")
+    words = plan_replica(grid, grid.rows, "digits", {"train.epochs": 4}).describe()
+    assert "kept: the network's depth and blocks (resnet20" in words
+    assert "lost: channels of the first stage: 8, not 16" in words
+    assert "lost: the batch" not in words  # 128 both here and there
+
+
 def test_a_replica_that_is_too_short_says_so():
     experiment = PAPER.find("T1.7")
     replica = plan_replica(experiment, experiment.rows, "digits", {"train.epochs": 4})

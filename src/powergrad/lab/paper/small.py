@@ -149,7 +149,7 @@ def plan_replica(
         {row.arm: changes_of(recipe, base) for row, recipe in pairs},
         examples,
         {row.arm: decay_exponent(recipe, examples) for row, recipe in pairs},
-        _kept(base, experiment),
+        _kept(base, full, experiment),
         _lost(pairs, examples, len(loaded.classes), (decay_exponent(base, examples), before)),
     )
 
@@ -187,9 +187,11 @@ def _scaled(row: Row, data: str, given: Mapping[str, Any], factor: float) -> Rec
     return full.override(small)
 
 
-def _kept(base: Recipe, experiment: Experiment) -> tuple[str, ...]:
+def _kept(base: Recipe, full: Recipe, experiment: Experiment) -> tuple[str, ...]:
     kept = [
-        f"the network's depth and blocks ({base.model.name}, normalisation: {base.model.norm})",
+        f"the network's depth and blocks ({base.model.name}, normalisation: {base.model.norm})"
+        if base.model.name == full.model.name
+        else f"the kind of network (normalisation: {base.model.norm})",
         "SGD with Nesterov's momentum 0.9, the schedule's shape, 5 parts in 100 of warm-up",
         "what the arms differ in: alpha, clipping, label smoothing, length",
     ]
@@ -207,16 +209,24 @@ def _lost(
     base, full = pairs[0][1], pairs[0][0].recipe
     before_steps = (50_000 if full.data.name == "cifar10" else IMAGENET) // full.train.batch_size
     steps = examples // base.train.batch_size * base.train.epochs
-    lost = [
-        f"the data: {examples:,} examples of {classes} classes ({base.data.name})",
-        f"the width: {base.model.width} channels in the first stage, not "
-        f"{16 if full.model.name == 'resnet20' else 64}",
-        f"the batch: {base.train.batch_size}, not {full.train.batch_size}",
-        f"rate and decay: {base.optimizer.lr:g} and {base.optimizer.weight_decay:g}, not "
-        f"{full.optimizer.lr:g} and {full.optimizer.weight_decay:g}",
+    lost = [f"the data: {examples:,} examples of {classes} classes ({base.data.name})"]
+    for what, ours, theirs in (
+        ("the network", base.model.name, full.model.name),
+        (
+            "channels of the first stage",
+            base.model.width,
+            16 if full.model.name == "resnet20" else 64,
+        ),
+        ("the batch", base.train.batch_size, full.train.batch_size),
+        ("the rate", f"{base.optimizer.lr:g}", f"{full.optimizer.lr:g}"),
+        ("the decay", f"{base.optimizer.weight_decay:g}", f"{full.optimizer.weight_decay:g}"),
+    ):
+        if ours != theirs:
+            lost.append(f"{what}: {ours}, not {theirs}")
+    lost.append(
         f"the length: {steps:,} steps and a decay exponent of {exponents[0]:.1f}, not "
-        f"{before_steps * full.train.epochs:,} and {exponents[1]:.0f}",
-    ]
+        f"{before_steps * full.train.epochs:,} and {exponents[1]:.0f}"
+    )
     for row, recipe in pairs:
         if recipe.clip.agc != row.recipe.clip.agc:
             lost.append(
@@ -226,7 +236,7 @@ def _lost(
             break
     if base.train.precision != full.train.precision:
         lost.append("mixed precision, and with it the float16 of the authors' hook")
-    if base.data.name in ("digits", "fashion-mnist"):
+    if base.data.name == "digits":
         lost.append(
             "under-fitting: training accuracy comes near 100%, where the paper finds no effect"
         )
