@@ -162,6 +162,15 @@ def test_the_command_again_does_nothing_again(study, capsys):
     assert "Here pgt is not told apart from baseline" in said
 
 
+def test_an_arm_that_diverges_is_compared_all_the_same(tmp_path, capsys):
+    tokens = ["--arms", "baseline", "--arm", "fatal: lr=1e6", "--seeds", 6, "--out", tmp_path]
+    assert powergrad("compare", "digits", *tokens, *TOKENS) == 0, capsys.readouterr()
+    (folder,) = tmp_path.iterdir()
+    rows = json.loads((folder / "study.json").read_text())["rows"]
+    assert {row["test_accuracy"] for row in rows if row["arm"] == "fatal"} == {0.0}
+    assert all(row["diverged"] == (row["arm"] == "fatal") for row in rows)
+
+
 def test_a_folder_of_another_recipe_is_refused_and_left_alone(study, capsys):
     before = {path: path.read_bytes() for path in study.glob("study.*")}
     status = powergrad("compare", "digits", *TOKENS, "--train.epochs=4", "--seeds", 2,

@@ -18,7 +18,7 @@ from powergrad.lab.data import load_data
 from powergrad.lab.distributed import Processes
 from powergrad.lab.progress import Lines, Progress
 from powergrad.lab.run import Run, RunError
-from powergrad.lab.session import Session, score
+from powergrad.lab.session import Session, right_answers, score
 from powergrad.lab.train import Interrupted, train
 
 SMALL = Recipe().override(
@@ -261,6 +261,17 @@ def test_a_run_that_diverges_says_so_and_ends(tmp_path):
     assert result["diverged"]
     assert result["steps"] < 12 or math.isnan(result["nll"])
     assert math.isnan(run.metrics()[-1]["train_loss"] or 0)
+
+
+def test_nan_is_no_answer_and_a_tie_is_one():
+    logits = torch.full((4, 7), math.nan)
+    logits[1:] = 0.0
+    labels = torch.tensor([0, 0, 6, 3])
+    right = right_answers(logits, labels)
+    assert right.tolist() == [False, *(logits[1:].argmax(1) == labels[1:]).tolist()]
+    found = score(logits, labels, alpha=0.5)
+    assert found["test_accuracy"] == 100 * right.double().mean().item()
+    assert found["test_top5"] <= 75
 
 
 def test_scores_against_torchmetrics():

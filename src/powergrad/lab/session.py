@@ -24,7 +24,7 @@ from powergrad.lab.distributed import Processes
 from powergrad.lab.models import create_model
 from powergrad.lab.schedules import alpha_at, learning_rate_at
 
-__all__ = ["Session", "score"]
+__all__ = ["Session", "right_answers", "score"]
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Autocast = contextlib.AbstractContextManager[Any]
@@ -309,11 +309,13 @@ class Session:
 def score(logits: Tensor, labels: Tensor, alpha: float) -> dict[str, float | None]:
     """The metrics of a test: accuracies in percent, NLL and ECE at temperature 1 and 1/alpha."""
     logits = logits.float()
-    best = logits.topk(min(5, logits.shape[1])).indices
-    right = best == labels[:, None]
+    top5 = None
+    if logits.shape[1] > 5:
+        among = (logits.topk(5).indices == labels[:, None]).any(1) & ~logits.isnan().any(1)
+        top5 = 100 * among.double().mean().item()
     scores: dict[str, float | None] = {
-        "test_accuracy": 100 * right[:, 0].double().mean().item(),
-        "test_top5": 100 * right.any(1).double().mean().item() if logits.shape[1] > 5 else None,
+        "test_accuracy": 100 * right_answers(logits, labels).double().mean().item(),
+        "test_top5": top5,
         "logit_norm": torch.linalg.vector_norm(logits, dim=1).mean().item(),
     }
     finite = bool(logits.isfinite().all())
@@ -324,6 +326,11 @@ def score(logits: Tensor, labels: Tensor, alpha: float) -> dict[str, float | Non
             ece = calibration.expected_calibration_error(logits, labels, temperature=1 / factor)
         scores |= {"nll" + suffix: nll, "ece" + suffix: ece}
     return scores
+
+
+def right_answers(logits: Tensor, labels: Tensor) -> Tensor:
+    """Which rows have their largest logit at the label: (N), boolean. NaN is no answer."""
+    return (logits.argmax(1) == labels) & ~logits.isnan().any(1)
 
 
 def _stream(seed: int, *what: str | int) -> int:

@@ -25,6 +25,7 @@ from powergrad.lab import stats
 from powergrad.lab.config import Recipe, RecipeError
 from powergrad.lab.jobs import Job, Snapshot, run_jobs
 from powergrad.lab.run import Run, describe_machine, write_atomically
+from powergrad.lab.session import right_answers
 
 __all__ = ["METRICS", "Results", "Study", "read_csv"]
 
@@ -254,7 +255,7 @@ class Results:
             outputs = Run(self.folder / row["run"]).test_outputs()
             if outputs is None:
                 return None
-            right = outputs["logits"].argmax(1) == outputs["labels"]
+            right = right_answers(outputs["logits"], outputs["labels"])
             found.setdefault(row["arm"], {})[row["seed"]] = 100.0 * right.double().numpy()
         return found
 
