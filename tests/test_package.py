@@ -9,12 +9,10 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import powergrad
 
@@ -25,7 +23,6 @@ MODULES = [  # the kernel is a library for ctypes, `__main__` a command
     if not name.endswith(("._native.kernel", ".__main__"))
     and name != "powergrad.lightning"  # tested with Lightning, in tests/integrations
 ]
-PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]
 CALLABLES = [n for n in powergrad.__all__ if callable(getattr(powergrad, n))]
 
 
@@ -71,33 +68,6 @@ def test_examples_in_docstrings_run(module):
     loaded = importlib.import_module(module)
     result = doctest.testmod(loaded, extraglobs={"torch": torch})
     assert result.failed == 0
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_examples_in_pages_run(page, tmp_path, monkeypatch):
-    """Each ```python block of a page, in order, in one namespace that has a training in it."""
-    path = ROOT / page
-    blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        OrderedDict(
-            conv=nn.Conv2d(1, 4, 3), relu=nn.ReLU(), flat=nn.Flatten(), fc=nn.Linear(144, 10)
-        )
-    )
-    namespace: dict[str, object] = {  # what a reader has: a training
-        "torch": torch,
-        "powergrad": powergrad,
-        "logits": torch.randn(8, 10, requires_grad=True),
-        "target": torch.arange(8),
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "criterion": nn.CrossEntropyLoss(),
-        "loader": [(torch.randn(8, 1, 8, 8), torch.arange(8))] * 20,
-    }
-    for block in blocks:
-        exec(compile(block, str(path), "exec"), namespace)
-    assert page != "README.md" or len(blocks) >= 2
 
 
 def test_tables_are_those_of_the_results(monkeypatch):

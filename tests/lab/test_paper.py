@@ -5,6 +5,7 @@ once; the figures are listed below by their labels, the four unlabelled pages by
 """
 
 import csv
+import json
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -33,16 +34,17 @@ from powergrad.lab.paper.evidence import (
     collect,
     describe,
 )
-from powergrad.lab.paper.page import write_page
+from powergrad.lab.paper.page import write_pages
 from powergrad.lab.paper.rows import changes_of, load_paper
 from powergrad.lab.paper.small import LEAST, decay_exponent, plan_replica
 from powergrad.lab.run import RunError
 from powergrad.lab.schedules import learning_rate_at
 from powergrad.lab.study import Study
 from powergrad.lab.train import train
-from powergrad.monitor import Recording
+from powergrad.monitor import Recording, census
 
 PAPER = load_paper()
+ROOT = Path(__file__).parents[2]
 with open(Path(__file__).with_name("paper_tables.csv"), newline="") as _file:
     PRINTED = list(csv.DictReader(_file))
 FIGURES = [
@@ -629,12 +631,16 @@ def test_missing_runs_are_named_with_their_command(tmp_path, capsys):
 # The page ----------------------------------------------------------------------------------------
 
 
-def test_the_page_is_the_same_twice_and_has_the_measured_numbers(measured, tmp_path):
-    for name in ("a.md", "b.md"):
-        write_page(measured / "results", tmp_path / name)
-    page = (tmp_path / "a.md").read_text()
-    assert page == (tmp_path / "b.md").read_text()
-    (study,) = Evidence(measured / "results").of("T1.7")
+def page_of(results, folder):
+    page, no_help = write_pages(results, folder)
+    return page.read_text(), no_help.read_text()
+
+
+def test_the_pages_are_the_same_twice_and_have_the_measured_numbers(measured, tmp_path):
+    results = measured / "results"
+    page, no_help = page_of(results, tmp_path / "a")
+    assert (page, no_help) == page_of(results, tmp_path / "b")
+    (study,) = Evidence(results).of("T1.7")
     compared = study.comparison("PGT")
     assert compared is not None
     low, high = compared.interval
@@ -645,13 +651,49 @@ def test_the_page_is_the_same_twice_and_has_the_measured_numbers(measured, tmp_p
     assert wanted in page
     assert "| T2.6 | GC | 69.04 | 67.064 | +0.268 |  |  |  |  |  | not measured |" in page
     assert "too few seeds" in page  # T2.8 has one
+    difference = f"{compared.difference:+.2f} ({low:+.2f} to {high:+.2f}) | {compared.verdict} |"
+    assert (difference in no_help) == (compared.verdict != "better")
 
 
-def test_the_page_without_results_says_so(tmp_path):
-    write_page(tmp_path, tmp_path / "page.md")
-    page = (tmp_path / "page.md").read_text()
+def test_the_page_tells_what_became_of_the_filters(measured, tmp_path):
+    page, _ = page_of(measured / "results", tmp_path)
+    studies = [each for each in Evidence(measured / "results").measurements if each.follows_filters]
+    assert {each.experiment.id for each in studies} >= {"T2-256"}
+    for study in studies:
+        for row in study.rows:
+            found = next(measured.rglob(f"*{row['run']}"))
+            seen = census(found)
+            counts = [layer for layer in seen.layers if layer.kind in ("Conv2d", "Linear")]
+            assert row["filters"] == sum(layer.units for layer in counts)
+            weights = [event for event in seen.events if event.quantity == "weight"]
+            assert row["died"] == len({(e.layer, e.unit) for e in weights if e.what == "died"})
+        assert f"| {study.stem.name} | " in page
+
+
+def test_the_page_has_the_other_studies_too(tmp_path):
+    page, no_help = page_of(ROOT / "results", tmp_path)
+    described = json.loads((ROOT / "results/compare_digits.json").read_text())
+    assert "### `compare_digits`: compare" in page
+    assert f"- Command: `{described['environment']['command']}`" in page
+    for each in described["comparisons"]:
+        low, high = each["interval"]
+        words = f"{each['difference']:+.2f} ({low:+.2f} to {high:+.2f})"
+        assert f"{words} | {each['p_adjusted']:.3f} | {each['verdict']} |" in page
+        if "pgt" in each["arm"]:
+            assert (f"{words} | {each['verdict']} |" in no_help) == (each["verdict"] != "better")
+
+
+@pytest.mark.parametrize("name", ["reproduction.md", "where-pgt-does-not-help.md"])
+def test_the_pages_are_those_of_the_results(tmp_path, name):
+    write_pages(ROOT / "results", tmp_path)
+    again = "run `powergrad paper page` and look at what changed"
+    assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), again
+
+
+def test_the_pages_without_results_say_so(tmp_path):
+    page, no_help = page_of(tmp_path, tmp_path)
     assert page.count("Not measured here.") == len(PAPER.experiments)
-    assert "Nothing was measured yet." in page
+    assert "Nothing was measured yet." in no_help
     for printed in PRINTED:
         assert f"| {printed['id']} |" in page
     for figure in PAPER.figures:

@@ -584,7 +584,7 @@ def test_an_empty_study_and_single_runs(
 
 def test_a_decomposition_shows_the_parts(visit: Callable[..., Page], tmp_path: Path) -> None:
     study = decompose(Recipe(), 0.25, range(3))
-    out = pretended(study, tmp_path / "taken-apart", alpha=0.25, identity_gap=1e-14)
+    out = pretended(study, tmp_path / "taken-apart", alpha=0.25, identity_gaps={10: 1e-14, 200: 0.1})
     page = visit(out)
     part = page.locator("#decomposition")
     assert texts(page, "#decomposition .group") == [
@@ -595,7 +595,8 @@ def test_a_decomposition_shows_the_parts(visit: Callable[..., Page], tmp_path: P
     names = texts(page, "#decomposition .who bdi")
     assert sorted(names) == sorted(arm for arm in study.arms if arm != "CE")
     assert names[:2] == ["PGT", "two-group CE"]
-    assert "1.0e-14 apart" in part.inner_text()
+    assert "1e-14 apart after 10 steps and 1e-01 after 200" in part.inner_text()
+    assert "so unstable that rounding grows" in part.inner_text()
     assert "At alpha 0.25, PGT" in part.inner_text()
     assert page.locator("#curves svg .line.dashed").count() == 4  # the ninth arm and the tenth
 

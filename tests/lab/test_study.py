@@ -7,15 +7,22 @@ import sqlite3
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 import powergrad_cli
-from powergrad.lab import figures
+from powergrad.lab import figures, jobs
 from powergrad.lab.arms import arms_of, decomposition, parse_arm, parse_grid
 from powergrad.lab.cli import StudyOptions
-from powergrad.lab.compare import check_identity, default_grid, explain_decomposition, sweep_arms
-from powergrad.lab.config import Recipe, RecipeError
+from powergrad.lab.compare import (
+    check_identity,
+    default_grid,
+    describe_identity,
+    explain_decomposition,
+    sweep_arms,
+)
+from powergrad.lab.config import Recipe, RecipeError, load_recipe
 from powergrad.lab.jobs import Job, JobError, run_jobs
 from powergrad.lab.run import Run
 from powergrad.lab.study import Results, Study, read_csv
@@ -106,7 +113,24 @@ def test_the_equal_training_is_equal(optimizer):
     changes = {"optimizer.name": optimizer, "optimizer.weight_decay": 0.01, "train.epochs": 8}
     if optimizer != "sgd":
         changes |= {"optimizer.lr": 2e-3, "schedule.warmup_start": 1e-4}
-    assert check_identity(SMALL.override(changes), alpha=0.3, steps=30) < 1e-9
+    gaps = check_identity(SMALL.override(changes), alpha=0.3)
+    assert list(gaps) == [1, 10]  # of 32 steps
+    assert gaps[10] < 1e-12
+    assert describe_identity(gaps).endswith("they are the same training.")
+
+
+def test_the_identity_is_not_claimed_where_it_is_not_seen():
+    assert describe_identity({1: 1e-16, 10: 1e-14, 50: 1e-12, 200: 1e-9}).endswith("same training.")
+    unstable = describe_identity({1: 1e-16, 10: 1e-13, 50: 1e-7, 200: 0.56})
+    assert unstable.endswith("the same training, though one so unstable that rounding grows.")
+    assert "WARNING" in describe_identity({1: 1e-16, 10: 1e-2, 50: 0.1})
+    assert "WARNING" in describe_identity({1: math.nan, 10: math.nan})
+
+
+def test_an_unstable_training_is_the_same_at_first_and_then_another():
+    gaps = check_identity(load_recipe("digits").override({"optimizer.lr": 0.1}), alpha=0.25)
+    assert gaps[10] < 1e-13
+    assert not gaps[200] < 1e-6
 
 
 def test_a_grid_around_the_recipes_own_value():
@@ -165,6 +189,8 @@ def test_the_command_again_does_nothing_again(study, capsys):
 def test_an_arm_that_diverges_is_compared_all_the_same(tmp_path, capsys):
     tokens = ["--arms", "baseline", "--arm", "fatal: lr=1e6", "--seeds", 6, "--out", tmp_path]
     assert powergrad("compare", "digits", *tokens, *TOKENS) == 0, capsys.readouterr()
+    said = capsys.readouterr().out
+    assert "Diverged, which counts as no right answer: 6 of 6 runs of fatal." in said
     (folder,) = tmp_path.iterdir()
     rows = json.loads((folder / "study.json").read_text())["rows"]
     assert {row["test_accuracy"] for row in rows if row["arm"] == "fatal"} == {0.0}
@@ -324,7 +350,7 @@ def test_a_decomposition_by_the_command(tmp_path, capsys):
     assert "they are the same training" in said
     assert "At alpha 0.25, PGT" in said
     told = json.loads((tmp_path / "d/arms/study.json").read_text())
-    assert told["identity_gap"] < 1e-9
+    assert max(told["identity_gaps"].values()) < 1e-9
     tuned = told["tuning"]["arms"]["CE"]["chosen"]
     assert {row["arm"] for row in told["rows"]} == set(decomposition(SMALL, 0.25))
     for folder in (tmp_path / "d/arms").glob("PGT-seed*"):
@@ -381,6 +407,23 @@ def test_a_run_that_another_process_is_doing_is_waited_for(tmp_path):
         assert other.stdout.readline() == "open\n"
         results = run_jobs([Job("a", SMALL)], folder, study="x", workers=1)
     assert results["a"]["steps"] == 12
+
+
+def test_a_run_that_another_worker_told_first_is_no_error(tmp_path, monkeypatch):
+    url = f"sqlite:///{tmp_path / 'jobs.db'}"
+    queue = jobs._open_queue(url, "x")
+    jobs._enqueue(queue, [Job("a", SMALL)])
+
+    class Told(dict):
+        def __getitem__(self, key):  # the last look at the result, before Optuna is told
+            (trial,) = queue.get_trials()
+            queue.tell(trial.number, 12.0)
+            return super().__getitem__(key)
+
+    done = SimpleNamespace(result=lambda: Told(steps=12))
+    monkeypatch.setattr(jobs, "train", lambda recipe, folder: done)
+    jobs.work(url, "x", tmp_path)
+    assert [trial.state.name for trial in queue.get_trials()] == ["COMPLETE"]
 
 
 def kill_a_worker(folder, rng):

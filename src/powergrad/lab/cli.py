@@ -335,11 +335,8 @@ def decompose(
             base = base.override(tuned.arms["CE"])
             study = studies.decompose(base, alpha, seeds, **chosen)
             folder = folder / "arms"
-        told["identity_gap"] = studies.check_identity(base, alpha)
-        print(
-            f"PGT and the two-group CE are {told['identity_gap']:.1e} apart after 200 steps in "
-            "float64: they are the same training."
-        )
+        told["identity_gaps"] = studies.check_identity(base, alpha)
+        print(studies.describe_identity(told["identity_gaps"]))
         return _run_study(study, folder, options, told)
     except Interrupted as reason:
         return _stopped(reason)
@@ -438,7 +435,7 @@ def _run_study(study: Study, folder: Path, options: StudyOptions, told: dict[str
     _draw(results, folder)
     write_report([folder], folder / "report.html")
     _show(results)
-    if "identity_gap" in told:
+    if "identity_gaps" in told:
         print(explain_decomposition(results, told["alpha"]))
     print(
         f"\nLook at {folder / 'report.html'}; beside it study.csv, study.json, study.png, the runs."
@@ -468,6 +465,8 @@ def _show(results: Results) -> None:
     for table in result_tables(results):
         console.print(table)
     print(chart(results))
+    if lost := results.diverged():
+        print(f"\n{lost}")
     print(f"\n{results.verdict()}\n")
     for comparison in comparisons:
         print(f"- {comparison.sentence}")
@@ -539,6 +538,42 @@ def inspect(
         found.to_csv(layers_csv, "layers")
     if events_csv is not None:
         found.to_csv(events_csv, "events")
+    return 0
+
+
+def export(
+    source: Path,
+    *,
+    out: Path | None = None,
+    format: str = "safetensors,torch,onnx",
+    temperature: str = "alpha",
+    data_dir: str | None = None,
+    force: Annotated[bool, Flag] = False,
+) -> int:
+    """Write a trained network for deployment: its head calibrated, with a model card.
+
+    Args:
+        source: The folder of a finished run, or one of its files of weights.
+        out: The folder to write; by default export/ in the run's folder.
+        format: Files to write, separated by commas: safetensors, torch (torch.export), onnx.
+        temperature: What is folded into the head: alpha (the temperature 1/alpha), fitted (on
+            images that were not trained on), none, or a number.
+        data_dir: Where the data files are, if not where the recipe says.
+        force: Replace an export that is there.
+    """
+    from powergrad.lab.export import export_run
+
+    formats = [each.strip() for each in format.split(",") if each.strip()]
+    made = export_run(
+        source, out, formats=formats, temperature=temperature, force=force, data_dir=data_dir
+    )
+    before, after = made.results["1"], made.results["exported"]
+    print(
+        f"{made.folder}: {', '.join(made.files)}\n"
+        f"Temperature {made.temperature:.4g} is folded into the head: by its own softmax, NLL "
+        f"{after['nll']:.4f} and ECE {after['ece_width']:.4f} (as trained, {before['nll']:.4f} and "
+        f"{before['ece_width']:.4f})."
+    )
     return 0
 
 

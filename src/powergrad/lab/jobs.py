@@ -269,8 +269,13 @@ def work(url: str, study: str, folder: Path) -> None:
     while True:
         states = [trial.state.name for trial in queue.get_trials(deepcopy=False)]
         if "WAITING" in states:
-            with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+            try:
                 queue.optimize(do_one, n_trials=1, catch=(_Failed,))
+            except optuna.exceptions.UpdateFinishedTrialError:
+                pass
+            except ValueError as error:  # so Optuna says it where another worker was faster
+                if "Cannot tell a" not in str(error):
+                    raise
         elif "RUNNING" in states:
             optuna.storages.fail_stale_trials(queue)
             time.sleep(1)

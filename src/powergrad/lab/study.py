@@ -276,6 +276,13 @@ class Results:
                 phrases.append(f"{listed} {'is' if len(arms) == 1 else 'are'} {words}")
         return f"Here {'; '.join(phrases)}."
 
+    def diverged(self) -> str:
+        """Which arms lost runs, in a sentence; empty if none did."""
+        lost = [row["arm"] for row in self.rows if row.get("diverged")]
+        counts = [f"{lost.count(arm)} of {len(self.of(arm, 'diverged'))} runs of {arm}"
+                  for arm in self.arms if arm in lost]  # fmt: skip
+        return f"Diverged, which counts as no right answer: {', '.join(counts)}." if counts else ""
+
     def to_csv(self) -> str:
         """A row a run."""
         text = io.StringIO()

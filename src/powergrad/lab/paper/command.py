@@ -483,15 +483,15 @@ def collect_runs(folder: Path, *, results: Path = RESULTS, label: str | None = N
 
 
 @app.command(sort_key=6)
-def page(*, results: Path = RESULTS, out: Path = Path("docs/reproduction.md")) -> int:
-    """Write the page of published and measured numbers.
+def page(*, results: Path = RESULTS, out: Path = Path("docs")) -> int:
+    """Write the pages of published and measured numbers, and of where PGT does not help.
 
     Args:
         results: The folder of measured results.
-        out: The file.
+        out: The folder.
     """
-    from powergrad.lab.paper.page import write_page
+    from powergrad.lab.paper.page import write_pages
 
-    write_page(results, out)
-    print(f"wrote {out}")
+    for path in write_pages(results, out):
+        print(f"wrote {path}")
     return 0

@@ -29,7 +29,7 @@ from powergrad.lab import stats
 from powergrad.lab.paper.rows import Experiment, load_paper
 from powergrad.lab.run import Run, RunError, write_atomically
 from powergrad.lab.study import COLUMNS
-from powergrad.monitor import Recording
+from powergrad.monitor import Recording, census
 
 __all__ = [
     "Evidence",
@@ -46,6 +46,7 @@ ABOUT = "paper.json"  # in a folder of runs: which experiment, and which run is 
 NORMS_BYTES = 400_000  # of one run, before compression
 POINTS = 200  # rows of one run's metrics or norms at the most
 MARGIN = 0.5  # points of accuracy that do not matter
+FATES = ("filters", "died", "came_back")  # of the runs that recorded norms
 CURVE = (
     *("epoch", "step", "lr", "train_loss", "train_accuracy", "test_accuracy", "nll"),
     *("logit_norm", "dead_units", "loss_scale"),
@@ -133,10 +134,12 @@ def collect(folder: Path, out: Path, label: str | None = None) -> list[Path]:
             "run": run.key,
             "commit": run.environment().get("commit") or "",
             **{key: result.get(key) for key in COLUMNS},
+            **_fates(run),
         }
         for _, seed, arm, run, result in runs
     ]
-    files = [_write_csv(out / f"{stem}.csv", ("arm", "seed", "run", "commit", *COLUMNS), rows)]
+    columns = ("arm", "seed", "run", "commit", *COLUMNS, *FATES)
+    files = [_write_csv(out / f"{stem}.csv", columns, rows)]
     first = runs[0][3]
     machine = first.environment()
     about |= {
@@ -165,6 +168,20 @@ def _collect_run(run: Run, stem: Path) -> list[Path]:
         write_atomically(target, lambda file: _save_arrays(file, arrays))
         files.append(target)
     return files
+
+
+def _fates(run: Run) -> dict[str, int]:
+    """How many filters there are, how many died at some time, how many of these came back."""
+    if not Recording.exists(run.folder):
+        return {}
+    found = census(run.folder)
+    layers = {layer.name for layer in Recording(run.folder).layers}
+    counts = [layer for layer in found.layers if layer.layer in layers]
+    return {
+        "filters": sum(layer.units for layer in counts),
+        "died": sum(layer.died for layer in counts),
+        "came_back": sum(layer.revived for layer in counts),
+    }
 
 
 def _save_arrays(file: IO[bytes], arrays: Mapping[str, Any]) -> None:
@@ -266,6 +283,11 @@ class Measurement:
         if baseline not in values or len(values) < 2:
             return {}
         return {each.arm: each for each in stats.compare(values, baseline, margin=MARGIN)}
+
+    @property
+    def follows_filters(self) -> bool:
+        """Whether it is known what became of the filters."""
+        return any(not math.isnan(row["filters"]) for row in self.rows)
 
     def describe(self, arm: str | None = None) -> str:
         """What it, or one arm of it, was measured on: data, network, steps."""
@@ -376,7 +398,7 @@ def _read(path: Path) -> Measurement:
             {
                 **{key: row[key] for key in ("arm", "run", "commit")},
                 "seed": int(row["seed"]),
-                **{key: _float(row[key]) for key in COLUMNS},
+                **{key: _float(row.get(key) or "") for key in (*COLUMNS, *FATES)},
             }
             for row in csv.DictReader(file)
         )

@@ -1,27 +1,49 @@
-"""The page that sets what was published beside what was measured here."""
+"""The pages that set what was published beside what was measured here.
+
+``docs/reproduction.md`` has every table row and figure, and the studies that the paper does not
+have; ``docs/where-pgt-does-not-help.md`` every comparison in which PGT was not better.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
+from typing import Any
 
 from powergrad.lab.paper.cost import cost, total_hours
 from powergrad.lab.paper.evidence import MARGIN, Evidence, Measurement
 from powergrad.lab.paper.rows import Experiment, Row, load_paper
 from powergrad.lab.run import write_atomically
 
-__all__ = ["published_words", "write_page"]
+__all__ = ["published_words", "write_pages"]
 
 
-def write_page(results: Path, path: Path) -> None:
-    """Write the page from the results; the same results give the same bytes.
+STUDIES = ("compare", "sweep", "decompose")  # results/KIND_NAME.json
+PAGE = "reproduction.md"
+NO_HELP = "where-pgt-does-not-help.md"
+
+
+def write_pages(results: Path, folder: Path) -> list[Path]:
+    """Write both pages from the results; the same results give the same bytes.
 
     Args:
         results: The folder ``results``.
-        path: The file, as ``docs/reproduction.md``.
+        folder: Where they go, as ``docs``.
+
+    Returns:
+        The files written.
     """
-    text = "\n".join(_page(Evidence(results))) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
+    evidence, studies = Evidence(results), _read_studies(results)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, lines in ((PAGE, _page(evidence, studies)), (NO_HELP, _no_help(evidence, studies))):
+        text = ("\n".join(lines).rstrip("\n") + "\n").encode()
+        write_atomically(folder / name, lambda file, text=text: file.write(text))
+        written.append(folder / name)
+    return written
 
 
 def published_words(row: Row) -> str:
@@ -30,7 +52,7 @@ def published_words(row: Row) -> str:
     return ", ".join(words) or "no number printed"
 
 
-def _page(evidence: Evidence) -> Iterator[str]:
+def _page(evidence: Evidence, studies: Sequence[_Study]) -> Iterator[str]:
     paper = load_paper()
     hours = total_hours(row.recipe for each in paper.experiments for row in each.rows)
     needs = ", ".join(f"{value:,.0f} on {gpu}" for gpu, value in hours.items())
@@ -42,7 +64,8 @@ def _page(evidence: Evidence) -> Iterator[str]:
         "otherwise: they test whether an effect is there in small, not the number. Differences are "
         f"in points of test accuracy from the baseline of the same table segment, over seeds, with "
         f"a 95% t interval; *equivalent* means within {MARGIN:g} points. "
-        "A verdict of *underpowered* says that nothing was shown, in either direction.",
+        "A verdict of *underpowered* says that nothing was shown, in either direction. "
+        f"[Where PGT does not help]({NO_HELP}) has every comparison in which it was not better.",
         "",
         f"At full scale every run of the paper once needs, in GPU hours: {needs} "
         "(from published training speeds; the runs on CIFAR-10 are not in it; "
@@ -50,7 +73,7 @@ def _page(evidence: Evidence) -> Iterator[str]:
         "`powergrad paper show ID` also has a row's recipe, the commands, where the paper "
         "disagrees with itself, and what it leaves open.",
         "",
-        "This page is generated: `powergrad paper page` writes it from `results/paper/`.",
+        "This page is generated: `powergrad paper page` writes it from `results/`.",
         "",
     )
     for where, title in (
@@ -64,7 +87,9 @@ def _page(evidence: Evidence) -> Iterator[str]:
         for experiment in paper.experiments:
             if experiment.where.startswith(where):
                 yield from _experiment(evidence, experiment)
-    yield from _elsewhere(evidence)
+        if where == "Table 2":
+            yield from _zeroing_out(evidence)
+    yield from _beyond(studies)
     yield from ("## Figures", "", "| figure | shows | drawn from |", "|---|---|---|")
     for figure in paper.figures:
         source = _drawn_from(evidence, figure.uses)
@@ -172,28 +197,173 @@ def _conditions(study: Measurement) -> Iterator[str]:
     yield ""
 
 
-def _elsewhere(evidence: Evidence) -> Iterator[str]:
-    """Every comparison with PGT that is not better."""
-    yield from ("## Where PGT did not help here", "")
-    found = False
+def _zeroing_out(evidence: Evidence) -> Iterator[str]:
+    """What became of the filters in the runs that recorded their norms."""
+    studies = [each for each in evidence.measurements if each.follows_filters]
+    if not studies:
+        return
+    yield from (
+        "### Zeroing out: do filters that died come back?",
+        "",
+        "Means over the seeds of an arm, of the same runs; in brackets the least and the most. A "
+        "filter is dead when its norm has vanished beside its layer's "
+        "([how that is judged](dead-filters.md)).",
+        "",
+        "| study | row | arm | n | filters | dead at the end | died at some time | came back |",
+        "|---|---|---|---|---|---|---|---|",
+    )
+    for study in studies:
+        for arm in study.arms:
+            rows = [row for row in study.rows if row["arm"] == arm and not isnan(row["filters"])]
+            cells = [study.stem.name, study.experiment.row(arm).id, arm, str(len(rows))]
+            cells.append(f"{rows[0]['filters']:.0f}")
+            for key in ("dead_units", "died", "came_back"):
+                values = [row[key] for row in rows]
+                mean = sum(values) / len(values)
+                cells.append(f"{mean:.1f} ({min(values):.0f} to {max(values):.0f})")
+            yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+# Studies that the paper does not have -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Study:
+    """What ``powergrad compare``, ``sweep`` or ``decompose`` left: its ``study.json``."""
+
+    stem: Path
+    about: Mapping[str, Any]
+
+    def mean(self, arm: str, key: str) -> float | None:
+        rows = [row for row in self.about["rows"] if row["arm"] == arm]
+        values = [row[key] for row in rows if row.get(key) is not None]
+        return sum(values) / len(values) if values else None
+
+    def describe(self) -> str:
+        recipe = self.about["recipe"]
+        model, data = recipe["model"], recipe["data"]["name"].rpartition("/")[2]
+        network = model["name"] + (f" of width {model['width']}" if model["width"] else "")
+        network += {"none": " without normalisation", "batch": "", "group": ", group norm"}[
+            model["norm"]
+        ]
+        steps = sorted({row["steps"] for row in self.about["rows"] if not row.get("diverged")})
+        lengths = " or ".join(f"{each:,}" for each in steps)
+        return f"{network} on {data}, batch {recipe['train']['batch_size']}, {lengths} steps"
+
+
+def _read_studies(results: Path) -> list[_Study]:
+    paths = [path for kind in STUDIES for path in sorted(results.glob(f"{kind}_*.json"))]
+    return [_Study(path.with_suffix(""), json.loads(path.read_text("utf-8"))) for path in paths]
+
+
+def _beyond(studies: Sequence[_Study]) -> Iterator[str]:
+    if not studies:
+        return
+    yield from (
+        "## Beyond the tables",
+        "",
+        "Studies that the paper does not have: other data, equal tuning of the learning rate, and "
+        "the parts of PGT one by one (`decompose`: by an exact identity PGT is a rate and a decay "
+        "moved between backbone and head, see [theory](theory.md)).",
+        "",
+    )
+    for study in studies:
+        about = study.about
+        yield from (f"### `{study.stem.name}`: {about['kind'].partition('-')[0]}", "")
+        yield (
+            f"{study.describe()}; torch {about['environment']['torch']}, commit "
+            f"{about['environment']['commit']}; `results/{study.stem.name}.csv`."
+        )
+        yield ""
+        if "tuning" in about:
+            chosen = about["tuning"]["arms"].items()
+            words = ", ".join(
+                f"{arm} {found['chosen']:g}" + (" (edge of the grid)" if found["at_edge"] else "")
+                for arm, found in chosen
+            )
+            yield f"- `{about['tuning']['key']}` tuned on held-out training data: {words}."
+        yield from (f"- Command: `{about['environment']['command']}`", "")
+        head = "| arm | n | train | test | dead filters | difference (95% interval) | p (Holm) "
+        yield from (head + "| verdict |", "|---" * 8 + "|")
+        compared = {each["arm"]: each for each in about["comparisons"]}
+        for arm in about["arms"]:
+            n = sum(row["arm"] == arm for row in about["rows"])
+            dead = study.mean(arm, "dead_units")
+            cells = [arm, str(n)]
+            cells += [f"{study.mean(arm, key):.2f}" for key in ("train_accuracy", "test_accuracy")]
+            cells.append("" if dead is None else f"{dead:.1f}")
+            each = compared.get(arm)
+            if each is None:
+                cells += ["", "", ""]
+            else:
+                low, high = each["interval"]
+                cells.append(f"{each['difference']:+.2f} ({low:+.2f} to {high:+.2f})")
+                cells += [f"{each['p_adjusted']:.3f}", each["verdict"]]
+            yield f"| {' | '.join(cells)} |"
+        lost = sum(bool(row.get("diverged")) for row in about["rows"])
+        yield ""
+        if lost:
+            yield from (f"{lost} of these runs diverged, which counts as no right answer.", "")
+
+
+# Where it did not help ----------------------------------------------------------------------------
+
+
+def _no_help(evidence: Evidence, studies: Sequence[_Study]) -> Iterator[str]:
+    yield from (
+        "# Where PGT does not help",
+        "",
+        "Every comparison measured in this project of an arm with PGT against its baseline that "
+        "did not come out *better*. *Equivalent* means within the margin, *underpowered* that "
+        "nothing was shown, *worse* what it says. Differences are in points of test accuracy, "
+        "with a 95% t interval over seeds; conditions and commands stand in "
+        f"[the reproduction]({PAGE}).",
+        "",
+        "This page is generated: `powergrad paper page` writes it from `results/`.",
+        "",
+    )
+    rows = [*_of_the_paper(evidence), *_of_others(studies)]
+    better = [row for row in rows if row[-1] == "better"]
+    others = [row for row in rows if row[-1] != "better"]
+    if not rows:
+        yield "Nothing was measured yet."
+        return
+    yield f"Of {len(rows)} comparisons, {len(better)} came out better; these did not:"
+    yield from ("", "| study | arm | measured on | n | difference (95% interval) | verdict |")
+    yield "|---|---|---|---|---|---|"
+    yield from (f"| {' | '.join(row)} |" for row in others)
+
+
+def _of_the_paper(evidence: Evidence) -> Iterator[tuple[str, ...]]:
     for study in evidence.measurements:
         for arm in study.arms:
-            compared = study.comparison(arm)
-            pgt = study.experiment.row(arm).recipe.loss.alpha < 1
-            if compared is not None and pgt and compared.verdict != "better":
-                found = True
+            compared, row = study.comparison(arm), study.experiment.row(arm)
+            if compared is not None and row.recipe.loss.alpha < 1:
                 low, high = compared.interval
                 yield (
-                    f"- {study.experiment.row(arm).id} {arm} ({study.describe()}): "
-                    f"{compared.difference:+.2f} ({low:+.2f} to {high:+.2f}), {compared.verdict}"
+                    f"`{study.stem.name}`",
+                    f"{row.id} {arm}",
+                    study.describe(arm),
+                    str(compared.n),
+                    f"{compared.difference:+.2f} ({low:+.2f} to {high:+.2f})",
+                    compared.verdict,
                 )
-    if not found:
-        yield (
-            "Every comparison measured was better."
-            if evidence.measurements
-            else "Nothing was measured yet."
-        )
-    yield ""
+
+
+def _of_others(studies: Sequence[_Study]) -> Iterator[tuple[str, ...]]:
+    for study in studies:
+        for each in study.about["comparisons"]:
+            if study.about["changes"][each["arm"]].get("loss.alpha", 1) < 1:
+                low, high = each["interval"]
+                yield (
+                    f"`{study.stem.name}`",
+                    each["arm"],
+                    study.describe(),
+                    str(each["n"]),
+                    f"{each['difference']:+.2f} ({low:+.2f} to {high:+.2f})",
+                    each["verdict"],
+                )
 
 
 def _drawn_from(evidence: Evidence, uses: tuple[str, ...]) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from powergrad import __version__, calibration
 from powergrad.lab import stats
-from powergrad.lab.compare import explain_decomposition
+from powergrad.lab.compare import describe_identity, explain_decomposition
 from powergrad.lab.config import Recipe, flatten
 from powergrad.lab.report.norms import encode_norms, spread_over
 from powergrad.lab.run import COLUMNS as CURVES
@@ -165,9 +165,10 @@ def _study(folder: Path) -> dict[str, Any]:
     )
     comparisons, headline = _comparisons(results, runs, saved, notes)
     decomposed = None
-    if "identity_gap" in saved and len(comparisons) == len(arms) - 1:
+    if "identity_gaps" in saved and len(comparisons) == len(arms) - 1:
+        gaps = {int(step): gap for step, gap in saved["identity_gaps"].items()}
         decomposed = {
-            "gap": saved["identity_gap"],
+            "identity": describe_identity(gaps),
             "explanation": explain_decomposition(results, saved["alpha"]),
         }
     place = folder.resolve()

@@ -104,8 +104,7 @@ function decompositionSection(study) {
     h("p", { class: "soft" },
       "Training with PGT at a constant α is the same trajectory as plain cross-entropy with two ",
       "parameter groups. So its effect can be taken apart, a factor at a time.",
-      isNumber(told.gap)
-        && ` The two were ${told.gap.toExponential(1)} apart after 200 steps in float64.`),
+      ` ${told.identity}`),
     forest(study, [["the whole", whole], ["each part alone", parts], ["instead of it", instead]]),
     told.explanation.split("\n").map((line) => h("p", {}, line)));
 }

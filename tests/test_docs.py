@@ -1,0 +1,179 @@
+"""The pages: their code runs, their commands parse, their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cyclopts import App
+from pages import NEEDED, PAGES, ROOT, blocks_of, name_of, run
+
+import powergrad
+import powergrad_cli
+from powergrad import calibration, clipping, monitor
+from powergrad.lab.config import describe_keys, parse_overrides
+
+DOCS = ROOT / "docs"
+
+
+# Code ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_examples_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    count = run(page.read_text(), str(page))
+    assert count == page.read_text().count("```python\n") - page.read_text().count("<!-- needs: ")
+
+
+@pytest.mark.parametrize(("page", "library"), NEEDED)
+def test_examples_with_other_libraries_run(page, library):
+    pytest.skip(f"{name_of(page)} needs {library}: make test-integrations")
+
+
+def test_a_page_that_is_wrong_fails():
+    page = "```python\nx = 2\nprint(x, 0.25)\n```\n\n```\n{}\n```\n"
+    assert run(page.format("2 0.25"), "right") == 1
+    assert run(page.format("2 0..."), "right") == 1
+    with pytest.raises(AssertionError, match=r"line 1: the page says\n3 0\.25\nbut it prints\n2"):
+        run(page.format("3 0.25"), "wrong")
+    with pytest.raises(ZeroDivisionError):
+        run("```python\nx = 1\n```\nand\n```python\nx / 0\n```\n", "wrong")
+    session = "```python\n>>> x = 2\n>>> x\n{}\n```\n```python\nassert x == 2\n```\n"
+    assert run(session.format(2), "right") == 2
+    with pytest.raises(AssertionError, match="expected 3\nbut got 2"):
+        run(session.format(3), "wrong")
+    other = "<!-- needs: other -->\n```python\nx = given\n```\n"
+    assert run(other, "elsewhere") == 0
+    assert run(other, "here", "other", given=1) == 1
+
+
+# Commands -----------------------------------------------------------------------------------------
+
+
+def commands() -> Iterator[Any]:
+    """Every `powergrad ...` of the pages: in blocks, and in the text between them."""
+    for page in PAGES:
+        text = page.read_text()
+        blocks = [b.code for b in blocks_of(text) if b.language != "python"]
+        shown = re.findall(r"^.*?\bpowergrad (.*)$", "\n".join(blocks), re.MULTILINE)
+        shown = [line for line in shown if re.match(r"[a-z]+\b(?!:)", line)]
+        named = re.findall(r"`powergrad ([^`]+)`", re.sub(r"(?s)^```.*?^```", "", text, flags=re.M))
+        for line in dict.fromkeys(re.sub(r"\s+#.*", "", line) for line in shown + named):
+            yield pytest.param(line, id=f"{name_of(page)}: {line}")
+
+
+def app() -> App:
+    """The command line, as `powergrad_cli.main` makes it."""
+    made = App(name="powergrad")
+    for name in powergrad_cli.COMMANDS:
+        made.command(powergrad_cli.PLACES.get(name, f"powergrad.lab.cli:{name}"), name=name)
+    return made
+
+
+def parse(line: str) -> None:
+    """Raise if a command, an option or a key of a recipe does not exist."""
+    tokens = shlex.split(line)
+    if tokens[0] not in powergrad_cli.COMMANDS:
+        raise ValueError(f"Expected a command, but got {tokens[0]!r}.")
+    if len(tokens) == 1:  # only its name
+        return
+    _, bound, _ = app().parse_args(tokens, exit_on_error=False, print_error=False)
+    overrides = parse_overrides(bound.arguments.get("overrides", ()))
+    unknown = set(overrides) - {key for key, _, _ in describe_keys()}
+    if unknown:
+        raise ValueError(f"Expected keys of a recipe, but got {unknown}.")
+
+
+@pytest.mark.parametrize("line", [*commands()])
+def test_commands_parse(line):
+    parse(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "compress",
+        "plan --delta 1 --gamma 1",
+        "compare --data.nome x",
+        "paper lost",
+        "plan --delta much",
+    ],
+)
+def test_a_command_that_is_wrong_fails(line):
+    with pytest.raises(Exception, match=r"(?i)expected|unknown|invalid"):
+        parse(line)
+
+
+# The site -----------------------------------------------------------------------------------------
+
+
+def leaves(tree: Any) -> Iterator[str]:
+    if isinstance(tree, str):
+        yield tree
+    else:
+        for branch in tree.values() if isinstance(tree, dict) else tree:
+            yield from leaves(branch)
+
+
+def test_the_navigation_names_every_page_once():
+    named = sorted(leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert named == sorted(str(page.relative_to(DOCS)) for page in DOCS.glob("**/*.md"))
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as mkdocs and GitHub name them in an address."""
+    prose = re.sub(r"(?s)^```.*?^```", "", page.read_text(), flags=re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", h) for h in re.findall(r"^#+ (.*)$", prose, re.MULTILINE))
+    return {re.sub(r"[\s-]+", "-", heading.strip().lower()) for heading in plain}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    prose = re.sub(r"(?s)^```.*?^```|`[^`\n]*`", "", text, flags=re.MULTILINE)
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if link.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = link.partition("#")
+        aim = (page.parent / path).resolve() if path else page
+        if not aim.exists() or (anchor and anchor not in anchors(aim)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    assert broken_links(page, page.read_text()) == []
+
+
+def test_a_broken_link_is_found():
+    page = DOCS / "theory.md"
+    text = "[a](audit.md) [b](lost.md) [c](audit.md#a-real-scaler) [d](#lost) [`e`](lab.md#no)"
+    assert broken_links(page, text) == ["lost.md", "#lost", "lab.md#no"]
+
+
+def test_a_generated_table_is_the_same_on_every_page():
+    """That one of them is what results/ says is tested in test_package.py."""
+    tables: dict[str, str] = {}
+    for page in PAGES:
+        found = re.findall(
+            r"<!-- table (\w+) -->(.*?)<!-- end table \1 -->", page.read_text(), re.DOTALL
+        )
+        for name, table in found:
+            assert tables.setdefault(name, table) == table, (name, name_of(page))
+    assert "compare" in tables
+
+
+def test_the_reference_has_every_public_name():
+    pages = "\n".join(page.read_text() for page in DOCS.glob("api/*.md"))
+    shown = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
+    assert len(set(shown)) == len(shown)
+    for module in (powergrad, clipping, monitor, calibration):
+        for name in module.__all__:
+            full = {f"powergrad.{name}", f"{module.__name__}.{name}"}
+            assert name == "__version__" or full & set(shown), name
