@@ -1,12 +1,33 @@
 """Builds the optional C kernel; everything else about the package is in pyproject.toml."""
 
+import os
 import sys
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 KERNEL = "src/powergrad/_native"
 
+
+class BuildLibrary(build_ext):
+    """The kernel is a library for ctypes and knows no Python: one file serves every version."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Its name, without the version that an extension module's has."""
+        return os.path.join(*fullname.split(".")) + ".so"
+
+
+class PlatformWheel(bdist_wheel):
+    """Hence a wheel for the platform, and for any Python 3."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """The tags in the wheel's name: Python, ABI, platform."""
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
     ext_modules=[
         Extension(
             "powergrad._native.kernel",
@@ -25,5 +46,5 @@ setup(
         )
     ]
     if sys.platform != "win32"
-    else []
+    else [],
 )

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from fractions import Fraction
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -679,16 +677,6 @@ def test_a_comparison_is_json():
         assert read["verdict"] == r.verdict
         assert read["sentence"] == r.sentence
         assert read["interval"] == list(r.interval)
-
-
-def test_the_page_prints_what_it_says(capsys):
-    page = (Path(__file__).parents[2] / "docs/methods/statistics.md").read_text()
-    shown = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    namespace: dict[str, Any] = {}
-    for block, output in shown:
-        exec(block, namespace)
-        assert capsys.readouterr().out == output
-    assert len(shown) == 3
 
 
 # Bad input ---------------------------------------------------------------------------------------
