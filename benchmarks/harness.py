@@ -5,6 +5,11 @@ and a figure is the ratio of two medians: neighbours on the machine and its cloc
 allocator keeps what is freed (`warm_allocator`), because page faults of large buffers would
 otherwise be most of what is measured.
 
+A turn may have several calls. The first is cold: it pays for what the other variants evicted from
+the caches, and the cheapest of them pays for the largest. The second is warm: it finds what the
+first left. A training step is between the two. The logits are as a rule in the cache, since the
+head has just written them; the gradient's buffer and the code are not, after all the other layers.
+
 Memory is the peak of what PyTorch's allocator has handed out and not got back since the call began,
 from the profiler's allocation events: exact, and the same in every run.
 """
@@ -61,27 +66,38 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor()
 
 
+def in_turns(
+    variants: dict[str, Callable[[], object]],
+    rounds: int,
+    before: Callable[[], object] = lambda: None,
+    calls: int = 1,
+) -> dict[str, list[float]]:
+    """The median CPU seconds of each call of a turn, over `rounds` in which each variant has one.
+
+    The order is another one in each round: what a variant finds in the caches and the allocator
+    depends on its predecessor. `before` runs ahead of each call and is not timed.
+    """
+    seconds: dict[str, list[list[float]]] = {n: [[] for _ in range(calls)] for n in variants}
+    order, chance = list(variants.items()), random.Random(0)
+    for i in range(rounds + 1):  # the first warms up
+        chance.shuffle(order)
+        for name, run in order:
+            for values in seconds[name]:
+                before()
+                begin = time.process_time()
+                run()
+                if i:
+                    values.append(time.process_time() - begin)
+    return {name: [median(values) for values in lists] for name, lists in seconds.items()}
+
+
 def interleaved(
     variants: dict[str, Callable[[], object]],
     rounds: int,
     before: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """The median CPU seconds of each variant, over `rounds` in which each has its turn.
-
-    The order is another one in each round: what a variant finds in the caches and the allocator
-    depends on its predecessor. `before` runs ahead of each turn and is not timed.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    order, chance = list(variants.items()), random.Random(0)
-    for i in range(rounds + 1):  # the first warms up
-        chance.shuffle(order)
-        for name, run in order:
-            before()
-            begin = time.process_time()
-            run()
-            if i:
-                seconds[name].append(time.process_time() - begin)
-    return {name: median(values) for name, values in seconds.items()}
+    """The median CPU seconds of each variant, in turns of one call: for calls of milliseconds."""
+    return {name: times[0] for name, times in in_turns(variants, rounds, before).items()}
 
 
 def create_timm(name: str, **options: Any) -> torch.nn.Module:

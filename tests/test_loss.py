@@ -381,6 +381,23 @@ def test_functional_transforms(generator, options):
     assert (actual - torch.func.jvp(oracle, (z,), (tangent,))[1]).abs() <= 1e-13
 
 
+def test_functional_transforms_of_something_else(generator):
+    """The logits that a transformed function closes over are constants to the transform."""
+    z = logits(generator).float().requires_grad_()
+    loss = cross_entropy(z, LABELS, alpha=0.3)
+    (expected,) = torch.autograd.grad(loss, z)
+
+    def weighted(factor: Tensor) -> Tensor:
+        return factor * cross_entropy(z, LABELS, alpha=0.3)
+
+    for transform in (torch.func.vmap, torch.func.grad):
+        factor = torch.ones(3) if transform is torch.func.vmap else torch.ones(())
+        value = transform(weighted)(factor)
+        assert torch.allclose(value, loss.expand_as(value))
+        (grad,) = torch.autograd.grad(value.mean(), z)
+        assert torch.allclose(grad, expected)
+
+
 @pytest.mark.parametrize("soft", [False, True])
 def test_gradients_of_single_examples_by_vmap(generator, soft):
     z = logits(generator)
@@ -523,6 +540,25 @@ def test_gradient_accumulation_and_retained_graphs(device, generator):
     assert (z.grad - whole).abs().max() <= 1e-15
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [*OPTIONS, {"soft": True}])
+def test_what_arrives_multiplies_the_gradient(device, generator, dtype, options):
+    """To the bit for a power of 2, and also where it is 1 and nothing is multiplied."""
+    z = logits(generator).to(device, dtype).requires_grad_()
+    y = logits(generator).softmax(1).to(device, dtype) if "soft" in options else LABELS.to(device)
+    given: dict[str, Any] = {k: v for k, v in options.items() if k != "soft"}
+    if "weight" in given:
+        given["weight"] = given["weight"].to(device, dtype)
+
+    def gradient(scale: float | None) -> Tensor:
+        loss = cross_entropy(z, y, alpha=0.3, **given)
+        return torch.autograd.grad(loss if scale is None else loss * scale, z)[0]
+
+    unscaled = gradient(None)
+    assert torch.equal(gradient(4.0), 4 * unscaled)
+    assert torch.equal(gradient(-1.0), -unscaled)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(device, generator, reentrant):
     z = logits(generator).to(device).requires_grad_()
@@ -625,9 +661,10 @@ BAD = [
 
 @pytest.mark.parametrize(("change", "error", "message"), BAD)
 def test_bad_input_is_named(change, error, message):
-    arguments = {"input": Z, "target": Y, "alpha": 0.3, **change}
-    with pytest.raises(error, match=message):
-        cross_entropy(**arguments)
+    for logits in (Z, Z.clone().requires_grad_()):
+        arguments = {"input": logits, "target": Y, "alpha": 0.3, **change}
+        with pytest.raises(error, match=message):
+            cross_entropy(**arguments)
 
 
 @pytest.mark.parametrize(

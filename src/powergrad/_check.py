@@ -11,6 +11,7 @@ import numbers
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active as transforming  # pyright: ignore
 from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
 from torch.autograd import forward_ad
 
@@ -21,7 +22,7 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
 
 def is_plain(*tensors: Tensor) -> bool:
     """Whether `tensors` hold values and ordinary autograd is all that looks at them."""
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or transforming():
         return False
     for t in tensors:  # noqa: SIM110 (a generator costs as much as the loss of a small tensor)
         if type(t) not in _PLAIN or is_functorch_wrapped_tensor(t):

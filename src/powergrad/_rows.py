@@ -7,9 +7,11 @@ the gradients ``m p' - w q`` with ``m = sum(w q)``, in place:
     e = p^alpha              as 2^(alpha log2 p): faster than softmax, and not less exact
     e - onehot sum(e)        p' - onehot, but for the divisor sum(e)
 
-No power overflows, since p is at most 1, and sum(e) is between 1 and C. Nothing is scaled yet: 1/N,
-a loss scale and the incoming gradient meet this buffer in the backward pass, so that none of them
-can push it below the smallest number. So does the divisor, which then costs no pass of its own.
+No power overflows, since p is at most 1, and sum(e) is between 1 and C. The divisor waits for what
+else multiplies a row in the backward pass, and costs no pass of its own. Where it cannot wait, as
+with label smoothing, the 1/N of a mean goes with it: then nothing is left to do if 1 arrives, as it
+does from ``loss.backward()``. The buffer has the range of float32, also for float16: neither 1/N
+nor a loss scale, which comes later, can push it below the smallest number.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ def loss_and_gradient(
     """The loss of logits (N, C), for class indices (N) or probabilities (N, C); and its gradient.
 
     `alpha` is a number, or a tensor of one or of N. `out` is the buffer to use, and may be `logits`
-    itself; it is divided already. `all_count` says that every label is a class and none is
-    `ignore_index`; if that is not so, and there is no label smoothing, an IndexError on CPU.
+    itself; sum(e) is not left to the divisor then. `all_count` says that every label is a class and
+    none is `ignore_index`; if that is not so, and nothing is smoothed, an IndexError on CPU.
 
     Returns:
         The loss, reduced; the buffer; factors and divisors: the gradient of row i is
@@ -57,19 +59,16 @@ def loss_and_gradient(
     if isinstance(alpha, Tensor):
         alpha = _column(alpha, logits)
     if target.is_floating_point() or (all_count and weight is None):
+        count = max(1, logits.shape[0]) if reduction == "mean" else 1
         loss, buffer, divisor = _visit(
-            logits, target, weight, alpha, reduction, label_smoothing, out
+            logits, target, weight, alpha, reduction, label_smoothing, out, count
         )
-        if reduction != "mean":
-            return loss, buffer, None, divisor
-        n = logits.shape[0]
-        # n times the divisor, in half the time of mul_, which would make a tensor of n.
-        return loss, buffer, None, n if divisor is None else divisor.add_(divisor, alpha=n - 1)
+        return loss, buffer, None, divisor
 
     kept = None if all_count else target != ignore_index
     labels = target if kept is None else target.where(kept, 0)
     weight = None if weight is None else weight.to(_wide(logits))
-    losses, buffer, divisor = _visit(logits, labels, weight, alpha, "none", label_smoothing, out)
+    losses, buffer, divisor = _visit(logits, labels, weight, alpha, "none", label_smoothing, out, 1)
     factor = torch.ones_like(losses) if kept is None else kept.to(losses.dtype)
     counted = factor if weight is None else factor * weight[labels.long()]
     if label_smoothing == 0:  # else the weights are in the buffer and the losses
@@ -98,8 +97,12 @@ def _visit(
     reduction: str,
     label_smoothing: float,
     out: Tensor | None,
+    count: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The loss, where all rows count alike; the buffer; the divisors. In blocks, if large."""
+    """The loss, where all rows count alike; the buffer; the divisors. In blocks, if large.
+
+    The gradient is also divided by `count`, in the buffer or in the divisors.
+    """
     if target.is_floating_point():
         work = _of_probabilities
     else:
@@ -107,7 +110,7 @@ def _visit(
         target = target.long()
     n, c = logits.shape
     if out is None and n * c < LARGE:
-        return work(logits, target, weight, alpha, reduction, label_smoothing, None)
+        return work(logits, target, weight, alpha, reduction, label_smoothing, None, count)
     # float16 would lose a p' of 1e-8, so its buffer is wider; bfloat16 has float32's range.
     kept = torch.float32 if logits.dtype == torch.float16 else logits.dtype
     buffer = logits.new_empty(n, c, dtype=kept) if out is None else out
@@ -119,10 +122,10 @@ def _visit(
     divisors: list[Tensor] = []
     tensors = (t.split(rows) for t in (logits, target, buffer))
     for z, y, block, a in zip(*tensors, alphas, strict=False):
-        values, grad, sums = work(z, y, weight, a, "none", label_smoothing, block)
+        values, grad, sums = work(z, y, weight, a, "none", label_smoothing, block, count)
         losses.append(values)
         if sums is not None and divided:
-            grad.div_(sums)
+            grad.mul_(sums.reciprocal_())  # in half the time of div_
         elif sums is not None:
             divisors.append(sums)
         if grad is not block:
@@ -157,13 +160,17 @@ def _of_labels(
     reduction: str,
     label_smoothing: float,
     out: Tensor | None,
+    count: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Without smoothing and weights: these are factors of the rows."""
     log_p, label = _log_p(z, out), y.unsqueeze(1)
     loss = F.nll_loss(log_p, y, ignore_index=NEVER, reduction=reduction)
     e, own, others = _powers(log_p, label, alpha)
+    divisor = own.add_(others)
+    if count > 1:  # in half the time of mul_, which would make a tensor of the number
+        divisor.add_(divisor, alpha=count - 1)
     # At the label, p' - 1 is minus the others' sum: p' may round to 1, and nothing would be left.
-    return loss, e.scatter_(1, label, -others), own.add_(others)
+    return loss, e.scatter_(1, label, -others), divisor
 
 
 def _of_smoothed_labels(
@@ -174,6 +181,7 @@ def _of_smoothed_labels(
     reduction: str,
     label_smoothing: float,
     out: Tensor | None,
+    count: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     log_p, label = _log_p(z, out), y.unsqueeze(1)
     share = label_smoothing / z.shape[1]
@@ -185,12 +193,13 @@ def _of_smoothed_labels(
     losses = every.mul_(-share).sub_((log_p.gather(1, label) * of_label).squeeze(1))
     e, own, others = _powers(log_p, label, alpha)
     sums = own + others
+    share, of_label = share / count, of_label / count
     scale = (of_label + share * total) / sums
     # At the label, m p' - w_y q_y: by the others' sum where p' is nearly 1.
     direct = scale * own - (of_label + share * own_w)
     by_others = share * (total - own_w) - scale * others
     grad = e.mul_(scale).sub_(share * w)
-    grad.scatter_(1, label, torch.where(2 * own < sums, direct, by_others))
+    grad.scatter_(1, label, torch.where(own < others, direct, by_others))
     return reduced(losses, reduction), grad, None
 
 
@@ -202,6 +211,7 @@ def _of_probabilities(
     reduction: str,
     label_smoothing: float,
     out: Tensor | None,
+    count: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     log_p = _log_p(z, out)
     q = q.to(log_p.dtype)
@@ -211,7 +221,9 @@ def _of_probabilities(
         q = q * weight.to(q.dtype)
     losses = (log_p * q).sum(1).neg_()
     e = _power(log_p, alpha)
-    grad = e.mul_(q.sum(1, keepdim=True) / e.sum(1, keepdim=True)).sub_(q)
+    share = 1 / count
+    e.mul_(q.sum(1, keepdim=True).mul_(share) / e.sum(1, keepdim=True))
+    grad = e.sub_(q, alpha=share)
     return reduced(losses, reduction), grad, None
 
 

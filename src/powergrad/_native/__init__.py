@@ -113,37 +113,38 @@ def cross_entropy(
     kernel = library()
     if kernel is None:
         return None
-    if not values_readable(input, target, *(t for t in (weight, alpha) if isinstance(t, Tensor))):
+    dtype = _DTYPES.get(input.dtype)
+    if dtype is None or target.dtype != torch.int64 or not values_readable(input, target):
         return None
-    if input.dtype not in _DTYPES or input.dim() != 2 or target.dtype != torch.int64:
+    shape, strides = input.shape, input.stride()
+    if len(shape) != 2 or shape[1] == 0 or target.shape != shape[:1]:
         return None
-    rows, classes = input.shape
-    adjacent = classes == 1 or input.stride(1) == 1
-    if classes == 0 or not adjacent or target.shape != (rows,):
+    rows, classes = shape
+    if strides[1] != 1 and classes != 1:
         return None
     if out is not None and not (
         out.is_contiguous() and out.shape == input.shape and out.dtype == input.dtype
     ):
         return None
     if weight is not None:
-        if weight.shape != (classes,):
+        if weight.shape != (classes,) or not values_readable(weight):
             return None
         weight = weight.to(torch.float32).contiguous()
     alphas = None
     if isinstance(alpha, Tensor):
-        if alpha.numel() not in (1, rows):
+        if alpha.numel() not in (1, rows) or not values_readable(alpha):
             return None
         alphas, alpha = alpha.to(torch.float64).reshape(-1).expand(rows).contiguous(), 1.0
 
     target = target.contiguous()
-    value = input.new_empty((rows,) if reduction == "none" else (), dtype=torch.float32)
+    value = input.new_empty(shape[:1] if reduction == "none" else (), dtype=torch.float32)
     grad = input.new_empty(rows, classes) if out is None else out
     call = _CALL.pack(
         rows,
         classes,
         input.data_ptr(),
-        input.stride(0),
-        _DTYPES[input.dtype],
+        strides[0],
+        dtype,
         target.data_ptr(),
         ignore_index,
         0 if weight is None else weight.data_ptr(),
