@@ -343,6 +343,10 @@ def _metrics(evidence: Evidence) -> Any:
     titles = ("ResNet-18", "ResNet-50", "60% of the epochs against 100%")
     for axes, letter, title, pair in zip(panels, "abc", titles, curves, strict=True):
         captions = []
+        ours = pair[0][1].about["recipe"]["model"]["name"]
+        theirs = pair[0][1].experiment.rows[0].recipe.model.name
+        if letter != "c" and ours != theirs:
+            title += f" in the paper, {ours} here"
         for (curve, study, caption), colour in zip(pair, (BLUE, RED), strict=True):
             arm = caption.partition(",")[0].partition(" ")[2]
             epochs, test = curve["epoch"], curve["test_accuracy"]
@@ -358,7 +362,7 @@ def _metrics(evidence: Evidence) -> Any:
         notes.append(f"({letter}) {'; '.join(captions)}")
         axes.set(xscale="log", yscale="log", xlabel="epoch", ylabel="accuracy (%)")
         _log_percent(axes)
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        axes.legend(fontsize=8, loc="lower right", edgecolor="none", framealpha=0.8)
         _panel_title(axes, letter, title)
         _plain(axes)
     _note(figure, notes)
