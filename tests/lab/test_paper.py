@@ -628,6 +628,19 @@ def test_missing_runs_are_named_with_their_command(tmp_path, capsys):
         collect(tmp_path, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "words"),
+    [
+        ([1.0, 1.0], [0.5, 0.004], "1 of 2 dead"),
+        ([1.0, 1.2], [1e-3, 9e-4], "2 of 2 dead"),  # the layer vanished whole
+        ([0.0, 0.0], [3.0, 2.0], "0 of 2 dead"),
+        ([1.0, 1.0], [math.nan, 1.0], "diverged"),
+    ],
+)
+def test_who_is_dead_in_a_figure(first, last, words):
+    assert drawing._dead(np.array([first, last], dtype=np.float32)) == words
+
+
 # The page ----------------------------------------------------------------------------------------
 
 

@@ -584,7 +584,9 @@ def test_an_empty_study_and_single_runs(
 
 def test_a_decomposition_shows_the_parts(visit: Callable[..., Page], tmp_path: Path) -> None:
     study = decompose(Recipe(), 0.25, range(3))
-    out = pretended(study, tmp_path / "taken-apart", alpha=0.25, identity_gaps={10: 1e-14, 200: 0.1})
+    out = pretended(
+        study, tmp_path / "taken-apart", alpha=0.25, identity_gaps={10: 1e-14, 200: 0.1}
+    )
     page = visit(out)
     part = page.locator("#decomposition")
     assert texts(page, "#decomposition .group") == [

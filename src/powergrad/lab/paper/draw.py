@@ -27,7 +27,7 @@ __all__ = ["FORMATS", "draw"]
 FORMATS = ("png", "svg", "pdf")
 BLUE, ORANGE, GREEN, PURPLE, RED = COLOURS[:5]
 GREY = "0.35"
-DEAD = "dead: ended under 1% of the layer's largest"
+DEAD = "dead: ended under 1% of the layer's largest, at its start or its end"
 # The paper's colours of Figure 1, from the palette that colour-blind people can tell apart.
 FORWARD, BACKWARD, TRANSFORM, ALTERED = "#9CC9E8", "#F5CE85", "#8FD6BD", "#EFA07A"
 
@@ -398,11 +398,12 @@ def _filters(axes: Any, norms: Norms, key: str, title: str, size: int = 9) -> No
 
 
 def _dead(values: NDArray[np.float32]) -> str:
-    """How many units ended under 1% of the layer's largest norm."""
-    last = values[-1]
+    """How many units ended under 1% of the layer's largest norm, at its start or its end."""
+    first, last = values[0], values[-1]
     if not np.isfinite(last).all():
         return "diverged"
-    return f"{int((last < 0.01 * last.max()).sum())} of {last.size} dead"
+    largest = max(first.max(), last.max())  # of a layer that vanished whole, the start's
+    return f"{int((last < 0.01 * largest).sum())} of {last.size} dead"
 
 
 def _norm_figure(evidence: Evidence, panels: Sequence[tuple[str, str, str]], columns: int) -> Any:
