@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from powergrad.lab.config import Recipe
-from powergrad.lab.run import COLUMNS, Run, RunError, open_run, write_atomically
+from powergrad.lab.run import (
+    COLUMNS,
+    Run,
+    RunError,
+    describe_machine,
+    open_run,
+    write_atomically,
+)
 
 STATE = {"step": 5, "model": {"weight": torch.arange(6.0)}}
 
@@ -234,3 +241,9 @@ def test_a_run_is_finished_when_it_has_a_result(run):
 def test_no_run_at_all(tmp_path):
     with pytest.raises(RunError, match=r"to be a run's folder, but got no config.yaml"):
         open_run(tmp_path)
+
+
+@pytest.mark.parametrize("program", ["/somewhere/bin/powergrad", "/lib/powergrad/__main__.py"])
+def test_the_command_can_be_given_again(monkeypatch, program):
+    monkeypatch.setattr(sys, "argv", [program, "compare", "--arm", "fast: lr=0.2"])
+    assert describe_machine()["command"] == "powergrad compare --arm 'fast: lr=0.2'"

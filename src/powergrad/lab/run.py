@@ -377,8 +377,14 @@ def describe_machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command_line(),
     }
+
+
+def _command_line() -> str:
+    """The command of this process, as it can be given again."""
+    name = Path(sys.argv[0]).name
+    return shlex.join(["powergrad" if name == "__main__.py" else name, *sys.argv[1:]])
 
 
 def _commit() -> str | None:
