@@ -271,7 +271,7 @@ def test_nan_is_no_answer_and_a_tie_is_one():
     assert right.tolist() == [False, *(logits[1:].argmax(1) == labels[1:]).tolist()]
     found = score(logits, labels, alpha=0.5)
     assert found["test_accuracy"] == 100 * right.double().mean().item()
-    assert found["test_top5"] <= 75
+    assert found["test_top5"] in (25.0, 50.0, 75.0)  # never the row of NaN
 
 
 def test_scores_against_torchmetrics():
