@@ -512,7 +512,8 @@ def _grid(experiment: str) -> Callable[[Evidence], Any]:
             axes.set_ylabel(words)
             _plain(axes)
         seeds = max(len(values) for _, values in _over_alpha(study, "test_accuracy"))
-        left.set_title(f"every run, and the mean of {seeds} seeds", fontsize=9, loc="left")
+        words = f"every run, and the mean of {seeds} seeds" if seeds > 1 else "one run an α"
+        left.set_title(words, fontsize=9, loc="left")
         right.set_title("dashed: α = 1", fontsize=9, loc="left")
         _note(figure, [f"{study.stem.name}: {study.describe()}"])
         return figure
