@@ -26,6 +26,11 @@ COMMANDS = {
 PLACES = {"paper": "powergrad.lab.paper.command:app"}
 
 
+def place_of(command: str) -> str:
+    """Where a command's function is."""
+    return PLACES.get(command, f"powergrad.lab.cli:{command}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 2 where the user must change something."""
     try:
@@ -39,8 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         version=_version,
     )
     for number, (name, line) in enumerate(COMMANDS.items()):
-        place = PLACES.get(name, f"powergrad.lab.cli:{name}")
-        app.command(place, name=name, help=line, sort_key=number)
+        app.command(place_of(name), name=name, help=line, sort_key=number)
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return app(tokens, exit_on_error=False, result_action="return_value") or 0

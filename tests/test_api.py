@@ -86,8 +86,7 @@ def _commands(package: Any) -> list[str]:
     """The commands with their options, which are the parameters of the functions behind them."""
     lines = []
     for name in powergrad_cli.COMMANDS:
-        place = powergrad_cli.PLACES.get(name, f"powergrad.lab.cli:{name}")
-        module, function = place.removeprefix("powergrad.").split(":")
+        module, function = powergrad_cli.place_of(name).removeprefix("powergrad.").split(":")
         if function != "app":
             lines.append(_signature(f"$ powergrad {name}", package[f"{module}.{function}"]))
             continue

@@ -72,7 +72,7 @@ def app() -> App:
     """The command line, as `powergrad_cli.main` makes it."""
     made = App(name="powergrad")
     for name in powergrad_cli.COMMANDS:
-        made.command(powergrad_cli.PLACES.get(name, f"powergrad.lab.cli:{name}"), name=name)
+        made.command(powergrad_cli.place_of(name), name=name)
     return made
 
 

@@ -107,9 +107,10 @@ def train(
 
 def run_name(recipe: Recipe) -> str:
     """The folder's name of a recipe's run: readable, and ending in its key."""
+    from powergrad.lab.run import plain_name
+
     words = f"{recipe.data.name.rpartition('/')[2]}-{recipe.model.name}-seed{recipe.seed}"
-    plain = "".join(c if c.isalnum() or c in "-._" else "-" for c in words)
-    return f"{plain}-{recipe.key}"
+    return f"{plain_name(words)}-{recipe.key}"
 
 
 def _launch(processes: int, arguments: list[str]) -> int:
@@ -260,10 +261,10 @@ def compare(
         if tune is not None:
             study = replace(study, kind=f"compare-tuned-{tuned_key(tune)}")
             folder = options.folder(study)
-            study, told["tuning"] = _tune(study, tune, tune_seeds, folder, options)
+            study, told["tuning"] = tune_arms(study, tune, tune_seeds, folder, options)
         return _run_study(study, folder, options, told)
     except Interrupted as reason:
-        return _stopped(reason)
+        return stopped(reason)
 
 
 def sweep(
@@ -297,7 +298,7 @@ def sweep(
     try:
         return _run_study(study, options.folder(study), options, {"grid": points})
     except Interrupted as reason:
-        return _stopped(reason)
+        return stopped(reason)
 
 
 def decompose(
@@ -331,7 +332,7 @@ def decompose(
     try:
         if tune != "none":
             alone = Study("tune", base, {"CE": {}}, seeds, **chosen)
-            tuned, told["tuning"] = _tune(alone, tune, tune_seeds, folder, options)
+            tuned, told["tuning"] = tune_arms(alone, tune, tune_seeds, folder, options)
             base = base.override(tuned.arms["CE"])
             study = studies.decompose(base, alpha, seeds, **chosen)
             folder = folder / "arms"
@@ -339,7 +340,7 @@ def decompose(
         print(studies.describe_identity(told["identity_gaps"]))
         return _run_study(study, folder, options, told)
     except Interrupted as reason:
-        return _stopped(reason)
+        return stopped(reason)
 
 
 def plan(
@@ -472,7 +473,7 @@ def _show(results: Results) -> None:
         print(f"- {comparison.sentence}")
 
 
-def _tune(
+def tune_arms(
     study: Study, wanted: str, seeds: int, folder: Path, options: StudyOptions
 ) -> tuple[Study, dict[str, Any]]:
     """The study with a key tuned for every arm alike, and how; shown as well."""
@@ -495,7 +496,8 @@ def _tune(
     return study, tuning
 
 
-def _stopped(reason: Exception) -> int:
+def stopped(reason: Exception) -> int:
+    """Say that a command was interrupted; its exit code."""
     print(f"powergrad: stopped, {reason}; the same command goes on from there.", file=sys.stderr)
     return STOPPED
 

@@ -41,6 +41,7 @@ from powergrad.lab.data.memory import MemorySplit
 from powergrad.lab.data.streams import held_out
 from powergrad.lab.models import create_model
 from powergrad.lab.run import Run, RunError, describe_machine, open_run
+from powergrad.lab.session import right_answers
 from powergrad.monitor.layers import load_checkpoint
 
 __all__ = ["Exported", "answers", "export_run", "measures", "open_trained"]
@@ -361,7 +362,7 @@ def measures(found: Answers, *, temperature: float = 1.0) -> dict[str, float]:
     logits, labels = found
     at: dict[str, Any] = {"logits": logits, "labels": labels, "temperature": temperature}
     return {
-        "accuracy": 100 * (logits.argmax(1) == labels).double().mean().item(),
+        "accuracy": 100 * right_answers(logits, labels).double().mean().item(),
         "nll": calibration.negative_log_likelihood(**at),
         "brier": calibration.brier_score(**at),
         "ece_width": calibration.expected_calibration_error(**at, bins=BINS),

@@ -377,11 +377,16 @@ def describe_machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "command": _command_line(),
+        "command": command_line(),
     }
 
 
-def _command_line() -> str:
+def plain_name(words: str) -> str:
+    """Words as part of a folder's name: what may not stand there becomes ``-``."""
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in words)
+
+
+def command_line() -> str:
     """The command of this process, as it can be given again."""
     name = Path(sys.argv[0]).name
     return shlex.join(["powergrad" if name == "__main__.py" else name, *sys.argv[1:]])

@@ -24,7 +24,7 @@ import yaml
 from powergrad.lab import stats
 from powergrad.lab.config import Recipe, RecipeError
 from powergrad.lab.jobs import Job, Snapshot, run_jobs
-from powergrad.lab.run import Run, describe_machine, write_atomically
+from powergrad.lab.run import Run, describe_machine, plain_name, write_atomically
 from powergrad.lab.session import right_answers
 
 __all__ = ["METRICS", "Results", "Study", "read_csv"]
@@ -117,8 +117,8 @@ class Study:
         for seed in self.seeds:
             for arm in self.arms:
                 recipe = self.recipe(arm, seed)
-                plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in arm)[:40]
-                found[arm, seed] = Job(f"{plain}-seed{seed}-{recipe.key}", recipe)
+                name = f"{plain_name(arm)[:40]}-seed{seed}-{recipe.key}"
+                found[arm, seed] = Job(name, recipe)
         return found
 
     def run(

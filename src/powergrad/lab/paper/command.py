@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal
 import yaml
 from cyclopts import App
 
-from powergrad.lab.cli import STOPPED, Flag, Overrides, StudyOptions
+from powergrad.lab.cli import Flag, Overrides, StudyOptions, stopped, tune_arms
 from powergrad.lab.config import parse_overrides
 from powergrad.lab.paper.cost import cost, total_hours
 from powergrad.lab.paper.evidence import Evidence, Measurement, MissingRunsError, small_command
 from powergrad.lab.paper.page import published_words
 from powergrad.lab.paper.rows import Experiment, Figure, Row, changes_of, load_paper
+from powergrad.lab.run import command_line, plain_name
 from powergrad.lab.train import Interrupted
 
 app = App(name="paper", help="The paper: list, show, run and draw every table row and figure.")
@@ -234,7 +235,7 @@ def run(
     changes = parse_overrides(overrides)
     if as_published:
         changes |= {"loss.form": "as_published", "train.precision": "float16"}
-    command = " ".join(["powergrad", *sys.argv[1:]])
+    command = command_line()
     try:
         if scale == "small":
             folder = _run_small(
@@ -244,10 +245,7 @@ def run(
         else:
             folder = _run_full(experiment, item, arm, data, changes, plan, command, options)
     except Interrupted as reason:
-        print(
-            f"powergrad: stopped, {reason}; the same command goes on from there.", file=sys.stderr
-        )
-        return STOPPED
+        return stopped(reason)
     if collect and not plan and int(os.environ.get("RANK", "0")) == 0:
         for file in evidence.collect(folder, results / "paper", options.name):
             print(f"wrote {file}")
@@ -287,7 +285,8 @@ def _run_full(
     recipes = [row.recipe.override({**given, "seed": seed, **changes}) for row in rows]
     folder = options.out / (options.name or f"paper-{experiment.id}")
     runs = {
-        f"{_plain(r.arm)}-seed{seed}": (r, recipe) for r, recipe in zip(rows, recipes, strict=True)
+        f"{plain_name(r.arm)}-seed{seed}": (r, recipe)
+        for r, recipe in zip(rows, recipes, strict=True)
     }
     for name, (row, recipe) in runs.items():
         hours = ", ".join(f"{each.hours:.0f} on {each.gpu}" for each in cost(recipe))
@@ -329,7 +328,6 @@ def _run_small(
     command: str,
     options: StudyOptions,
 ) -> Path:
-    from powergrad.lab.compare import tune as tune_arms
     from powergrad.lab.paper.evidence import describe
     from powergrad.lab.paper.small import decay_exponent, plan_replica
     from powergrad.lab.study import Study
@@ -355,15 +353,7 @@ def _run_small(
         return folder
     told: dict[str, Any] = {}
     if tune is not None:
-        study, told["tuning"] = tune_arms(
-            study,
-            tune,
-            folder,
-            seeds=tune_seeds,
-            workers=options.crew(),
-            storage=options.storage,
-            show=Watch,
-        )
+        study, told["tuning"] = tune_arms(study, tune, tune_seeds, folder, options)
     with Watch(f"{item} on {data}", study.jobs(), study.metric) as watch:
         found = study.run(folder, workers=options.crew(), storage=options.storage, watch=watch)
     about = {
@@ -384,10 +374,6 @@ def _run_small(
         found.save(folder)
         print(found.verdict())
     return folder
-
-
-def _plain(arm: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in arm)
 
 
 # Looking ------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import functools
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -38,6 +38,7 @@ __all__ = [
     "Norms",
     "collect",
     "describe",
+    "describe_runs",
     "small_command",
 ]
 
@@ -291,15 +292,18 @@ class Measurement:
 
     def describe(self, arm: str | None = None) -> str:
         """What it, or one arm of it, was measured on: data, network, steps."""
-        recipe = self.about["recipe"]
-        width = recipe["model"]["width"]
-        network = recipe["model"]["name"] + (f" of width {width}" if width else "")
-        if recipe["model"]["norm"] == "none":
-            network += " without normalisation"
-        data = recipe["data"]["name"].rpartition("/")[2].removeprefix("folder:")
-        steps = sorted({int(row["steps"]) for row in self.rows if arm in (None, row["arm"])})
-        lengths = " or ".join(f"{each:,}" for each in steps)
-        return f"{network} on {data}, batch {recipe['train']['batch_size']}, {lengths} steps"
+        steps = (int(row["steps"]) for row in self.rows if arm in (None, row["arm"]))
+        return describe_runs(self.about["recipe"], steps)
+
+
+def describe_runs(recipe: Mapping[str, Any], steps: Iterable[int]) -> str:
+    """What runs of a recipe, as JSON has it, were made on: network, data, batch, steps."""
+    model, data = recipe["model"], recipe["data"]["name"].rpartition("/")[2]
+    network = model["name"] + (f" of width {model['width']}" if model["width"] else "")
+    network += {"none": " without normalisation", "group": ", group norm"}.get(model["norm"], "")
+    lengths = " or ".join(f"{each:,}" for each in sorted(set(steps)))
+    batch = recipe["train"]["batch_size"]
+    return f"{network} on {data.removeprefix('folder:')}, batch {batch}, {lengths} steps"
 
 
 @dataclass(frozen=True)

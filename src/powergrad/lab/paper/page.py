@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from powergrad.lab.paper.cost import cost, total_hours
-from powergrad.lab.paper.evidence import MARGIN, Evidence, Measurement
+from powergrad.lab.paper.evidence import MARGIN, Evidence, Measurement, describe_runs
 from powergrad.lab.paper.rows import Experiment, Row, load_paper
 from powergrad.lab.run import write_atomically
 
@@ -160,9 +160,17 @@ def _numbers(study: Measurement, arm: str) -> list[str]:
     compared = study.comparison(arm)
     if compared is None:
         return [*cells, "", "", "too few seeds"]
-    low, high = compared.interval
-    cells.append(f"{compared.difference:+.2f} ({low:+.2f} to {high:+.2f})")
-    return [*cells, f"{compared.p_adjusted:.3f}", compared.verdict]
+    return [*cells, *_compared(compared.to_dict())]
+
+
+def _compared(found: Mapping[str, Any]) -> list[str]:
+    """Difference, p and verdict."""
+    return [_difference(found), f"{found['p_adjusted']:.3f}", found["verdict"]]
+
+
+def _difference(found: Mapping[str, Any]) -> str:
+    low, high = found["interval"]
+    return f"{found['difference']:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def _grid(study: Measurement) -> Iterator[str]:
@@ -241,15 +249,8 @@ class _Study:
         return sum(values) / len(values) if values else None
 
     def describe(self) -> str:
-        recipe = self.about["recipe"]
-        model, data = recipe["model"], recipe["data"]["name"].rpartition("/")[2]
-        network = model["name"] + (f" of width {model['width']}" if model["width"] else "")
-        network += {"none": " without normalisation", "batch": "", "group": ", group norm"}[
-            model["norm"]
-        ]
-        steps = sorted({row["steps"] for row in self.about["rows"] if not row.get("diverged")})
-        lengths = " or ".join(f"{each:,}" for each in steps)
-        return f"{network} on {data}, batch {recipe['train']['batch_size']}, {lengths} steps"
+        steps = (row["steps"] for row in self.about["rows"] if not row.get("diverged"))
+        return describe_runs(self.about["recipe"], steps)
 
 
 def _read_studies(results: Path) -> list[_Study]:
@@ -297,9 +298,7 @@ def _beyond(studies: Sequence[_Study]) -> Iterator[str]:
             if each is None:
                 cells += ["", "", ""]
             else:
-                low, high = each["interval"]
-                cells.append(f"{each['difference']:+.2f} ({low:+.2f} to {high:+.2f})")
-                cells += [f"{each['p_adjusted']:.3f}", each["verdict"]]
+                cells += _compared(each)
             yield f"| {' | '.join(cells)} |"
         lost = sum(bool(row.get("diverged")) for row in about["rows"])
         yield ""
@@ -340,30 +339,19 @@ def _of_the_paper(evidence: Evidence) -> Iterator[tuple[str, ...]]:
         for arm in study.arms:
             compared, row = study.comparison(arm), study.experiment.row(arm)
             if compared is not None and row.recipe.loss.alpha < 1:
-                low, high = compared.interval
-                yield (
-                    f"`{study.stem.name}`",
-                    f"{row.id} {arm}",
-                    study.describe(arm),
-                    str(compared.n),
-                    f"{compared.difference:+.2f} ({low:+.2f} to {high:+.2f})",
-                    compared.verdict,
-                )
+                words = study.describe(arm)
+                yield _told(study.stem, f"{row.id} {arm}", words, compared.to_dict())
 
 
 def _of_others(studies: Sequence[_Study]) -> Iterator[tuple[str, ...]]:
     for study in studies:
         for each in study.about["comparisons"]:
             if study.about["changes"][each["arm"]].get("loss.alpha", 1) < 1:
-                low, high = each["interval"]
-                yield (
-                    f"`{study.stem.name}`",
-                    each["arm"],
-                    study.describe(),
-                    str(each["n"]),
-                    f"{each['difference']:+.2f} ({low:+.2f} to {high:+.2f})",
-                    each["verdict"],
-                )
+                yield _told(study.stem, each["arm"], study.describe(), each)
+
+
+def _told(stem: Path, arm: str, words: str, found: Mapping[str, Any]) -> tuple[str, ...]:
+    return f"`{stem.name}`", arm, words, str(found["n"]), _difference(found), found["verdict"]
 
 
 def _drawn_from(evidence: Evidence, uses: tuple[str, ...]) -> str:
