@@ -7,8 +7,10 @@ do is in :mod:`powergrad.lab.cli`, which is imported when one is called.
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 COMMANDS = {
     "compare": "Does it help here? Baseline, PGT, AGC and combinations over seeds, with a verdict.",
@@ -47,9 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app.command(place_of(name), name=name, help=line, sort_key=number)
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return app(tokens, exit_on_error=False, result_action="return_value") or 0
+        code = app(tokens, exit_on_error=False, result_action="return_value") or 0
+        sys.stdout.flush()
+        return code
     except CycloptsError:  # has been printed
         return 2
+    except BrokenPipeError:
+        if not _is_unread(sys.stdout):
+            raise
+        return 141  # what a shell says of a command whose reader, such as head, has gone
     except KeyboardInterrupt:
         print("powergrad: interrupted", file=sys.stderr)
         return 130
@@ -61,6 +69,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"powergrad: {message}", file=sys.stderr)
         return 2
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether a stream's reader has gone; if so, what is still to be written is thrown away."""
+    poll = select.poll()
+    poll.register(stream, select.POLLERR)
+    if not poll.poll(0):
+        return False
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+    return True
 
 
 def _version() -> str:

@@ -34,6 +34,18 @@ def test_every_command_explains_itself(command, capsys):
     assert "Usage: powergrad" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("lines", [0, 1])
+def test_a_reader_that_goes_away_gets_no_traceback(lines):
+    command = [sys.executable, "-m", "powergrad", "paper", "show", "T2-256"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for _ in range(lines):
+        assert process.stdout.readline()
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(), errors) == (141, "")
+
+
 def test_an_unknown_command_gets_the_nearest(capsys):
     assert powergrad("trian") == 2
     said = capsys.readouterr()
