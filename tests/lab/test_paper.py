@@ -8,6 +8,7 @@ import csv
 import json
 import math
 import re
+import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -468,6 +469,15 @@ def test_a_replica_says_what_it_lost_and_only_that():
     assert "kept: the network's depth and blocks (resnet20" in words
     assert "lost: channels of the first stage: 8, not 16" in words
     assert "lost: the batch" not in words  # 128 both here and there
+    assert "lost: the stem" not in words  # small in both
+    table = PAPER.find("T2-256")
+    words = plan_replica(table, table.rows, "digits", {"train.epochs": 4}).describe()
+    assert "lost: the stem: 3x3" in words
+    assert "kept: the ratios between the three batch sizes" in words
+    same = {"train.epochs": 4, "model.stem": "imagenet", "train.batch_size": 64}
+    words = plan_replica(table, table.rows, "digits", same).describe()
+    assert "the stem" not in words
+    assert "kept: the ratios" not in words
 
 
 def test_a_replica_that_is_too_short_says_so():
@@ -597,6 +607,27 @@ def test_collected_files_are_small_and_hold_every_run(measured):
     curve, *_ = evidence.curve("T1.7/PGT")
     assert curve["epoch"].tolist() == [1, 2]
     assert np.isfinite(curve["test_accuracy"]).all()
+
+
+def test_a_curve_is_of_the_study_that_was_tested_most(measured, tmp_path):
+    results = tmp_path / "results"
+    shutil.copytree(measured / "results", results)
+    evidence = Evidence(results)
+    (few,) = evidence.of("T1.7")
+    for path in (results / "paper").glob(f"{few.stem.name}*"):
+        more = path.with_name(path.name.replace(few.stem.name, "T1.7-more"))
+        text = path.read_text()
+        if path.suffix == ".json":
+            more.write_text(json.dumps({**json.loads(text), "examples": 10**6, "label": "more"}))
+        else:  # a test fewer
+            more.write_text(
+                "".join(text.splitlines(keepends=True)[:-1]) if "--" in more.name else text
+            )
+    both = Evidence(results)
+    assert [study.about["label"] for study in both.of("T1.7")] == ["more", few.about["label"]]
+    assert both.best("T1.7/PGT").about["label"] == "more"
+    curve, study, _ = both.curve("T1.7/PGT")
+    assert (study.about["label"], curve["epoch"].tolist()) == (few.about["label"], [1, 2])
 
 
 def test_runs_added_later_are_collected_with_the_first(tmp_path):

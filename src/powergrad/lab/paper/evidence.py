@@ -347,18 +347,15 @@ class Evidence:
         Raises:
             MissingRunsError: If there is none.
         """
-        experiment, _, arm = use.partition("/")
-        for each in self.of(experiment):
-            if not arm or arm in each.arms:
-                return each
-        raise MissingRunsError(f"No run of {use} was measured: `{small_command(use)}` makes one.")
+        return self._having(use)[0]
 
     def curve(self, use: str) -> tuple[dict[str, NDArray[np.float64]], Measurement, str]:
-        """The metrics over the epochs of an arm's first seed; its study; which run it is."""
-        study = self.best(use)
-        path = self._file(study, use, ".csv")
-        with open(path, encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+        """The metrics over the epochs of an arm's first seed; its study; which run it is.
+
+        Of several studies it is the one that was tested most often.
+        """
+        found = [(self._tests(study, use), study) for study in self._having(use)]
+        rows, study = max(found, key=lambda each: len(each[0]))
         curve = {name: np.array([_float(row[name]) for row in rows]) for name in CURVE}
         return curve, study, self._caption(study, use)
 
@@ -373,6 +370,19 @@ class Evidence:
             }
             layers = tuple(str(name) for name in file["layers"])
             return Norms(file["steps"], layers, values, self._caption(study, use))
+
+    def _having(self, use: str) -> list[Measurement]:
+        experiment, _, arm = use.partition("/")
+        found = [each for each in self.of(experiment) if not arm or arm in each.arms]
+        if not found:
+            raise MissingRunsError(
+                f"No run of {use} was measured: `{small_command(use)}` makes one."
+            )
+        return found
+
+    def _tests(self, study: Measurement, use: str) -> list[dict[str, str]]:
+        with open(self._file(study, use, ".csv"), encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
 
     def _file(self, study: Measurement, use: str, ending: str) -> Path:
         arm = use.partition("/")[2]
