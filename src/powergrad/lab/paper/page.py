@@ -6,22 +6,21 @@ have; ``docs/where-pgt-does-not-help.md`` every comparison in which PGT was not 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 from typing import Any
 
+from powergrad.lab.paper.claims import claim_by_claim, table_of
 from powergrad.lab.paper.cost import cost, total_hours
-from powergrad.lab.paper.evidence import MARGIN, Evidence, Measurement, describe_runs
-from powergrad.lab.paper.rows import Experiment, Row, load_paper
+from powergrad.lab.paper.evidence import MARGIN, Evidence, Measurement, MissingRunsError
+from powergrad.lab.paper.rows import Experiment, Figure, Row, load_paper
+from powergrad.lab.paper.studies import Finding, Study, find_all, read_studies
 from powergrad.lab.run import write_atomically
 
 __all__ = ["published_words", "write_pages"]
 
 
-STUDIES = ("compare", "sweep", "decompose")  # results/KIND_NAME.json
 PAGE = "reproduction.md"
 NO_HELP = "where-pgt-does-not-help.md"
 
@@ -36,7 +35,7 @@ def write_pages(results: Path, folder: Path) -> list[Path]:
     Returns:
         The files written.
     """
-    evidence, studies = Evidence(results), _read_studies(results)
+    evidence, studies = Evidence(results), read_studies(results)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, lines in ((PAGE, _page(evidence, studies)), (NO_HELP, _no_help(evidence, studies))):
@@ -52,7 +51,7 @@ def published_words(row: Row) -> str:
     return ", ".join(words) or "no number printed"
 
 
-def _page(evidence: Evidence, studies: Sequence[_Study]) -> Iterator[str]:
+def _page(evidence: Evidence, studies: Sequence[Study]) -> Iterator[str]:
     paper = load_paper()
     hours = total_hours(row.recipe for each in paper.experiments for row in each.rows)
     needs = ", ".join(f"{value:,.0f} on {gpu}" for gpu, value in hours.items())
@@ -63,7 +62,8 @@ def _page(evidence: Evidence, studies: Sequence[_Study]) -> Iterator[str]:
         "cent, as printed. Measured ones are of **scaled-down replicas**, unless their line says "
         "otherwise: they test whether an effect is there in small, not the number. Differences are "
         f"in points of test accuracy from the baseline of the same table segment, over seeds, with "
-        f"a 95% t interval; *equivalent* means within {MARGIN:g} points. "
+        f"a 95% t interval; *better* and *worse* are of a sign-flip test at 5% with Holm's "
+        f"correction for the arms of a study, *equivalent* means within {MARGIN:g} points. "
         "A verdict of *underpowered* says that nothing was shown, in either direction. "
         f"[Where PGT does not help]({NO_HELP}) has every comparison in which it was not better.",
         "",
@@ -76,6 +76,8 @@ def _page(evidence: Evidence, studies: Sequence[_Study]) -> Iterator[str]:
         "This page is generated: `powergrad paper page` writes it from `results/`.",
         "",
     )
+    yield from ("## The claims, one by one", "")
+    yield from claim_by_claim(evidence, studies)
     for where, title in (
         ("Table 1", "Table 1: with batch normalisation"),
         ("Table 2", "Table 2: without normalisation"),
@@ -92,7 +94,7 @@ def _page(evidence: Evidence, studies: Sequence[_Study]) -> Iterator[str]:
     yield from _beyond(studies)
     yield from ("## Figures", "", "| figure | shows | drawn from |", "|---|---|---|")
     for figure in paper.figures:
-        source = _drawn_from(evidence, figure.uses)
+        source = _drawn_from(evidence, figure)
         yield f"| {figure.id} `{figure.name}` | {figure.title} | {source} |"
     yield from ("", "`powergrad paper figure all --out DIR` draws them.", "")
     yield from ("## Numbers of the text", "", "| where | what | published |", "|---|---|---|")
@@ -195,14 +197,20 @@ def _conditions(study: Measurement) -> Iterator[str]:
     )
     yield ""
     if "tuning" in about:
-        chosen = about["tuning"]["arms"].items()
-        values = ", ".join(f"{arm} {found['chosen']:g}" for arm, found in chosen)
-        key = about["tuning"]["key"]
-        yield f"- `{key}` tuned for every arm alike, on held-out training data: {values}."
+        yield _tuned(about["tuning"])
     if about["lost"]:
         yield f"- Not as in the paper: {'; '.join(about['lost'])}."
     yield from (f"- Command: `{command}`" for command in about["commands"])
     yield ""
+
+
+def _tuned(tuning: Mapping[str, Any]) -> str:
+    words = ", ".join(
+        f"{arm} {found['chosen']:g}" + (" (edge of the grid)" if found["at_edge"] else "")
+        for arm, found in tuning["arms"].items()
+    )
+    whom = "every arm alike" if len(tuning["arms"]) > 1 else "one arm, and the same in all"
+    return f"- `{tuning['key']}` tuned for {whom}, on held-out training data: {words}."
 
 
 def _zeroing_out(evidence: Evidence) -> Iterator[str]:
@@ -236,29 +244,7 @@ def _zeroing_out(evidence: Evidence) -> Iterator[str]:
 # Studies that the paper does not have -------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Study:
-    """What ``powergrad compare``, ``sweep`` or ``decompose`` left: its ``study.json``."""
-
-    stem: Path
-    about: Mapping[str, Any]
-
-    def mean(self, arm: str, key: str) -> float | None:
-        rows = [row for row in self.about["rows"] if row["arm"] == arm]
-        values = [row[key] for row in rows if row.get(key) is not None]
-        return sum(values) / len(values) if values else None
-
-    def describe(self) -> str:
-        steps = (row["steps"] for row in self.about["rows"] if not row.get("diverged"))
-        return describe_runs(self.about["recipe"], steps)
-
-
-def _read_studies(results: Path) -> list[_Study]:
-    paths = [path for kind in STUDIES for path in sorted(results.glob(f"{kind}_*.json"))]
-    return [_Study(path.with_suffix(""), json.loads(path.read_text("utf-8"))) for path in paths]
-
-
-def _beyond(studies: Sequence[_Study]) -> Iterator[str]:
+def _beyond(studies: Sequence[Study]) -> Iterator[str]:
     if not studies:
         return
     yield from (
@@ -278,12 +264,7 @@ def _beyond(studies: Sequence[_Study]) -> Iterator[str]:
         )
         yield ""
         if "tuning" in about:
-            chosen = about["tuning"]["arms"].items()
-            words = ", ".join(
-                f"{arm} {found['chosen']:g}" + (" (edge of the grid)" if found["at_edge"] else "")
-                for arm, found in chosen
-            )
-            yield f"- `{about['tuning']['key']}` tuned on held-out training data: {words}."
+            yield _tuned(about["tuning"])
         yield from (f"- Command: `{about['environment']['command']}`", "")
         head = "| arm | n | train | test | dead filters | difference (95% interval) | p (Holm) "
         yield from (head + "| verdict |", "|---" * 8 + "|")
@@ -309,7 +290,7 @@ def _beyond(studies: Sequence[_Study]) -> Iterator[str]:
 # Where it did not help ----------------------------------------------------------------------------
 
 
-def _no_help(evidence: Evidence, studies: Sequence[_Study]) -> Iterator[str]:
+def _no_help(evidence: Evidence, studies: Sequence[Study]) -> Iterator[str]:
     yield from (
         "# Where PGT does not help",
         "",
@@ -322,50 +303,30 @@ def _no_help(evidence: Evidence, studies: Sequence[_Study]) -> Iterator[str]:
         "This page is generated: `powergrad paper page` writes it from `results/`.",
         "",
     )
-    rows = [*_of_the_paper(evidence), *_of_others(studies)]
-    better = [row for row in rows if row[-1] == "better"]
-    others = [row for row in rows if row[-1] != "better"]
+    rows = [each for each in find_all(evidence, studies) if _has_pgt(each)]
+    others = [each for each in rows if each.found["verdict"] != "better"]
     if not rows:
         yield "Nothing was measured yet."
         return
-    yield f"Of {len(rows)} comparisons, {len(better)} came out better; these did not:"
-    yield from ("", "| study | arm | measured on | n | difference (95% interval) | verdict |")
-    yield "|---|---|---|---|---|---|"
-    yield from (f"| {' | '.join(row)} |" for row in others)
+    yield f"Of {len(rows)} comparisons, {len(rows) - len(others)} came out better; these did not:"
+    yield from ("", *table_of(others))
 
 
-def _of_the_paper(evidence: Evidence) -> Iterator[tuple[str, ...]]:
-    for study in evidence.measurements:
-        for arm in study.arms:
-            compared, row = study.comparison(arm), study.experiment.row(arm)
-            if compared is not None and row.recipe.loss.alpha < 1:
-                words = study.describe(arm)
-                yield _told(study.stem, f"{row.id} {arm}", words, compared.to_dict())
+def _has_pgt(finding: Finding) -> bool:
+    return finding.methods is not None and "PGT" in finding.methods
 
 
-def _of_others(studies: Sequence[_Study]) -> Iterator[tuple[str, ...]]:
-    for study in studies:
-        for each in study.about["comparisons"]:
-            if study.about["changes"][each["arm"]].get("loss.alpha", 1) < 1:
-                yield _told(study.stem, each["arm"], study.describe(), each)
-
-
-def _told(stem: Path, arm: str, words: str, found: Mapping[str, Any]) -> tuple[str, ...]:
-    return f"`{stem.name}`", arm, words, str(found["n"]), _difference(found), found["verdict"]
-
-
-def _drawn_from(evidence: Evidence, uses: tuple[str, ...]) -> str:
-    if not uses:
+def _drawn_from(evidence: Evidence, figure: Figure) -> str:
+    if not figure.uses:
         return "the equations and the networks themselves"
-    missing = []
-    found = []
-    for use in uses:
-        experiment, _, arm = use.partition("/")
-        studies = [each for each in evidence.of(experiment) if not arm or arm in each.arms]
-        if studies:
-            found.append(f"`{studies[0].stem.name}`")
-        else:
+    missing, found = [], []
+    for use in figure.uses:
+        try:
+            study = evidence.curve(use)[1] if figure.name == "metrics" else evidence.best(use)
+        except MissingRunsError:
             missing.append(use)
+        else:
+            found.append(f"`{study.stem.name}`")
     if missing:
         return f"not measured: {', '.join(missing)}"
     return ", ".join(dict.fromkeys(found))
