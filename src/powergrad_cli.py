@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from cyclopts import App, CycloptsError
     except ImportError:
-        print("powergrad: the command needs the workbench: pip install 'powergrad[lab]'")
+        words = "the command needs the workbench: pip install 'powergrad[lab]'"
+        print(f"powergrad: {words}", file=sys.stderr)
         return 2
     app = App(
         name="powergrad",

@@ -8,16 +8,22 @@ import numpy as np
 import pytest
 
 from powergrad.lab import stats
+from powergrad.lab.config import Recipe
 from powergrad.lab.paper.claims import claim_by_claim
 from powergrad.lab.paper.evidence import Evidence
-from powergrad.lab.paper.studies import find_all, methods_of, read_studies
+from powergrad.lab.paper.studies import find_all, methods_of, read_studies, told, trials
 
 RESULTS = Path(__file__).parents[2] / "results"
-RECIPE = {
-    "model": {"name": "resnet8", "width": 8, "norm": "none"},
-    "data": {"name": "digits"},
-    "train": {"batch_size": 16},
+CHANGED = {
+    "data.name": "digits",
+    "model.name": "resnet8",
+    "model.width": 8,
+    "model.norm": "none",
+    "optimizer.lr": 0.1,
+    "train.batch_size": 16,
+    "train.epochs": 10,
 }
+RECIPE = Recipe().override(CHANGED)
 
 
 def section(lines, start):
@@ -32,11 +38,21 @@ def section(lines, start):
     return found
 
 
-def write_study(folder, name, changes, baseline, accuracy, dead=None, tuning=None):
+def write_study(
+    folder, name, changes, accuracy, dead=None, tuning=None, diverged=(), recipe=RECIPE, train=None
+):
     """A ``study.json`` as ``powergrad compare`` leaves it, of made-up runs."""
+    baseline = next(iter(changes))
     compared = stats.compare(accuracy, baseline, margin=0.5)
     rows = [
-        {"arm": arm, "seed": seed, "steps": 100, "test_accuracy": value}
+        {
+            "arm": arm,
+            "seed": seed,
+            "steps": 1000,
+            "test_accuracy": value,
+            "train_accuracy": (train or accuracy)[arm][seed],
+            "diverged": (arm, seed) in diverged,
+        }
         | ({"dead_units": dead[arm][seed]} if dead else {})
         for arm, values in accuracy.items()
         for seed, value in values.items()
@@ -48,7 +64,7 @@ def write_study(folder, name, changes, baseline, accuracy, dead=None, tuning=Non
         "changes": changes,
         "comparisons": [each.to_dict() for each in compared],
         "rows": rows,
-        "recipe": RECIPE,
+        "recipe": recipe.model_dump(mode="json"),
     }
     if tuning:
         about["tuning"] = {"key": "optimizer.lr", "arms": tuning}
@@ -68,63 +84,125 @@ def test_methods_are_told_by_the_keys_that_an_arm_changes():
 
 
 def test_a_claim_counts_verdicts_and_says_how_rates_were_chosen(tmp_path):
-    changes = {
-        "baseline": {},
-        "pgt": {"loss.alpha": 0.25},
-        "agc+pgt": {"loss.alpha": 0.25, "clip.agc": 1},
-    }
+    pgt = {"loss.alpha": 0.25}
+    changes = {"baseline": {}, "pgt": pgt, "agc+pgt": {**pgt, "clip.agc": 1.0}}
     accuracy = {"baseline": spread(90), "pgt": spread(92), "agc+pgt": spread(87)}
-    write_study(tmp_path, "one", changes, "baseline", accuracy)
-    tuning = {arm: {"chosen": 0.1, "at_edge": False} for arm in changes}
+    write_study(tmp_path, "one", changes, accuracy)
+    tuning = {arm: {"chosen": 0.1, "at_edge": arm == "pgt"} for arm in changes}
     same = {**accuracy, "pgt": {7 - seed: value for seed, value in spread(90).items()}}
-    write_study(tmp_path, "two", changes, "baseline", same, tuning=tuning)
+    tuned = {arm: {**each, "optimizer.lr": 0.2} for arm, each in changes.items()}
+    write_study(tmp_path, "two", tuned, same, tuning=tuning)
     lines = list(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)))
     told = section(lines, "PGT raises accuracy without normalisation")
     assert told[2].endswith("Measured: 1 better, 1 equivalent.")
-    on = "resnet8 of width 8 without normalisation on digits, batch 16, 100 steps"
-    first = f"| `compare_one` | pgt | {on} | one for all | 8 | +2.00 (+2.00 to +2.00) | better |"
-    assert first in told
-    assert any(line.startswith("| `compare_two` | pgt |") and "| tuned |" in line for line in told)
-    together = section(lines, "AGC and PGT together")
-    assert together[2] == "Published: +2.060 (T2.10). Measured: 2 worse."
-    assert section(lines, "AGC raises it too")[2].endswith("Not measured here.")
+    on = "resnet8 of width 8 without normalisation on digits, batch 16, 1,000 steps"
+    first = f"| pgt (alpha 0.25) | {on} | 0.1; 0.1 | 8 | +2.00 (+2.00 to +2.00) | better |"
+    assert f"| `compare_one` {first}" in told
+    (second,) = (line for line in told if line.startswith("| `compare_two` "))
+    assert "| 0.2, tuned (edge); 0.2, tuned | 8 | +0.00 (" in second
+    assert section(lines, "AGC + PGT raises")[2] == "Published: +2.06 (T2.10). Measured: 2 worse."
+    assert section(lines, "AGC raises")[2].endswith("Not measured here.")
+    # One arm against another, not against the baseline.
+    alone = section(lines, "AGC + PGT does better than PGT alone")
+    assert alone[2] == "Published: +1.042 (T2.10). Measured: 2 worse."
+    assert any("| 8 | -5.00 (-5.00 to -5.00) | worse |" in line for line in alone)
+
+
+def test_training_accuracy_and_gap_are_compared_without_the_runs_that_diverged(tmp_path):
+    changes = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
+    accuracy = {"baseline": spread(80), "pgt": {**spread(81), 3: 0.0}}
+    train = {"baseline": spread(90), "pgt": {**spread(93), 3: 0.0}}
+    write_study(tmp_path, "x", changes, accuracy, diverged={("pgt", 3)}, train=train)
+    lines = list(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)))
+    (row,) = (line for line in section(lines, "Training accuracy") if "`compare_x`" in line)
+    assert "| 7 | +3.00 (+3.00 to +3.00) | better; diverged: 1 against 0 |" in row
+    (row,) = (line for line in section(lines, "The gap") if "`compare_x`" in line)
+    assert "| 7 | +2.00 (+2.00 to +2.00) | better;" in row
+    # The test accuracy counts it as no right answer.
+    (row,) = (line for line in section(lines, "PGT raises accuracy without") if "`comp" in line)
+    assert "| 8 | -9.1" in row
 
 
 def test_a_study_whose_baseline_has_pgt_is_no_evidence_for_it(tmp_path):
     changes = {"pgt": {"loss.alpha": 0.25}, "less": {"loss.alpha": 0.05}}
-    write_study(tmp_path, "x", changes, "pgt", {"pgt": spread(90), "less": spread(80)})
-    assert find_all(Evidence(tmp_path), read_studies(tmp_path)) == []
+    write_study(tmp_path, "x", changes, {"pgt": spread(90), "less": spread(80)})
+    hook = {"baseline": {}, "hook": {"loss.alpha": 0.25, "loss.form": "as_published"}}
+    half = RECIPE.override({"train.precision": "float16"})
+    write_study(tmp_path, "y", hook, {"baseline": spread(90), "hook": spread(80)}, recipe=half)
+    (found,) = find_all(Evidence(tmp_path), read_studies(tmp_path))
+    assert (found.arm.name, found.arm.methods) == ("hook", None)
+    lines = list(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)))
+    assert not any(line.startswith("| `compare") for line in lines)
 
 
-@pytest.mark.parametrize(("count", "told"), [(3, "fewer"), (40, "more"), (20, "not told apart")])
-def test_dead_filters_are_told_apart_by_the_same_tests(tmp_path, count, told):
-    changes = {"baseline": {}, "gc": {"clip.norm": 1}, "pgt": {"loss.alpha": 0.25}}
+def test_fewer_epochs_have_their_control(tmp_path):
+    changes = {
+        "baseline": {},
+        "CE, 60%": {"train.epochs": 6},
+        "PGT, 60%": {"loss.alpha": 0.3, "train.epochs": 6},
+    }
+    accuracy = {arm: spread(90) for arm in changes}
+    write_study(tmp_path, "x", changes, accuracy)
+    lines = section(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)), "PGT reaches")
+    rows = [line for line in lines if line.startswith("| `")]
+    assert "PGT, 60% (alpha 0.3, 6 epochs)" in rows[0]
+    assert "CE, 60% (6 epochs)" in rows[1]
+    assert "Measured: 1 equivalent." in lines[2]  # the control is not counted
+
+
+@pytest.mark.parametrize(
+    ("count", "decay", "verdict"),
+    [
+        (3, 0.02, "fewer"),
+        (40, 0.02, "more"),
+        (20, 0.02, "not told apart"),
+        (3, 0.005, "too little decay"),
+    ],
+)
+def test_dead_filters_are_told_apart_by_the_same_tests(tmp_path, count, decay, verdict):
+    changes = {"baseline": {}, "gc": {"clip.norm": 1.0}, "pgt": {"loss.alpha": 0.25}}
     accuracy = {arm: spread(90) for arm in changes}
     dead = {"baseline": {s: 20 + s for s in range(8)}, "gc": dict.fromkeys(range(8), 0)}
     dead["pgt"] = {s: count + 7 - s for s in range(8)}
-    write_study(tmp_path, "x", changes, "baseline", accuracy, dead)
+    recipe = RECIPE.override({"optimizer.weight_decay": decay})
+    write_study(tmp_path, "x", changes, accuracy, dead, recipe=recipe)
+    (trial,) = trials(Evidence(tmp_path), read_studies(tmp_path))
+    # 1,000 steps at a mean rate a little under 0.05, momentum 0.9
+    assert trial.arms[0].exponent == pytest.approx(1000 * 0.05 * decay / 0.1, rel=0.3)
     lines = section(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)), "Fewer filters")
-    (row,) = (line for line in lines if line.startswith("| `"))  # gc is none of PGT's
-    assert row.endswith(f"| 8 | {count + 3.5:.1f} | 23.5 | {told} |")
+    (row,) = (line for line in lines if line.startswith("| `"))  # gc is none of these
+    assert row.endswith(f"| 8 | {count + 3.5:.1f} | 23.5 | {verdict} |")
+
+
+def test_too_few_seeds_have_neither_interval_nor_verdict():
+    (few,) = stats.compare({"a": spread(90, 3), "b": spread(91, 3)}, "a", margin=0.5)
+    assert told(few.to_dict()) == ("+1.00", "", "too few seeds")
+    (none,) = stats.compare({"a": spread(90), "b": spread(89.999)}, "a", margin=0.5)
+    assert told(none.to_dict())[0].startswith("+0.00 (+0.00 to ")
 
 
 @pytest.mark.parametrize(
     ("claim", "printed"),
     [
-        ("PGT raises accuracy with batch", "+0.090 (T1.7) to +0.734 (T1.1)"),
+        ("PGT raises accuracy with batch", "+0.09 (T1.7) to +0.734 (T1.1)"),
         ("PGT raises accuracy without", "+0.682 (T2.2) to +1.018 (T2.8)"),
         ("AGC raises", "+0.502 (T2.7)"),
-        ("AGC and PGT", "+2.060 (T2.10)"),
-        ("Clipping by norm", "+0.268 (T2.6)"),
-        ("GC and PGT", "+0.292 (T2.9)"),
+        ("AGC + PGT raises", "+2.06 (T2.10)"),
+        ("GC raises", "+0.268 (T2.6)"),
+        ("GC + PGT", "+0.292 (T2.9)"),
         ("Label smoothing raises", "+0.138 (T3.4)"),
-        ("Label smoothing and PGT", "-0.170 (T3.8) to +0.408 (T3.6)"),
-        ("PGT reaches in 60%", "+0.000 (E60)"),
+        ("Label smoothing improves PGT", "-0.826 (T3.8) to +0.082 (T3.6)"),
+        ("PGT does better than AGC", "+0.516 (T2.8)"),
+        ("PGT does better than GC", "+0.75 (T2.8)"),
+        ("AGC + PGT does better", "+1.042 (T2.10)"),
+        ("Training accuracy", "+0.15 (T1.7) to +1.48 (T2.4)"),
+        ("The gap", "-0.332 (T2.2) to +0.796 (T2.4)"),
+        ("PGT reaches in 60%", "+0 (E60)"),
     ],
 )
 def test_what_was_published_is_the_paper_s(tmp_path, claim, printed):
     lines = list(claim_by_claim(Evidence(tmp_path), []))
-    assert section(lines, claim)[2] == f"Published: {printed}. Not measured here."
+    assert section(lines, claim)[2].startswith(f"Published: {printed}. Not measured here.")
 
 
 def test_recovery_and_logits_are_those_of_the_csv_files():
@@ -145,4 +223,10 @@ def test_recovery_and_logits_are_those_of_the_csv_files():
         for arm in ("alpha=1", "alpha=0.05")
     )
     line = next(line for line in section(lines, "Logits grow") if "G18-digits-resnet8" in line)
-    assert f"| 20 | {one:.1f} to {least:.1f} | {least / one:.1f} |" in line
+    assert f"| {one:.1f} to {least:.1f} at 0.05 | {least / one:.1f} (20) |" in line
+    losses = {}
+    for row in grid:
+        losses.setdefault(row["arm"].removeprefix("alpha="), []).append(float(row["nll"]))
+    means = {alpha: np.mean(values) for alpha, values in losses.items()}
+    lowest = min(means, key=means.get)
+    assert f"| {means[lowest]:.3f} at {lowest} |" in line

@@ -28,6 +28,7 @@ __all__ = [
     "explain_decomposition",
     "sweep_arms",
     "tune",
+    "tuning_grid",
 ]
 
 HOLD_OUT = 0.2  # of the training data, on which arms are tuned
@@ -59,6 +60,25 @@ def tuned_key(wanted: str) -> str:
     return expand_key(wanted.partition("=")[0].strip())
 
 
+def tuning_grid(recipe: Recipe, wanted: str) -> tuple[str, list[Any]]:
+    """The key to tune, and the values to try.
+
+    Args:
+        recipe: The recipe.
+        wanted: ``lr`` (a grid around the recipe's value) or ``lr=0.1,0.2``.
+
+    Raises:
+        RecipeError: If there is no such key, or no values.
+
+    Example:
+        >>> tuning_grid(Recipe(), "lr=0.1,0.2")
+        ('optimizer.lr', [0.1, 0.2])
+    """
+    key = tuned_key(wanted)
+    recipe.value(key)
+    return key, parse_grid([wanted])[key] if "=" in wanted else default_grid(recipe, key)
+
+
 def tune(
     study: Study,
     wanted: str,
@@ -85,9 +105,8 @@ def tune(
     Returns:
         The study with the arms' choices, and what led to them.
     """
-    key = tuned_key(wanted)
+    key, values = tuning_grid(study.base, wanted)
     own = study.base.value(key)
-    values = parse_grid([wanted])[key] if "=" in wanted else default_grid(study.base, key)
     trials: dict[str, dict[str, Any]] = {}
     places: dict[str, tuple[str, Any]] = {}
     for arm, changes in study.arms.items():

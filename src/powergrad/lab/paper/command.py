@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from powergrad.lab.paper.cost import cost, total_hours
 from powergrad.lab.paper.evidence import Evidence, Measurement, MissingRunsError, small_command
 from powergrad.lab.paper.page import published_words
 from powergrad.lab.paper.rows import Experiment, Figure, Row, changes_of, load_paper
+from powergrad.lab.paper.studies import told
 from powergrad.lab.run import command_line, plain_name
 from powergrad.lab.train import Interrupted
 
@@ -46,7 +48,13 @@ def list_items(*, results: Path = RESULTS) -> int:
             if experiment.grid and number:
                 continue
             arm = f"{len(experiment.grid)} alphas" if experiment.grid else row.arm
-            measured = "\n".join(_measured(study, row) for study in evidence.of(experiment.id))
+            studies = evidence.of(experiment.id)
+            measured = "\n".join(
+                f"{each.about['label']}: {len(each.rows)} runs"
+                if experiment.grid
+                else _measured(each, row)
+                for each in studies
+            )
             cells = ("", "") if number else (item, experiment.title)
             words = (*cells, arm, published_words(row), measured.strip() or "-")
             table.add_row(*map(Text, words))
@@ -59,15 +67,14 @@ def list_items(*, results: Path = RESULTS) -> int:
 
 def _measured(study: Measurement, row: Row) -> str:
     """What a study has of a row, in a few words."""
-    if study.experiment.grid:
-        return f"{study.about['label']}: {len(study.rows)} runs"
     values = study.values(row.arm)
     if not values:
         return ""
     words = f"{study.about['label']}: {study.mean(row.arm):.2f} (n = {len(values)})"
     compared = study.comparison(row.arm)
     if compared is not None:
-        words += f", {compared.difference:+.2f}, {compared.verdict}"
+        difference, _, verdict = told(compared.to_dict())
+        words += f", {difference.partition(' ')[0]}, {verdict}"
     return words
 
 
@@ -106,7 +113,7 @@ def show(item: str, *, data: str = "folder:/path/to/imagenet", results: Path = R
         _show_rows(item, paper.find(item), data, Evidence(results))
     notes, unstated = paper.about(item)
     if notes:
-        print("\nWhere the paper disagrees with itself, or with the authors' code:")
+        print("\nWhere the paper disagrees with itself or its code, or leaves a doubt:")
         for note in notes:
             print(f"  - {note.text}")
     if unstated:
@@ -130,8 +137,7 @@ def _show_rows(item: str, experiment: Experiment, data: str, evidence: Evidence)
     rows = _own_rows(experiment, item)
     print(f"{item} ({experiment.where}): {experiment.title}\n\nPublished (%):")
     for row in rows if not experiment.grid else rows[:1]:
-        gap = f", gap {row.published['gap']:g}" if "gap" in row.published else ""
-        print(f"  {'all' if experiment.grid else row.arm}: {published_words(row)}{gap}")
+        print(f"  {'all' if experiment.grid else row.arm}: {published_words(row)}")
     print("\nRecipe, beside powergrad's defaults, which are the paper's common recipe:")
     base = rows[0].recipe
     print(_indented(changes_of(base)))
@@ -232,6 +238,7 @@ def run(
     from powergrad.lab.paper import evidence
 
     experiment = load_paper().find(item)
+    _check_run(experiment, item, arm, data, scale, tune, tune_seeds, options)
     changes = parse_overrides(overrides)
     if as_published:
         changes |= {"loss.form": "as_published", "train.precision": "float16"}
@@ -252,6 +259,42 @@ def run(
     return 0
 
 
+def _check_run(
+    experiment: Experiment,
+    item: str,
+    arm: str | None,
+    data: str | None,
+    scale: str,
+    tune: str | None,
+    tune_seeds: int,
+    options: StudyOptions,
+) -> None:
+    rows = experiment.pick(item) if scale == "small" else _own_rows(experiment, item)
+    arms = [row.arm for row in rows]
+    if arm is not None and arm not in arms:
+        raise ValueError(f"Expected --arm to be of {item} ({', '.join(arms)}), but got {arm!r}.")
+    if scale == "full":
+        given = {"--tune": tune} | {
+            f"--{name}": getattr(options, name)
+            for name in ("seeds", "metric", "margin", "workers", "storage")
+            if getattr(options, name) != getattr(_OPTIONS, name)
+        }
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"Expected {name} with --scale small only, but got {value!r} at full scale, "
+                    "where every row is trained once (--first-seed)."
+                )
+    known = (None, "digits", "fashion-mnist", "cifar10")
+    if data not in known and not str(data).startswith("folder:"):
+        raise ValueError(
+            "Expected --data to be digits, fashion-mnist, cifar10 or folder:PATH, but got "
+            f"{data!r}."
+        )
+    if tune_seeds < 1:
+        raise ValueError(f"Expected --tune-seeds to be at least 1, but got {tune_seeds}.")
+
+
 def _run_full(
     experiment: Experiment,
     item: str,
@@ -262,13 +305,13 @@ def _run_full(
     command: str,
     options: StudyOptions,
 ) -> Path:
-    from powergrad.lab.paper.cost import IMAGENET
+    from powergrad.lab.data import load_data
     from powergrad.lab.paper.evidence import describe
     from powergrad.lab.paper.small import decay_exponent
     from powergrad.lab.progress import for_terminal
     from powergrad.lab.train import train
 
-    rows = [experiment.row(arm)] if arm is not None else _own_rows(experiment, item)
+    rows = [row for row in _own_rows(experiment, item) if arm in (None, row.arm)]
     if data is None and rows[0].recipe.data.name != "cifar10":
         raise ValueError(
             f"Expected --data folder:PATH, where ImageNet is, to train {item} at full scale, or "
@@ -294,7 +337,8 @@ def _run_full(
     if plan:
         return folder
     if int(os.environ.get("RANK", "0")) == 0:
-        examples = 50_000 if recipes[0].data.name == "cifar10" else IMAGENET
+        loaded = load_data(recipes[0].data, data_dir=recipes[0].machine.data_dir)
+        examples = len(loaded.train)
         about = {
             "data": recipes[0].data.name,
             "examples": examples,
@@ -328,14 +372,15 @@ def _run_small(
     command: str,
     options: StudyOptions,
 ) -> Path:
+    from powergrad.lab.compare import tuning_grid
     from powergrad.lab.paper.evidence import describe
-    from powergrad.lab.paper.small import decay_exponent, plan_replica
+    from powergrad.lab.paper.small import plan_replica
     from powergrad.lab.study import Study
     from powergrad.lab.terminal import Watch
 
     rows = experiment.pick(item)
     if arm is not None:
-        rows = tuple(row for row in rows if row in (rows[0], experiment.row(arm)))
+        rows = tuple(row for row in rows if row is rows[0] or row.arm == arm)
     threads = {"machine.threads": options.threads}
     replica = plan_replica(experiment, rows, data, {**threads, **changes})
     print(f"{item}, scaled down: {experiment.title}\n{replica.describe()}")
@@ -344,30 +389,32 @@ def _run_small(
         replica.base,
         replica.arms,
         options.seed_list(len(replica.arms)),
-        margin=options.margin,
+        options.metric,
+        options.margin,
     )
-    label = "".join(c if c.isalnum() or c in "-." else "-" for c in data.rpartition("/")[2])
+    if tune is not None:
+        tuning_grid(study.base, tune)
+    label = plain_name(data.rpartition("/")[2])
     folder = options.out / (options.name or f"paper-{experiment.id}-{label}")
     print(f"{len(study.arms)} arms x {len(study.seeds)} seeds, in {folder}")
     if plan:
         return folder
-    told: dict[str, Any] = {}
+    tuned: dict[str, Any] = {}
     if tune is not None:
-        study, told["tuning"] = tune_arms(study, tune, tune_seeds, folder, options)
+        study, tuned["tuning"] = tune_arms(study, tune, tune_seeds, folder, options)
+        replica = replace(replica, arms=study.arms)
     with Watch(f"{item} on {data}", study.jobs(), study.metric) as watch:
         found = study.run(folder, workers=options.crew(), storage=options.storage, watch=watch)
     about = {
         "data": data,
         "examples": replica.examples,
         "scale": "small",
-        "exponents": {
-            name: decay_exponent(study.recipe(name, 0), replica.examples) for name in study.arms
-        },
+        "exponents": replica.exponents,
         "lost": list(replica.lost),
         "command": command,
         "arms": {name: dict(changes) for name, changes in study.arms.items()},
         "runs": {row["run"]: [row["arm"], row["seed"]] for row in found.rows},
-        **told,
+        **tuned,
     }
     describe(folder, experiment, about)
     if len(study.arms) > 1 and len(study.seeds) > 1:

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from powergrad.lab.config import Recipe
 from powergrad.lab.paper.rows import load_paper
 
-__all__ = ["IMAGENET", "Cost", "cost", "total_hours"]
+__all__ = ["Cost", "cost", "examples_of", "total_hours"]
 
-IMAGENET = 1_281_167  # training images
+
+def examples_of(recipe: Recipe) -> int:
+    """The training images of a row at full scale."""
+    return 50_000 if recipe.data.name == "cifar10" else 1_281_167
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ def cost(recipe: Recipe) -> list[Cost]:
     fast as those with it, which is an upper bound of their cost.
 
     Args:
-        recipe: What is trained; its data must be ImageNet's.
+        recipe: What is trained, on ImageNet or CIFAR-10.
 
     Returns:
         A cost a GPU; none for a network or a data set that no source has.
@@ -50,11 +53,10 @@ def cost(recipe: Recipe) -> list[Cost]:
         >>> [f"{each.gpu}: {each.hours:.1f}" for each in cost(recipe)]
         ['V100 16GB: 34.2', 'A100 80GB: 17.1', 'RTX 3090: 43.1']
     """
-    if not recipe.data.name.startswith("folder:"):
-        return []
     network = recipe.model.name
-    tables = load_paper().throughput
-    whole = next(each["networks"] for each in tables if len(each["networks"]) > 1)
+    data = "imagenet" if recipe.data.name.startswith("folder:") else recipe.data.name
+    tables = [each for each in load_paper().throughput if each.get("data", "imagenet") == data]
+    whole = max((each["networks"] for each in tables), key=len, default={})
     found = []
     for table in tables:
         speeds, how = table["networks"], table["how"]
@@ -66,7 +68,7 @@ def cost(recipe: Recipe) -> list[Cost]:
             continue
         if recipe.model.norm == "none":
             how += "; with normalisation, so an upper bound"
-        hours = recipe.train.epochs * IMAGENET / speed / 3600
+        hours = recipe.train.epochs * examples_of(recipe) / speed / 3600
         found.append(Cost(table["gpu"], hours, speed, how, table["source"]))
     return found
 

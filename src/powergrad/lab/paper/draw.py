@@ -27,7 +27,7 @@ __all__ = ["FORMATS", "draw"]
 FORMATS = ("png", "svg", "pdf")
 BLUE, ORANGE, GREEN, PURPLE, RED = COLOURS[:5]
 GREY = "0.35"
-DEAD = "dead: ended under 1% of the layer's largest, at its start or its end"
+DEAD = "dead: ended under 1% of its own start"
 # The paper's colours of Figure 1, from the palette that colour-blind people can tell apart.
 FORWARD, BACKWARD, TRANSFORM, ALTERED = "#9CC9E8", "#F5CE85", "#8FD6BD", "#EFA07A"
 
@@ -398,12 +398,11 @@ def _filters(axes: Any, norms: Norms, key: str, title: str, size: int = 9) -> No
 
 
 def _dead(values: NDArray[np.float32]) -> str:
-    """How many units ended under 1% of the layer's largest norm, at its start or its end."""
+    """How many units ended under 1% of their own start, as the census has it."""
     first, last = values[0], values[-1]
     if not np.isfinite(last).all():
         return "diverged"
-    largest = max(first.max(), last.max())  # of a layer that vanished whole, the start's
-    return f"{int((last < 0.01 * largest).sum())} of {last.size} dead"
+    return f"{int((last < 0.01 * first).sum())} of {last.size} dead"
 
 
 def _norm_figure(evidence: Evidence, panels: Sequence[tuple[str, str, str]], columns: int) -> Any:
@@ -515,7 +514,7 @@ def _grid(experiment: str) -> Callable[[Evidence], Any]:
         words = f"every run, and the mean of {seeds} seeds" if seeds > 1 else "one run an α"
         left.set_title(words, fontsize=9, loc="left")
         right.set_title("dashed: α = 1", fontsize=9, loc="left")
-        _note(figure, [f"{study.stem.name}: {study.describe()}"])
+        _note(figure, [f"{study.describe()}; the run of every point: {study.stem.name}.csv"])
         return figure
 
     return grid
@@ -552,7 +551,7 @@ def _stats(evidence: Evidence) -> Any:
     _panel_title(third, "c", "loss against logit norm")
     for axes in (first, second, third):
         _plain(axes)
-    _note(figure, [f"{study.stem.name}: {study.describe()}; a point a run"])
+    _note(figure, [f"{study.describe()}; the run of every point: {study.stem.name}.csv"])
     return figure
 
 

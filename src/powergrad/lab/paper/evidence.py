@@ -82,7 +82,8 @@ def describe(folder: Path, experiment: Experiment, about: Mapping[str, Any]) -> 
     before = json.loads(path.read_text()) if path.exists() else {}
     if before and before["experiment"] != experiment.id:
         raise RunError(
-            f"Expected {str(folder)!r} to hold runs of {experiment.id}, but got {before}."
+            f"Expected {str(folder)!r} to hold runs of {experiment.id}, but got those of "
+            f"{before['experiment']}."
         )
     merged = {"format": FORMAT, "experiment": experiment.id, **about}
     for key in ("runs", "exponents"):

@@ -143,7 +143,13 @@ class Paper:
         for experiment in self.experiments:
             if item == experiment.id or any(item == row.id for row in experiment.rows):
                 return experiment
-        known = [*self.ids(), *(experiment.id for experiment in self.experiments)]
+        if self.figure(item) is not None:
+            raise RecipeError(
+                f"Expected an item of `powergrad paper list` that trains, but got {item!r}, a "
+                f"figure: `powergrad paper figure {item} --out DIR` draws it."
+            )
+        known = [item for item, _ in self.items()]
+        known += [experiment.id for experiment in self.experiments]
         raise RecipeError(
             f"Expected an item of `powergrad paper list` that trains, but got {item!r}"
             f"{did_you_mean(item, known)}"

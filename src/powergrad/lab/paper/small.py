@@ -9,13 +9,13 @@ weight norms can be seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from powergrad.lab.config import Recipe
 from powergrad.lab.data import load_data
-from powergrad.lab.paper.cost import IMAGENET
+from powergrad.lab.paper.cost import examples_of
 from powergrad.lab.paper.rows import Experiment, Row, changes_of
 from powergrad.lab.schedules import learning_rate_at
 
@@ -40,20 +40,53 @@ class Replica:
     """A plan.
 
     Attributes:
+        experiment: What is replicated.
+        rows: Its rows, the first one to compare with.
         base: The recipe of the first arm.
         arms: What every arm changes in it.
         examples: How many training examples there are.
-        exponents: The decay exponent of every arm.
-        kept: What is as in the paper.
-        lost: What is not.
+        classes: How many classes.
     """
 
+    experiment: Experiment
+    rows: tuple[Row, ...]
     base: Recipe
     arms: Mapping[str, Mapping[str, Any]]
     examples: int
-    exponents: Mapping[str, float]
-    kept: tuple[str, ...]
-    lost: tuple[str, ...]
+    classes: int
+
+    @property
+    def recipes(self) -> dict[str, Recipe]:
+        """The recipe of every arm."""
+        return {arm: self.base.override(changes) for arm, changes in self.arms.items()}
+
+    @property
+    def exponents(self) -> dict[str, float]:
+        """The decay exponent of every arm."""
+        return {arm: decay_exponent(each, self.examples) for arm, each in self.recipes.items()}
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """What is as in the paper."""
+        base, full = self.base, self.rows[0].recipe
+        warm_up = 100 * base.schedule.warmup_epochs / base.train.epochs
+        kept = [
+            f"the network's depth and blocks ({base.model.name}, normalisation: {base.model.norm})"
+            if base.model.name == full.model.name
+            else f"the kind of network (normalisation: {base.model.norm})",
+            "SGD with Nesterov's momentum 0.9, the schedule's shape, "
+            f"{warm_up:.2g} parts in 100 of warm-up",
+            "what the arms differ in: alpha, clipping, label smoothing, length",
+        ]
+        is_table = self.experiment.id.startswith("T2")
+        if is_table and base.train.batch_size == _small_batch(full):
+            kept.append("the ratios between the three batch sizes (1024, 512, 256)")
+        return tuple(kept)
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """What is not."""
+        return tuple(_lost(self))
 
     def describe(self) -> str:
         """The plan, in words."""
@@ -141,16 +174,13 @@ def plan_replica(
     }
     recipes = [recipe.override({**watch, **given}) for recipe in recipes]
     base = recipes[0]
-    pairs = list(zip(rows, recipes, strict=True))
-    full = rows[0].recipe
-    before = decay_exponent(full, 50_000 if full.data.name == "cifar10" else IMAGENET)
     return Replica(
+        experiment,
+        tuple(rows),
         base,
-        {row.arm: changes_of(recipe, base) for row, recipe in pairs},
+        {row.arm: changes_of(each, base) for row, each in zip(rows, recipes, strict=True)},
         examples,
-        {row.arm: decay_exponent(recipe, examples) for row, recipe in pairs},
-        _kept(base, full, experiment),
-        _lost(pairs, examples, len(loaded.classes), (decay_exponent(base, examples), before)),
+        len(loaded.classes),
     )
 
 
@@ -192,29 +222,12 @@ def _small_batch(full: Recipe) -> int:
     return full.train.batch_size // (8 if full.train.batch_size > 128 else 1)
 
 
-def _kept(base: Recipe, full: Recipe, experiment: Experiment) -> tuple[str, ...]:
-    kept = [
-        f"the network's depth and blocks ({base.model.name}, normalisation: {base.model.norm})"
-        if base.model.name == full.model.name
-        else f"the kind of network (normalisation: {base.model.norm})",
-        "SGD with Nesterov's momentum 0.9, the schedule's shape, 5 parts in 100 of warm-up",
-        "what the arms differ in: alpha, clipping, label smoothing, length",
-    ]
-    if experiment.id.startswith("T2") and base.train.batch_size == _small_batch(full):
-        kept.append("the ratios between the three batch sizes (1024, 512, 256)")
-    return tuple(kept)
-
-
-def _lost(
-    pairs: Sequence[tuple[Row, Recipe]],
-    examples: int,
-    classes: int,
-    exponents: tuple[float, float],
-) -> tuple[str, ...]:
-    base, full = pairs[0][1], pairs[0][0].recipe
-    before_steps = (50_000 if full.data.name == "cifar10" else IMAGENET) // full.train.batch_size
-    steps = examples // base.train.batch_size * base.train.epochs
-    lost = [f"the data: {examples:,} examples of {classes} classes ({base.data.name})"]
+def _lost(replica: Replica) -> Iterator[str]:
+    base, full = replica.base, replica.rows[0].recipe
+    recipes, exponents = replica.recipes.values(), replica.exponents.values()
+    before = examples_of(full)
+    data = f"{replica.examples:,} examples of {replica.classes} classes"
+    yield f"the data: {data} ({base.data.name})"
     for what, ours, theirs in (
         ("the network", base.model.name, full.model.name),
         (
@@ -223,28 +236,33 @@ def _lost(
             16 if full.model.name == "resnet20" else 64,
         ),
         ("the batch", base.train.batch_size, full.train.batch_size),
-        ("the rate", f"{base.optimizer.lr:g}", f"{full.optimizer.lr:g}"),
+        ("the rate", _range([each.optimizer.lr for each in recipes]), f"{full.optimizer.lr:g}"),
         ("the decay", f"{base.optimizer.weight_decay:g}", f"{full.optimizer.weight_decay:g}"),
     ):
         if ours != theirs:
-            lost.append(f"{what}: {ours}, not {theirs}")
+            yield f"{what}: {ours}, not {theirs}"
     if base.model.stem == "small" and base.model.name == full.model.name:
-        lost.append("the stem: 3x3 of stride 1, not 7x7 of stride 2 with a max-pooling")
-    lost.append(
-        f"the length: {steps:,} steps and a decay exponent of {exponents[0]:.1f}, not "
-        f"{before_steps * full.train.epochs:,} and {exponents[1]:.0f}"
+        yield "the stem: 3x3 of stride 1, not 7x7 of stride 2 with a max-pooling"
+    steps = replica.examples // base.train.batch_size * base.train.epochs
+    yield (
+        f"the length: {steps:,} steps and a decay exponent of "
+        f"{_range([round(each, 1) for each in exponents])}, not "
+        f"{before // full.train.batch_size * full.train.epochs:,} and "
+        f"{decay_exponent(full, before):.0f}"
     )
-    for row, recipe in pairs:
-        if recipe.clip.agc != row.recipe.clip.agc:
-            lost.append(
-                f"AGC's threshold: {recipe.clip.agc:g}, not {row.recipe.clip.agc:g}, so that its "
-                "ratio to the decay is kept"
+    for row in replica.rows:
+        ours, theirs = replica.recipes[row.arm].clip.agc, row.recipe.clip.agc
+        if ours is not None and theirs is not None and ours != theirs:
+            yield (
+                f"AGC's threshold: {ours:g}, not {theirs:g}, so that its ratio to the decay is kept"
             )
             break
     if base.train.precision != full.train.precision:
-        lost.append("mixed precision, and with it the float16 of the authors' hook")
+        yield "mixed precision, and with it the float16 of the authors' hook"
     if base.data.name == "digits":
-        lost.append(
-            "under-fitting: training accuracy comes near 100%, where the paper finds no effect"
-        )
-    return tuple(lost)
+        yield "under-fitting: training accuracy comes near 100%, where the paper finds no effect"
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"

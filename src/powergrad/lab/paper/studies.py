@@ -1,4 +1,4 @@
-"""The studies that the paper does not have, and every comparison of theirs and of its own."""
+"""All studies in one form: replicas of the paper's rows, and those that the paper does not have."""
 
 from __future__ import annotations
 
@@ -8,21 +8,67 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from powergrad.lab.paper.evidence import Evidence, describe_runs
+from powergrad.lab import stats
+from powergrad.lab.config import Recipe
+from powergrad.lab.paper.evidence import MARGIN, Evidence, Measurement, describe_runs
 from powergrad.lab.paper.rows import changes_of
+from powergrad.lab.paper.small import decay_exponent
+from powergrad.lab.plan import least_seeds
 
-__all__ = ["Finding", "Study", "find_all", "methods_of", "rates_of", "read_studies"]
+__all__ = [
+    "Arm",
+    "Finding",
+    "Study",
+    "Trial",
+    "contrast",
+    "find_all",
+    "found_in",
+    "methods_of",
+    "read_studies",
+    "settings_of",
+    "told",
+    "trials",
+]
 
 KINDS = ("compare", "sweep", "decompose")  # results/KIND_NAME.json
-# What an arm does, by the keys that it changes; a rate of its own is not a method.
+# What an arm does, by the keys that it changes, and how its value is told. A rate of its own is no
+# method.
 METHODS = {
-    "loss.alpha": "PGT",
-    "clip.agc": "AGC",
-    "clip.norm": "GC",
-    "loss.label_smoothing": "LS",
-    "train.epochs": "other length",
-    "optimizer.lr": None,
+    "loss.alpha": ("PGT", "alpha {:g}"),
+    "clip.agc": ("AGC", "AGC at {:g}"),
+    "clip.norm": ("GC", "norm {:g}"),
+    "loss.label_smoothing": ("LS", "smoothing {:g}"),
+    "train.epochs": ("other length", "{:g} epochs"),
+    "optimizer.lr": (None, ""),
 }
+
+
+def methods_of(changes: Mapping[str, Any]) -> frozenset[str] | None:
+    """What the paper calls the changes of an arm; None if one is no method of its.
+
+    Example:
+        >>> sorted(methods_of({"loss.alpha": 0.25, "clip.agc": 0.2, "optimizer.lr": 0.1}))
+        ['AGC', 'PGT']
+        >>> methods_of({"model.head_scale": 0.25}) is None
+        True
+    """
+    if not set(changes) <= set(METHODS):
+        return None
+    return frozenset(name for key in changes if (name := METHODS[key][0]) is not None)
+
+
+def settings_of(changes: Mapping[str, Any]) -> str:
+    """The values of its methods.
+
+    Example:
+        >>> settings_of({"optimizer.lr": 0.1, "loss.alpha": 0.25, "clip.agc": 0.2})
+        'alpha 0.25, AGC at 0.2'
+    """
+    words = (METHODS[key][1].format(value) for key, value in changes.items() if key in METHODS)
+    return ", ".join(each for each in words if each)
+
+
+# Studies ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -47,6 +93,13 @@ class Study:
         steps = (row["steps"] for row in self.about["rows"] if not row.get("diverged"))
         return describe_runs(self.about["recipe"], steps)
 
+    def exponent(self, arm: str) -> float:
+        """How far decay alone shrank a weight of an arm; see :func:`decay_exponent`."""
+        recipe = Recipe.model_validate(self.about["recipe"]).override(self.about["changes"][arm])
+        steps = {row["steps"] for row in self.about["rows"] if row["arm"] == arm}
+        per_epoch = max(steps) // recipe.train.epochs
+        return decay_exponent(recipe, per_epoch * recipe.train.batch_size)
+
 
 def read_studies(results: Path) -> list[Study]:
     """All studies of a folder ``results``, in the order of their kinds and names."""
@@ -55,94 +108,221 @@ def read_studies(results: Path) -> list[Study]:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """An arm against the plain baseline of its study.
+class Arm:
+    """An arm of a study.
 
     Attributes:
-        study: The study's name.
-        arm: The arm, with the id of its row if the paper has it.
-        methods: What it does that the baseline does not; None if that is no method of the paper.
-        norm: The network's normalisation.
-        is_grid: Whether it is a point of a grid over alpha.
-        rates: How the learning rates were chosen.
-        on: What it was measured on.
-        found: The comparison, as :meth:`powergrad.lab.stats.Comparison.to_dict` has it.
+        name: Its name.
+        label: The same, with the id of its row if the paper has it, and its settings.
+        methods: What it does that plain cross-entropy does not; None if that is no method of the
+            paper.
+        alpha: PGT's, 1 without it.
+        rate: Its learning rate, and how it was chosen.
+        exponent: How far decay alone shrank a weight.
+        test: The test accuracy of every seed, 0 of a run that diverged.
+        train: The training accuracy of every seed that did not.
+        dead: The dead filters of every seed that did not, where they were counted.
+        diverged: How many runs did.
     """
 
-    study: str
-    arm: str
+    name: str
+    label: str
     methods: frozenset[str] | None
+    alpha: float
+    rate: str
+    exponent: float
+    test: Mapping[int, float]
+    train: Mapping[int, float]
+    dead: Mapping[int, float]
+    diverged: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A study, the paper's or ours.
+
+    Attributes:
+        name: The name of its files.
+        norm: The network's normalisation.
+        is_grid: Whether it is a grid over alpha.
+        on: What it was measured on.
+        arms: All of them, the one that the others are compared with first.
+        found: The comparisons with it, as :meth:`powergrad.lab.stats.Comparison.to_dict` has them.
+    """
+
+    name: str
     norm: str
     is_grid: bool
-    rates: str
     on: str
+    arms: tuple[Arm, ...]
+    found: Mapping[str, Mapping[str, Any]]
+
+
+def trials(evidence: Evidence, studies: Sequence[Study]) -> list[Trial]:
+    """Every study of which the first arm is plain cross-entropy."""
+    found = [*map(_of_the_paper, evidence.measurements), *map(_of_ours, studies)]
+    return [each for each in found if each.arms and each.arms[0].methods == frozenset()]
+
+
+def _of_the_paper(study: Measurement) -> Trial:
+    first = study.experiment.rows[0]
+    rows = [study.experiment.row(arm) for arm in study.arms]
+    if rows[0] is not first:
+        rows = []
+    changes = study.about.get("arms") or {
+        row.arm: changes_of(row.recipe, first.recipe) for row in rows
+    }
+    is_hook = study.about["recipe"]["loss"].get("form") == "as_published"
+    arms = tuple(
+        _arm(
+            row.arm,
+            row.id if study.experiment.grid else f"{row.id} {row.arm}",
+            {**changes[row.arm], **({"loss.form": "as_published"} if is_hook else {})},
+            study.about,
+            study.about["exponents"][row.arm],
+            [each for each in study.rows if each["arm"] == row.arm],
+        )
+        for row in rows
+    )
+    found = {arm: each.to_dict() for arm in study.arms if (each := study.comparison(arm))}
+    norm = study.about["recipe"]["model"]["norm"]
+    is_grid = bool(study.experiment.grid)
+    return Trial(study.stem.name, norm, is_grid, study.describe(), arms, found)
+
+
+def _of_ours(study: Study) -> Trial:
+    about = study.about
+    names = sorted(about["arms"], key=lambda arm: arm != about["baseline"])
+    arms = tuple(
+        _arm(
+            name,
+            name,
+            about["changes"][name],
+            about,
+            study.exponent(name),
+            [row for row in about["rows"] if row["arm"] == name],
+        )
+        for name in names
+    )
+    found = {each["arm"]: each for each in about["comparisons"]}
+    norm = about["recipe"]["model"]["norm"]
+    is_grid = about["kind"].startswith("sweep")
+    return Trial(study.stem.name, norm, is_grid, study.describe(), arms, found)
+
+
+def _arm(
+    name: str,
+    label: str,
+    changes: Mapping[str, Any],
+    about: Mapping[str, Any],
+    exponent: float,
+    rows: Sequence[Mapping[str, Any]],
+) -> Arm:
+    settings = settings_of(changes)
+    tuned = about.get("tuning", {}).get("arms", {})
+    rate = f"{changes.get('optimizer.lr', about['recipe']['optimizer']['lr']):g}"
+    if name in tuned:
+        rate += ", tuned" + (" (edge)" if tuned[name]["at_edge"] else "")
+    lived = [row for row in rows if not _diverged(row)]
+
+    def values(key: str, rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+        found = {row["seed"]: row.get(key) for row in rows}
+        # NaN is what the CSV has for a value that is not there.
+        return {
+            seed: value for seed, value in found.items() if value is not None and value == value
+        }
+
+    return Arm(
+        name,
+        f"{label} ({settings})" if settings else label,
+        methods_of(changes),
+        changes.get("loss.alpha", 1.0),
+        rate,
+        exponent,
+        values("test_accuracy", rows),
+        values("train_accuracy", lived),
+        values("dead_units", lived),
+        len(rows) - len(lived),
+    )
+
+
+def _diverged(row: Mapping[str, Any]) -> bool:
+    return row.get("diverged") in (True, "True", 1.0)
+
+
+# Comparisons --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An arm against another of its study."""
+
+    trial: Trial
+    arm: Arm
+    against: Arm
     found: Mapping[str, Any]
 
     @property
+    def verdict(self) -> str:
+        """The verdict, without what diverged."""
+        return told(self.found)[2]
+
+    @property
     def cells(self) -> tuple[str, ...]:
-        """Study, arm, what it was measured on, rates, n, difference with interval, and verdict."""
-        low, high = self.found["interval"]
-        difference = f"{self.found['difference']:+.2f} ({low:+.2f} to {high:+.2f})"
-        told = (str(self.found["n"]), difference, self.found["verdict"])
-        return (f"`{self.study}`", self.arm, self.on, self.rates, *told)
+        """Study, arm, what it was measured on, both rates, n, difference, and verdict."""
+        difference, _, verdict = told(self.found)
+        lost = [each.diverged for each in (self.arm, self.against)]
+        if any(lost):
+            verdict += f"; diverged: {lost[0]} against {lost[1]}"
+        rates = f"{self.arm.rate}; {self.against.rate}"
+        n = str(self.found["n"])
+        return (
+            f"`{self.trial.name}`",
+            self.arm.label,
+            self.trial.on,
+            rates,
+            n,
+            difference,
+            verdict,
+        )
+
+
+def told(found: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Difference with its interval, p and verdict of a comparison.
+
+    With fewer seeds than any verdict needs there is neither interval nor p.
+    """
+    difference = _signed(found["difference"])
+    if found["n"] < least_seeds(found["comparisons"], found["level"]):
+        return difference, "", "too few seeds"
+    low, high = map(_signed, found["interval"])
+    return f"{difference} ({low} to {high})", f"{found['p_adjusted']:.3f}", found["verdict"]
+
+
+def _signed(value: float) -> str:
+    return f"{round(value, 2) + 0.0:+.2f}"  # never -0.00
 
 
 def find_all(evidence: Evidence, studies: Sequence[Study]) -> list[Finding]:
-    """Every comparison of every study whose baseline is plain cross-entropy."""
-    return [*_of_the_paper(evidence), *_of_others(studies)]
+    """Every comparison of every study with plain cross-entropy."""
+    return [each for trial in trials(evidence, studies) for each in found_in(trial)]
 
 
-def rates_of(about: Mapping[str, Any]) -> str:
-    """How a study's learning rates were chosen: for every arm alike, or for one or none."""
-    tuned = about.get("tuning", {}).get("arms", ())
-    return "tuned" if len(tuned) > 1 else "one for all"
+def found_in(trial: Trial) -> list[Finding]:
+    """The comparisons of a study with its first arm."""
+    arms = [arm for arm in trial.arms[1:] if arm.name in trial.found]
+    return [Finding(trial, arm, trial.arms[0], trial.found[arm.name]) for arm in arms]
 
 
-def methods_of(changes: Mapping[str, Any]) -> frozenset[str] | None:
-    """What the paper calls the changes of an arm.
-
-    Example:
-        >>> sorted(methods_of({"loss.alpha": 0.25, "clip.agc": 0.2, "optimizer.lr": 0.1}))
-        ['AGC', 'PGT']
-        >>> methods_of({"model.head_scale": 0.25}) is None
-        True
-    """
-    if not set(changes) <= set(METHODS):
-        return None
-    return frozenset(name for key in changes if (name := METHODS[key]) is not None)
-
-
-def _of_the_paper(evidence: Evidence) -> Iterator[Finding]:
-    for study in evidence.measurements:
-        first = study.experiment.rows[0].recipe
-        for arm in study.arms:
-            compared, row = study.comparison(arm), study.experiment.row(arm)
-            if compared is not None:
-                yield Finding(
-                    study.stem.name,
-                    f"{row.id} {arm}",
-                    methods_of(changes_of(row.recipe, first)),
-                    study.about["recipe"]["model"]["norm"],
-                    bool(study.experiment.grid),
-                    rates_of(study.about),
-                    study.describe(arm),
-                    compared.to_dict(),
-                )
-
-
-def _of_others(studies: Sequence[Study]) -> Iterator[Finding]:
-    for study in studies:
-        about = study.about
-        if methods_of(about["changes"][about["baseline"]]) != frozenset():
-            continue
-        for each in about["comparisons"]:
-            yield Finding(
-                study.stem.name,
-                each["arm"],
-                methods_of(about["changes"][each["arm"]]),
-                about["recipe"]["model"]["norm"],
-                about["kind"].startswith("sweep"),
-                rates_of(about),
-                study.describe(),
-                each,
-            )
+def contrast(
+    trial: Trial,
+    arm: Arm,
+    against: Arm,
+    values: Mapping[str, Mapping[int, float]],
+    **options: Any,
+) -> Iterator[Finding]:
+    """Two arms of a study by some values of theirs, if both have two seeds or more."""
+    both = {each.name: values[each.name] for each in (against, arm)}
+    if min(map(len, both.values())) >= 2:
+        (compared,) = stats.compare(both, against.name, **{"margin": MARGIN, **options})
+        yield Finding(trial, arm, against, compared.to_dict())
