@@ -20,8 +20,8 @@ import harness
 from powergrad import fold_alpha
 from powergrad.calibration import fit_temperature, reliability
 from powergrad.lab.config import load_recipe
-from powergrad.lab.export import Answers, answers, measures, open_trained
 from powergrad.lab.train import train
+from powergrad.lab.trained import Answers, answers, measures, open_trained
 
 ARMS = {"CE": 1.0, "PGT": 0.25}
 SEEDS = range(8)

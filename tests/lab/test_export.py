@@ -26,7 +26,7 @@ from torchvision_shim import declare_torchvision_schemas
 
 import powergrad_cli
 from powergrad import __version__
-from powergrad.lab import export
+from powergrad.lab import export, trained
 from powergrad.lab.config import Data, Recipe, load_recipe
 from powergrad.lab.data import load_data
 from powergrad.lab.data.streams import held_out
@@ -333,7 +333,7 @@ def test_where_nothing_can_be_fitted_the_card_says_so(run, tmp_path, monkeypatch
     def refuse(*_: object) -> float:
         raise ValueError("got all of them right")
 
-    monkeypatch.setattr(export.calibration, "fit_temperature", refuse)
+    monkeypatch.setattr(trained.calibration, "fit_temperature", refuse)
     made = export.export_run(run, tmp_path / "out", formats=["safetensors"])
     assert "fitted" not in made.results
     assert "got all of them right" in (made.folder / "README.md").read_text()

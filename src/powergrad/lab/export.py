@@ -26,33 +26,34 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import yaml
-from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from powergrad import __version__, calibration, fold_alpha
-from powergrad.lab.config import Recipe, did_you_mean
-from powergrad.lab.data import Datasets, Split, load_data
+from powergrad import __version__, fold_alpha
+from powergrad.lab.card import model_card
+from powergrad.lab.config import did_you_mean
+from powergrad.lab.data import Datasets, Split
 from powergrad.lab.data.memory import MemorySplit
-from powergrad.lab.data.streams import held_out
-from powergrad.lab.models import create_model
-from powergrad.lab.run import Run, RunError, describe_machine, open_run
-from powergrad.lab.session import right_answers
-from powergrad.monitor.layers import load_checkpoint
+from powergrad.lab.run import RunError
+from powergrad.lab.trained import (
+    FOLDED,
+    Trained,
+    answers,
+    fit_on,
+    measures,
+    open_trained,
+)
 
-__all__ = ["Exported", "answers", "export_run", "measures", "open_trained"]
+__all__ = ["Exported", "export_run"]
 
 FILES = {"safetensors": "model.safetensors", "torch": "model.pt2", "onnx": "model.onnx"}
 CARD = "README.md"
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-5  # of the largest logit, and of 1 where that is less
 TRACED = 2  # images that graphs are traced with; they are checked with other numbers
-BINS = 15
-FOLDED = "temperature_folded"  # in the metadata of an export
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def export_run(
     data = trained.data()
     network = trained.network(data)
     before = answers(network, trained.recipe, data)
-    fitted, unfitted = _fit(before)
+    fitted, unfitted = fit_on(before)
     if wanted == "fitted" and fitted is None:
         raise RunError(unfitted)
     temperatures = {"1": 1.0}
@@ -132,110 +133,14 @@ def export_run(
     after = answers(lambda images: deployed(deployed.pixels(images)), trained.recipe, data)
     results["exported"] = {"temperature": divisor, **measures(after.report)}
     metadata = _metadata(trained, data, deployed, divisor)
-    card = _card(trained, data, before, metadata, results, chosen, unfitted)
+    card = model_card(trained, data, before, metadata, results, chosen, unfitted)
     with _made_whole(place) as fresh:
         _write(fresh, chosen, deployed, metadata, data)
         (fresh / CARD).write_text(card, encoding="utf-8")
     return Exported(place, [*(FILES[each] for each in chosen), CARD], divisor, results)
 
 
-# What is exported ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The weights of a run, and what is known of them.
-
-    Attributes:
-        run: The run that made them.
-        path: The file.
-        recipe: The run's.
-        alpha: At which it was trained, at the end; None for a checkpoint under a schedule.
-    """
-
-    run: Run
-    path: Path
-    recipe: Recipe
-    alpha: float | None
-
-    @property
-    def factor(self) -> float | None:
-        """What training fits is the softmax of so many times the logits."""
-        return None if self.alpha is None else self.alpha * self.recipe.loss.logit_scale
-
-    @property
-    def factor_name(self) -> str:
-        """The temperature that this factor is, in words."""
-        return "1/alpha" if self.recipe.loss.logit_scale == 1 else "1/(alpha * logit_scale)"
-
-    def data(self) -> Datasets:
-        """The examples of the run."""
-        return _load(self.recipe)
-
-    def options(self, data: Datasets) -> dict[str, Any]:
-        """The arguments of `create_model`."""
-        shape = {"num_classes": len(data.classes), "in_channels": data.channels}
-        return {**self.recipe.model.model_dump(exclude={"head_scale"}), **shape}
-
-    def network(self, data: Datasets) -> nn.Module:
-        """The network with its weights, in float32, for testing."""
-        network = create_model(**self.options(data))
-        weights = load_checkpoint(self.path)
-        if self.path.suffix == ".safetensors":
-            with safe_open(self.path, "pt") as file:
-                if FOLDED in (file.metadata() or {}):
-                    raise RunError(
-                        f"Expected the weights of a training, but got {str(self.path)!r}, which is "
-                        "an export: its head would be scaled twice."
-                    )
-        try:
-            network.load_state_dict(weights)
-        except RuntimeError as error:
-            raise RunError(
-                f"Expected {str(self.path)!r} to hold the weights of {self.recipe.model.name}, but "
-                f"got: {str(error).splitlines()[-1].strip()}"
-            ) from None
-        return network.eval()
-
-
-def open_trained(source: Path, data_dir: str | None = None) -> Trained:
-    """The weights in a finished run's folder, or in a file of a run's.
-
-    Args:
-        source: The folder, or the file.
-        data_dir: Where the data files are, if not where the recipe says.
-
-    Returns:
-        The weights, and the run that they are of.
-
-    Raises:
-        RunError: If there is no run, it is not finished, or has diverged.
-    """
-    if not source.exists():
-        raise RunError(f"Expected a run's folder or its weights, but got no {str(source)!r}.")
-    places = [source] if source.is_dir() else [source.parent, source.parent.parent]
-    run = open_run(next((each for each in places if Run(each).exists()), places[0]))
-    recipe, result = run.recipe(), run.result()
-    if data_dir is not None:
-        recipe = recipe.override({"machine.data_dir": data_dir})
-    path = run.folder / "model.safetensors" if source.is_dir() else source
-    if result is None and source.is_dir():
-        raise RunError(
-            f"Expected {str(source)!r} to be a finished run, but it is not: `powergrad train "
-            f"{source}` goes on with it; or export one of its checkpoint/ files."
-        )
-    if result is not None and result["diverged"]:
-        raise RunError(f"Expected a run that converged, but {str(run.folder)!r} has diverged.")
-    if path.suffix == ".pt" and recipe.train.ema is not None:
-        raise RunError(
-            "Expected safetensors of a run with `train.ema`, whose checkpoints hold two sets of "
-            f"weights, but got {str(path)!r}."
-        )
-    alpha: float | None = recipe.loss.alpha
-    if recipe.loss.alpha_schedule != "constant":
-        is_final = path.name == "model.safetensors"
-        alpha = result["alpha"] if is_final and result is not None else None
-    return Trained(run, path, recipe, alpha)
+# The network --------------------------------------------------------------------------------------
 
 
 class Deployed(nn.Module):
@@ -274,108 +179,6 @@ def normalisation(split: Split) -> tuple[Tensor, Tensor]:
 
     mean, std = (255 * torch.tensor(each).view(3, 1, 1) for each in (MEAN, STD))
     return mean, 1 / std
-
-
-# What is measured ---------------------------------------------------------------------------------
-
-
-class Answers(NamedTuple):
-    """The logits and labels of some images."""
-
-    logits: Tensor
-    labels: Tensor
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """Answers on images that were not trained on: some to fit a temperature, others to report."""
-
-    fit: Answers
-    report: Answers
-    fit_on: str
-    report_on: str
-
-
-def answers(forward: Callable[[Tensor], Tensor], recipe: Recipe, data: Datasets) -> HeldOut:
-    """What the network says of images to fit on, and of others to report on.
-
-    Where the run held out a part of its training data, that is fitted on, and the test set reported
-    on. Where it trained on all, a fixed half of each class of the test set is fitted on, and the
-    other half reported on.
-
-    Args:
-        forward: From normalised images to logits.
-        recipe: The run's recipe.
-        data: Its examples.
-
-    Returns:
-        Both, with words for each.
-    """
-    size = recipe.train.test_batch_size or recipe.train.batch_size
-    tested = _run_over(forward, data.test, size)
-    if recipe.data.hold_out:
-        test = _load(recipe.override({"data.hold_out": 0.0})).test
-        return HeldOut(
-            tested,
-            _run_over(forward, test, size),
-            f"the {len(tested.labels):,} training images that the run held out "
-            f"(`data.hold_out` {recipe.data.hold_out:g})",
-            f"the test set, {len(test):,} images that were neither trained nor fitted on",
-        )
-    half = torch.from_numpy(held_out(tested.labels.numpy(), 0.5))
-    fit, report = (Answers(*(each[part] for each in tested)) for part in (half, ~half))
-    return HeldOut(
-        fit,
-        report,
-        f"the other half of the test set, {len(fit.labels):,} images, since the run trained on all "
-        "of its training data",
-        f"a fixed half of the test set, {len(report.labels):,} images that were neither trained "
-        "nor fitted on",
-    )
-
-
-def _load(recipe: Recipe) -> Datasets:
-    machine = recipe.machine
-    return load_data(recipe.data, data_dir=machine.data_dir, workers=machine.workers)
-
-
-@torch.no_grad()
-def _run_over(forward: Callable[[Tensor], Tensor], split: Split, size: int) -> Answers:
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    batches = track(
-        split.test_batches(size),
-        "measuring",
-        total=math.ceil(len(split) / size),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    found = [(forward(images), labels) for (images, labels), _ in batches]
-    return Answers(*(torch.cat(part) for part in zip(*found, strict=True)))
-
-
-def measures(found: Answers, *, temperature: float = 1.0) -> dict[str, float]:
-    """Accuracy in percent, and how far the softmax at a temperature can be trusted."""
-    logits, labels = found
-    at: dict[str, Any] = {"logits": logits, "labels": labels, "temperature": temperature}
-    return {
-        "accuracy": 100 * right_answers(logits, labels).double().mean().item(),
-        "nll": calibration.negative_log_likelihood(**at),
-        "brier": calibration.brier_score(**at),
-        "ece_width": calibration.expected_calibration_error(**at, bins=BINS),
-        "ece_mass": calibration.expected_calibration_error(**at, bins=BINS, binning="mass"),
-    }
-
-
-def _fit(found: HeldOut) -> tuple[float | None, str]:
-    """The fitted temperature; or None, and why there is none."""
-    try:
-        return calibration.fit_temperature(*found.fit), ""
-    except ValueError as error:
-        return None, f"No temperature could be fitted on {found.fit_on}. {error}"
 
 
 # What is asked for --------------------------------------------------------------------------------
@@ -548,9 +351,6 @@ def _check(name: str, run: Callable[[Tensor], Tensor], pixels: Tensor, expected:
             )
 
 
-# What is said of it -------------------------------------------------------------------------------
-
-
 def _metadata(
     trained: Trained, data: Datasets, deployed: Deployed, temperature: float
 ) -> dict[str, str]:
@@ -566,152 +366,3 @@ def _metadata(
         "mean": json.dumps([float(f"{each:.8g}") for each in mean.tolist()]),
         "std": json.dumps([float(f"{each:.8g}") for each in std.tolist()]),
     }
-
-
-def _card(
-    trained: Trained,
-    data: Datasets,
-    found: HeldOut,
-    metadata: dict[str, str],
-    results: dict[str, dict[str, float]],
-    formats: list[str],
-    unfitted: str,
-) -> str:
-    """The model card, as model hubs read it."""
-    recipe, exported = trained.recipe, results["exported"]
-    name = f"{recipe.model.name} on {_dataset(recipe)}"
-    sections = [
-        f"---\n{_front_matter(name, recipe, formats, exported)}---",
-        f"# {name}",
-        f"A classifier of {len(data.classes)} classes, trained with {_loss(recipe)}. "
-        + _folding(exported["temperature"]),
-        _provenance(trained),
-        "## Input and output",
-        f"Images of shape (batch, {data.channels}, {data.size}, {data.size}), float32. "
-        "`model.pt2` and `model.onnx` take pixels from 0 to 255, and normalise them themselves. "
-        "`model.safetensors` holds the weights alone, for images that are normalised: of pixels "
-        f"from 0 to 255 subtract the mean {metadata['mean']}, and divide by the standard deviation "
-        f"{metadata['std']}, a channel. What comes out is a logit a class; probabilities are their "
-        "softmax. The classes, in order:",
-        f"```json\n{metadata['classes']}\n```",
-        "## Results",
-        f"Measured on {found.report_on}. "
-        + (unfitted or f"The fitted temperature has the least NLL on {found.fit_on}."),
-        _results_table(results),
-        "NLL is in nats; the Brier score is summed over the classes; the calibration errors (ECE) "
-        f"are over {BINS} bins of equal width, and of equal mass. The last row is the exported "
-        "network's, by its own softmax; those above are the trained network's at a temperature.",
-        "## Loading",
-        *_snippets(trained, data, metadata, formats),
-        "## Recipe",
-        f"{len(data.train):,} training images. The key of the recipe is `{recipe.key}`; this is "
-        "all of it:",
-        f"```yaml\n{_recipe_text(recipe)}```",
-    ]
-    return "\n\n".join(sections) + "\n"
-
-
-def _recipe_text(recipe: Recipe) -> str:
-    return yaml.safe_dump(recipe.model_dump(mode="json", exclude={"machine"}), sort_keys=False)
-
-
-def _dataset(recipe: Recipe) -> str:
-    return recipe.data.name.removeprefix("folder:").rstrip("/").rpartition("/")[2]
-
-
-def _front_matter(name: str, recipe: Recipe, formats: list[str], exported: dict[str, float]) -> str:
-    dataset = {"name": _dataset(recipe), "type": _dataset(recipe)}
-    measured = [
-        {"type": "accuracy", "value": exported["accuracy"] / 100},
-        {"type": "nll", "name": "negative log-likelihood", "value": exported["nll"]},
-        {"type": "brier_score", "value": exported["brier"]},
-        {"type": "ece", "name": "ECE, bins of equal width", "value": exported["ece_width"]},
-        {"type": "ece", "name": "ECE, bins of equal mass", "value": exported["ece_mass"]},
-    ]
-    task = {"type": "image-classification"}
-    result = {"task": task, "dataset": dataset, "metrics": measured}
-    values = {
-        "library_name": "pytorch",
-        "pipeline_tag": "image-classification",
-        "tags": ["powergrad", recipe.model.name, *(each for each in formats if each != "torch")],
-        "model-index": [{"name": name, "results": [result]}],
-    }
-    return yaml.safe_dump(values, sort_keys=False)
-
-
-def _loss(recipe: Recipe) -> str:
-    loss = recipe.loss
-    if loss.alpha == 1:
-        return "cross-entropy"
-    changing = "" if loss.alpha_schedule == "constant" else f" ({loss.alpha_schedule} to 1)"
-    return f"cross-entropy under PowerGrad Transform at alpha {loss.alpha:g}{changing}"
-
-
-def _folding(temperature: float) -> str:
-    if temperature == 1:
-        return "Nothing was folded into its head: logits are those of the trained network."
-    return (
-        f"Its head was divided by the temperature {temperature:.6g}, so that the softmax of its "
-        "logits is that of the trained network at this temperature; the predicted class stays."
-    )
-
-
-def _provenance(trained: Trained) -> str:
-    def told(machine: dict[str, Any]) -> str:
-        versions = ", ".join(f"{each} {machine.get(each)}" for each in ("powergrad", "torch"))
-        return f"{str(machine.get('time'))[:10]} with {versions}, commit {machine.get('commit')}"
-
-    trained_with = told(trained.run.environment())
-    text = f"Trained on {trained_with}; exported on {told(describe_machine())}."
-    if trained.path.name == "best.safetensors":
-        text += (
-            " These are not the weights that the run ended with, but those with the best accuracy "
-            "on its test images: figures on the same images look better than they are."
-        )
-    elif trained.path.name != "model.safetensors":
-        text += f" These are the weights of the checkpoint {trained.path.name}."
-    return text
-
-
-def _results_table(results: dict[str, dict[str, float]]) -> str:
-    lines = [
-        "| temperature | | accuracy % | NLL | Brier | ECE, width | ECE, mass |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, row in results.items():
-        errors = [f"{row[key]:.4f}" for key in ("nll", "brier", "ece_width", "ece_mass")]
-        cells = [name, f"{row['temperature']:.4g}", f"{row['accuracy']:.2f}", *errors]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _snippets(
-    trained: Trained, data: Datasets, metadata: dict[str, str], formats: list[str]
-) -> Iterator[str]:
-    """Code that loads each file, beside which it runs."""
-
-    def block(code: str) -> str:
-        return f"```python\n{code}\n```"
-
-    options = trained.options(data)
-    arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
-    shape = f"4, {data.channels}, {data.size}, {data.size}"
-    yield block(f"import torch\n\npixels = 255 * torch.rand({shape})  # your images")
-    if "safetensors" in formats:
-        yield block(
-            "from safetensors.torch import load_file\n"
-            "from powergrad.lab.models import create_model\n\n"
-            f"network = create_model({arguments})\n"
-            'network.load_state_dict(load_file("model.safetensors"))\n'
-            f"mean, std = torch.tensor([{metadata['mean']}, {metadata['std']}])[..., None, None]\n"
-            "logits = network.eval()((pixels - mean) / std)"
-        )
-    if "torch" in formats:
-        yield block('logits = torch.export.load("model.pt2").module()(pixels)')
-    if "onnx" in formats:
-        yield block(
-            "import onnxruntime\n\n"
-            'session = onnxruntime.InferenceSession("model.onnx")\n'
-            'logits = torch.from_numpy(session.run(["logits"], {"pixels": pixels.numpy()})[0])'
-        )
-    yield block("probabilities = logits.softmax(1)")

@@ -1,0 +1,225 @@
+"""A trained network: the weights of a run, and what it says of images that it has not seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from powergrad import calibration
+from powergrad.lab.config import Recipe
+from powergrad.lab.data import Datasets, Split, load_data
+from powergrad.lab.data.streams import held_out
+from powergrad.lab.models import create_model
+from powergrad.lab.run import Run, RunError, open_run
+from powergrad.lab.session import right_answers
+from powergrad.monitor.layers import load_checkpoint
+
+__all__ = ["Answers", "HeldOut", "Trained", "answers", "fit_on", "measures", "open_trained"]
+
+BINS = 15  # of the calibration errors
+FOLDED = "temperature_folded"  # in the metadata of an export
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The weights of a run, and what is known of them.
+
+    Attributes:
+        run: The run that made them.
+        path: The file.
+        recipe: The run's.
+        alpha: At which it was trained, at the end; None for a checkpoint under a schedule.
+    """
+
+    run: Run
+    path: Path
+    recipe: Recipe
+    alpha: float | None
+
+    @property
+    def factor(self) -> float | None:
+        """What training fits is the softmax of so many times the logits."""
+        return None if self.alpha is None else self.alpha * self.recipe.loss.logit_scale
+
+    @property
+    def factor_name(self) -> str:
+        """The temperature that this factor is, in words."""
+        return "1/alpha" if self.recipe.loss.logit_scale == 1 else "1/(alpha * logit_scale)"
+
+    def data(self) -> Datasets:
+        """The examples of the run."""
+        return _load(self.recipe)
+
+    def options(self, data: Datasets) -> dict[str, Any]:
+        """The arguments of `create_model`."""
+        shape = {"num_classes": len(data.classes), "in_channels": data.channels}
+        return {**self.recipe.model.model_dump(exclude={"head_scale"}), **shape}
+
+    def network(self, data: Datasets) -> nn.Module:
+        """The network with its weights, in float32, for testing."""
+        network = create_model(**self.options(data))
+        weights = load_checkpoint(self.path)
+        if self.path.suffix == ".safetensors":
+            with safe_open(self.path, "pt") as file:
+                if FOLDED in (file.metadata() or {}):
+                    raise RunError(
+                        f"Expected the weights of a training, but got {str(self.path)!r}, which is "
+                        "an export: its head would be scaled twice."
+                    )
+        try:
+            network.load_state_dict(weights)
+        except RuntimeError as error:
+            raise RunError(
+                f"Expected {str(self.path)!r} to hold the weights of {self.recipe.model.name}, but "
+                f"got: {str(error).splitlines()[-1].strip()}"
+            ) from None
+        return network.eval()
+
+
+def open_trained(source: Path, data_dir: str | None = None) -> Trained:
+    """The weights in a finished run's folder, or in a file of a run's.
+
+    Args:
+        source: The folder, or the file.
+        data_dir: Where the data files are, if not where the recipe says.
+
+    Returns:
+        The weights, and the run that they are of.
+
+    Raises:
+        RunError: If there is no run, it is not finished, or has diverged.
+    """
+    if not source.exists():
+        raise RunError(f"Expected a run's folder or its weights, but got no {str(source)!r}.")
+    places = [source] if source.is_dir() else [source.parent, source.parent.parent]
+    run = open_run(next((each for each in places if Run(each).exists()), places[0]))
+    recipe, result = run.recipe(), run.result()
+    if data_dir is not None:
+        recipe = recipe.override({"machine.data_dir": data_dir})
+    path = run.folder / "model.safetensors" if source.is_dir() else source
+    if result is None and source.is_dir():
+        raise RunError(
+            f"Expected {str(source)!r} to be a finished run, but it is not: `powergrad train "
+            f"{source}` goes on with it; or export one of its checkpoint/ files."
+        )
+    if result is not None and result["diverged"]:
+        raise RunError(f"Expected a run that converged, but {str(run.folder)!r} has diverged.")
+    if path.suffix == ".pt" and recipe.train.ema is not None:
+        raise RunError(
+            "Expected safetensors of a run with `train.ema`, whose checkpoints hold two sets of "
+            f"weights, but got {str(path)!r}."
+        )
+    alpha: float | None = recipe.loss.alpha
+    if recipe.loss.alpha_schedule != "constant":
+        is_final = path.name == "model.safetensors"
+        alpha = result["alpha"] if is_final and result is not None else None
+    return Trained(run, path, recipe, alpha)
+
+
+# What it says -------------------------------------------------------------------------------------
+
+
+class Answers(NamedTuple):
+    """The logits and labels of some images."""
+
+    logits: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Answers on images that were not trained on: some to fit a temperature, others to report."""
+
+    fit: Answers
+    report: Answers
+    fit_on: str
+    report_on: str
+
+
+def answers(forward: Callable[[Tensor], Tensor], recipe: Recipe, data: Datasets) -> HeldOut:
+    """What the network says of images to fit on, and of others to report on.
+
+    Where the run held out a part of its training data, that is fitted on, and the test set reported
+    on. Where it trained on all, a fixed half of each class of the test set is fitted on, and the
+    other half reported on.
+
+    Args:
+        forward: From normalised images to logits.
+        recipe: The run's recipe.
+        data: Its examples.
+
+    Returns:
+        Both, with words for each.
+    """
+    size = recipe.train.test_batch_size or recipe.train.batch_size
+    tested = _run_over(forward, data.test, size)
+    if recipe.data.hold_out:
+        test = _load(recipe.override({"data.hold_out": 0.0})).test
+        return HeldOut(
+            tested,
+            _run_over(forward, test, size),
+            f"the {len(tested.labels):,} training images that the run held out "
+            f"(`data.hold_out` {recipe.data.hold_out:g})",
+            f"the test set, {len(test):,} images that were neither trained nor fitted on",
+        )
+    half = torch.from_numpy(held_out(tested.labels.numpy(), 0.5))
+    fit, report = (Answers(*(each[part] for each in tested)) for part in (half, ~half))
+    return HeldOut(
+        fit,
+        report,
+        f"the other half of the test set, {len(fit.labels):,} images, since the run trained on all "
+        "of its training data",
+        f"a fixed half of the test set, {len(report.labels):,} images that were neither trained "
+        "nor fitted on",
+    )
+
+
+def _load(recipe: Recipe) -> Datasets:
+    machine = recipe.machine
+    return load_data(recipe.data, data_dir=machine.data_dir, workers=machine.workers)
+
+
+@torch.no_grad()
+def _run_over(forward: Callable[[Tensor], Tensor], split: Split, size: int) -> Answers:
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    batches = track(
+        split.test_batches(size),
+        "measuring",
+        total=math.ceil(len(split) / size),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    found = [(forward(images), labels) for (images, labels), _ in batches]
+    return Answers(*(torch.cat(part) for part in zip(*found, strict=True)))
+
+
+def measures(found: Answers, *, temperature: float = 1.0) -> dict[str, float]:
+    """Accuracy in percent, and how far the softmax at a temperature can be trusted."""
+    logits, labels = found
+    at: dict[str, Any] = {"logits": logits, "labels": labels, "temperature": temperature}
+    return {
+        "accuracy": 100 * right_answers(logits, labels).double().mean().item(),
+        "nll": calibration.negative_log_likelihood(**at),
+        "brier": calibration.brier_score(**at),
+        "ece_width": calibration.expected_calibration_error(**at, bins=BINS),
+        "ece_mass": calibration.expected_calibration_error(**at, bins=BINS, binning="mass"),
+    }
+
+
+def fit_on(found: HeldOut) -> tuple[float | None, str]:
+    """The fitted temperature; or None, and why there is none."""
+    try:
+        return calibration.fit_temperature(*found.fit), ""
+    except ValueError as error:
+        return None, f"No temperature could be fitted on {found.fit_on}. {error}"
