@@ -13,7 +13,7 @@ import statistics
 import harness
 from loss import exponent
 
-from powergrad.lab.stats import sign_flip_test, t_interval
+from powergrad.lab.stats import sign_flip_test, signed, t_interval
 
 PAGES = {
     "README.md": ["compare", "loss"],
@@ -146,7 +146,7 @@ def study(name: str) -> str:
         cells += [f"{mean('train_accuracy'):.2f}", f"{mean('test_accuracy'):.2f} ± {spread:.2f}"]
         if arm in compared:
             low, high = compared[arm]["interval"]
-            gap = f"{compared[arm]['difference']:+.2f} ({low:+.2f} to {high:+.2f})"
+            gap = f"{signed(compared[arm]['difference'])} ({signed(low)} to {signed(high)})"
             cells += [gap, f"{compared[arm]['p_adjusted']:.3f}", compared[arm]["verdict"]]
         else:
             cells += ["", "", ""]

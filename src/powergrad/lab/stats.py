@@ -50,6 +50,7 @@ __all__ = [
     "holm",
     "probability_of_improvement",
     "sign_flip_test",
+    "signed",
     "t_interval",
     "tost",
     "welch",
@@ -428,8 +429,8 @@ class Comparison:
         unit = f" {self.metric}" if self.metric else ""
         half = (self.interval[1] - self.interval[0]) / 2
         digits = self._decimals(half)
-        low, high = (f"{end:+.{digits}f}" for end in self.interval)
-        mean = f"{self.difference:+.{digits}f}"
+        low, high = (signed(end, digits) for end in self.interval)
+        mean = signed(self.difference, digits)
         span = f"{100 * (1 - self.level):g}% interval {low} to {high}"
         corrected = f" after correction for {self.comparisons} comparisons"
         p = _p_words(self.p_adjusted) + (corrected if self.comparisons > 1 else "")
@@ -618,6 +619,16 @@ def compare(
             )
         )
     return results
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """A difference with its sign, and zero always as +0.
+
+    Example:
+        >>> signed(0.524), signed(-0.004)
+        ('+0.52', '+0.00')
+    """
+    return f"{round(value, digits) + 0.0:+.{digits}f}"
 
 
 def by_arm_and_seed(rows: Iterable[tuple[str, int, float]]) -> dict[str, dict[int, float]]:

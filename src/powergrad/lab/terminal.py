@@ -15,7 +15,7 @@ from rich.text import Text
 
 from powergrad.lab.jobs import Job, Snapshot
 from powergrad.lab.progress import duration
-from powergrad.lab.stats import Comparison
+from powergrad.lab.stats import Comparison, signed
 from powergrad.lab.study import METRICS, Results
 
 __all__ = ["Watch", "chart", "result_tables"]
@@ -126,8 +126,8 @@ def _difference(comparison: Comparison | None) -> list[str]:
     low, high = comparison.interval
     p = comparison.p_adjusted
     return [
-        f"{comparison.difference:+.2f}",
-        f"{low:+.2f} to {high:+.2f}",
+        signed(comparison.difference),
+        f"{signed(low)} to {signed(high)}",
         f"{p:.3f}" if p >= 0.0005 else "<0.001",
     ]
 
@@ -165,7 +165,7 @@ def chart(results: Results, width: int = 60) -> str:
             cells[place] = "┿" if place == at(0) else "━"
         cells[at(comparison.difference)] = "●"
         line = "".join(cells)
-        lines.append(f"{comparison.arm:>{names}} {line} {comparison.difference:+.2f}")
+        lines.append(f"{comparison.arm:>{names}} {line} {signed(comparison.difference)}")
     scale = [" "] * width
     zero = at(0)
     scale[zero] = "0"

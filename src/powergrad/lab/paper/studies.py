@@ -292,15 +292,11 @@ def told(found: Mapping[str, Any]) -> tuple[str, str, str]:
 
     With fewer seeds than any verdict needs there is neither interval nor p.
     """
-    difference = _signed(found["difference"])
+    difference = stats.signed(found["difference"])
     if found["n"] < least_seeds(found["comparisons"], found["level"]):
         return difference, "", "too few seeds"
-    low, high = map(_signed, found["interval"])
+    low, high = map(stats.signed, found["interval"])
     return f"{difference} ({low} to {high})", f"{found['p_adjusted']:.3f}", found["verdict"]
-
-
-def _signed(value: float) -> str:
-    return f"{round(value, 2) + 0.0:+.2f}"  # never -0.00
 
 
 def find_all(evidence: Evidence, studies: Sequence[Study]) -> list[Finding]:
