@@ -31,6 +31,7 @@ from powergrad.lab.paper.evidence import (
     NORMS_BYTES,
     Evidence,
     MissingRunsError,
+    Norms,
     _norms,
     collect,
     describe,
@@ -662,17 +663,19 @@ def test_missing_runs_are_named_with_their_command(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "words"),
+    ("key", "first", "last", "words"),
     [
-        ([1.0, 1.0], [0.5, 0.004], "1 of 2 dead"),
-        ([1.0, 1.2], [1e-3, 9e-4], "2 of 2 dead"),  # the layer vanished whole
-        ([0.0, 0.0], [3.0, 2.0], "0 of 2 dead"),
-        ([0.1, 9.0], [0.02, 9.0], "0 of 2 dead"),  # small from the start
-        ([1.0, 1.0], [math.nan, 1.0], "diverged"),
+        ("layer1", [1.0, 1.0], [0.5, 0.004], "1 of 2 dead"),
+        ("layer1", [1.0, 1.2], [1e-3, 9e-4], "2 of 2 dead"),  # the layer vanished whole
+        ("layer1", [0.0, 0.0], [3.0, 2.0], "0 of 2 dead"),
+        ("layer1", [0.1, 9.0], [0.02, 9.0], "0 of 2 dead"),  # small from the start
+        ("layer1", [1.0, 1.0], [math.nan, 1.0], "diverged"),
+        ("feature", [9.0, 9.0], [0.0, 0.01], "1 of 2 dead"),
     ],
 )
-def test_who_is_dead_in_a_figure(first, last, words):
-    assert drawing._dead(np.array([first, last], dtype=np.float32)) == words
+def test_who_is_dead_in_a_figure(key, first, last, words):
+    values = {key: np.array([first, last], dtype=np.float32)}
+    assert drawing._dead(Norms(np.arange(2), (key,), values, ""), key) == words
 
 
 # The page ----------------------------------------------------------------------------------------

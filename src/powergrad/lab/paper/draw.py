@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from matplotlib.collections import LineCollection
 from matplotlib.patches import Circle, Rectangle
-from numpy.typing import NDArray
 
 from powergrad import power_transform, stationary_threshold
 from powergrad.lab.figures import COLOURS, save
@@ -27,7 +26,7 @@ __all__ = ["FORMATS", "draw"]
 FORMATS = ("png", "svg", "pdf")
 BLUE, ORANGE, GREEN, PURPLE, RED = COLOURS[:5]
 GREY = "0.35"
-DEAD = "dead: ended under 1% of its own start"
+DEAD = "dead: a filter that ended under 1% of its own start, a feature that ended at 0"
 # The paper's colours of Figure 1, from the palette that colour-blind people can tell apart.
 FORWARD, BACKWARD, TRANSFORM, ALTERED = "#9CC9E8", "#F5CE85", "#8FD6BD", "#EFA07A"
 
@@ -397,12 +396,13 @@ def _filters(axes: Any, norms: Norms, key: str, title: str, size: int = 9) -> No
     _plain(axes)
 
 
-def _dead(values: NDArray[np.float32]) -> str:
-    """How many units ended under 1% of their own start, as the census has it."""
-    first, last = values[0], values[-1]
+def _dead(norms: Norms, key: str) -> str:
+    """How many units are dead at the end, as the census has it."""
+    first, last = norms.values[key][[0, -1]]
     if not np.isfinite(last).all():
         return "diverged"
-    return f"{int((last < 0.01 * first).sum())} of {last.size} dead"
+    dead = last == 0 if key == "feature" else last < 0.01 * first
+    return f"{int(dead.sum())} of {last.size} dead"
 
 
 def _norm_figure(evidence: Evidence, panels: Sequence[tuple[str, str, str]], columns: int) -> Any:
@@ -417,7 +417,7 @@ def _norm_figure(evidence: Evidence, panels: Sequence[tuple[str, str, str]], col
         norms = found[use]
         what = "features after pooling" if key == "feature" else f"layer {key[5:]}"
         title = f"({'abcdef'[place]}) {what}, {method}" if len(panels) > 1 else f"{what}, {method}"
-        _filters(axes, norms, key, f"{title}\n{_dead(norms.values[key])}")
+        _filters(axes, norms, key, f"{title}\n{_dead(norms, key)}")
         axes.set_ylabel("RMS of the feature" if key == "feature" else "norm of the filter")
         if place >= len(panels) - columns:
             axes.set_xlabel("iteration")
@@ -462,17 +462,15 @@ def _norm_page(use: str) -> Callable[[Evidence], Any]:
         figure, grid = plt.subplots(5, 4, figsize=(10, 12), sharex=True, layout="constrained")
         layers = [key for key in norms.values if key != "feature"][:20]
         for axes, key in zip(grid.flat, layers, strict=False):
-            _filters(axes, norms, key, f"layer {key[5:]}: {_dead(norms.values[key])}", 8)
+            _filters(axes, norms, key, f"layer {key[5:]}: {_dead(norms, key)}", 8)
             axes.tick_params(labelsize=7)
             axes.locator_params(nbins=4)
         for axes in grid.flat[len(layers) :]:
             axes.axis("off")
         figure.supylabel("norm of each filter", fontsize=9)
-        figure.suptitle(
-            f"{norms.caption.partition(',')[0]}: filter norms over iterations ({DEAD})",
-            fontsize=10,
-        )
-        _note(figure, _sources(evidence, {use: norms}))
+        row = norms.caption.partition(",")[0]
+        figure.suptitle(f"{row}: filter norms over iterations", fontsize=10)
+        _note(figure, [DEAD, *_sources(evidence, {use: norms})])
         return figure
 
     return page
