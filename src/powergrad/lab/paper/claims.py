@@ -308,16 +308,20 @@ def _dead(found: Sequence[Trial]) -> Iterator[str]:
 
 
 def _recovery(evidence: Evidence) -> Iterator[str]:
-    rows = [row for study in evidence.measurements for row in study.rows if isfinite(row["died"])]
     yield from ("### A filter that was zeroed out does not recover", "")
-    if not rows:
-        yield from ("Published: the text says so. Not measured here.", "")
-        return
-    died, back = (sum(row[key] for row in rows) for key in ("died", "came_back"))
-    share = f", {100 * back / died:.1f}%" if died else ""
-    yield (
-        f"Published: the text says so. Measured: of {died:,.0f} filters that died at some time in "
-        f"{len(rows)} runs, {back:,.0f} came back{share} (a row a study "
-        "[below](#zeroing-out-do-filters-that-died-come-back))."
+    counts: dict[str, list[tuple[float, float]]] = {}
+    for study in evidence.measurements:
+        for row in study.rows:
+            if isfinite(row["died"]):
+                counts.setdefault(row["arm"], []).append((row["died"], row["came_back"]))
+    lines = []
+    for arm, pairs in counts.items():
+        died, back = (sum(column) for column in zip(*pairs, strict=True))
+        share = f"{100 * back / died:.1f}" if died else ""
+        lines.append((arm, str(len(pairs)), f"{died:,.0f}", f"{back:,.0f}", share))
+    yield from _section(
+        "the text says so. Below, all replicas without normalisation together; each "
+        "[by itself](#zeroing-out-do-filters-that-died-come-back).",
+        ("arm", "runs", "filters that died", "came back", "%"),
+        lines,
     )
-    yield ""
