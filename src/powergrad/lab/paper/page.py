@@ -79,7 +79,16 @@ def _page(evidence: Evidence, studies: Sequence[Study]) -> Iterator[str]:
         "This page is generated: `powergrad paper page` writes it from `results/`.",
         "",
     )
-    yield from ("## The claims, one by one", "")
+    yield from (
+        "## The claims, one by one",
+        "",
+        "Headings are the paper's claims, not ours. Below each stands what was published for it, "
+        "and everything that was measured of it here. A rate is *tuned* if it was chosen on "
+        "held-out training data, from the same grid for every arm; at the *edge* of that grid a "
+        "better one may lie beyond. Comparisons of two methods with each other, of training "
+        "accuracy, of gaps and of dead filters are not corrected for their number.",
+        "",
+    )
     yield from claim_by_claim(evidence, studies)
     for where, title in (
         ("Table 1", "Table 1: with batch normalisation"),
