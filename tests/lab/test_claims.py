@@ -181,6 +181,12 @@ def test_too_few_seeds_have_neither_interval_nor_verdict():
     assert told(none.to_dict())[0].startswith("+0.00 (+0.00 to ")
 
 
+@pytest.fixture(scope="module")
+def unmeasured(tmp_path_factory):
+    """The section without any results."""
+    return list(claim_by_claim(Evidence(tmp_path_factory.mktemp("none")), []))
+
+
 @pytest.mark.parametrize(
     ("claim", "printed"),
     [
@@ -200,9 +206,8 @@ def test_too_few_seeds_have_neither_interval_nor_verdict():
         ("PGT reaches in 60%", "+0 (E60)"),
     ],
 )
-def test_what_was_published_is_the_paper_s(tmp_path, claim, printed):
-    lines = list(claim_by_claim(Evidence(tmp_path), []))
-    assert section(lines, claim)[2].startswith(f"Published: {printed}. Not measured here.")
+def test_what_was_published_is_the_paper_s(unmeasured, claim, printed):
+    assert section(unmeasured, claim)[2].startswith(f"Published: {printed}. Not measured here.")
 
 
 def test_recovery_and_logits_are_those_of_the_csv_files():

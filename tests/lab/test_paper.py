@@ -720,8 +720,14 @@ def test_the_page_tells_what_became_of_the_filters(measured, tmp_path):
         assert f"| {study.stem.name} | " in page
 
 
-def test_the_page_has_the_other_studies_too(tmp_path):
-    page, no_help = page_of(ROOT / "results", tmp_path)
+@pytest.fixture(scope="module")
+def own_pages(tmp_path_factory):
+    """Both pages from the results of the checkout."""
+    return page_of(ROOT / "results", tmp_path_factory.mktemp("pages"))
+
+
+def test_the_page_has_the_other_studies_too(own_pages):
+    page, no_help = own_pages
     described = json.loads((ROOT / "results/compare_digits.json").read_text())
     assert "### `compare_digits`: compare" in page
     assert f"- Command: `{described['environment']['command']}`" in page
@@ -734,10 +740,10 @@ def test_the_page_has_the_other_studies_too(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["reproduction.md", "where-pgt-does-not-help.md"])
-def test_the_pages_are_those_of_the_results(tmp_path, name):
-    write_pages(ROOT / "results", tmp_path)
+def test_the_pages_are_those_of_the_results(own_pages, name):
+    page = own_pages[name != "reproduction.md"]
     again = "run `powergrad paper page` and look at what changed"
-    assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), again
+    assert page == (ROOT / "docs" / name).read_text(), again
 
 
 def test_the_pages_without_results_say_so(tmp_path):
