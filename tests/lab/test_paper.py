@@ -739,6 +739,16 @@ def test_the_page_has_the_other_studies_too(own_pages):
             assert (f"{words} | {each['verdict']} |" in no_help) == (each["verdict"] != "better")
 
 
+def test_filters_of_diverged_runs_are_not_counted(own_pages):
+    told = json.loads((ROOT / "results/decompose_digits_tuned_lr.json").read_text())
+    mine = [row for row in told["rows"] if row["arm"] == "two-group CE"]
+    lived = [row["dead_units"] for row in mine if not row["diverged"]]
+    assert len(lived) < len(mine)
+    section = own_pages[0].partition("### `decompose_digits_tuned_lr`")[2]
+    (row,) = (line for line in section.splitlines() if line.startswith("| two-group CE |"))
+    assert row.split(" | ")[4] == f"{sum(lived) / len(lived):.1f}"
+
+
 @pytest.mark.parametrize("name", ["reproduction.md", "where-pgt-does-not-help.md"])
 def test_the_pages_are_those_of_the_results(own_pages, name):
     page = own_pages[name != "reproduction.md"]

@@ -16,7 +16,15 @@ from powergrad.lab.paper.claims import claim_by_claim, table_of
 from powergrad.lab.paper.cost import cost, total_hours
 from powergrad.lab.paper.evidence import MARGIN, Evidence, Measurement, MissingRunsError
 from powergrad.lab.paper.rows import Experiment, Figure, Row, changes_of, load_paper
-from powergrad.lab.paper.studies import Finding, Study, find_all, read_studies, settings_of, told
+from powergrad.lab.paper.studies import (
+    Finding,
+    Study,
+    find_all,
+    labelled,
+    read_studies,
+    told,
+    trial_of,
+)
 from powergrad.lab.run import write_atomically
 
 __all__ = ["published_words", "write_pages"]
@@ -155,8 +163,8 @@ def _table(experiment: Experiment, study: Measurement | None) -> Iterator[str]:
     yield "|---" * (11 if study else 5) + "|"
     first = experiment.rows[0].published["test"]
     for row in experiment.rows:
-        settings = settings_of(changes_of(row.recipe, experiment.rows[0].recipe))
-        cells = [row.id, f"{row.arm} ({settings})" if settings else row.arm]
+        changes = changes_of(row.recipe, experiment.rows[0].recipe)
+        cells = [row.id, labelled(row.arm, changes)]
         cells += [f"{row.published[k]:g}" if k in row.published else "" for k in ("train", "test")]
         cells.append("" if row is experiment.rows[0] else f"{row.published['test'] - first:+.3f}")
         if study is not None and row.arm in study.arms:
@@ -277,21 +285,23 @@ def _beyond(studies: Sequence[Study]) -> Iterator[str]:
         yield head + "| difference (95% interval) | p (Holm) | verdict |"
         yield "|---" * 9 + "|"
         compared = {each["arm"]: each for each in about["comparisons"]}
-        for arm in about["arms"]:
-            settings = settings_of(about["changes"][arm])
-            n = sum(row["arm"] == arm for row in about["rows"])
-            dead = study.mean(arm, "dead_units")
-            cells = [f"{arm} ({settings})" if settings else arm, str(n)]
-            cells += [f"{study.mean(arm, key):.2f}" for key in ("train_accuracy", "test_accuracy")]
-            cells += ["" if dead is None else f"{dead:.1f}", f"{study.exponent(arm):.1f}"]
-            each = compared.get(arm)
+        for arm in trial_of(study).arms:
+            n = sum(row["arm"] == arm.name for row in about["rows"])
+            keys = ("train_accuracy", "test_accuracy")
+            dead = f"{sum(arm.dead.values()) / len(arm.dead):.1f}" if arm.dead else ""
+            cells = [arm.label, str(n), *(f"{study.mean(arm.name, key):.2f}" for key in keys)]
+            cells += [dead, f"{arm.exponent:.1f}"]
+            each = compared.get(arm.name)
             cells += ("", "", "") if each is None else told(each)
             yield f"| {' | '.join(cells)} |"
         lost = Counter(row["arm"] for row in about["rows"] if row.get("diverged"))
         yield ""
         if lost:
             words = ", ".join(f"{count} of {arm}" for arm, count in lost.items())
-            yield f"Diverged, which counts as no right answer and no dead filter: {words}."
+            yield (
+                "Diverged, which counts as no right answer; their filters are not counted: "
+                f"{words}."
+            )
             yield ""
 
 

@@ -224,7 +224,7 @@ def _small_batch(full: Recipe) -> int:
 
 def _lost(replica: Replica) -> Iterator[str]:
     base, full = replica.base, replica.rows[0].recipe
-    recipes, exponents = replica.recipes.values(), replica.exponents.values()
+    recipes, exponents = replica.recipes, replica.exponents.values()
     before = examples_of(full)
     data = f"{replica.examples:,} examples of {replica.classes} classes"
     yield f"the data: {data} ({base.data.name})"
@@ -236,7 +236,11 @@ def _lost(replica: Replica) -> Iterator[str]:
             16 if full.model.name == "resnet20" else 64,
         ),
         ("the batch", base.train.batch_size, full.train.batch_size),
-        ("the rate", _range([each.optimizer.lr for each in recipes]), f"{full.optimizer.lr:g}"),
+        (
+            "the rate",
+            _range([each.optimizer.lr for each in recipes.values()]),
+            f"{full.optimizer.lr:g}",
+        ),
         ("the decay", f"{base.optimizer.weight_decay:g}", f"{full.optimizer.weight_decay:g}"),
     ):
         if ours != theirs:
@@ -251,7 +255,7 @@ def _lost(replica: Replica) -> Iterator[str]:
         f"{decay_exponent(full, before):.0f}"
     )
     for row in replica.rows:
-        ours, theirs = replica.recipes[row.arm].clip.agc, row.recipe.clip.agc
+        ours, theirs = recipes[row.arm].clip.agc, row.recipe.clip.agc
         if ours is not None and theirs is not None and ours != theirs:
             yield (
                 f"AGC's threshold: {ours:g}, not {theirs:g}, so that its ratio to the decay is kept"

@@ -23,10 +23,12 @@ __all__ = [
     "contrast",
     "find_all",
     "found_in",
+    "labelled",
     "methods_of",
     "read_studies",
     "settings_of",
     "told",
+    "trial_of",
     "trials",
 ]
 
@@ -66,6 +68,12 @@ def settings_of(changes: Mapping[str, Any]) -> str:
     """
     words = (METHODS[key][1].format(value) for key, value in changes.items() if key in METHODS)
     return ", ".join(each for each in words if each)
+
+
+def labelled(name: str, changes: Mapping[str, Any]) -> str:
+    """An arm's name with its settings, if it has any."""
+    settings = settings_of(changes)
+    return f"{name} ({settings})" if settings else name
 
 
 # Studies ------------------------------------------------------------------------------------------
@@ -160,7 +168,7 @@ class Trial:
 
 def trials(evidence: Evidence, studies: Sequence[Study]) -> list[Trial]:
     """Every study of which the first arm is plain cross-entropy."""
-    found = [*map(_of_the_paper, evidence.measurements), *map(_of_ours, studies)]
+    found = [*map(_of_the_paper, evidence.measurements), *map(trial_of, studies)]
     return [each for each in found if each.arms and each.arms[0].methods == frozenset()]
 
 
@@ -190,7 +198,8 @@ def _of_the_paper(study: Measurement) -> Trial:
     return Trial(study.stem.name, norm, is_grid, study.describe(), arms, found)
 
 
-def _of_ours(study: Study) -> Trial:
+def trial_of(study: Study) -> Trial:
+    """One of our studies in the common form, whatever its baseline does."""
     about = study.about
     names = sorted(about["arms"], key=lambda arm: arm != about["baseline"])
     arms = tuple(
@@ -218,12 +227,11 @@ def _arm(
     exponent: float,
     rows: Sequence[Mapping[str, Any]],
 ) -> Arm:
-    settings = settings_of(changes)
     tuned = about.get("tuning", {}).get("arms", {})
     rate = f"{changes.get('optimizer.lr', about['recipe']['optimizer']['lr']):g}"
     if name in tuned:
         rate += ", tuned" + (" (edge)" if tuned[name]["at_edge"] else "")
-    lived = [row for row in rows if not _diverged(row)]
+    lived = [row for row in rows if row.get("diverged") != 1]  # True, or 1 in a CSV
 
     def values(key: str, rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
         found = {row["seed"]: row.get(key) for row in rows}
@@ -234,7 +242,7 @@ def _arm(
 
     return Arm(
         name,
-        f"{label} ({settings})" if settings else label,
+        labelled(label, changes),
         methods_of(changes),
         changes.get("loss.alpha", 1.0),
         rate,
@@ -244,10 +252,6 @@ def _arm(
         values("dead_units", lived),
         len(rows) - len(lived),
     )
-
-
-def _diverged(row: Mapping[str, Any]) -> bool:
-    return row.get("diverged") in (True, "True", 1.0)
 
 
 # Comparisons --------------------------------------------------------------------------------------
