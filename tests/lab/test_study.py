@@ -225,6 +225,7 @@ def test_a_folder_of_another_recipe_is_refused_and_left_alone(study, capsys):
         (["--optimizer.lrr", "1"], "did you mean 'optimizer.lr'?"),
         (["--workers", "0"], "Expected `workers` to be at least 1"),
         (["--storage", "nonsense://x"], "storage"),
+        (["--tune", "lr", "--tune-seeds", "0"], "--tune-seeds to be at least 1"),
     ],
 )
 def test_bad_input_to_compare(tmp_path, capsys, tokens, message):

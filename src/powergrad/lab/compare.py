@@ -23,6 +23,7 @@ from powergrad.lab.study import METRICS, Results, Study
 
 __all__ = [
     "check_identity",
+    "check_tune_seeds",
     "decompose",
     "describe_identity",
     "explain_decomposition",
@@ -79,6 +80,12 @@ def tuning_grid(recipe: Recipe, wanted: str) -> tuple[str, list[Any]]:
     return key, parse_grid([wanted])[key] if "=" in wanted else default_grid(recipe, key)
 
 
+def check_tune_seeds(seeds: int) -> None:
+    """Refuse a tuning without seeds."""
+    if seeds < 1:
+        raise ValueError(f"Expected --tune-seeds to be at least 1, but got {seeds}.")
+
+
 def tune(
     study: Study,
     wanted: str,
@@ -105,6 +112,7 @@ def tune(
     Returns:
         The study with the arms' choices, and what led to them.
     """
+    check_tune_seeds(seeds)
     key, values = tuning_grid(study.base, wanted)
     own = study.base.value(key)
     trials: dict[str, dict[str, Any]] = {}

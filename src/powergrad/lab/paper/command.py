@@ -269,6 +269,8 @@ def _check_run(
     tune_seeds: int,
     options: StudyOptions,
 ) -> None:
+    from powergrad.lab.compare import check_tune_seeds
+
     rows = experiment.pick(item) if scale == "small" else _own_rows(experiment, item)
     arms = [row.arm for row in rows]
     if arm is not None and arm not in arms:
@@ -291,8 +293,7 @@ def _check_run(
             "Expected --data to be digits, fashion-mnist, cifar10 or folder:PATH, but got "
             f"{data!r}."
         )
-    if tune_seeds < 1:
-        raise ValueError(f"Expected --tune-seeds to be at least 1, but got {tune_seeds}.")
+    check_tune_seeds(tune_seeds)
 
 
 def _run_full(
