@@ -80,6 +80,7 @@ def test_methods_are_told_by_the_keys_that_an_arm_changes():
     assert methods_of({}) == methods_of({"optimizer.lr": 0.1}) == frozenset()
     assert methods_of({"loss.alpha": 0.3, "loss.label_smoothing": 0.1}) == {"PGT", "LS"}
     assert methods_of({"loss.alpha": 0.3, "loss.form": "as_published"}) is None
+    assert methods_of({"optimizer.weight_decay": 0.01, "optimizer.lr": 0.1}) == {"other decay"}
     assert methods_of({"optimizer.head.lr": 0.25}) is None
 
 
@@ -94,7 +95,7 @@ def test_a_claim_counts_verdicts_and_says_how_rates_were_chosen(tmp_path):
     write_study(tmp_path, "two", tuned, same, tuning=tuning)
     lines = list(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)))
     told = section(lines, "PGT raises accuracy without normalisation")
-    assert told[2].endswith("Measured: 1 better, 1 equivalent.")
+    assert " Measured: 1 better, 1 equivalent. " in told[2]
     on = "resnet8 of width 8 without normalisation on digits, batch 16, 1,000 steps"
     first = f"| pgt (alpha 0.25) | {on} | 0.1; 0.1 | 8 | +2.00 (+2.00 to +2.00) | better |"
     assert f"| `compare_one` {first}" in told
@@ -147,7 +148,31 @@ def test_fewer_epochs_have_their_control(tmp_path):
     rows = [line for line in lines if line.startswith("| `")]
     assert "PGT, 60% (alpha 0.3, 6 epochs)" in rows[0]
     assert "CE, 60% (6 epochs)" in rows[1]
+    assert "PGT, 60% (alpha 0.3, 6 epochs) against CE, 60% (6 epochs)" in rows[2]
+    assert len(rows) == 3
     assert "Measured: 1 equivalent." in lines[2]  # the control is not counted
+
+
+def test_less_decay_is_the_control_of_pgt_without_normalisation(tmp_path):
+    changes = {
+        "baseline": {},
+        "pgt": {"loss.alpha": 0.25, "optimizer.lr": 0.05},
+        "less": {"optimizer.weight_decay": 1e-4},
+    }
+    accuracy = {"baseline": spread(90), "pgt": spread(92), "less": spread(93)}
+    write_study(tmp_path, "x", changes, accuracy)
+    normal = RECIPE.override({"model.norm": "batch"})
+    write_study(tmp_path, "y", changes, accuracy, recipe=normal)
+    lines = list(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)))
+    told = section(lines, "PGT raises accuracy without")
+    assert "Measured: 1 better." in told[2]
+    pgt, less, direct = (line for line in told if line.startswith("| `"))
+    on = "resnet8 of width 8 without normalisation on digits, batch 16, 1,000 steps"
+    assert f"| pgt (alpha 0.25) | {on} | 0.05; 0.1 | 8 | +2.00 (" in pgt
+    assert f"| less (decay 0.0001) | {on} | 0.1; 0.1 | 8 | +3.00 (" in less
+    assert "| pgt (alpha 0.25) against less (decay 0.0001) |" in direct
+    assert "| 0.05; 0.1 | 8 | -1.00 (-1.00 to -1.00) | worse |" in direct
+    assert sum(line.startswith("| `") for line in section(lines, "PGT raises accuracy with ")) == 1
 
 
 @pytest.mark.parametrize(

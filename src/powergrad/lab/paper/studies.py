@@ -41,6 +41,7 @@ METHODS = {
     "clip.norm": ("GC", "norm {:g}"),
     "loss.label_smoothing": ("LS", "smoothing {:g}"),
     "train.epochs": ("other length", "{:g} epochs"),
+    "optimizer.weight_decay": ("other decay", "decay {:g}"),
     "optimizer.lr": (None, ""),
 }
 
@@ -275,6 +276,9 @@ class Finding:
     def cells(self) -> tuple[str, ...]:
         """Study, arm, what it was measured on, both rates, n, difference, and verdict."""
         difference, _, verdict = told(self.found)
+        label = self.arm.label
+        if self.against.methods:
+            label += f" against {self.against.label}"
         lost = [each.diverged for each in (self.arm, self.against)]
         if any(lost):
             verdict += f"; diverged: {lost[0]} against {lost[1]}"
@@ -282,7 +286,7 @@ class Finding:
         n = str(self.found["n"])
         return (
             f"`{self.trial.name}`",
-            self.arm.label,
+            label,
             self.trial.on,
             rates,
             n,
