@@ -175,6 +175,26 @@ def test_less_decay_is_the_control_of_pgt_without_normalisation(tmp_path):
     assert sum(line.startswith("| `") for line in section(lines, "PGT raises accuracy with ")) == 1
 
 
+def test_batch_and_depth_without_normalisation_have_their_claims(tmp_path):
+    changes = {
+        "baseline": {},
+        "large": {"train.batch_size": 64, "optimizer.lr": 0.2},
+        "deep": {"model.name": "resnet50"},
+    }
+    accuracy = {"baseline": spread(90), "large": spread(88), "deep": spread(10)}
+    write_study(tmp_path, "x", changes, accuracy)
+    lines = list(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)))
+    for claim, cells in {
+        "Without normalisation large": ("large (batch 64)", "| 0.2; 0.1 | 8 | -2.00 ("),
+        "Networks deeper": ("deep (resnet50)", "| 0.1; 0.1 | 8 | -80.00 ("),
+    }.items():
+        told = section(lines, claim)
+        assert "Measured: 1 worse." in told[2]
+        (row,) = (line for line in told if line.startswith("| `"))
+        assert f"| {cells[0]} |" in row
+        assert cells[1] in row
+
+
 @pytest.mark.parametrize(
     ("count", "decay", "verdict"),
     [
@@ -229,6 +249,11 @@ def unmeasured(tmp_path_factory):
         ("Training accuracy", "+0.15 (T1.7) to +1.48 (T2.4)"),
         ("The gap", "-0.332 (T2.2) to +0.796 (T2.4)"),
         ("PGT reaches in 60%", "+0 (E60)"),
+        (
+            "Without normalisation large batches",
+            "-1.98 at batch 1024 (T2.1) and -0.244 at 512 (T2.3) against 256 (T2.5)",
+        ),
+        ("Networks deeper", "the text has it of ResNet-34 and ResNet-50"),
     ],
 )
 def test_what_was_published_is_the_paper_s(unmeasured, claim, printed):

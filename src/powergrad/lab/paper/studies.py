@@ -41,7 +41,9 @@ METHODS = {
     "clip.norm": ("GC", "norm {:g}"),
     "loss.label_smoothing": ("LS", "smoothing {:g}"),
     "train.epochs": ("other length", "{:g} epochs"),
+    "train.batch_size": ("other batch", "batch {:g}"),
     "optimizer.weight_decay": ("other decay", "decay {:g}"),
+    "model.name": ("other network", "{}"),
     "optimizer.lr": (None, ""),
 }
 
