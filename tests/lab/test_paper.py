@@ -403,13 +403,17 @@ def test_a_run_of_two_tables_is_paid_once():
 # Replicas ----------------------------------------------------------------------------------------
 
 
-def test_the_decay_exponent_is_what_sgd_does_to_a_weight_without_gradient():
-    recipe = Recipe().override({"train.epochs": 40, "train.batch_size": 32})
+@pytest.mark.parametrize(("rate", "decay"), [(1, 1), (0.5, 1), (1, 0.25), (4, 0.25)])
+def test_the_decay_exponent_is_what_sgd_does_to_a_filter_without_gradient(rate, decay):
+    changes = {"train.epochs": 40, "train.batch_size": 32}
+    factors = {"backbone.lr": rate, "backbone.weight_decay": decay, "head.lr": 3}
+    changes |= {f"optimizer.{key}": value for key, value in factors.items()}
+    recipe = Recipe().override(changes)
     weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
     options = recipe.optimizer
-    sgd = torch.optim.SGD([weight], lr=1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    sgd = torch.optim.SGD([weight], lr=1, momentum=0.9, nesterov=True, weight_decay=5e-4 * decay)
     for step in range(40 * 50):
-        sgd.param_groups[0]["lr"] = learning_rate_at(
+        sgd.param_groups[0]["lr"] = rate * learning_rate_at(
             step / 50, recipe.schedule, options.lr, recipe.train.epochs
         )
         weight.grad = torch.zeros_like(weight)

@@ -104,7 +104,7 @@ class Replica:
 
 
 def decay_exponent(recipe: Recipe, examples: int) -> float:
-    """How far decay alone shrinks a weight over a run, as ``-log``.
+    """How far decay alone shrinks a filter over a run, as ``-log``.
 
     Args:
         recipe: The run.
@@ -121,7 +121,8 @@ def decay_exponent(recipe: Recipe, examples: int) -> float:
         for step in range(per_epoch * recipe.train.epochs)
     )
     momentum = options.momentum if options.name == "sgd" else 0.0
-    return math.fsum(rates) * options.weight_decay / (1 - momentum)
+    decay = options.weight_decay * options.backbone.lr * options.backbone.weight_decay
+    return math.fsum(rates) * decay / (1 - momentum)
 
 
 def plan_replica(

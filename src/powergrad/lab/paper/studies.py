@@ -105,7 +105,7 @@ class Study:
         return describe_runs(self.about["recipe"], steps)
 
     def exponent(self, arm: str) -> float:
-        """How far decay alone shrank a weight of an arm; see :func:`decay_exponent`."""
+        """How far decay alone shrank a filter of an arm; see :func:`decay_exponent`."""
         recipe = Recipe.model_validate(self.about["recipe"]).override(self.about["changes"][arm])
         steps = {row["steps"] for row in self.about["rows"] if row["arm"] == arm}
         per_epoch = max(steps) // recipe.train.epochs
@@ -129,7 +129,7 @@ class Arm:
             paper.
         alpha: PGT's, 1 without it.
         rate: Its learning rate, and how it was chosen.
-        exponent: How far decay alone shrank a weight.
+        exponent: How far decay alone shrank a filter.
         test: The test accuracy of every seed, 0 of a run that diverged.
         train: The training accuracy of every seed that did not.
         dead: The dead filters of every seed that did not, where they were counted.
