@@ -114,12 +114,23 @@ def test_all_faults_come_at_once_each_with_its_key():
         ({"optimizer.lr": 0}, "optimizer.lr: expected greater than 0, but got 0"),
         ({"seed": -1}, "seed: expected greater than or equal to 0, but got -1"),
         ({"loss": 3}, "loss: expected"),
+        ({"clip.agc": 5e-4}, "clip.agc: expected more than optimizer.weight_decay of the backbone"),
+        (
+            {"clip.agc": 0.001, "optimizer.backbone.weight_decay": 4},
+            "clip.agc: expected more than optimizer.weight_decay of the backbone, 0.002",
+        ),
     ],
 )
 def test_a_recipe_that_makes_no_sense_is_refused(changes, message):
     with pytest.raises(RecipeError) as caught:
         Recipe().override(changes)
     assert message in str(caught.value)
+
+
+def test_clipping_under_the_decay_is_no_fault_where_the_backbone_has_less():
+    changes = {"clip.agc": 4e-4, "optimizer.backbone.weight_decay": 0.25}
+    assert Recipe().override(changes).clip.agc == 4e-4
+    assert Recipe().override({"clip.agc": 1e-4, "optimizer.name": "adamw"}).clip.agc == 1e-4
 
 
 def test_a_file_holds_only_what_it_changes(tmp_path):

@@ -251,11 +251,13 @@ class Recipe(Section):
                 "loss.form: expected train.precision float16 with as_published, which is right at "
                 f"one loss scale only, but got {self.train.precision}"
             )
-        decay, clip = self.optimizer.weight_decay, self.clip.agc
-        if clip is not None and clip <= decay and self.optimizer.name == "sgd":
+        options, clip = self.optimizer, self.clip.agc
+        decay = options.weight_decay * options.backbone.weight_decay
+        if clip is not None and clip <= decay and options.name == "sgd":
             faults.append(
-                f"clip.agc: expected more than optimizer.weight_decay, {decay:g}, which otherwise "
-                f"outweighs every gradient until all weights vanish, but got {clip:g}"
+                f"clip.agc: expected more than optimizer.weight_decay of the backbone, {decay:g}, "
+                "which otherwise outweighs every gradient until all weights vanish, but got "
+                f"{clip:g}"
             )
         if faults:
             raise ValueError("\n".join(faults))
