@@ -11,7 +11,8 @@ from powergrad.lab import stats
 from powergrad.lab.config import Recipe
 from powergrad.lab.paper.claims import claim_by_claim
 from powergrad.lab.paper.evidence import Evidence
-from powergrad.lab.paper.studies import find_all, methods_of, read_studies, told, trials
+from powergrad.lab.paper.page import write_pages
+from powergrad.lab.paper.studies import found_in, methods_of, read_studies, told, trials
 
 RESULTS = Path(__file__).parents[2] / "results"
 CHANGED = {
@@ -65,6 +66,7 @@ def write_study(
         "comparisons": [each.to_dict() for each in compared],
         "rows": rows,
         "recipe": recipe.model_dump(mode="json"),
+        "environment": {"torch": "2", "commit": "c0ffee", "command": "powergrad compare"},
     }
     if tuning:
         about["tuning"] = {"key": "optimizer.lr", "arms": tuning}
@@ -130,7 +132,8 @@ def test_a_study_whose_baseline_has_pgt_is_no_evidence_for_it(tmp_path):
     hook = {"baseline": {}, "hook": {"loss.alpha": 0.25, "loss.form": "as_published"}}
     half = RECIPE.override({"train.precision": "float16"})
     write_study(tmp_path, "y", hook, {"baseline": spread(90), "hook": spread(80)}, recipe=half)
-    (found,) = find_all(Evidence(tmp_path), read_studies(tmp_path))
+    (trial,) = trials(Evidence(tmp_path), read_studies(tmp_path))
+    (found,) = found_in(trial)
     assert (found.arm.name, found.arm.methods) == ("hook", None)
     lines = list(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)))
     assert not any(line.startswith("| `compare") for line in lines)
@@ -153,26 +156,36 @@ def test_fewer_epochs_have_their_control(tmp_path):
     assert "Measured: 1 equivalent." in lines[2]  # the control is not counted
 
 
-def test_less_decay_is_the_control_of_pgt_without_normalisation(tmp_path):
+@pytest.mark.parametrize(("norm", "words"), [("none", "without"), ("batch", "with batch")])
+def test_less_decay_is_the_control_of_pgt(tmp_path, norm, words):
     changes = {
         "baseline": {},
         "pgt": {"loss.alpha": 0.25, "optimizer.lr": 0.05},
         "less": {"optimizer.weight_decay": 1e-4},
+        "both": {"loss.alpha": 0.25, "optimizer.weight_decay": 1e-4},
+        "both, even less": {"loss.alpha": 0.25, "optimizer.weight_decay": 1e-5},
     }
-    accuracy = {"baseline": spread(90), "pgt": spread(92), "less": spread(93)}
-    write_study(tmp_path, "x", changes, accuracy)
-    normal = RECIPE.override({"model.norm": "batch"})
-    write_study(tmp_path, "y", changes, accuracy, recipe=normal)
+    means = {"baseline": 90, "pgt": 92, "less": 93, "both": 96, "both, even less": 10}
+    accuracy = {arm: spread(mean) for arm, mean in means.items()}
+    write_study(tmp_path, "x", changes, accuracy, recipe=RECIPE.override({"model.norm": norm}))
     lines = list(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)))
-    told = section(lines, "PGT raises accuracy without")
+    told = section(lines, f"PGT raises accuracy {words}")
     assert "Measured: 1 better." in told[2]
-    pgt, less, direct = (line for line in told if line.startswith("| `"))
-    on = "resnet8 of width 8 without normalisation on digits, batch 16, 1,000 steps"
+    pgt, less, direct, both = (line for line in told if line.startswith("| `"))
+    kind = " without normalisation" if norm == "none" else ""
+    on = f"resnet8 of width 8{kind} on digits, batch 16, 1,000 steps"
     assert f"| pgt (alpha 0.25) | {on} | 0.05; 0.1 | 8 | +2.00 (" in pgt
     assert f"| less (decay 0.0001) | {on} | 0.1; 0.1 | 8 | +3.00 (" in less
     assert "| pgt (alpha 0.25) against less (decay 0.0001) |" in direct
     assert "| 0.05; 0.1 | 8 | -1.00 (-1.00 to -1.00) | worse |" in direct
-    assert sum(line.startswith("| `") for line in section(lines, "PGT raises accuracy with ")) == 1
+    assert "| both (alpha 0.25, decay 0.0001) against less (decay 0.0001) |" in both
+    assert "| 0.1; 0.1 | 8 | +3.00 (" in both
+    write_pages(tmp_path, tmp_path)
+    page = (tmp_path / "where-pgt-does-not-help.md").read_text()
+    assert page.startswith("# Where PGT does not help")
+    assert "Of 1 comparisons (0 of them points of grids over alpha), 1 came out better." in page
+    assert direct in page.partition("## Against something simpler")[2]
+    assert both not in page
 
 
 def test_batch_and_depth_without_normalisation_have_their_claims(tmp_path):

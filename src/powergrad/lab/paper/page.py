@@ -12,18 +12,19 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from powergrad.lab.paper.claims import claim_by_claim, table_of
+from powergrad.lab.paper.claims import against_controls, claim_by_claim, table_of
 from powergrad.lab.paper.cost import cost, total_hours
 from powergrad.lab.paper.evidence import MARGIN, Evidence, Measurement, MissingRunsError
 from powergrad.lab.paper.rows import Experiment, Figure, Row, changes_of, load_paper
 from powergrad.lab.paper.studies import (
     Finding,
     Study,
-    find_all,
+    found_in,
     labelled,
     read_studies,
     told,
     trial_of,
+    trials,
 )
 from powergrad.lab.run import write_atomically
 
@@ -325,7 +326,8 @@ def _no_help(evidence: Evidence, studies: Sequence[Study]) -> Iterator[str]:
         "This page is generated: `powergrad paper page` writes it from `results/`.",
         "",
     )
-    rows = [each for each in find_all(evidence, studies) if _has_pgt(each)]
+    found = trials(evidence, studies)
+    rows = [each for trial in found for each in found_in(trial) if _has_pgt(each)]
     others = [each for each in rows if each.verdict != "better"]
     if not rows:
         yield "Nothing was measured yet."
@@ -339,12 +341,24 @@ def _no_help(evidence: Evidence, studies: Sequence[Study]) -> Iterator[str]:
         "they are not independent. These did not come out better:"
     )
     yield from ("", *table_of(others))
+    simpler = [each for each in against_controls(found) if each.verdict != "better"]
+    if simpler:
+        yield from (
+            "",
+            "## Against something simpler",
+            "",
+            "PGT against plain cross-entropy with less weight decay, or with as few epochs as PGT "
+            "had, wherever it was not better than that. Not corrected for the number of "
+            "comparisons.",
+            "",
+            *table_of(simpler),
+        )
 
 
 def _has_pgt(finding: Finding) -> bool:
-    """Whether it is PGT at the baseline's length; that fewer epochs do not help is no surprise."""
+    """Whether it is PGT under the baseline's conditions: as long, with its decay."""
     methods = finding.arm.methods or frozenset()
-    return "PGT" in methods and "other length" not in methods
+    return "PGT" in methods and not any(each.startswith("other ") for each in methods)
 
 
 def _drawn_from(evidence: Evidence, figure: Figure) -> str:

@@ -21,7 +21,6 @@ __all__ = [
     "Study",
     "Trial",
     "contrast",
-    "find_all",
     "found_in",
     "labelled",
     "methods_of",
@@ -125,9 +124,7 @@ class Arm:
     Attributes:
         name: Its name.
         label: The same, with the id of its row if the paper has it, and its settings.
-        methods: What it does that plain cross-entropy does not; None if that is no method of the
-            paper.
-        alpha: PGT's, 1 without it.
+        changes: What it changes in the study's recipe.
         rate: Its learning rate, and how it was chosen.
         exponent: How far decay alone shrank a filter.
         test: The test accuracy of every seed, 0 of a run that diverged.
@@ -138,14 +135,23 @@ class Arm:
 
     name: str
     label: str
-    methods: frozenset[str] | None
-    alpha: float
+    changes: Mapping[str, Any]
     rate: str
     exponent: float
     test: Mapping[int, float]
     train: Mapping[int, float]
     dead: Mapping[int, float]
     diverged: int
+
+    @property
+    def methods(self) -> frozenset[str] | None:
+        """What it does that plain cross-entropy does not; None if that is no method."""
+        return methods_of(self.changes)
+
+    def agrees_with(self, other: Arm) -> bool:
+        """Whether what both change, but for the rate, they change alike."""
+        both = (self.changes.keys() & other.changes.keys()) - {"optimizer.lr"}
+        return all(self.changes[key] == other.changes[key] for key in both)
 
 
 @dataclass(frozen=True)
@@ -246,8 +252,7 @@ def _arm(
     return Arm(
         name,
         labelled(label, changes),
-        methods_of(changes),
-        changes.get("loss.alpha", 1.0),
+        changes,
         rate,
         exponent,
         values("test_accuracy", rows),
@@ -307,11 +312,6 @@ def told(found: Mapping[str, Any]) -> tuple[str, str, str]:
         return difference, "", "too few seeds"
     low, high = map(stats.signed, found["interval"])
     return f"{difference} ({low} to {high})", f"{found['p_adjusted']:.3f}", found["verdict"]
-
-
-def find_all(evidence: Evidence, studies: Sequence[Study]) -> list[Finding]:
-    """Every comparison of every study with plain cross-entropy."""
-    return [each for trial in trials(evidence, studies) for each in found_in(trial)]
 
 
 def found_in(trial: Trial) -> list[Finding]:
