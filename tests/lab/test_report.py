@@ -223,6 +223,15 @@ def test_verdict_and_numbers_are_those_of_the_study(made: Path) -> None:
         assert run["curve"]["nll"] == pytest.approx([row["nll"] for row in rows], rel=1e-5)
 
 
+def test_the_control_that_is_missing_is_named(study: Path) -> None:
+    saved = json.loads((study / "study.json").read_text())
+    saved["comparisons"][0]["verdict"] = "better"
+    (study / "study.json").write_text(json.dumps(saved))
+    (note,) = shown(study)["notes"]
+    assert note.startswith("Before you keep pgt:")
+    assert "less-decay" in note
+
+
 def test_reliability_is_that_of_all_seeds_together(made: Path) -> None:
     arm = shown(made)["arms"][1]
     outputs = [Run(run_of(made, "pgt", seed)).test_outputs() for seed in (0, 1)]

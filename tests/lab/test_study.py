@@ -20,6 +20,7 @@ from powergrad.lab.compare import (
     default_grid,
     describe_identity,
     explain_decomposition,
+    missing_control,
     sweep_arms,
 )
 from powergrad.lab.config import Recipe, RecipeError, load_recipe
@@ -70,6 +71,40 @@ def test_agc_clips_above_the_decay():
     recipe.override(changes)
     with pytest.raises(RecipeError, match=r"clip.agc: expected more than optimizer.weight_decay"):
         recipe.override({"clip.agc": 0.01})
+
+
+def test_less_decay_is_what_pgt_leaves_the_backbone():
+    recipe = SMALL.override({"optimizer.weight_decay": 0.02})
+    arms = arms_of(["baseline", "pgt", "less-decay"], recipe, [0.25, 0.5])
+    assert arms["less-decay(0.25)"] == {"optimizer.weight_decay": 0.005}
+    assert arms["less-decay(0.5)"] == {"optimizer.weight_decay": 0.01}
+    backbone = decomposition(recipe, 0.25)["backbone decay * alpha"]
+    assert backbone == {"optimizer.backbone.weight_decay": 0.25}  # the same, for the backbone
+    with pytest.raises(RecipeError, match="weight_decay above 0 for less-decay, but got 0"):
+        parse_arm("less-decay", recipe.override({"optimizer.weight_decay": 0}), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("better", "changes", "more", "expected"),
+    [
+        (["pgt"], {}, {}, True),
+        (["agc"], {}, {"agc": {"clip.agc": 0.2}}, False),
+        (["pgt"], {"optimizer.weight_decay": 0}, {}, False),
+        (["pgt"], {"optimizer.name": "adamw"}, {}, False),  # there PGT moves no decay
+        (["pgt"], {}, {"less-decay": {"optimizer.weight_decay": 0.001}}, False),  # it was tried
+        (["pgt"], {}, {"both": {"optimizer.weight_decay": 0.001, "loss.alpha": 0.25}}, True),
+        (["pgt"], {}, {"more": {"optimizer.weight_decay": 0.1}}, True),
+    ],
+)
+def test_the_control_is_named_where_pgt_is_better_without_it(better, changes, more, expected):
+    base = SMALL.override({"optimizer.weight_decay": 0.02, **changes})
+    arms = {"baseline": {}, "pgt": {"loss.alpha": 0.25}, **more}
+    found = missing_control("compare-tuned-optimizer.lr", base, arms, better)
+    assert bool(found) == expected
+    if found:
+        assert "Before you keep pgt:" in found
+        assert "less-decay" in found
+    assert missing_control("decompose", base, arms, better) is None  # it has the part itself
 
 
 def test_an_unknown_arm_is_refused_with_the_nearest():

@@ -11,7 +11,8 @@ __all__ = ["SHORT", "arms_of", "decomposition", "expand_key", "parse_arm", "pars
 
 Changes = dict[str, Any]
 
-METHODS = ("baseline", "pgt", "gc", "agc", "label-smoothing")
+METHODS = ("baseline", "pgt", "gc", "agc", "label-smoothing", "less-decay")
+OF_ALPHA = {"pgt", "less-decay"}  # of METHODS
 SHORT = {
     "lr": "optimizer.lr",
     "wd": "optimizer.weight_decay",
@@ -38,13 +39,17 @@ def expand_key(key: str) -> str:
 
 
 def method(name: str, recipe: Recipe, alpha: float) -> Changes:
-    """What one of the paper's methods changes in `recipe`.
+    """What one of the paper's methods, or the control of PGT, changes in `recipe`.
 
     The paper states no threshold of clipping. The global norm's is the usual 1. AGC's is Brock et
     al.'s 0.01, or eight times the weight decay where that is more: AGC keeps a unit's gradient
     under `clip` times its weight, decay takes `weight_decay` times its weight, so with a clip below
     the decay every weight would vanish. (0.16, the largest clip that Brock et al. tried, is eight
-    times 0.02.)
+    times 0.02.) ``less-decay`` is the control: alpha times the decay, which by the identity is what
+    PGT leaves the backbone, and no PGT.
+
+    Raises:
+        RecipeError: If there is no decay to have less of.
     """
     if name == "pgt":
         return {"loss.alpha": alpha}
@@ -52,6 +57,10 @@ def method(name: str, recipe: Recipe, alpha: float) -> Changes:
         return {"clip.norm": 1.0}
     if name == "agc":
         return {"clip.agc": max(0.01, 8 * recipe.optimizer.weight_decay)}
+    if name == "less-decay":
+        if recipe.optimizer.weight_decay == 0:
+            raise RecipeError("Expected optimizer.weight_decay above 0 for less-decay, but got 0.")
+        return {"optimizer.weight_decay": alpha * recipe.optimizer.weight_decay}
     return {"loss.label_smoothing": 0.1} if name == "label-smoothing" else {}
 
 
@@ -93,7 +102,7 @@ def parse_arm(text: str, recipe: Recipe, alpha: float) -> tuple[str, Changes]:
 
 
 def arms_of(texts: Sequence[str], recipe: Recipe, alphas: Sequence[float]) -> dict[str, Changes]:
-    """The arms of a comparison; with several alphas, an arm with ``pgt`` once for each.
+    """The arms of a comparison; with several alphas, an arm that has one once for each.
 
     Example:
         >>> list(arms_of(["baseline", "agc+pgt"], Recipe(), [0.1, 0.3]))
@@ -101,10 +110,10 @@ def arms_of(texts: Sequence[str], recipe: Recipe, alphas: Sequence[float]) -> di
     """
     arms: dict[str, Changes] = {}
     for text in texts:
-        has_pgt = "pgt" in [part.strip() for part in text.rpartition(":")[2].split("+")]
-        for alpha in alphas if has_pgt else alphas[:1]:
+        parts = {part.strip() for part in text.rpartition(":")[2].split("+")}
+        for alpha in alphas if parts & OF_ALPHA else alphas[:1]:
             name, changes = parse_arm(text, recipe, alpha)
-            if has_pgt and len(alphas) > 1:
+            if parts & OF_ALPHA and len(alphas) > 1:
                 name = f"{name}({alpha:g})"
             if name in arms:
                 raise RecipeError(f"Expected arms of different names, but got {name!r} twice.")

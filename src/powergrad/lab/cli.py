@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from powergrad.lab.arms import arms_of, decomposition, parse_grid
-from powergrad.lab.compare import explain_decomposition
+from powergrad.lab.compare import explain_decomposition, missing_control
 from powergrad.lab.config import Recipe, load_recipe, parse_overrides
 from powergrad.lab.plan import least_seeds
 from powergrad.lab.study import Results, Study, read_csv
@@ -225,8 +225,9 @@ def compare(
     Args:
         recipe: The name of a recipe, or a YAML file.
         overrides: Changes of the recipe, for all arms.
-        arms: Arms, separated by commas: baseline, pgt, gc, agc, label-smoothing, joined by +. The
-            first is the one that the others are compared with.
+        arms: Arms, separated by commas: baseline, pgt, gc, agc, label-smoothing, less-decay
+            (alpha times the weight decay, without PGT), joined by +. The first is the one that
+            the others are compared with.
         arm: One more arm, as "name: key=value, key=value"; may be given several times.
         alpha: PGT's alpha; several, separated by commas, make an arm each.
         tune: A key to tune for every arm alike, as lr or lr=0.1,0.2,0.4, on held-out training data.
@@ -438,6 +439,9 @@ def _run_study(study: Study, folder: Path, options: StudyOptions, told: dict[str
     _show(results)
     if "identity_gaps" in told:
         print(explain_decomposition(results, told["alpha"]))
+    better = [each.arm for each in results.comparisons() if each.verdict == "better"]
+    if control := missing_control(study.kind, study.base, study.arms, better):
+        print(f"\n{control}")
     print(
         f"\nLook at {folder / 'report.html'}; beside it study.csv, study.json, study.png, the runs."
     )

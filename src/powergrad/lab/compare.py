@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ __all__ = [
     "decompose",
     "describe_identity",
     "explain_decomposition",
+    "missing_control",
     "sweep_arms",
     "tune",
     "tuning_grid",
@@ -232,6 +233,35 @@ def describe_identity(gaps: Mapping[int, float]) -> str:
     if not gaps[last] < ROUNDING:
         return f"{words}the same training, though one so unstable that rounding grows."
     return f"{words}they are the same training."
+
+
+def missing_control(
+    kind: str, base: Recipe, arms: Mapping[str, Mapping[str, Any]], better: Collection[str]
+) -> str | None:
+    """What to try before PGT is kept, if it came out better and less decay was not tried.
+
+    Args:
+        kind: The study's kind.
+        base: Its recipe.
+        arms: What its arms change.
+        better: Those that came out better than the baseline.
+    """
+    decay = base.optimizer.weight_decay
+    if not kind.startswith("compare") or base.optimizer.name != "sgd" or decay == 0:
+        return None
+    with_pgt = [arm for arm, changes in arms.items() if changes.get("loss.alpha", 1) < 1]
+    gained = [arm for arm in with_pgt if arm in better]
+    is_tried = any(
+        changes.get("optimizer.weight_decay", decay) < decay
+        for arm, changes in arms.items()
+        if arm not in with_pgt
+    )
+    if is_tried or not gained:
+        return None
+    return (
+        f"Before you keep {gained[0]}: PGT leaves the backbone alpha times its weight decay, and "
+        "that alone may gain as much. Add less-decay to --arms, with --tune lr, to tell."
+    )
 
 
 def explain_decomposition(results: Results, alpha: float) -> str:

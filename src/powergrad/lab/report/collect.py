@@ -19,7 +19,7 @@ from torch import Tensor
 
 from powergrad import __version__, calibration
 from powergrad.lab import stats
-from powergrad.lab.compare import describe_identity, explain_decomposition
+from powergrad.lab.compare import describe_identity, explain_decomposition, missing_control
 from powergrad.lab.config import Recipe, flatten
 from powergrad.lab.report.norms import encode_norms, spread_over
 from powergrad.lab.run import COLUMNS as CURVES
@@ -164,6 +164,9 @@ def _study(folder: Path) -> dict[str, Any]:
         _rows(runs, metric),
     )
     comparisons, headline = _comparisons(results, runs, saved, notes)
+    better = [each["arm"] for each in comparisons if each["verdict"] == "better"]
+    if control := missing_control(kind, base, arms, better):
+        notes.append(control)
     decomposed = None
     if "identity_gaps" in saved and len(comparisons) == len(arms) - 1:
         gaps = {int(step): gap for step, gap in saved["identity_gaps"].items()}
