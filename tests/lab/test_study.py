@@ -90,7 +90,9 @@ def test_less_decay_is_what_pgt_leaves_the_backbone():
         (["pgt"], {}, {}, True),
         (["agc"], {}, {"agc": {"clip.agc": 0.2}}, False),
         (["pgt"], {"optimizer.weight_decay": 0}, {}, False),
+        (["pgt"], {"optimizer.name": "adam"}, {}, True),
         (["pgt"], {"optimizer.name": "adamw"}, {}, False),  # there PGT moves no decay
+        (["pgt"], {}, {"half": {"optimizer.backbone.weight_decay": 0.5}}, False),
         (["pgt"], {}, {"less-decay": {"optimizer.weight_decay": 0.001}}, False),  # it was tried
         (["pgt"], {}, {"both": {"optimizer.weight_decay": 0.001, "loss.alpha": 0.25}}, True),
         (["pgt"], {}, {"more": {"optimizer.weight_decay": 0.1}}, True),
@@ -104,7 +106,8 @@ def test_the_control_is_named_where_pgt_is_better_without_it(better, changes, mo
     if found:
         assert "Before you keep pgt:" in found
         assert "less-decay" in found
-    assert missing_control("decompose", base, arms, better) is None  # it has the part itself
+    for kind in ("decompose", "compare-tuned-optimizer.weight_decay"):  # have it themselves
+        assert missing_control(kind, base, arms, better) is None
 
 
 def test_an_unknown_arm_is_refused_with_the_nearest():

@@ -46,7 +46,7 @@ def method(name: str, recipe: Recipe, alpha: float) -> Changes:
     under `clip` times its weight, decay takes `weight_decay` times its weight, so with a clip below
     the decay every weight would vanish. (0.16, the largest clip that Brock et al. tried, is eight
     times 0.02.) ``less-decay`` is the control: alpha times the decay, which by the identity is what
-    PGT leaves the backbone, and no PGT.
+    PGT leaves the backbone (not with AdamW), and no PGT.
 
     Raises:
         RecipeError: If there is no decay to have less of.
@@ -71,7 +71,7 @@ def parse_arm(text: str, recipe: Recipe, alpha: float) -> tuple[str, Changes]:
         text: Methods joined by ``+`` (``agc+pgt``), or ``key=value,key=value``, with ``NAME:``
             before it if it is to be called otherwise.
         recipe: The recipe that it changes.
-        alpha: The alpha of ``pgt``.
+        alpha: The alpha of ``pgt`` and ``less-decay``.
 
     Raises:
         RecipeError: If a part is neither a method nor a change.
@@ -102,7 +102,7 @@ def parse_arm(text: str, recipe: Recipe, alpha: float) -> tuple[str, Changes]:
 
 
 def arms_of(texts: Sequence[str], recipe: Recipe, alphas: Sequence[float]) -> dict[str, Changes]:
-    """The arms of a comparison; with several alphas, an arm that has one once for each.
+    """The arms of a comparison; with several alphas, one that depends on alpha once for each.
 
     Example:
         >>> list(arms_of(["baseline", "agc+pgt"], Recipe(), [0.1, 0.3]))

@@ -229,7 +229,7 @@ def compare(
             (alpha times the weight decay, without PGT), joined by +. The first is the one that
             the others are compared with.
         arm: One more arm, as "name: key=value, key=value"; may be given several times.
-        alpha: PGT's alpha; several, separated by commas, make an arm each.
+        alpha: PGT's alpha, and less-decay's; several, separated by commas, make an arm each.
         tune: A key to tune for every arm alike, as lr or lr=0.1,0.2,0.4, on held-out training data.
         tune_seeds: Seeds of each value that is tried.
         from_: Compare the runs of a CSV instead, which has the columns arm, seed and a metric.

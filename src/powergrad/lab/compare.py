@@ -246,17 +246,19 @@ def missing_control(
         arms: What its arms change.
         better: Those that came out better than the baseline.
     """
-    decay = base.optimizer.weight_decay
-    if not kind.startswith("compare") or base.optimizer.name != "sgd" or decay == 0:
-        return None
+    is_tuned = kind.endswith("optimizer.weight_decay")
+    if not kind.startswith("compare") or is_tuned or base.optimizer.name == "adamw":
+        return None  # AdamW's decay PGT leaves alone
+
+    def decay(changes: Mapping[str, Any]) -> float:
+        options = base.override(changes).optimizer
+        return options.weight_decay * options.backbone.weight_decay
+
     with_pgt = [arm for arm, changes in arms.items() if changes.get("loss.alpha", 1) < 1]
     gained = [arm for arm in with_pgt if arm in better]
-    is_tried = any(
-        changes.get("optimizer.weight_decay", decay) < decay
-        for arm, changes in arms.items()
-        if arm not in with_pgt
-    )
-    if is_tried or not gained:
+    others = [changes for arm, changes in arms.items() if arm not in with_pgt]
+    is_tried = any(decay(changes) < decay({}) for changes in others)
+    if not gained or is_tried or decay({}) == 0:
         return None
     return (
         f"Before you keep {gained[0]}: PGT leaves the backbone alpha times its weight decay, and "

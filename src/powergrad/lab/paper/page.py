@@ -356,9 +356,9 @@ def _no_help(evidence: Evidence, studies: Sequence[Study]) -> Iterator[str]:
 
 
 def _has_pgt(finding: Finding) -> bool:
-    """Whether it is PGT under the baseline's conditions: as long, with its decay."""
+    """Whether it is PGT, with other methods of the paper or not, and nothing else is changed."""
     methods = finding.arm.methods or frozenset()
-    return "PGT" in methods and not any(each.startswith("other ") for each in methods)
+    return "PGT" in methods and methods <= {"PGT", "AGC", "GC", "LS"}
 
 
 def _drawn_from(evidence: Evidence, figure: Figure) -> str:

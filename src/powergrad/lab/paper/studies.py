@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,33 +33,58 @@ __all__ = [
 ]
 
 KINDS = ("compare", "sweep", "decompose")  # results/KIND_NAME.json
-# What an arm does, by the keys that it changes, and how its value is told. A rate of its own is no
-# method.
-METHODS = {
+# What an arm does, by the key that it changes, and how its value is told. Where there are two
+# names, the first is for less than the study's recipe has, the second for more. A rate of its own
+# is no method.
+METHODS: dict[str, tuple[str | tuple[str, str] | None, str]] = {
     "loss.alpha": ("PGT", "alpha {:g}"),
     "clip.agc": ("AGC", "AGC at {:g}"),
     "clip.norm": ("GC", "norm {:g}"),
     "loss.label_smoothing": ("LS", "smoothing {:g}"),
-    "train.epochs": ("other length", "{:g} epochs"),
-    "train.batch_size": ("other batch", "batch {:g}"),
-    "optimizer.weight_decay": ("other decay", "decay {:g}"),
-    "model.name": ("other network", "{}"),
+    "train.epochs": (("fewer epochs", "more epochs"), "{:g} epochs"),
+    "train.batch_size": (("smaller batch", "larger batch"), "batch {:g}"),
+    "optimizer.weight_decay": (("less decay", "more decay"), "decay {:g}"),
+    "optimizer.backbone.weight_decay": (("less decay", "more decay"), ""),
+    "model.name": (("shallower network", "deeper network"), "{}"),
     "optimizer.lr": (None, ""),
 }
 
 
-def methods_of(changes: Mapping[str, Any]) -> frozenset[str] | None:
+def methods_of(changes: Mapping[str, Any], base: Recipe) -> frozenset[str] | None:
     """What the paper calls the changes of an arm; None if one is no method of its.
 
+    Args:
+        changes: What the arm changes.
+        base: The recipe in which it does.
+
     Example:
-        >>> sorted(methods_of({"loss.alpha": 0.25, "clip.agc": 0.2, "optimizer.lr": 0.1}))
-        ['AGC', 'PGT']
-        >>> methods_of({"model.head_scale": 0.25}) is None
+        >>> changes = {"loss.alpha": 0.25, "clip.agc": 0.2, "optimizer.weight_decay": 1e-4}
+        >>> sorted(methods_of(changes, Recipe()))
+        ['AGC', 'PGT', 'less decay']
+        >>> methods_of({"model.head_scale": 0.25}, Recipe()) is None
         True
     """
     if not set(changes) <= set(METHODS):
         return None
-    return frozenset(name for key in changes if (name := METHODS[key][0]) is not None)
+    found = set()
+    for key, value in changes.items():
+        name = METHODS[key][0]
+        if isinstance(name, tuple):
+            before, after = (_size(each) for each in (base.value(key), value))
+            if after == before:
+                continue
+            name = name[after > before]
+        if name is not None:
+            found.add(name)
+    return frozenset(found)
+
+
+def _size(value: float | str) -> float:
+    """A number, or the depth in a network's name."""
+    if isinstance(value, str):
+        depth = re.search(r"(\d+)$", value)
+        return float(depth[1]) if depth else 0.0
+    return value
 
 
 def settings_of(changes: Mapping[str, Any]) -> str:
@@ -125,6 +151,8 @@ class Arm:
         name: Its name.
         label: The same, with the id of its row if the paper has it, and its settings.
         changes: What it changes in the study's recipe.
+        methods: What it does that plain cross-entropy does not; None if that is no method.
+        on: What it was measured on.
         rate: Its learning rate, and how it was chosen.
         exponent: How far decay alone shrank a filter.
         test: The test accuracy of every seed, 0 of a run that diverged.
@@ -136,17 +164,14 @@ class Arm:
     name: str
     label: str
     changes: Mapping[str, Any]
+    methods: frozenset[str] | None
+    on: str
     rate: str
     exponent: float
     test: Mapping[int, float]
     train: Mapping[int, float]
     dead: Mapping[int, float]
     diverged: int
-
-    @property
-    def methods(self) -> frozenset[str] | None:
-        """What it does that plain cross-entropy does not; None if that is no method."""
-        return methods_of(self.changes)
 
     def agrees_with(self, other: Arm) -> bool:
         """Whether what both change, but for the rate, they change alike."""
@@ -162,7 +187,6 @@ class Trial:
         name: The name of its files.
         norm: The network's normalisation.
         is_grid: Whether it is a grid over alpha.
-        on: What it was measured on.
         arms: All of them, the one that the others are compared with first.
         found: The comparisons with it, as :meth:`powergrad.lab.stats.Comparison.to_dict` has them.
     """
@@ -170,7 +194,6 @@ class Trial:
     name: str
     norm: str
     is_grid: bool
-    on: str
     arms: tuple[Arm, ...]
     found: Mapping[str, Mapping[str, Any]]
 
@@ -204,7 +227,7 @@ def _of_the_paper(study: Measurement) -> Trial:
     found = {arm: each.to_dict() for arm in study.arms if (each := study.comparison(arm))}
     norm = study.about["recipe"]["model"]["norm"]
     is_grid = bool(study.experiment.grid)
-    return Trial(study.stem.name, norm, is_grid, study.describe(), arms, found)
+    return Trial(study.stem.name, norm, is_grid, arms, found)
 
 
 def trial_of(study: Study) -> Trial:
@@ -225,7 +248,7 @@ def trial_of(study: Study) -> Trial:
     found = {each["arm"]: each for each in about["comparisons"]}
     norm = about["recipe"]["model"]["norm"]
     is_grid = about["kind"].startswith("sweep")
-    return Trial(study.stem.name, norm, is_grid, study.describe(), arms, found)
+    return Trial(study.stem.name, norm, is_grid, arms, found)
 
 
 def _arm(
@@ -236,6 +259,7 @@ def _arm(
     exponent: float,
     rows: Sequence[Mapping[str, Any]],
 ) -> Arm:
+    base = Recipe.model_validate(about["recipe"])
     tuned = about.get("tuning", {}).get("arms", {})
     rate = f"{changes.get('optimizer.lr', about['recipe']['optimizer']['lr']):g}"
     if name in tuned:
@@ -249,10 +273,13 @@ def _arm(
             seed: value for seed, value in found.items() if value is not None and value == value
         }
 
+    recipe = base.override(changes).model_dump(mode="json")
     return Arm(
         name,
         labelled(label, changes),
         changes,
+        methods_of(changes, base),
+        describe_runs(recipe, (int(row["steps"]) for row in lived or rows)),
         rate,
         exponent,
         values("test_accuracy", rows),
@@ -283,9 +310,11 @@ class Finding:
     def cells(self) -> tuple[str, ...]:
         """Study, arm, what it was measured on, both rates, n, difference, and verdict."""
         difference, _, verdict = told(self.found)
-        label = self.arm.label
+        label, on = self.arm.label, self.arm.on
         if self.against.methods:
             label += f" against {self.against.label}"
+        if self.against.on != on:
+            on += f"; the other: {self.against.on}"
         lost = [each.diverged for each in (self.arm, self.against)]
         if any(lost):
             verdict += f"; diverged: {lost[0]} against {lost[1]}"
@@ -294,7 +323,7 @@ class Finding:
         return (
             f"`{self.trial.name}`",
             label,
-            self.trial.on,
+            on,
             rates,
             n,
             difference,
