@@ -273,7 +273,10 @@ def _arm(
             seed: value for seed, value in found.items() if value is not None and value == value
         }
 
-    recipe = base.override(changes).model_dump(mode="json")
+    # What it was measured on may differ from the study's recipe in these; the rest need not even be
+    # a recipe (an old file has the paper's changes, not the replica's).
+    apart = {key: changes[key] for key in ("model.name", "train.batch_size") if key in changes}
+    recipe = base.override(apart).model_dump(mode="json")
     return Arm(
         name,
         labelled(label, changes),
