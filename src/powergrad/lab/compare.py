@@ -251,8 +251,7 @@ def missing_control(
         return None  # AdamW's decay PGT leaves alone
 
     def decay(changes: Mapping[str, Any]) -> float:
-        options = base.override(changes).optimizer
-        return options.weight_decay * options.backbone.weight_decay
+        return base.override(changes).optimizer.backbone_decay
 
     with_pgt = [arm for arm, changes in arms.items() if changes.get("loss.alpha", 1) < 1]
     gained = [arm for arm in with_pgt if arm in better]

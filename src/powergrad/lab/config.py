@@ -110,6 +110,11 @@ class Optimizer(Section):
     backbone: Factors = Field(default=Factors(), description="factors for all layers but the last")
     head: Factors = Field(default=Factors(), description="factors for the last layer")
 
+    @property
+    def backbone_decay(self) -> float:
+        """The weight decay of all layers but the last."""
+        return self.weight_decay * self.backbone.weight_decay
+
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> Optimizer:
         if self.name == "sgd" and self.nesterov and self.momentum == 0:
@@ -251,9 +256,8 @@ class Recipe(Section):
                 "loss.form: expected train.precision float16 with as_published, which is right at "
                 f"one loss scale only, but got {self.train.precision}"
             )
-        options, clip = self.optimizer, self.clip.agc
-        decay = options.weight_decay * options.backbone.weight_decay
-        if clip is not None and clip <= decay and options.name == "sgd":
+        decay, clip = self.optimizer.backbone_decay, self.clip.agc
+        if clip is not None and clip <= decay and self.optimizer.name == "sgd":
             faults.append(
                 f"clip.agc: expected more than optimizer.weight_decay of the backbone, {decay:g}, "
                 "which otherwise outweighs every gradient until all weights vanish, but got "

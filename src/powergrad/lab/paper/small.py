@@ -121,8 +121,7 @@ def decay_exponent(recipe: Recipe, examples: int) -> float:
         for step in range(per_epoch * recipe.train.epochs)
     )
     momentum = options.momentum if options.name == "sgd" else 0.0
-    decay = options.weight_decay * options.backbone.lr * options.backbone.weight_decay
-    return math.fsum(rates) * decay / (1 - momentum)
+    return math.fsum(rates) * options.backbone.lr * options.backbone_decay / (1 - momentum)
 
 
 def plan_replica(
