@@ -27,6 +27,12 @@ CHANGED = {
 RECIPE = Recipe().override(CHANGED)
 
 
+def claims_of(results):
+    """The lines of the page's section on claims."""
+    evidence = Evidence(results)
+    return list(claim_by_claim(evidence, trials(evidence, read_studies(results))))
+
+
 def section(lines, start):
     """The lines of the section whose title begins so."""
     found, inside = [], False
@@ -116,7 +122,7 @@ def test_a_claim_counts_verdicts_and_says_how_rates_were_chosen(tmp_path):
     same = {**accuracy, "pgt": {7 - seed: value for seed, value in spread(90).items()}}
     tuned = {arm: {**each, "optimizer.lr": 0.2} for arm, each in changes.items()}
     write_study(tmp_path, "two", tuned, same, tuning=tuning)
-    lines = list(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)))
+    lines = claims_of(tmp_path)
     told = section(lines, "PGT raises accuracy without normalisation")
     assert " Measured: 1 better, 1 equivalent. " in told[2]
     on = "resnet8 of width 8 without normalisation on digits, batch 16, 1,000 steps"
@@ -137,7 +143,7 @@ def test_training_accuracy_and_gap_are_compared_without_the_runs_that_diverged(t
     accuracy = {"baseline": spread(80), "pgt": {**spread(81), 3: 0.0}}
     train = {"baseline": spread(90), "pgt": {**spread(93), 3: 0.0}}
     write_study(tmp_path, "x", changes, accuracy, diverged={("pgt", 3)}, train=train)
-    lines = list(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)))
+    lines = claims_of(tmp_path)
     (row,) = (line for line in section(lines, "Training accuracy") if "`compare_x`" in line)
     assert "| 7 | +3.00 (+3.00 to +3.00) | better; diverged: 1 against 0 |" in row
     (row,) = (line for line in section(lines, "The gap") if "`compare_x`" in line)
@@ -156,7 +162,7 @@ def test_a_study_whose_baseline_has_pgt_is_no_evidence_for_it(tmp_path):
     (trial,) = trials(Evidence(tmp_path), read_studies(tmp_path))
     (found,) = found_in(trial)
     assert (found.arm.name, found.arm.methods) == ("hook", None)
-    lines = list(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)))
+    lines = claims_of(tmp_path)
     assert not any(line.startswith("| `compare") for line in lines)
 
 
@@ -168,7 +174,7 @@ def test_fewer_epochs_have_their_control(tmp_path):
     }
     accuracy = {arm: spread(90) for arm in changes}
     write_study(tmp_path, "x", changes, accuracy)
-    lines = section(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)), "PGT reaches")
+    lines = section(claims_of(tmp_path), "PGT reaches")
     rows = [line for line in lines if line.startswith("| `")]
     assert "PGT, 60% (alpha 0.3, 6 epochs)" in rows[0]
     assert "CE, 60% (6 epochs)" in rows[1]
@@ -192,7 +198,7 @@ def test_less_decay_is_the_control_of_pgt(tmp_path, norm, words):
     means |= {"more": 50, "fast": 20}
     accuracy = {arm: spread(mean) for arm, mean in means.items()}
     write_study(tmp_path, "x", changes, accuracy, recipe=RECIPE.override({"model.norm": norm}))
-    lines = list(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)))
+    lines = claims_of(tmp_path)
     told = section(lines, f"PGT raises accuracy {words}")
     assert "Measured: 1 better." in told[2]
     pgt, less, direct, both = (line for line in told if line.startswith("| `"))
@@ -224,7 +230,7 @@ def test_batch_and_depth_without_normalisation_have_their_claims(tmp_path):
     accuracy = {arm: spread(mean) for arm, mean in means.items()}
     recipe = RECIPE.override({"model.name": "resnet34"})
     write_study(tmp_path, "x", changes, accuracy, recipe=recipe)
-    lines = list(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)))
+    lines = claims_of(tmp_path)
     for claim, cells in {
         "Without normalisation large": ("large (batch 64)", "| 0.2; 0.1 | 8 | -2.00 ("),
         "Networks deeper": ("deep (resnet50) | resnet50 of width 8 w", "| 0.1; 0.1 | 8 | -80.00 ("),
@@ -256,22 +262,22 @@ def test_dead_filters_are_told_apart_by_the_same_tests(tmp_path, count, decay, v
     (trial,) = trials(Evidence(tmp_path), read_studies(tmp_path))
     # 1,000 steps at a mean rate a little under 0.05, momentum 0.9
     assert trial.arms[0].exponent == pytest.approx(1000 * 0.05 * decay / 0.1, rel=0.3)
-    lines = section(claim_by_claim(Evidence(tmp_path), read_studies(tmp_path)), "Fewer filters")
+    lines = section(claims_of(tmp_path), "Fewer filters")
     (row,) = (line for line in lines if line.startswith("| `"))  # gc is none of these
     assert row.endswith(f"| 8 | {count + 3.5:.1f} | 23.5 | {verdict} |")
 
 
 def test_too_few_seeds_have_neither_interval_nor_verdict():
     (few,) = stats.compare({"a": spread(90, 3), "b": spread(91, 3)}, "a", margin=0.5)
-    assert told(few.to_dict()) == ("+1.00", "", "too few seeds")
+    assert told(few) == ("+1.00", "", "too few seeds")
     (none,) = stats.compare({"a": spread(90), "b": spread(89.999)}, "a", margin=0.5)
-    assert told(none.to_dict())[0].startswith("+0.00 (+0.00 to ")
+    assert told(none)[0].startswith("+0.00 (+0.00 to ")
 
 
 @pytest.fixture(scope="module")
 def unmeasured(tmp_path_factory):
     """The section without any results."""
-    return list(claim_by_claim(Evidence(tmp_path_factory.mktemp("none")), []))
+    return claims_of(tmp_path_factory.mktemp("none"))
 
 
 @pytest.mark.parametrize(
@@ -304,7 +310,7 @@ def test_what_was_published_is_the_paper_s(unmeasured, claim, printed):
 
 
 def test_recovery_and_logits_are_those_of_the_csv_files():
-    lines = list(claim_by_claim(Evidence(RESULTS), read_studies(RESULTS)))
+    lines = claims_of(RESULTS)
     rows = []
     for path in (RESULTS / "paper").glob("*.json"):
         with open(path.with_name(path.stem + ".csv")) as file:

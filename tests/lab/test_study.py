@@ -3,6 +3,7 @@ import io
 import json
 import math
 import random
+import re
 import sqlite3
 import subprocess
 import sys
@@ -312,6 +313,12 @@ def test_a_csv_from_elsewhere(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "new is better than baseline: +1.00" in said
     assert "Here new is better than baseline." in said
+
+
+def test_an_arm_whose_name_has_a_comma_is_quoted_in_the_verdict(tmp_path):
+    twice = GOOD + re.sub("^new,", '"new, twice",', GOOD[GOOD.index("new,") :], flags=re.M)
+    results = read_csv(write(tmp_path / "r.csv", twice), metric=None, baseline=None, margin=0.5)
+    assert results.verdict() == 'Here new and "new, twice" are better than baseline.'
 
 
 @pytest.mark.parametrize(

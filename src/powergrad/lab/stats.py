@@ -22,6 +22,7 @@ References:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -36,6 +37,7 @@ from powergrad.lab.plan import (
     EXACT,
     check_fraction,
     check_positive,
+    check_step,
     least_seeds,
     minimum_detectable_effect,
     seeds_to_settle,
@@ -393,10 +395,11 @@ class Comparison:
             examples were given.
         margin: The largest difference that does not matter.
         level: The level of every test.
+        sd: Standard deviation of a difference.
+        error: Standard error of the mean difference.
+        df: Its degrees of freedom.
+        step: The steps in which the metric moves; 0 if it is continuous.
         power: The power that ``mde`` and ``seeds_needed`` are for.
-        mde: The smallest difference that would have been found at this n and noise; None if the
-            seeds are too few to find any.
-        seeds_needed: Number of seeds that would settle it: see :func:`seeds_to_settle`.
         verdict: "better", "worse", "equivalent" or "underpowered".
     """
 
@@ -418,10 +421,37 @@ class Comparison:
     bootstrap_interval: tuple[float, float] | None
     margin: float
     level: float
+    sd: float
+    error: float
+    df: float
+    step: float
     power: float
-    mde: float | None
-    seeds_needed: int
     verdict: Verdict
+
+    @functools.cached_property
+    def mde(self) -> float | None:
+        """The smallest difference that would have been found at this n and noise.
+
+        None if the seeds are too few to find any. Like ``seeds_needed`` it may take a simulation,
+        so both wait until they are asked for.
+        """
+        if self.paired:
+            return minimum_detectable_effect(self.sd, self.n, **self._test)
+        return self.error * t_shift(self.df, self.level / self.comparisons, self.power)
+
+    @functools.cached_property
+    def seeds_needed(self) -> int:
+        """Number of seeds that would settle it: see :func:`seeds_to_settle`."""
+        return seeds_to_settle(self.sd, self.margin, **self._test)
+
+    @property
+    def _test(self) -> dict[str, Any]:
+        return {
+            "comparisons": self.comparisons,
+            "power": self.power,
+            "level": self.level,
+            "step": self.step,
+        }
 
     @property
     def sentence(self) -> str:
@@ -479,8 +509,8 @@ class Comparison:
         return max(0, 1 - math.floor(math.log10(max(size, self.margin / 10))))
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field and the sentence, as plain values for JSON."""
-        fields = asdict(self)
+        """Every field, the detectable difference, the seeds needed and the sentence, for JSON."""
+        fields = {**asdict(self), "mde": self.mde, "seeds_needed": self.seeds_needed}
         for name, value in fields.items():
             if isinstance(value, tuple):
                 fields[name] = list(value)
@@ -550,6 +580,7 @@ def compare(
     m = len(arms)
     if step is None:
         step = _step([value for of_arm in runs.values() for value in of_arm.values()])
+    check_step(step)
     samples = [_match(runs[arm], runs[baseline]) for arm in arms]
     p_values = [
         float(sign_flip_test(s.differences, seed=seed)) if s.paired else s.summary.p()
@@ -558,18 +589,13 @@ def compare(
     results = []
     for arm, s, p, p_adjusted in zip(arms, samples, p_values, holm(p_values), strict=True):
         summary = s.summary
-        if s.paired:
-            mde = minimum_detectable_effect(
-                summary.sd, s.n, comparisons=m, power=power, level=alpha_level, step=step
-            )
-        else:
-            mde = summary.error * t_shift(summary.df, alpha_level / m, power)
+        can_speak = not s.paired or s.n >= least_seeds(m, alpha_level)
         tost_p = summary.tost(margin)
         improvement = (summary.mean > 0) == higher_is_better
         verdict: Verdict = "underpowered"
         if p_adjusted < alpha_level:
             verdict = "better" if improvement else "worse"
-        elif tost_p < alpha_level and mde is not None:
+        elif tost_p < alpha_level and can_speak:
             verdict = "equivalent"
         chance, chance_interval = probability_of_improvement(
             s.arm,
@@ -610,11 +636,11 @@ def compare(
                 bootstrap_interval=bootstrap,
                 margin=float(margin),
                 level=alpha_level,
+                sd=summary.sd,
+                error=summary.error,
+                df=summary.df,
+                step=step,
                 power=power,
-                mde=mde,
-                seeds_needed=seeds_to_settle(
-                    summary.sd, margin, comparisons=m, power=power, level=alpha_level, step=step
-                ),
                 verdict=verdict,
             )
         )

@@ -263,7 +263,8 @@ class Results:
         """What it comes to, in one sentence."""
         by_verdict: dict[str, list[str]] = {}
         for each in self.comparisons():
-            by_verdict.setdefault(each.verdict, []).append(each.arm)
+            name = f'"{each.arm}"' if "," in each.arm else each.arm
+            by_verdict.setdefault(each.verdict, []).append(name)
         phrases = []
         for verdict, words in (
             ("better", f"better than {self.baseline}"),

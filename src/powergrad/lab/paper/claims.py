@@ -14,12 +14,10 @@ from powergrad.lab.paper.rows import changes_of, load_paper
 from powergrad.lab.paper.studies import (
     Arm,
     Finding,
-    Study,
     Trial,
     contrast,
     found_in,
     methods_of,
-    trials,
 )
 
 __all__ = ["against_controls", "claim_by_claim", "table_of"]
@@ -119,9 +117,8 @@ CLAIMS = (
 )
 
 
-def claim_by_claim(evidence: Evidence, studies: Sequence[Study]) -> Iterator[str]:
+def claim_by_claim(evidence: Evidence, found: Sequence[Trial]) -> Iterator[str]:
     """The section of the page: a claim, what was published for it, all that was measured of it."""
-    found = trials(evidence, studies)
     for claim in CLAIMS:
         mine = list(_findings(claim, found))
         words = [f"Published: {_published(claim)}.", _count(mine), claim.more]
@@ -327,7 +324,7 @@ def _dead(found: Sequence[Trial]) -> Iterator[str]:
                     verdict = "too little decay"
                 means = (f"{sum(of.values()) / len(of):.1f}" for of in values.values())
                 decay = f"{exponents[0]:.1f}; {exponents[1]:.1f}"
-                n = str(each.found["n"])
+                n = str(each.found.n)
                 cells = (arm.label, arm.on, decay, n, *means, verdict)
                 lines.append((f"`{trial.name}`", *cells))
     yield from _section(

@@ -73,7 +73,7 @@ def _measured(study: Measurement, row: Row) -> str:
     words = f"{study.about['label']}: {study.mean(row.arm):.2f} (n = {len(values)})"
     compared = study.comparison(row.arm)
     if compared is not None:
-        difference, _, verdict = told(compared.to_dict())
+        difference, _, verdict = told(compared)
         words += f", {difference.partition(' ')[0]}, {verdict}"
     return words
 

@@ -19,6 +19,7 @@ from powergrad.lab.paper.rows import Experiment, Figure, Row, changes_of, load_p
 from powergrad.lab.paper.studies import (
     Finding,
     Study,
+    Trial,
     found_in,
     labelled,
     read_studies,
@@ -46,9 +47,10 @@ def write_pages(results: Path, folder: Path) -> list[Path]:
         The files written.
     """
     evidence, studies = Evidence(results), read_studies(results)
+    found = trials(evidence, studies)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, lines in ((PAGE, _page(evidence, studies)), (NO_HELP, _no_help(evidence, studies))):
+    for name, lines in ((PAGE, _page(evidence, studies, found)), (NO_HELP, _no_help(found))):
         text = ("\n".join(lines).rstrip("\n") + "\n").encode()
         write_atomically(folder / name, lambda file, text=text: file.write(text))
         written.append(folder / name)
@@ -62,7 +64,7 @@ def published_words(row: Row) -> str:
     return ", ".join(words) or "no number printed"
 
 
-def _page(evidence: Evidence, studies: Sequence[Study]) -> Iterator[str]:
+def _page(evidence: Evidence, studies: Sequence[Study], found: Sequence[Trial]) -> Iterator[str]:
     paper = load_paper()
     hours = total_hours(row.recipe for each in paper.experiments for row in each.rows)
     needs = ", ".join(f"{value:,.0f} on {gpu}" for gpu, value in hours.items())
@@ -98,7 +100,7 @@ def _page(evidence: Evidence, studies: Sequence[Study]) -> Iterator[str]:
         "accuracy, of gaps and of dead filters are not corrected for their number.",
         "",
     )
-    yield from claim_by_claim(evidence, studies)
+    yield from claim_by_claim(evidence, found)
     for where, title in (
         ("Table 1", "Table 1: with batch normalisation"),
         ("Table 2", "Table 2: without normalisation"),
@@ -188,7 +190,7 @@ def _numbers(study: Measurement, arm: str) -> list[str]:
     compared = study.comparison(arm)
     if compared is None:
         return [*cells, "", "", "too few seeds"]
-    return [*cells, *told(compared.to_dict())]
+    return [*cells, *told(compared)]
 
 
 def _grid(study: Measurement) -> Iterator[str]:
@@ -285,14 +287,14 @@ def _beyond(studies: Sequence[Study]) -> Iterator[str]:
         head = "| arm | n | train | test | dead filters | decay exponent "
         yield head + "| difference (95% interval) | p (Holm) | verdict |"
         yield "|---" * 9 + "|"
-        compared = {each["arm"]: each for each in about["comparisons"]}
-        for arm in trial_of(study).arms:
+        trial = trial_of(study)
+        for arm in trial.arms:
             n = sum(row["arm"] == arm.name for row in about["rows"])
             keys = ("train_accuracy", "test_accuracy")
             dead = f"{sum(arm.dead.values()) / len(arm.dead):.1f}" if arm.dead else ""
             cells = [arm.label, str(n), *(f"{study.mean(arm.name, key):.2f}" for key in keys)]
             cells += [dead, f"{arm.exponent:.1f}"]
-            each = compared.get(arm.name)
+            each = trial.found.get(arm.name)
             cells += ("", "", "") if each is None else told(each)
             yield f"| {' | '.join(cells)} |"
         lost = Counter(row["arm"] for row in about["rows"] if row.get("diverged"))
@@ -309,7 +311,7 @@ def _beyond(studies: Sequence[Study]) -> Iterator[str]:
 # Where it did not help ----------------------------------------------------------------------------
 
 
-def _no_help(evidence: Evidence, studies: Sequence[Study]) -> Iterator[str]:
+def _no_help(found: Sequence[Trial]) -> Iterator[str]:
     yield from (
         "# Where PGT does not help",
         "",
@@ -326,7 +328,6 @@ def _no_help(evidence: Evidence, studies: Sequence[Study]) -> Iterator[str]:
         "This page is generated: `powergrad paper page` writes it from `results/`.",
         "",
     )
-    found = trials(evidence, studies)
     rows = [each for trial in found for each in found_in(trial) if _has_pgt(each)]
     others = [each for each in rows if each.verdict != "better"]
     if not rows:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from powergrad.lab import stats
@@ -32,6 +33,7 @@ __all__ = [
     "trials",
 ]
 
+Told = stats.Comparison | SimpleNamespace  # a comparison, fresh or read from a file
 KINDS = ("compare", "sweep", "decompose")  # results/KIND_NAME.json
 # What an arm does, by the key that it changes, and how its value is told. Where there are two
 # names, the first is for less than the study's recipe has, the second for more. A rate of its own
@@ -188,14 +190,14 @@ class Trial:
         norm: The network's normalisation.
         is_grid: Whether it is a grid over alpha.
         arms: All of them, the one that the others are compared with first.
-        found: The comparisons with it, as :meth:`powergrad.lab.stats.Comparison.to_dict` has them.
+        found: The comparisons with it, by arm.
     """
 
     name: str
     norm: str
     is_grid: bool
     arms: tuple[Arm, ...]
-    found: Mapping[str, Mapping[str, Any]]
+    found: Mapping[str, Told]
 
 
 def trials(evidence: Evidence, studies: Sequence[Study]) -> list[Trial]:
@@ -224,7 +226,7 @@ def _of_the_paper(study: Measurement) -> Trial:
         )
         for row in rows
     )
-    found = {arm: each.to_dict() for arm in study.arms if (each := study.comparison(arm))}
+    found = {arm: each for arm in study.arms if (each := study.comparison(arm))}
     norm = study.about["recipe"]["model"]["norm"]
     is_grid = bool(study.experiment.grid)
     return Trial(study.stem.name, norm, is_grid, arms, found)
@@ -245,7 +247,7 @@ def trial_of(study: Study) -> Trial:
         )
         for name in names
     )
-    found = {each["arm"]: each for each in about["comparisons"]}
+    found = {each["arm"]: SimpleNamespace(**each) for each in about["comparisons"]}
     norm = about["recipe"]["model"]["norm"]
     is_grid = about["kind"].startswith("sweep")
     return Trial(study.stem.name, norm, is_grid, arms, found)
@@ -302,7 +304,7 @@ class Finding:
     trial: Trial
     arm: Arm
     against: Arm
-    found: Mapping[str, Any]
+    found: Told
 
     @property
     def verdict(self) -> str:
@@ -322,7 +324,7 @@ class Finding:
         if any(lost):
             verdict += f"; diverged: {lost[0]} against {lost[1]}"
         rates = f"{self.arm.rate}; {self.against.rate}"
-        n = str(self.found["n"])
+        n = str(self.found.n)
         return (
             f"`{self.trial.name}`",
             label,
@@ -334,16 +336,16 @@ class Finding:
         )
 
 
-def told(found: Mapping[str, Any]) -> tuple[str, str, str]:
+def told(found: Told) -> tuple[str, str, str]:
     """Difference with its interval, p and verdict of a comparison.
 
     With fewer seeds than any verdict needs there is neither interval nor p.
     """
-    difference = stats.signed(found["difference"])
-    if found["n"] < least_seeds(found["comparisons"], found["level"]):
+    difference = stats.signed(found.difference)
+    if found.n < least_seeds(found.comparisons, found.level):
         return difference, "", "too few seeds"
-    low, high = map(stats.signed, found["interval"])
-    return f"{difference} ({low} to {high})", f"{found['p_adjusted']:.3f}", found["verdict"]
+    low, high = map(stats.signed, found.interval)
+    return f"{difference} ({low} to {high})", f"{found.p_adjusted:.3f}", found.verdict
 
 
 def found_in(trial: Trial) -> list[Finding]:
@@ -363,4 +365,4 @@ def contrast(
     both = {each.name: values[each.name] for each in (against, arm)}
     if min(map(len, both.values())) >= 2:
         (compared,) = stats.compare(both, against.name, **{"margin": MARGIN, **options})
-        yield Finding(trial, arm, against, compared.to_dict())
+        yield Finding(trial, arm, against, compared)
