@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from math import isfinite
 
 import numpy as np
 
-from powergrad.lab.paper.evidence import Evidence, Measurement
+from powergrad.lab.paper.evidence import MARGIN, Evidence, Measurement
 from powergrad.lab.paper.rows import changes_of, load_paper
 from powergrad.lab.paper.studies import (
     Arm,
@@ -39,6 +40,8 @@ class _Claim:
         methods: What the arm does.
         norm: The normalisation of the networks; None for all.
         against: What the other arm does; nothing for the baseline.
+        alpha: The arm's alpha, where the claim is of one.
+        holds: The verdicts that bear it out.
         metric: ``test``, ``train`` or ``gap``, the second less the first.
         published: What the paper has on it, if that is no difference within a part of a table.
         control: What an arm without PGT does that may explain the gain: shown beside it, with PGT
@@ -51,6 +54,8 @@ class _Claim:
     methods: frozenset[str]
     norm: str | None = None
     against: frozenset[str] = frozenset()
+    alpha: float | None = None
+    holds: frozenset[str] = frozenset({"better"})
     metric: str = "test"
     published: str = ""
     control: frozenset[str] | None = None
@@ -72,18 +77,26 @@ CLAIMS = (
     _Claim("PGT raises accuracy without normalisation", PGT, "none", control=LESS, reading=MOVED),
     _Claim("AGC raises accuracy without normalisation", AGC, "none"),
     _Claim("PGT does better than AGC", PGT, "none", AGC),
-    _Claim("AGC + PGT raises accuracy without normalisation", AGC | PGT, "none"),
-    _Claim("AGC + PGT does better than PGT alone", AGC | PGT, "none", PGT),
+    _Claim("AGC with PGT raises accuracy without normalisation", AGC | PGT, "none"),
+    _Claim("AGC with PGT does better than PGT alone", AGC | PGT, "none", PGT),
     _Claim("GC raises accuracy without normalisation", GC, "none"),
     _Claim("PGT does better than GC", PGT, "none", GC),
     _Claim(
-        "GC + PGT raises accuracy without normalisation",
+        "GC with PGT raises accuracy without normalisation",
         GC | PGT,
         "none",
         more='The text calls its advantage "not very significant".',
     ),
     _Claim("Label smoothing raises accuracy", LS),
-    _Claim("Label smoothing improves PGT at alpha 0.3 and hurts it at 0.05", LS | PGT, against=PGT),
+    _Claim("Label smoothing improves PGT at alpha 0.3", LS | PGT, against=PGT, alpha=0.3),
+    _Claim(
+        "Label smoothing hurts PGT at alpha 0.05",
+        LS | PGT,
+        against=PGT,
+        alpha=0.05,
+        holds=_set("worse"),
+        reading="Here *worse* is what the claim says.",
+    ),
     _Claim("Training accuracy rises too", PGT, metric="train"),
     _Claim(
         "The gap between training and test accuracy grows",
@@ -94,6 +107,7 @@ CLAIMS = (
     _Claim(
         "PGT reaches in 60% of the epochs what cross-entropy reaches in all",
         PGT | SHORTER,
+        holds=_set("better", "equivalent"),
         control=SHORTER,
         more="The paper has no run of cross-entropy with 60 epochs.",
         reading="Here *equivalent* is what the claim says; where cross-entropy with as few epochs "
@@ -103,6 +117,7 @@ CLAIMS = (
         "Without normalisation large batches cost accuracy",
         _set("larger batch"),
         "none",
+        holds=_set("worse"),
         published="-1.98 at batch 1024 (T2.1) and -0.244 at 512 (T2.3), against 256 (T2.5)",
         reading="Here *worse* is what the claim says. At as many epochs a larger batch has fewer "
         "steps. Dead filters stand in [the study's table](#beyond-the-tables).",
@@ -111,6 +126,7 @@ CLAIMS = (
         "Networks deeper than ResNet-18 cannot be trained without normalisation",
         _set("deeper network"),
         "none",
+        holds=_set("worse"),
         published="the text has it of ResNet-34 and ResNet-50",
         reading="Differences are from the shallower network; chance is 10% with ten classes.",
     ),
@@ -119,6 +135,7 @@ CLAIMS = (
 
 def claim_by_claim(evidence: Evidence, found: Sequence[Trial]) -> Iterator[str]:
     """The section of the page: a claim, what was published for it, all that was measured of it."""
+    yield from _at_a_glance(found)
     for claim in CLAIMS:
         mine = list(_findings(claim, found))
         words = [f"Published: {_published(claim)}.", _count(mine), claim.more]
@@ -142,6 +159,28 @@ def claim_by_claim(evidence: Evidence, found: Sequence[Trial]) -> Iterator[str]:
     )
 
 
+def _at_a_glance(found: Sequence[Trial]) -> Iterator[str]:
+    lines = []
+    for claim in CLAIMS:
+        counts = Counter(each.verdict for each in _findings(claim, found))
+        opposite = "better" if claim.holds == {"worse"} else "worse"
+        said = {*claim.holds, "equivalent", opposite}
+        columns = (claim.holds, {"equivalent"} - claim.holds, {opposite}, set(VERDICTS) - said)
+        numbers = [str(sum(counts[each] for each in column) or "") for column in columns]
+        if not counts:
+            numbers[-1] = "not measured"
+        control = _verdicts(list(_against_control(claim, found)))
+        link = f"[{claim.says}](#{_anchor(claim.says)})"
+        lines.append((link, _published(claim), *numbers, control))
+    head = ("claim", "published", "borne out", f"within {MARGIN:g}", "contrary", "not told apart")
+    yield from (*_table((*head, "PGT against a simpler control"), lines), "")
+
+
+def _anchor(title: str) -> str:
+    """The address of a heading, as mkdocs and GitHub have it."""
+    return re.sub(r"[^\w-]", "", title.lower().replace(" ", "-"))
+
+
 def against_controls(found: Sequence[Trial]) -> list[Finding]:
     """PGT against plain cross-entropy with the control of a claim, such as less decay."""
     return [each for claim in CLAIMS for each in _against_control(claim, found)]
@@ -161,7 +200,8 @@ def _findings(claim: _Claim, found: Sequence[Trial]) -> Iterator[Finding]:
         arms = trial.arms if claim.against else trial.arms[:1]
         for against in (each for each in arms if each.methods == claim.against):
             for arm in trial.arms:
-                if arm.methods == claim.methods and arm.agrees_with(against):
+                is_asked = claim.alpha in (None, arm.changes.get("loss.alpha"))
+                if arm.methods == claim.methods and is_asked and arm.agrees_with(against):
                     yield from _compare(claim, trial, arm, against)
 
 
@@ -200,7 +240,8 @@ def _published(claim: _Claim) -> str:
             for other in experiment.rows:
                 is_pair = (methods[row.arm], methods[other.arm]) == (claim.methods, claim.against)
                 alphas = (row.recipe.loss.alpha, other.recipe.loss.alpha)
-                if is_pair and (alphas[0] == alphas[1] or alphas[1] == 1):
+                is_asked = claim.alpha in (None, alphas[0])
+                if is_pair and is_asked and (alphas[0] == alphas[1] or alphas[1] == 1):
                     gain = _printed(row.published, claim.metric)
                     before = _printed(other.published, claim.metric)
                     if gain is not None and before is not None:

@@ -99,6 +99,12 @@ def _page(evidence: Evidence, studies: Sequence[Study], found: Sequence[Trial]) 
         "better one may lie beyond. Comparisons of two methods with each other, of training "
         "accuracy, of gaps and of dead filters are not corrected for their number.",
         "",
+        "At a glance, in numbers of comparisons: those whose verdict is what the claim says, those "
+        f"that show no difference beyond {MARGIN:g}, those that show the contrary, and those that "
+        "show nothing (too few seeds among them). The control is plain cross-entropy with less "
+        "weight decay, or with as few epochs. Studies may share runs, and differ in what they can "
+        "tell: read the tables below.",
+        "",
     )
     yield from claim_by_claim(evidence, found)
     for where, title in (
