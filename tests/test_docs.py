@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import shlex
 from collections.abc import Iterator
@@ -177,3 +178,50 @@ def test_the_reference_has_every_public_name():
         for name in module.__all__:
             full = {f"powergrad.{name}", f"{module.__name__}.{name}"}
             assert name == "__version__" or full & set(shown), name
+
+
+# Figures ------------------------------------------------------------------------------------------
+
+README, CHOOSING = ROOT / "README.md", DOCS / "choosing-alpha.md"
+DECAY, NORMALISED = "compare_fashion_decay", "compare_fashion_decay_normalised"
+SHORT, TINY = "compare_e60_fashion_mnist", "paper/T1.7-tiny-imagenet-100"
+
+
+@pytest.mark.parametrize(
+    ("page", "words", "study", "arm", "other"),
+    [
+        (README, "without normalisation: PGT +2.8", DECAY, "pgt", "baseline"),
+        (README, "a quarter of the weight decay +3.8", DECAY, "decay / 4", "baseline"),
+        (README, "without PGT, and +3.6", DECAY, "pgt, decay / 4", "baseline"),
+        (README, "coarse grid of rates: -4.8", "compare_fashion_mnist", "pgt", "baseline"),
+        (README, "on Fashion-MNIST +0.35", "paper/T1.7-fashion-mnist", "PGT", "baseline"),
+        (README, "+0.35 and +0.45", NORMALISED, "pgt", "baseline"),
+        (README, "Tiny-ImageNet +1.0", TINY, "PGT", "baseline"),
+        (README, "epochs on Fashion-MNIST: -0.6", SHORT, "PGT, 60%", "baseline"),
+        (README, "with as few -0.9", SHORT, "CE, 60%", "baseline"),
+        (CHOOSING, "PGT gained 2.80", DECAY, "pgt", "baseline"),
+        (CHOOSING, "without PGT gained 3.84", DECAY, "decay / 4", "baseline"),
+        (CHOOSING, "PGT gained nothing (-0.19", DECAY, "pgt, decay / 4", "decay / 4"),
+        (CHOOSING, "with PGT by 0.35", "paper/T1.7-fashion-mnist", "PGT", "baseline"),
+        (CHOOSING, "it was ahead by 0.45", NORMALISED, "pgt", "baseline"),
+        (CHOOSING, "a quarter of the decay had +0.23", NORMALISED, "decay / 4", "baseline"),
+        (CHOOSING, "PGT against that had +0.22", NORMALISED, "pgt", "decay / 4"),
+        (CHOOSING, "better by 1.00", TINY, "PGT", "baseline"),
+        (CHOOSING, "of them on Fashion-MNIST (-0.64", SHORT, "PGT, 60%", "baseline"),
+        (CHOOSING, "cross-entropy with 60% -0.91", SHORT, "CE, 60%", "baseline"),
+        (CHOOSING, "PGT against that +0.27", SHORT, "PGT, 60%", "CE, 60%"),
+    ],
+)
+def test_a_figure_in_the_text_is_the_measured_one(page, words, study, arm, other):
+    assert words in " ".join(page.read_text().replace("*", "").split())
+    with open(ROOT / "results" / f"{study}.csv") as file:
+        rows = list(csv.DictReader(file))
+    of, base = (
+        {row["seed"]: float(row["test_accuracy"]) for row in rows if row["arm"] == name}
+        for name in (arm, other)
+    )
+    assert of.keys() == base.keys()
+    difference = sum(of[seed] - base[seed] for seed in of) / len(of)
+    figure = re.findall(r"[+-]?\d+\.\d+", words)[-1]
+    sign = "+" if figure[0] in "+-" else ""
+    assert f"{difference:{sign}.{len(figure.partition('.')[2])}f}" == figure
