@@ -29,6 +29,15 @@ def test_help_needs_no_torch():
         assert command in found.stdout
 
 
+def test_a_worker_waits_for_nothing_that_it_does_not_use():
+    code = (
+        "import sys, powergrad.lab.cli; "
+        "print(*{'scipy', 'matplotlib', 'optuna', 'PIL'} & sys.modules.keys())"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (found.stdout.strip(), found.stderr) == ("", "")
+
+
 @pytest.mark.parametrize("command", powergrad_cli.COMMANDS)
 def test_every_command_explains_itself(command, capsys):
     assert powergrad(command, "--help") == 0

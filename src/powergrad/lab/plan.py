@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import optimize, stats
 
 __all__ = [
     "KNOWN_NOISE",
@@ -82,15 +81,33 @@ def seeds_needed(
 
 def t_power(shift: float, df: float, level: float) -> float:
     """Power of a two-sided t test if the true difference is `shift` standard errors."""
-    critical = float(stats.t.isf(level / 2, df))
+    from scipy.stats import nct  # slow to import
+
+    critical = t_critical(level / 2, df)
     # The chance of the wrong sign; scipy says NaN where it is below 1e-200.
-    wrong = np.nan_to_num(stats.nct.cdf(-critical, df, shift))
+    wrong = np.nan_to_num(nct.cdf(-critical, df, shift))
     return _beyond(critical, df, shift) + float(wrong)
 
 
 def _beyond(critical: float, df: float, shift: float) -> float:
     """Chance that a noncentral t exceeds `critical`; where scipy says NaN it is certain."""
-    return float(stats.nct.sf(critical, df, min(shift, 1e6)))
+    from scipy.stats import nct  # slow to import
+
+    return float(nct.sf(critical, df, min(shift, 1e6)))
+
+
+def t_critical(level: float, df: float) -> float:
+    """What Student's t exceeds with the chance `level`."""
+    from scipy.special import stdtrit  # slow to import
+
+    return -float(stdtrit(df, level))
+
+
+def t_beyond(value: float, df: float) -> float:
+    """The chance that Student's t exceeds `value`."""
+    from scipy.special import stdtr  # slow to import
+
+    return float(stdtr(df, -value))
 
 
 def t_shift(df: float, level: float, power: float) -> float:
@@ -100,12 +117,14 @@ def t_shift(df: float, level: float, power: float) -> float:
 
 def _where(power_at: Callable[[float], float], power: float, within: float = 1e-10) -> float:
     """Where a rising power reaches `power`."""
+    from scipy.optimize import brentq  # slow to import
+
     if power_at(0.0) >= power:
         return 0.0
     high = 1.0
     while power_at(high) < power:
         high *= 2
-    root: Any = optimize.brentq(lambda x: power_at(x) - power, 0.0, high, xtol=within)
+    root: Any = brentq(lambda x: power_at(x) - power, 0.0, high, xtol=within)
     return float(root)
 
 
@@ -360,7 +379,7 @@ def _equivalence_power(margin: float, error: float, df: float, level: float) -> 
 
     Both must reject. That is at least 1 minus the chances that each does not, and close to it.
     """
-    return max(0.0, 2 * _beyond(float(stats.t.isf(level, df)), df, margin / error) - 1)
+    return max(0.0, 2 * _beyond(t_critical(level, df), df, margin / error) - 1)
 
 
 # Noise -------------------------------------------------------------------------------------------
@@ -389,8 +408,10 @@ class Noise:
         Returns:
             The two ends.
         """
+        from scipy.special import chdtri  # slow to import
+
         df = self.runs - 1
-        low, high = stats.chi2.ppf([1 - check_fraction(level, "level") / 2, level / 2], df)
+        low, high = chdtri(df, [check_fraction(level, "level") / 2, 1 - level / 2])
         return self.sigma * math.sqrt(df / low), self.sigma * math.sqrt(df / high)
 
 

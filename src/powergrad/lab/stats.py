@@ -30,7 +30,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
 
 from powergrad.lab.plan import (
     CELLS,
@@ -41,6 +40,8 @@ from powergrad.lab.plan import (
     least_seeds,
     minimum_detectable_effect,
     seeds_to_settle,
+    t_beyond,
+    t_critical,
     t_shift,
 )
 
@@ -149,7 +150,7 @@ class _Difference(NamedTuple):
     sd: float  # of a difference between two runs
 
     def interval(self, level: float) -> tuple[float, float]:
-        reach = float(stats.t.isf(level / 2, self.df)) * self.error
+        reach = t_critical(level / 2, self.df) * self.error
         return self.mean - reach, self.mean + reach
 
     def p(self) -> float:
@@ -162,7 +163,7 @@ class _Difference(NamedTuple):
         """The chance that an estimate lies so far above its mean."""
         if self.error == 0:  # every pair differs by the same amount
             return 0.0 if distance > 0 else 1.0
-        return float(stats.t.sf(distance / self.error, self.df))
+        return t_beyond(distance / self.error, self.df)
 
 
 def _paired(differences: Array) -> _Difference:
