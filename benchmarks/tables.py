@@ -13,7 +13,7 @@ import statistics
 import harness
 from loss import exponent
 
-from powergrad.lab.stats import sign_flip_test, signed, t_interval
+from powergrad.lab.stats import sign_flip_test, signed, span, t_interval
 
 PAGES = {
     "README.md": ["compare", "loss"],
@@ -145,9 +145,9 @@ def study(name: str) -> str:
             cells.append(f"{tuned['arms'][arm]['chosen']:g}")
         cells += [f"{mean('train_accuracy'):.2f}", f"{mean('test_accuracy'):.2f} ± {spread:.2f}"]
         if arm in compared:
-            low, high = compared[arm]["interval"]
-            gap = f"{signed(compared[arm]['difference'])} ({signed(low)} to {signed(high)})"
-            cells += [gap, f"{compared[arm]['p_adjusted']:.3f}", compared[arm]["verdict"]]
+            found = compared[arm]
+            gap = f"{signed(found['difference'])} ({span(found['interval'])})"
+            cells += [gap, f"{found['p_adjusted']:.3f}", found["verdict"]]
         else:
             cells += ["", "", ""]
         cells += [

@@ -185,6 +185,7 @@ def test_the_reference_has_every_public_name():
 README, CHOOSING = ROOT / "README.md", DOCS / "choosing-alpha.md"
 DECAY, NORMALISED = "compare_fashion_decay", "compare_fashion_decay_normalised"
 SHORT, TINY = "compare_e60_fashion_mnist", "paper/T1.7-tiny-imagenet-100"
+SMOOTH = "paper/T3-cosine-fashion-mnist-resnet18"
 
 
 @pytest.mark.parametrize(
@@ -193,15 +194,22 @@ SHORT, TINY = "compare_e60_fashion_mnist", "paper/T1.7-tiny-imagenet-100"
         (README, "without normalisation: PGT +2.8", DECAY, "pgt", "baseline"),
         (README, "a quarter of the weight decay +3.8", DECAY, "decay / 4", "baseline"),
         (README, "without PGT, and +3.6", DECAY, "pgt, decay / 4", "baseline"),
-        (README, "coarse grid of rates: -4.8", "compare_fashion_mnist", "pgt", "baseline"),
-        (README, "on Fashion-MNIST +0.35", "paper/T1.7-fashion-mnist", "PGT", "baseline"),
-        (README, "+0.35 and +0.45", NORMALISED, "pgt", "baseline"),
+        (README, "and twice the decay: -4.8", "compare_fashion_mnist", "pgt", "baseline"),
+        (README, "on Fashion-MNIST +0.29", SMOOTH, "PGT 0.3", "baseline"),
+        (README, "+0.29 to +0.45", NORMALISED, "pgt", "baseline"),
+        (README, "equivalent to less decay (+0.22", NORMALISED, "pgt", "decay / 4"),
+        (README, "without normalisation: -1.3", "paper/T2-512-cifar10", "PGT", "baseline"),
         (README, "Tiny-ImageNet +1.0", TINY, "PGT", "baseline"),
         (README, "epochs on Fashion-MNIST: -0.6", SHORT, "PGT, 60%", "baseline"),
         (README, "with as few -0.9", SHORT, "CE, 60%", "baseline"),
         (CHOOSING, "PGT gained 2.80", DECAY, "pgt", "baseline"),
         (CHOOSING, "without PGT gained 3.84", DECAY, "decay / 4", "baseline"),
         (CHOOSING, "PGT gained nothing (-0.19", DECAY, "pgt, decay / 4", "decay / 4"),
+        (CHOOSING, "with PGT, by -4.75", "compare_fashion_mnist", "pgt", "baseline"),
+        (CHOOSING, "PGT had +0.29", SMOOTH, "PGT 0.3", "baseline"),
+        (CHOOSING, "+0.29 at alpha 0.3 and +0.30", SMOOTH, "PGT 0.05", "baseline"),
+        (CHOOSING, "with smoothing +0.43", SMOOTH, "PGT 0.3 + LS", "baseline"),
+        (CHOOSING, "with smoothing +0.43 and +0.54", SMOOTH, "PGT 0.05 + LS", "baseline"),
         (CHOOSING, "with PGT by 0.35", "paper/T1.7-fashion-mnist", "PGT", "baseline"),
         (CHOOSING, "it was ahead by 0.45", NORMALISED, "pgt", "baseline"),
         (CHOOSING, "a quarter of the decay had +0.23", NORMALISED, "decay / 4", "baseline"),

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -54,6 +54,7 @@ __all__ = [
     "probability_of_improvement",
     "sign_flip_test",
     "signed",
+    "span",
     "t_interval",
     "tost",
     "welch",
@@ -460,9 +461,8 @@ class Comparison:
         unit = f" {self.metric}" if self.metric else ""
         half = (self.interval[1] - self.interval[0]) / 2
         digits = self._decimals(half)
-        low, high = (signed(end, digits) for end in self.interval)
         mean = signed(self.difference, digits)
-        span = f"{100 * (1 - self.level):g}% interval {low} to {high}"
+        within = f"{100 * (1 - self.level):g}% interval {span(self.interval, digits)}"
         corrected = f" after correction for {self.comparisons} comparisons"
         p = _p_words(self.p_adjusted) + (corrected if self.comparisons > 1 else "")
         margin = f"{self.margin:g}"
@@ -470,19 +470,19 @@ class Comparison:
         if self.verdict in ("better", "worse"):
             words = (
                 f"{self.arm} is {self.verdict} than {self.baseline}: {mean}{unit} "
-                f"({span}, {p}, n = {self.n})."
+                f"({within}, {p}, n = {self.n})."
             )
             if self.tost_p < self.level:
                 words += f" The difference is smaller than the margin of {margin}."
         elif self.verdict == "equivalent":
             words = (
                 f"{self.arm} is equivalent to {self.baseline} within {margin}{unit}: {mean} "
-                f"({span}, two one-sided tests {_p_words(self.tost_p)}, n = {self.n})."
+                f"({within}, two one-sided tests {_p_words(self.tost_p)}, n = {self.n})."
             )
         else:
             words = (
                 f"{self.arm} against {self.baseline} is underpowered: {mean}{unit} "
-                f"({span}, {p}, n = {self.n}). "
+                f"({within}, {p}, n = {self.n}). "
             )
             if self.mde is None:
                 least = least_seeds(self.comparisons, self.level)
@@ -656,6 +656,17 @@ def signed(value: float, digits: int = 2) -> str:
         ('+0.52', '+0.00')
     """
     return f"{round(value, digits) + 0.0:+.{digits}f}"
+
+
+def span(interval: Sequence[float], digits: int = 2) -> str:
+    """An interval in words. Its ends keep their signs: whether it holds 0 must be seen.
+
+    Example:
+        >>> span((-0.003, 2.01))
+        '-0.00 to +2.01'
+    """
+    low, high = (f"{end + 0.0:+.{digits}f}" for end in interval)
+    return f"{low} to {high}"
 
 
 def by_arm_and_seed(rows: Iterable[tuple[str, int, float]]) -> dict[str, dict[int, float]]:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from powergrad.lab.jobs import Job, Snapshot
 from powergrad.lab.progress import duration
-from powergrad.lab.stats import Comparison, signed
+from powergrad.lab.stats import Comparison, signed, span
 from powergrad.lab.study import METRICS, Results
 
 __all__ = ["Watch", "chart", "result_tables"]
@@ -123,11 +123,10 @@ def _table(first: str, *others: str) -> Table:
 def _difference(comparison: Comparison | None) -> list[str]:
     if comparison is None:
         return ["", "", ""]
-    low, high = comparison.interval
     p = comparison.p_adjusted
     return [
         signed(comparison.difference),
-        f"{signed(low)} to {signed(high)}",
+        span(comparison.interval),
         f"{p:.3f}" if p >= 0.0005 else "<0.001",
     ]
 

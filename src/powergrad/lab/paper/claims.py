@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from math import isfinite
 
@@ -24,6 +25,8 @@ from powergrad.lab.paper.studies import (
 __all__ = ["against_controls", "claim_by_claim", "table_of"]
 
 VERDICTS = ("better", "equivalent", "worse", "underpowered", "too few seeds")
+DEEPER = "Networks deeper than ResNet-18 cannot be trained without normalisation"
+ZEROED = "Fewer filters die with PGT, hardly any with AGC, none with both"
 ENOUGH = 4.6  # the decay exponent at which a filter without gradient falls to 1% of its start
 
 
@@ -122,33 +125,27 @@ CLAIMS = (
         reading="Here *worse* is what the claim says. At as many epochs a larger batch has fewer "
         "steps. Dead filters stand in [the study's table](#beyond-the-tables).",
     ),
-    _Claim(
-        "Networks deeper than ResNet-18 cannot be trained without normalisation",
-        _set("deeper network"),
-        "none",
-        holds=_set("worse"),
-        published="the text has it of ResNet-34 and ResNet-50",
-        reading="Differences are from the shallower network; chance is 10% with ten classes.",
-    ),
 )
 
 
 def claim_by_claim(evidence: Evidence, found: Sequence[Trial]) -> Iterator[str]:
     """The section of the page: a claim, what was published for it, all that was measured of it."""
-    yield from _at_a_glance(found)
-    for claim in CLAIMS:
-        mine = list(_findings(claim, found))
+    judged = {claim: list(_findings(claim, found)) for claim in CLAIMS}
+    depths, dead = list(_depths(found)), list(_dead_filters(found))
+    yield from _at_a_glance(judged, found, depths, dead)
+    for claim, mine in judged.items():
         words = [f"Published: {_published(claim)}.", _count(mine), claim.more]
         words += [claim.reading] if mine else []
         yield from (f"### {claim.says}", "", " ".join(filter(None, words)), "")
         if claim.control is not None:
             mine += _findings(replace(claim, methods=claim.control), found)
-            mine += _against_control(claim, found)
+            mine += [*_instead(claim, found), *_together(claim, found)]
         if mine:
             yield from (*table_of(mine), "")
+    yield from _depth(depths)
     yield from _alpha(evidence, found)
     yield from _logits(evidence)
-    yield from _dead(found)
+    yield from _dead(dead)
     yield from _recovery(evidence)
     yield from (
         "### It costs next to nothing",
@@ -159,21 +156,49 @@ def claim_by_claim(evidence: Evidence, found: Sequence[Trial]) -> Iterator[str]:
     )
 
 
-def _at_a_glance(found: Sequence[Trial]) -> Iterator[str]:
+def _at_a_glance(
+    judged: Mapping[_Claim, Sequence[Finding]],
+    found: Sequence[Trial],
+    depths: Sequence[_Depth],
+    dead: Sequence[_Dead],
+) -> Iterator[str]:
     lines = []
-    for claim in CLAIMS:
-        counts = Counter(each.verdict for each in _findings(claim, found))
+    for claim, findings in judged.items():
         opposite = "better" if claim.holds == {"worse"} else "worse"
-        said = {*claim.holds, "equivalent", opposite}
-        columns = (claim.holds, {"equivalent"} - claim.holds, {opposite}, set(VERDICTS) - said)
-        numbers = [str(sum(counts[each] for each in column) or "") for column in columns]
-        if not counts:
-            numbers[-1] = "not measured"
-        control = _verdicts(list(_against_control(claim, found)))
-        link = f"[{claim.says}](#{_anchor(claim.says)})"
-        lines.append((link, _published(claim), *numbers, control))
+        columns = (claim.holds, {"equivalent"} - claim.holds, {opposite})
+        controls = (
+            f"{how}: {_verdicts(mine)}{_lost(mine)}"
+            for how, each in (("in its place", _instead), ("on top of it", _together))
+            if (mine := list(each(claim, found)))
+        )
+        cells = _columns([each.verdict for each in findings], columns)
+        lines.append((_link(claim.says), _published(claim), *cells, "; ".join(controls)))
+    cells = _columns([each.outcome for each in depths], ({"all failed"}, set(), {"none failed"}))
+    lines.append((_link(DEEPER), "text", *cells, ""))
+    for methods in (PGT, AGC, AGC | PGT):
+        outcomes = [each.verdict for each in dead if each.finding.arm.methods == methods]
+        cells = _columns(outcomes, ({"fewer"}, {"as many"}, {"more"}))
+        title = f"[With {' + '.join(sorted(methods))} fewer filters die](#{_anchor(ZEROED)})"
+        lines.append((title, "figures", *cells, ""))
     head = ("claim", "published", "borne out", f"within {MARGIN:g}", "contrary", "not told apart")
     yield from (*_table((*head, "PGT against a simpler control"), lines), "")
+
+
+def _columns(outcomes: Sequence[str], columns: Iterable[AbstractSet[str]]) -> list[str]:
+    """How many of the outcomes fall into each column, and how many into none."""
+    if not outcomes:
+        return ["", "", "", "not measured"]
+    counts = [sum(each in column for each in outcomes) for column in columns]
+    return [str(count or "") for count in (*counts, len(outcomes) - sum(counts))]
+
+
+def _lost(findings: Sequence[Finding]) -> str:
+    lost = sum(each.arm.diverged + each.against.diverged > 0 for each in findings)
+    return f" ({lost} of them with runs that diverged)" if lost else ""
+
+
+def _link(title: str) -> str:
+    return f"[{title}](#{_anchor(title)})"
 
 
 def _anchor(title: str) -> str:
@@ -183,13 +208,22 @@ def _anchor(title: str) -> str:
 
 def against_controls(found: Sequence[Trial]) -> list[Finding]:
     """PGT against plain cross-entropy with the control of a claim, such as less decay."""
-    return [each for claim in CLAIMS for each in _against_control(claim, found)]
+    return [
+        each for claim in CLAIMS for each in (*_instead(claim, found), *_together(claim, found))
+    ]
 
 
-def _against_control(claim: _Claim, found: Sequence[Trial]) -> Iterator[Finding]:
-    if claim.control is not None:  # in its place, and together with it
-        for methods in dict.fromkeys((claim.methods, claim.methods | claim.control)):
-            yield from _findings(replace(claim, methods=methods, against=claim.control), found)
+def _instead(claim: _Claim, found: Sequence[Trial]) -> Iterator[Finding]:
+    """PGT in place of its control."""
+    if claim.control is not None:
+        yield from _findings(replace(claim, against=claim.control), found)
+
+
+def _together(claim: _Claim, found: Sequence[Trial]) -> Iterator[Finding]:
+    """PGT on top of its control, where that is not the claim itself."""
+    if claim.control is not None and not claim.control <= claim.methods:
+        both = replace(claim, methods=claim.methods | claim.control, against=claim.control)
+        yield from _findings(both, found)
 
 
 def _findings(claim: _Claim, found: Sequence[Trial]) -> Iterator[Finding]:
@@ -281,6 +315,47 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]
     yield from (f"| {' | '.join(line)} |" for line in lines)
 
 
+# Depth --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Depth:
+    """What became of a deeper network without normalisation."""
+
+    outcome: str
+    cells: tuple[str, ...]
+
+
+def _depths(found: Sequence[Trial]) -> Iterator[_Depth]:
+    for trial in found:
+        first = trial.arms[0]
+        for arm in trial.arms[1:]:
+            if trial.norm != "none" or arm.methods != _set("deeper network"):
+                continue
+            level = sum(first.test.values()) / len(first.test)
+            ended = sorted(arm.test.values())
+            failed = sum(each < level / 2 for each in ended)  # 0 where a run diverged
+            outcome = {0: "none failed", len(ended): "all failed"}.get(failed, f"{failed} failed")
+            mean = f"{sum(ended) / len(ended):.2f} ({ended[0]:.2f} to {ended[-1]:.2f})"
+            rates = f"{arm.rate}; {first.rate}"
+            cells = (f"`{trial.name}`", arm.label, arm.on, rates, str(len(ended)))
+            yield _Depth(outcome, (*cells, mean, f"{level:.2f}", outcome))
+
+
+def _depth(depths: Sequence[_Depth]) -> Iterator[str]:
+    yield from (f"### {DEEPER}", "")
+    yield from _section(
+        "the text has it of ResNet-34 and ResNet-50. Here a run counts as failed if it diverged or "
+        "ended below half of what the shallower network reaches; that it is not as good is not "
+        "what the claim says.",
+        (
+            *("study", "network", "measured on", "its rate; the shallower's", "n"),
+            *("test accuracy (least to most)", "the shallower's", "runs"),
+        ),
+        [each.cells for each in depths],
+    )
+
+
 # Grids over alpha ---------------------------------------------------------------------------------
 
 
@@ -346,9 +421,16 @@ def _grids(evidence: Evidence) -> list[Measurement]:
 # Filters ------------------------------------------------------------------------------------------
 
 
-def _dead(found: Sequence[Trial]) -> Iterator[str]:
-    yield from ("### Fewer filters die with PGT, hardly any with AGC, none with both", "")
-    lines = []
+@dataclass(frozen=True)
+class _Dead:
+    """The dead filters of an arm against those of its baseline."""
+
+    finding: Finding
+    verdict: str
+    cells: tuple[str, ...]
+
+
+def _dead_filters(found: Sequence[Trial]) -> Iterator[_Dead]:
     for trial in found:
         first = trial.arms[0]
         if trial.norm != "none":
@@ -358,28 +440,31 @@ def _dead(found: Sequence[Trial]) -> Iterator[str]:
                 continue
             values = {each.name: each.dead for each in (arm, first)}
             for each in contrast(trial, arm, first, values, margin=1.0, higher_is_better=False):
-                words = {"better": "fewer", "worse": "more", "too few seeds": each.verdict}
-                verdict = words.get(each.verdict, "not told apart")
+                words = {"better": "fewer", "worse": "more", "equivalent": "as many"}
+                verdict = words.get(each.verdict, each.verdict)
                 exponents = [round(of.exponent, 1) for of in (arm, first)]
                 if min(exponents) < ENOUGH:
                     verdict = "too little decay"
                 means = (f"{sum(of.values()) / len(of):.1f}" for of in values.values())
                 decay = f"{exponents[0]:.1f}; {exponents[1]:.1f}"
-                n = str(each.found.n)
-                cells = (arm.label, arm.on, decay, n, *means, verdict)
-                lines.append((f"`{trial.name}`", *cells))
+                cells = (f"`{trial.name}`", arm.label, arm.on, decay, str(each.found.n), *means)
+                yield _Dead(each, verdict, (*cells, verdict))
+
+
+def _dead(dead: Sequence[_Dead]) -> Iterator[str]:
+    yield from (f"### {ZEROED}", "")
     yield from _section(
         "pictures of norms. The text has fewer zeroed filters with PGT in most layers (more in "
         "layer 2), calls AGC excellent at it, and finds none with AGC + PGT. Below, dead filters "
-        "at the end of runs without normalisation that did not diverge. A filter without gradient "
-        f"needs a decay exponent of {ENOUGH} to fall to 1% of its start: where one arm has less, "
-        "its count says nothing, and where the two differ, part of the "
+        "at the end of runs without normalisation that did not diverge; *as many* is within one. "
+        f"A filter without gradient needs a decay exponent of {ENOUGH} to fall to 1% of its start: "
+        "where one arm has less, its count says nothing, and where the two differ, part of the "
         "difference is the decay's.",
         (
             *("study", "arm", "measured on", "decay exponent; baseline's", "n", "dead"),
             *("baseline's", "verdict"),
         ),
-        lines,
+        [each.cells for each in dead],
     )
 
 

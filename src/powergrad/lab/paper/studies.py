@@ -344,8 +344,7 @@ def told(found: Told) -> tuple[str, str, str]:
     difference = stats.signed(found.difference)
     if found.n < least_seeds(found.comparisons, found.level):
         return difference, "", "too few seeds"
-    low, high = map(stats.signed, found.interval)
-    return f"{difference} ({low} to {high})", f"{found.p_adjusted:.3f}", found.verdict
+    return f"{difference} ({stats.span(found.interval)})", f"{found.p_adjusted:.3f}", found.verdict
 
 
 def found_in(trial: Trial) -> list[Finding]:
