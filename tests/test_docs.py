@@ -184,7 +184,7 @@ def test_the_reference_has_every_public_name():
 
 README, CHOOSING = ROOT / "README.md", DOCS / "choosing-alpha.md"
 DECAY, NORMALISED = "compare_fashion_decay", "compare_fashion_decay_normalised"
-SHORT, TINY = "compare_e60_fashion_mnist", "paper/T1.7-tiny-imagenet-100"
+SHORT, TINY = "compare_e60_fashion_mnist", "compare_tiny_imagenet_decay"
 SMOOTH = "paper/T3-cosine-fashion-mnist-resnet18"
 
 
@@ -199,7 +199,8 @@ SMOOTH = "paper/T3-cosine-fashion-mnist-resnet18"
         (README, "+0.29 to +0.45", NORMALISED, "pgt", "baseline"),
         (README, "equivalent to less decay (+0.22", NORMALISED, "pgt", "decay / 4"),
         (README, "without normalisation: -1.3", "paper/T2-512-cifar10", "PGT", "baseline"),
-        (README, "Tiny-ImageNet +1.0", TINY, "PGT", "baseline"),
+        (README, "Tiny-ImageNet +1.1", TINY, "pgt", "baseline"),
+        (README, "less decay without PGT +2.5", TINY, "less-decay", "baseline"),
         (README, "epochs on Fashion-MNIST: -0.6", SHORT, "PGT, 60%", "baseline"),
         (README, "with as few -0.9", SHORT, "CE, 60%", "baseline"),
         (CHOOSING, "PGT gained 2.80", DECAY, "pgt", "baseline"),
@@ -214,7 +215,10 @@ SMOOTH = "paper/T3-cosine-fashion-mnist-resnet18"
         (CHOOSING, "it was ahead by 0.45", NORMALISED, "pgt", "baseline"),
         (CHOOSING, "a quarter of the decay had +0.23", NORMALISED, "decay / 4", "baseline"),
         (CHOOSING, "PGT against that had +0.22", NORMALISED, "pgt", "decay / 4"),
-        (CHOOSING, "better by 1.00", TINY, "PGT", "baseline"),
+        (CHOOSING, "better by 1.08", TINY, "pgt", "baseline"),
+        (CHOOSING, "without PGT was better by 2.50", TINY, "less-decay", "baseline"),
+        (CHOOSING, "against that worse, by -1.42", TINY, "pgt", "less-decay"),
+        (CHOOSING, "PGT ahead by 1.00", "paper/T1.7-tiny-imagenet-100", "PGT", "baseline"),
         (CHOOSING, "of them on Fashion-MNIST (-0.64", SHORT, "PGT, 60%", "baseline"),
         (CHOOSING, "cross-entropy with 60% -0.91", SHORT, "CE, 60%", "baseline"),
         (CHOOSING, "PGT against that +0.27", SHORT, "PGT, 60%", "CE, 60%"),
