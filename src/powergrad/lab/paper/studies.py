@@ -101,9 +101,15 @@ def settings_of(changes: Mapping[str, Any]) -> str:
 
 
 def labelled(name: str, changes: Mapping[str, Any]) -> str:
-    """An arm's name with its settings, if it has any."""
+    """An arm's name with its settings, if it has any that the name does not say.
+
+    Example:
+        >>> labelled("pgt", {"loss.alpha": 0.25}), labelled("batch 64", {"train.batch_size": 64})
+        ('pgt (alpha 0.25)', 'batch 64')
+    """
     settings = settings_of(changes)
-    return f"{name} ({settings})" if settings else name
+    is_said = settings == name.lower().replace("-", "")
+    return f"{name} ({settings})" if settings and not is_said else name
 
 
 # Studies ------------------------------------------------------------------------------------------
