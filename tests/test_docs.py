@@ -185,7 +185,7 @@ def test_the_reference_has_every_public_name():
 README, CHOOSING = ROOT / "README.md", DOCS / "choosing-alpha.md"
 DECAY, NORMALISED = "compare_fashion_decay", "compare_fashion_decay_normalised"
 SHORT, TINY = "compare_e60_fashion_mnist", "compare_tiny_imagenet_decay"
-SMOOTH = "paper/T3-cosine-fashion-mnist-resnet18"
+SMOOTH, STEP = (f"paper/T3-{name}-fashion-mnist-resnet18" for name in ("cosine", "step"))
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ SMOOTH = "paper/T3-cosine-fashion-mnist-resnet18"
         (README, "a quarter of the weight decay +3.8", DECAY, "decay / 4", "baseline"),
         (README, "without PGT, and +3.6", DECAY, "pgt, decay / 4", "baseline"),
         (README, "and twice the decay: -4.8", "compare_fashion_mnist", "pgt", "baseline"),
-        (README, "on Fashion-MNIST +0.29", SMOOTH, "PGT 0.3", "baseline"),
-        (README, "+0.29 to +0.45", NORMALISED, "pgt", "baseline"),
+        (README, "on Fashion-MNIST +0.21", STEP, "PGT 0.3", "baseline"),
+        (README, "+0.21 to +0.45", NORMALISED, "pgt", "baseline"),
         (README, "equivalent to less decay (+0.22", NORMALISED, "pgt", "decay / 4"),
         (README, "without normalisation: -1.3", "paper/T2-512-cifar10", "PGT", "baseline"),
         (README, "Tiny-ImageNet +1.1", TINY, "pgt", "baseline"),
@@ -212,6 +212,7 @@ SMOOTH = "paper/T3-cosine-fashion-mnist-resnet18"
         (CHOOSING, "+0.29 at alpha 0.3 and +0.30", SMOOTH, "PGT 0.05", "baseline"),
         (CHOOSING, "with smoothing +0.43", SMOOTH, "PGT 0.3 + LS", "baseline"),
         (CHOOSING, "with smoothing +0.43 and +0.54", SMOOTH, "PGT 0.05 + LS", "baseline"),
+        (CHOOSING, "T3-step-fashion-mnist-resnet18`) +0.21", STEP, "PGT 0.3", "baseline"),
         (CHOOSING, "with PGT by 0.35", "paper/T1.7-fashion-mnist", "PGT", "baseline"),
         (CHOOSING, "it was ahead by 0.45", NORMALISED, "pgt", "baseline"),
         (CHOOSING, "a quarter of the decay had +0.23", NORMALISED, "decay / 4", "baseline"),
