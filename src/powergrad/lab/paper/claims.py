@@ -137,11 +137,9 @@ def claim_by_claim(evidence: Evidence, found: Sequence[Trial]) -> Iterator[str]:
         words = [f"Published: {_published(claim)}.", _count(mine), claim.more]
         words += [claim.reading] if mine else []
         yield from (f"### {claim.says}", "", " ".join(filter(None, words)), "")
-        if claim.control is not None:
-            mine += _findings(replace(claim, methods=claim.control), found)
-            mine += [*_instead(claim, found), *_together(claim, found)]
-        if mine:
-            yield from (*table_of(mine), "")
+        rows = [*mine, *_control(claim, found), *_instead(claim, found), *_on_top(claim, found)]
+        if rows:
+            yield from (*table_of(rows), "")
     yield from _depth(depths)
     yield from _alpha(evidence, found)
     yield from _logits(evidence)
@@ -168,7 +166,7 @@ def _at_a_glance(
         columns = (claim.holds, {"equivalent"} - claim.holds, {opposite})
         controls = (
             f"{how}: {_verdicts(mine)}{_lost(mine)}"
-            for how, each in (("in its place", _instead), ("on top of it", _together))
+            for how, each in (("in its place", _instead), ("on top of it", _on_top))
             if (mine := list(each(claim, found)))
         )
         cells = _columns([each.verdict for each in findings], columns)
@@ -208,22 +206,26 @@ def _anchor(title: str) -> str:
 
 def against_controls(found: Sequence[Trial]) -> list[Finding]:
     """PGT against plain cross-entropy with the control of a claim, such as less decay."""
-    return [
-        each for claim in CLAIMS for each in (*_instead(claim, found), *_together(claim, found))
-    ]
+    return [each for claim in CLAIMS for each in (*_instead(claim, found), *_on_top(claim, found))]
+
+
+def _control(claim: _Claim, found: Sequence[Trial]) -> Iterator[Finding]:
+    """The control against the baseline."""
+    if claim.control is not None:
+        yield from _findings(replace(claim, methods=claim.control), found)
 
 
 def _instead(claim: _Claim, found: Sequence[Trial]) -> Iterator[Finding]:
-    """PGT in place of its control."""
-    if claim.control is not None:
+    """PGT against its control."""
+    if claim.control is not None and not claim.control <= claim.methods:
         yield from _findings(replace(claim, against=claim.control), found)
 
 
-def _together(claim: _Claim, found: Sequence[Trial]) -> Iterator[Finding]:
-    """PGT on top of its control, where that is not the claim itself."""
-    if claim.control is not None and not claim.control <= claim.methods:
-        both = replace(claim, methods=claim.methods | claim.control, against=claim.control)
-        yield from _findings(both, found)
+def _on_top(claim: _Claim, found: Sequence[Trial]) -> Iterator[Finding]:
+    """PGT together with its control against the control alone."""
+    if claim.control is not None:
+        both = claim.methods | claim.control
+        yield from _findings(replace(claim, methods=both, against=claim.control), found)
 
 
 def _findings(claim: _Claim, found: Sequence[Trial]) -> Iterator[Finding]:
