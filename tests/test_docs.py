@@ -185,6 +185,7 @@ def test_the_reference_has_every_public_name():
 README, CHOOSING = ROOT / "README.md", DOCS / "choosing-alpha.md"
 DECAY, NORMALISED = "compare_fashion_decay", "compare_fashion_decay_normalised"
 SHORT, TINY = "compare_e60_fashion_mnist", "compare_tiny_imagenet_decay"
+GRID = "paper/G18-fashion-mnist"
 SMOOTH, STEP = (f"paper/T3-{name}-fashion-mnist-resnet18" for name in ("cosine", "step"))
 
 
@@ -202,6 +203,8 @@ SMOOTH, STEP = (f"paper/T3-{name}-fashion-mnist-resnet18" for name in ("cosine",
         (README, "Tiny-ImageNet +1.1", TINY, "pgt", "baseline"),
         (README, "but a quarter of the decay +2.5", TINY, "less-decay", "baseline"),
         (README, "+2.5 without PGT, and +2.4", TINY, "pgt, less decay", "baseline"),
+        (README, "at one rate, -0.11", GRID, "alpha=0.9", "alpha=1"),
+        (README, "at one rate, -0.11 to +0.47", GRID, "alpha=0.05", "alpha=1"),
         (README, "epochs on Fashion-MNIST: -0.6", SHORT, "PGT, 60%", "baseline"),
         (README, "with as few -0.9", SHORT, "CE, 60%", "baseline"),
         (CHOOSING, "PGT gained 2.80", DECAY, "pgt", "baseline"),
@@ -222,6 +225,8 @@ SMOOTH, STEP = (f"paper/T3-{name}-fashion-mnist-resnet18" for name in ("cosine",
         (CHOOSING, "against that worse, by -1.42", TINY, "pgt", "less-decay"),
         (CHOOSING, "at that decay PGT had -0.12", TINY, "pgt, less decay", "less-decay"),
         (CHOOSING, "PGT ahead by 1.00", "paper/T1.7-tiny-imagenet-100", "PGT", "baseline"),
+        (CHOOSING, "test accuracy lay between -0.11", GRID, "alpha=0.9", "alpha=1"),
+        (CHOOSING, "-0.11 (alpha 0.9) and +0.47", GRID, "alpha=0.05", "alpha=1"),
         (CHOOSING, "of them on Fashion-MNIST (-0.64", SHORT, "PGT, 60%", "baseline"),
         (CHOOSING, "cross-entropy with 60% -0.91", SHORT, "CE, 60%", "baseline"),
         (CHOOSING, "PGT against that +0.27", SHORT, "PGT, 60%", "CE, 60%"),
