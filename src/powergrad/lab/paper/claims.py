@@ -22,7 +22,7 @@ from powergrad.lab.paper.studies import (
     methods_of,
 )
 
-__all__ = ["against_controls", "claim_by_claim", "table_of"]
+__all__ = ["PGT", "SHORTER", "against_controls", "claim_by_claim", "table_of"]
 
 VERDICTS = ("better", "equivalent", "worse", "underpowered", "too few seeds")
 DEEPER = "Networks deeper than ResNet-18 cannot be trained without normalisation"

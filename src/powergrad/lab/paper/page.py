@@ -12,7 +12,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from powergrad.lab.paper.claims import against_controls, claim_by_claim, table_of
+from powergrad.lab.paper.claims import PGT, SHORTER, against_controls, claim_by_claim, table_of
 from powergrad.lab.paper.cost import cost, total_hours
 from powergrad.lab.paper.evidence import MARGIN, Evidence, Measurement, MissingRunsError
 from powergrad.lab.paper.rows import Experiment, Figure, Row, changes_of, load_paper
@@ -34,7 +34,6 @@ __all__ = ["published_words", "write_pages"]
 
 PAGE = "reproduction.md"
 NO_HELP = "where-pgt-does-not-help.md"
-SHORTER = frozenset({"PGT", "fewer epochs"})
 
 
 def write_pages(results: Path, folder: Path) -> list[Path]:
@@ -361,7 +360,9 @@ def _no_help(found: Sequence[Trial]) -> Iterator[str]:
         "independent. These did not come out better:"
     )
     yield from ("", *table_of(others))
-    shorter = [each for trial in found for each in found_in(trial) if each.arm.methods == SHORTER]
+    shorter = [
+        each for trial in found for each in found_in(trial) if each.arm.methods == PGT | SHORTER
+    ]
     if shorter:
         yield from (
             "",
