@@ -128,17 +128,58 @@ CLAIMS = (
 )
 
 
+@dataclass(frozen=True)
+class _Judged:
+    """A claim with all that was measured of it.
+
+    Attributes:
+        claim: What the paper says.
+        published: What it has to show for it.
+        findings: What was measured of it.
+        control: The simpler control against the baseline.
+        instead: PGT against the control.
+        on_top: PGT together with the control against the control alone.
+    """
+
+    claim: _Claim
+    published: str
+    findings: tuple[Finding, ...]
+    control: tuple[Finding, ...]
+    instead: tuple[Finding, ...]
+    on_top: tuple[Finding, ...]
+
+    @classmethod
+    def by(cls, claim: _Claim, found: Sequence[Trial]) -> _Judged:
+        """What the studies have on a claim."""
+        published, findings = _published(claim), tuple(_findings(claim, found))
+        if claim.control is None:
+            return cls(claim, published, findings, (), (), ())
+        is_part = claim.control <= claim.methods
+        control, instead, on_top = (
+            replace(claim, methods=claim.control),
+            replace(claim, against=claim.control),
+            replace(claim, methods=claim.methods | claim.control, against=claim.control),
+        )
+        return cls(
+            claim,
+            published,
+            findings,
+            tuple(_findings(control, found)),
+            () if is_part else tuple(_findings(instead, found)),
+            tuple(_findings(on_top, found)),
+        )
+
+
 def claim_by_claim(evidence: Evidence, found: Sequence[Trial]) -> Iterator[str]:
     """The section of the page: a claim, what was published for it, all that was measured of it."""
-    judged = {claim: list(_findings(claim, found)) for claim in CLAIMS}
+    judged = [_Judged.by(claim, found) for claim in CLAIMS]
     depths, dead = list(_depths(found)), list(_dead_filters(found))
-    yield from _at_a_glance(judged, found, depths, dead)
-    for claim, mine in judged.items():
-        words = [f"Published: {_published(claim)}.", _count(mine), claim.more]
-        words += [claim.reading] if mine else []
-        yield from (f"### {claim.says}", "", " ".join(filter(None, words)), "")
-        rows = [*mine, *_control(claim, found), *_instead(claim, found), *_on_top(claim, found)]
-        if rows:
+    yield from _at_a_glance(judged, depths, dead)
+    for each in judged:
+        words = [f"Published: {each.published}.", _count(each.findings), each.claim.more]
+        words += [each.claim.reading] if each.findings else []
+        yield from (f"### {each.claim.says}", "", " ".join(filter(None, words)), "")
+        if rows := [*each.findings, *each.control, *each.instead, *each.on_top]:
             yield from (*table_of(rows), "")
     yield from _depth(depths)
     yield from _alpha(evidence, found)
@@ -155,22 +196,22 @@ def claim_by_claim(evidence: Evidence, found: Sequence[Trial]) -> Iterator[str]:
 
 
 def _at_a_glance(
-    judged: Mapping[_Claim, Sequence[Finding]],
-    found: Sequence[Trial],
+    judged: Sequence[_Judged],
     depths: Sequence[_Depth],
     dead: Sequence[_Dead],
 ) -> Iterator[str]:
     lines = []
-    for claim, findings in judged.items():
-        opposite = "better" if claim.holds == {"worse"} else "worse"
-        columns = (claim.holds, {"equivalent"} - claim.holds, {opposite})
+    for each in judged:
+        holds = each.claim.holds
+        opposite = "better" if holds == {"worse"} else "worse"
+        columns = (holds, {"equivalent"} - holds, {opposite})
         controls = (
-            f"{how}: {_verdicts(mine)}{_lost(mine)}"
-            for how, each in (("in its place", _instead), ("on top of it", _on_top))
-            if (mine := list(each(claim, found)))
+            f"{how}: {_verdicts(findings)}{_lost(findings)}"
+            for how, findings in (("in its place", each.instead), ("on top of it", each.on_top))
+            if findings
         )
-        cells = _columns([each.verdict for each in findings], columns)
-        lines.append((_link(claim.says), _published(claim), *cells, "; ".join(controls)))
+        cells = _columns([finding.verdict for finding in each.findings], columns)
+        lines.append((_link(each.claim.says), each.published, *cells, "; ".join(controls)))
     cells = _columns([each.outcome for each in depths], ({"all failed"}, set(), {"none failed"}))
     lines.append((_link(DEEPER), "text", *cells, ""))
     for methods in (PGT, AGC, AGC | PGT):
@@ -206,26 +247,8 @@ def _anchor(title: str) -> str:
 
 def against_controls(found: Sequence[Trial]) -> list[Finding]:
     """PGT against plain cross-entropy with the control of a claim, such as less decay."""
-    return [each for claim in CLAIMS for each in (*_instead(claim, found), *_on_top(claim, found))]
-
-
-def _control(claim: _Claim, found: Sequence[Trial]) -> Iterator[Finding]:
-    """The control against the baseline."""
-    if claim.control is not None:
-        yield from _findings(replace(claim, methods=claim.control), found)
-
-
-def _instead(claim: _Claim, found: Sequence[Trial]) -> Iterator[Finding]:
-    """PGT against its control."""
-    if claim.control is not None and not claim.control <= claim.methods:
-        yield from _findings(replace(claim, against=claim.control), found)
-
-
-def _on_top(claim: _Claim, found: Sequence[Trial]) -> Iterator[Finding]:
-    """PGT together with its control against the control alone."""
-    if claim.control is not None:
-        both = claim.methods | claim.control
-        yield from _findings(replace(claim, methods=both, against=claim.control), found)
+    judged = [_Judged.by(claim, found) for claim in CLAIMS if claim.control is not None]
+    return [finding for each in judged for finding in (*each.instead, *each.on_top)]
 
 
 def _findings(claim: _Claim, found: Sequence[Trial]) -> Iterator[Finding]:
