@@ -185,6 +185,7 @@ def test_the_reference_has_every_public_name():
 README, CHOOSING = ROOT / "README.md", DOCS / "choosing-alpha.md"
 DECAY, NORMALISED = "compare_fashion_decay", "compare_fashion_decay_normalised"
 SHORT, TINY = "compare_e60_fashion_mnist", "compare_tiny_imagenet_decay"
+DEPTH = "compare_depth_fashion_mnist"
 GRID = "paper/G18-fashion-mnist"
 SMOOTH, STEP = (f"paper/T3-{name}-fashion-mnist-resnet18" for name in ("cosine", "step"))
 
@@ -207,6 +208,8 @@ SMOOTH, STEP = (f"paper/T3-{name}-fashion-mnist-resnet18" for name in ("cosine",
         (README, "at one rate, -0.11 to +0.47", GRID, "alpha=0.05", "alpha=1"),
         (README, "epochs on Fashion-MNIST: -0.6", SHORT, "PGT, 60%", "baseline"),
         (README, "with as few -0.9", SHORT, "CE, 60%", "baseline"),
+        (README, "of ResNet-18's rate): -0.2", DEPTH, "ResNet-34", "baseline"),
+        (README, "rate): -0.2 and -2.8", DEPTH, "ResNet-50", "baseline"),
         (CHOOSING, "PGT gained 2.80", DECAY, "pgt", "baseline"),
         (CHOOSING, "without PGT gained 3.84", DECAY, "decay / 4", "baseline"),
         (CHOOSING, "PGT gained nothing (-0.19", DECAY, "pgt, decay / 4", "decay / 4"),
