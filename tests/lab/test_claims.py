@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +60,9 @@ def write_study(
             "steps": 1000,
             "test_accuracy": value,
             "train_accuracy": (train or accuracy)[arm][seed],
+            "train_loss": zlib.crc32(f"{name} {arm} {seed}".encode()) / 2**32,
+            "nll": 1.0,
+            "seconds": 3.6,
             "diverged": (arm, seed) in diverged,
         }
         | ({"dead_units": dead[arm][seed]} if dead else {})
@@ -75,7 +80,7 @@ def write_study(
         "environment": {"torch": "2", "commit": "c0ffee", "command": "powergrad compare"},
     }
     if tuning:
-        about["tuning"] = {"key": "optimizer.lr", "arms": tuning}
+        about["tuning"] = {"key": "optimizer.lr", "seeds": [1000], "arms": tuning}
     (folder / f"compare_{name}.json").write_text(json.dumps(about))
 
 
@@ -182,6 +187,38 @@ def test_claims_at_a_glance(tmp_path):
     }
     for claim, cells in table.items():
         assert glance(lines, claim)[1:] == cells, claim
+
+
+def test_a_study_whose_runs_are_all_in_a_larger_one_is_shown_and_not_counted(tmp_path):
+    changes = {"baseline": {}, "pgt": {"loss.alpha": 0.25}, "agc": {"clip.agc": 1.0}}
+    accuracy = {"baseline": spread(90), "pgt": spread(92), "agc": spread(91)}
+    write_study(tmp_path, "large", changes, accuracy)
+    two = {arm: accuracy[arm] for arm in ("baseline", "pgt")}
+    write_study(tmp_path, "part", {arm: changes[arm] for arm in two}, two)
+    part = tmp_path / "compare_part.json"
+    title = "PGT raises accuracy without normalisation"
+    counted = "Measured: 2 better."
+    assert counted in section(claims_of(tmp_path), title)[2]
+
+    # Now the same runs, seed by seed.
+    about = json.loads(part.read_text())
+    large = json.loads((tmp_path / "compare_large.json").read_text())
+    about["rows"] = [row for row in large["rows"] if row["arm"] in two]
+    part.write_text(json.dumps(about))
+    lines = claims_of(tmp_path)
+    told = section(lines, title)
+    assert "Measured: 1 better." in told[2]
+    (row,) = (line for line in told if line.startswith("| `compare_part`"))
+    assert row.endswith("| better; not counted, its runs are in `compare_large` |")
+    (glance,) = (line for line in lines if line.startswith(f"| [{title}]"))
+    assert glance.split(" | ")[2] == "1"
+    _, no_help = write_pages(tmp_path, tmp_path / "docs")
+    assert "Of 1 comparisons (0 of them" in no_help.read_text()
+
+    # Its runs and one more: it is a study of its own again, though they share.
+    about["rows"][0]["train_loss"] += 1
+    part.write_text(json.dumps(about))
+    assert counted in section(claims_of(tmp_path), title)[2]
 
 
 def test_training_accuracy_and_gap_are_compared_without_the_runs_that_diverged(tmp_path):
@@ -418,3 +455,33 @@ def test_recovery_and_logits_are_those_of_the_csv_files():
     means = {alpha: np.mean(values) for alpha, values in losses.items()}
     lowest = min(means, key=lambda alpha: means[alpha])
     assert f"| {means[lowest]:.3f} at {lowest} |" in line
+
+
+def test_layers_and_features_that_died_are_those_of_the_recordings():
+    told = section(claims_of(RESULTS), "With large batches whole layers zero out")
+    files = sorted((RESULTS / "paper").glob("*.npz"))
+    assert sum(line.startswith("| `") for line in told) == len(files) > 0
+    for path in files:
+        study, _, arm = path.stem.partition("--")
+        with np.load(path) as file:
+            layers = [key for key in file.files if re.fullmatch(r"layer\d+", key)]
+            last = {key: file[key][-1].astype(float) for key in layers}
+            start = {key: file[key][0].astype(float) for key in last}
+            features = int((file["feature"][-1] == 0).sum())
+        whole = [key[5:] for key in last if (last[key] < 0.01 * start[key]).all()]
+        whose = re.compile(rf"\| `{study}` \| T2\.\d+ {re.escape(arm.replace('-', ' + '))}, seed 0")
+        (row,) = filter(whose.match, told)
+        cells = row.strip("| ").split(" | ")
+        assert cells[3] == (", ".join(whole) or "none")
+        assert cells[5] == f"{features} of 64"
+
+
+def test_the_page_says_under_what_conditions(tmp_path):
+    changes = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
+    accuracy = {"baseline": spread(90), "pgt": spread(92)}
+    limited = RECIPE.override({"data.limit": 6000})
+    write_study(tmp_path, "one", changes, accuracy, recipe=limited)
+    page, _ = write_pages(tmp_path, tmp_path / "docs")
+    text = page.read_text()
+    assert "The 16 runs behind this page took 0.0 core-hours" in text  # 16 x 3.6 seconds
+    assert "resnet8 of width 8 without normalisation on 6,000 images of digits, batch 16" in text

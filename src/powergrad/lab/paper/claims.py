@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 import numpy as np
+from numpy.typing import NDArray
 
 from powergrad.lab.paper.evidence import MARGIN, Evidence, Measurement
 from powergrad.lab.paper.rows import changes_of, load_paper
@@ -22,7 +23,15 @@ from powergrad.lab.paper.studies import (
     methods_of,
 )
 
-__all__ = ["PGT", "SHORTER", "against_controls", "claim_by_claim", "table_of"]
+__all__ = [
+    "ENOUGH",
+    "PGT",
+    "SHORTER",
+    "against_controls",
+    "claim_by_claim",
+    "counted",
+    "table_of",
+]
 
 VERDICTS = ("better", "equivalent", "worse", "underpowered", "too few seeds")
 DEEPER = "Networks deeper than ResNet-18 cannot be trained without normalisation"
@@ -123,7 +132,8 @@ CLAIMS = (
         holds=_set("worse"),
         published="-1.98 at batch 1024 (T2.1) and -0.244 at 512 (T2.3), against 256 (T2.5)",
         reading="Here *worse* is what the claim says. At as many epochs a larger batch has fewer "
-        "steps. Dead filters stand in [the study's table](#beyond-the-tables).",
+        "steps. Dead filters stand in [the study's table](#beyond-the-tables), beside the decay "
+        f"exponent: at less than {ENOUGH} none can have died by decay.",
     ),
 )
 
@@ -185,6 +195,7 @@ def claim_by_claim(evidence: Evidence, found: Sequence[Trial]) -> Iterator[str]:
     yield from _alpha(evidence, found)
     yield from _logits(evidence)
     yield from _dead(dead)
+    yield from _whole_layers(evidence)
     yield from _recovery(evidence)
     yield from (
         "### It costs next to nothing",
@@ -210,12 +221,16 @@ def _at_a_glance(
             for how, findings in (("in its place", each.instead), ("on top of it", each.on_top))
             if findings
         )
-        cells = _columns([finding.verdict for finding in each.findings], columns)
+        cells = _columns([finding.verdict for finding in counted(each.findings)], columns)
         lines.append((_link(each.claim.says), each.published, *cells, "; ".join(controls)))
     cells = _columns([each.outcome for each in depths], ({"all failed"}, set(), {"none failed"}))
     lines.append((_link(DEEPER), "text", *cells, ""))
     for methods in (PGT, AGC, AGC | PGT):
-        outcomes = [each.verdict for each in dead if each.finding.arm.methods == methods]
+        outcomes = [
+            each.verdict
+            for each in dead
+            if each.finding.arm.methods == methods and not each.finding.trial.within
+        ]
         cells = _columns(outcomes, ({"fewer"}, {"as many"}, {"more"}))
         title = f"[With {' + '.join(sorted(methods))} fewer filters die](#{_anchor(ZEROED)})"
         lines.append((title, "figures", *cells, ""))
@@ -316,6 +331,11 @@ def _printed(published: Mapping[str, float], metric: str) -> float | None:
     return published["train"] - published["test"] if "train" in published else None
 
 
+def counted(findings: Iterable[Finding]) -> list[Finding]:
+    """Those of studies whose runs no larger study has."""
+    return [each for each in findings if not each.trial.within]
+
+
 def _count(findings: Sequence[Finding]) -> str:
     if not findings:
         return "Not measured here."
@@ -323,7 +343,7 @@ def _count(findings: Sequence[Finding]) -> str:
 
 
 def _verdicts(findings: Sequence[Finding]) -> str:
-    counts = Counter(each.verdict for each in findings)
+    counts = Counter(each.verdict for each in counted(findings))
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
 
 
@@ -482,7 +502,8 @@ def _dead(dead: Sequence[_Dead]) -> Iterator[str]:
         "pictures of norms. The text has fewer zeroed filters with PGT in most layers (more in "
         "layer 2), calls AGC excellent at it, and finds none with AGC + PGT. Below, dead filters "
         "at the end of runs without normalisation that did not diverge; *as many* is within one. "
-        f"A filter without gradient needs a decay exponent of {ENOUGH} to fall to 1% of its start: "
+        f"A filter without gradient needs a [decay exponent](#under-what-conditions) of {ENOUGH} "
+        "to fall to 1% of its start: "
         "where one arm has less, its count says nothing, and where the two differ, part of the "
         "difference is the decay's.",
         (
@@ -491,6 +512,41 @@ def _dead(dead: Sequence[_Dead]) -> Iterator[str]:
         ),
         [each.cells for each in dead],
     )
+
+
+def _whole_layers(evidence: Evidence) -> Iterator[str]:
+    yield from ("### With large batches whole layers zero out; with PGT no feature does", "")
+    lines = []
+    for study, arm, norms in evidence.recordings():
+        dead = {key: found for key in norms.values if (found := norms.dead(key)) is not None}
+        feature = dead.pop("feature", None)
+        whole = [key.removeprefix("layer") for key, found in dead.items() if found.all()]
+        most = max(dead, key=lambda key: dead[key].mean(), default=None)
+        lines.append(
+            (
+                f"`{study.stem.name}`",
+                norms.caption,
+                study.describe(arm),
+                ", ".join(whole) or ("none" if dead else "diverged"),
+                f"{most.removeprefix('layer')}: {_share(dead[most])}" if most else "",
+                "" if feature is None else _share(feature),
+            )
+        )
+    yield from _section(
+        "a picture of layer 5, all of whose filters vanish at batch 1024; the text has zeroing out "
+        "as particularly common at large batches, several features after pooling at zero without "
+        "PGT, and none with it. Below, the single runs whose norms were kept; a feature is dead "
+        "when it ended at 0.",
+        (
+            *("study", "run", "measured on", "layers that died whole", "layer with the most dead"),
+            "dead features",
+        ),
+        lines,
+    )
+
+
+def _share(dead: NDArray[np.bool_]) -> str:
+    return f"{int(dead.sum())} of {dead.size}"
 
 
 def _recovery(evidence: Evidence) -> Iterator[str]:

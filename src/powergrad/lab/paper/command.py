@@ -13,8 +13,8 @@ import yaml
 from cyclopts import App
 
 from powergrad.lab.cli import Flag, Overrides, StudyOptions, stopped, tune_arms
-from powergrad.lab.config import parse_overrides
-from powergrad.lab.paper.cost import cost, total_hours
+from powergrad.lab.config import Recipe, parse_overrides
+from powergrad.lab.paper.cost import cost, examples_of, total_hours
 from powergrad.lab.paper.evidence import Evidence, Measurement, MissingRunsError, small_command
 from powergrad.lab.paper.page import published_words
 from powergrad.lab.paper.rows import Experiment, Figure, Row, changes_of, load_paper
@@ -25,12 +25,15 @@ from powergrad.lab.train import Interrupted
 app = App(name="paper", help="The paper: list, show, run and draw every table row and figure.")
 
 RESULTS = Path("results")
+TUNE_SEEDS = 2
 _OPTIONS = StudyOptions()
 
 
 @app.command(name="list", sort_key=0)
 def list_items(*, results: Path = RESULTS) -> int:
     """Every table row and figure: its id, its published numbers, what was measured.
+
+    In brackets is the id of all rows that are compared with each other, which is an item, too.
 
     Args:
         results: The folder of measured results.
@@ -55,7 +58,8 @@ def list_items(*, results: Path = RESULTS) -> int:
                 else _measured(each, row)
                 for each in studies
             )
-            cells = ("", "") if number else (item, experiment.title)
+            group = "" if item == experiment.id else f" ({experiment.id})"
+            cells = ("", "") if number else (item, experiment.title + group)
             words = (*cells, arm, published_words(row), measured.strip() or "-")
             table.add_row(*map(Text, words))
     for figure in paper.figures:
@@ -138,12 +142,16 @@ def _show_rows(item: str, experiment: Experiment, data: str, evidence: Evidence)
     print(f"{item} ({experiment.where}): {experiment.title}\n\nPublished (%):")
     for row in rows if not experiment.grid else rows[:1]:
         print(f"  {'all' if experiment.grid else row.arm}: {published_words(row)}")
-    print("\nRecipe, beside powergrad's defaults, which are the paper's common recipe:")
     base = rows[0].recipe
-    print(_indented(changes_of(base)))
+    whose = f", of {rows[0].arm}" if rows[1:] else ""
+    print(f"\nRecipe, as the paper states it{whose}:\n{_indented(rows[0].stated)}")
+    if rows[0].chosen:
+        print(f"Chosen here, for the paper does not state it:\n{_indented(rows[0].chosen)}")
+    if rows[1:]:
+        print("What the others change:")
     for row in rows[1:]:
-        print(f"  {row.arm}:")
-        print(_indented(changes_of(row.recipe, base), "    "))
+        changes = changes_of(row.recipe, base)
+        print(f"  {row.arm}: {', '.join(f'{key}: {value}' for key, value in changes.items())}")
     total = total_hours(row.recipe for row in rows)
     print(f"\nCost of training ({len(rows)} {'run' if len(rows) == 1 else 'runs'}), in GPU hours:")
     for each in cost(base):
@@ -176,9 +184,9 @@ def _own_rows(experiment: Experiment, item: str) -> list[Row]:
     return [row for row in experiment.rows if item in (row.id, experiment.id)]
 
 
-def _indented(changes: Mapping[str, Any], indent: str = "  ") -> str:
+def _indented(changes: Mapping[str, Any]) -> str:
     text = yaml.safe_dump(_nested(changes), sort_keys=False)
-    return "\n".join(indent + line for line in text.splitlines())
+    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,7 +216,7 @@ def run(
     arm: str | None = None,
     as_published: Annotated[bool, Flag] = False,
     tune: str | None = None,
-    tune_seeds: int = 2,
+    tune_seeds: int = TUNE_SEEDS,
     plan: Annotated[bool, Flag] = False,
     collect: Annotated[bool, Flag] = False,
     results: Path = RESULTS,
@@ -241,7 +249,13 @@ def run(
     _check_run(experiment, item, arm, data, scale, tune, tune_seeds, options)
     changes = parse_overrides(overrides)
     if as_published:
-        changes |= {"loss.form": "as_published", "train.precision": "float16"}
+        precision = changes.setdefault("train.precision", "float16")
+        if precision != "float16":
+            raise ValueError(
+                "Expected train.precision to be float16 with --as-published, the only one in which "
+                f"the authors' hook was run, but got {precision!r}."
+            )
+        changes["loss.form"] = "as_published"
     command = command_line()
     try:
         if scale == "small":
@@ -276,9 +290,10 @@ def _check_run(
     if arm is not None and arm not in arms:
         raise ValueError(f"Expected --arm to be of {item} ({', '.join(arms)}), but got {arm!r}.")
     if scale == "full":
-        given = {"--tune": tune} | {
+        given = {"--tune": tune, "--tune-seeds": None if tune_seeds == TUNE_SEEDS else tune_seeds}
+        given |= {
             f"--{name}": getattr(options, name)
-            for name in ("seeds", "metric", "margin", "workers", "storage")
+            for name in ("seeds", "metric", "margin", "workers", "threads", "storage")
             if getattr(options, name) != getattr(_OPTIONS, name)
         }
         for name, value in given.items():
@@ -347,7 +362,7 @@ def _run_full(
             "exponents": {
                 row.arm: decay_exponent(recipe, examples) for row, recipe in runs.values()
             },
-            "lost": [],
+            "lost": _departures(rows[0].recipe, recipes[0], examples),
             "command": command,
             "runs": {name: [row.arm, seed] for name, (row, _) in runs.items()},
         }
@@ -359,6 +374,17 @@ def _run_full(
         finally:
             progress.close()
     return folder
+
+
+def _departures(stated: Recipe, recipe: Recipe, examples: int) -> list[str]:
+    """In what a run at full scale is not the row's: its data, and what was overridden."""
+    lost = []
+    if examples != examples_of(stated):
+        lost.append(f"the data: {examples:,} examples ({recipe.data.name})")
+    free = ("data.name", "seed", "machine.", "monitor.", "train.accumulate")
+    changes = changes_of(recipe, stated)
+    lost += [f"{key}: {value}" for key, value in changes.items() if not key.startswith(free)]
+    return lost
 
 
 def _run_small(
@@ -496,7 +522,10 @@ def status(*, results: Path = RESULTS) -> int:
             print(f"  {item}: powergrad paper run {item} --scale small --collect")
     hours = total_hours(row.recipe for each in paper.experiments for row in each.rows)
     words = ", ".join(f"{value:,.0f} on {gpu}" for gpu, value in hours.items())
-    print(f"All of it at full scale, on ImageNet, each run once, in GPU hours: {words}")
+    print(
+        f"All of it at full scale, each run once, in GPU hours: {words} (the last is of the runs "
+        "on CIFAR-10, the others of those on ImageNet)"
+    )
     return 0
 
 

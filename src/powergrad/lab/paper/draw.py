@@ -397,12 +397,9 @@ def _filters(axes: Any, norms: Norms, key: str, title: str, size: int = 9) -> No
 
 
 def _dead(norms: Norms, key: str) -> str:
-    """How many units are dead at the end, as the census has it."""
-    first, last = norms.values[key][[0, -1]]
-    if not np.isfinite(last).all():
-        return "diverged"
-    dead = last == 0 if key == "feature" else last < 0.01 * first
-    return f"{int(dead.sum())} of {last.size} dead"
+    """How many units are dead at the end."""
+    dead = norms.dead(key)
+    return "diverged" if dead is None else f"{int(dead.sum())} of {dead.size} dead"
 
 
 def _norm_figure(evidence: Evidence, panels: Sequence[tuple[str, str, str]], columns: int) -> Any:

@@ -17,7 +17,7 @@ import functools
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -300,11 +300,14 @@ class Measurement:
 def describe_runs(recipe: Mapping[str, Any], steps: Iterable[int]) -> str:
     """What runs of a recipe, as JSON has it, were made on: network, data, batch, steps."""
     model, data = recipe["model"], recipe["data"]["name"].rpartition("/")[2]
+    data = data.removeprefix("folder:")
+    if limit := recipe["data"].get("limit"):
+        data = f"{limit:,} images of {data}"
     network = model["name"] + (f" of width {model['width']}" if model["width"] else "")
     network += {"none": " without normalisation", "group": ", group norm"}.get(model["norm"], "")
     lengths = " or ".join(f"{each:,}" for each in sorted(set(steps)))
     batch = recipe["train"]["batch_size"]
-    return f"{network} on {data.removeprefix('folder:')}, batch {batch}, {lengths} steps"
+    return f"{network} on {data}, batch {batch}, {lengths} steps"
 
 
 @dataclass(frozen=True)
@@ -322,6 +325,13 @@ class Norms:
     layers: tuple[str, ...]
     values: Mapping[str, NDArray[np.float32]]
     caption: str
+
+    def dead(self, key: str) -> NDArray[np.bool_] | None:
+        """Which units are dead at the end, as the census has it; None where it diverged."""
+        first, last = self.values[key][[0, -1]]
+        if not np.isfinite(last).all():
+            return None
+        return last == 0 if key == "feature" else last < 0.01 * first
 
 
 class Evidence:
@@ -362,7 +372,18 @@ class Evidence:
 
     def norms(self, use: str) -> Norms:
         """The filter norms of an arm's first seed."""
-        study = self.best(use)
+        return self._norms(self.best(use), use)
+
+    def recordings(self) -> Iterator[tuple[Measurement, str, Norms]]:
+        """All filter norms that were kept, with their study and arm."""
+        for study in self.measurements:
+            for arm in study.arms:
+                try:
+                    yield study, arm, self._norms(study, f"{study.experiment.id}/{arm}")
+                except MissingRunsError:
+                    continue
+
+    def _norms(self, study: Measurement, use: str) -> Norms:
         with np.load(self._file(study, use, ".npz"), allow_pickle=False) as file:
             values = {
                 name: file[name].astype(np.float32)

@@ -12,10 +12,19 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from powergrad.lab.paper.claims import PGT, SHORTER, against_controls, claim_by_claim, table_of
+from powergrad.lab.paper.claims import (
+    ENOUGH,
+    PGT,
+    SHORTER,
+    against_controls,
+    claim_by_claim,
+    counted,
+    table_of,
+)
 from powergrad.lab.paper.cost import cost, total_hours
 from powergrad.lab.paper.evidence import MARGIN, Evidence, Measurement, MissingRunsError
 from powergrad.lab.paper.rows import Experiment, Figure, Row, changes_of, load_paper
+from powergrad.lab.paper.small import LEAST
 from powergrad.lab.paper.studies import (
     Finding,
     Study,
@@ -33,6 +42,7 @@ __all__ = ["published_words", "write_pages"]
 
 
 PAGE = "reproduction.md"
+CONDITIONS = "under-what-conditions"  # the address of a heading on it
 NO_HELP = "where-pgt-does-not-help.md"
 
 
@@ -99,10 +109,11 @@ def _page(evidence: Evidence, studies: Sequence[Study], found: Sequence[Trial]) 
         "better one may lie beyond. Comparisons of two methods with each other, of training "
         "accuracy, of gaps and of dead filters are not corrected for their number.",
         "",
-        "At a glance, in numbers of comparisons (studies may share runs, and differ in what they "
-        "can tell):",
+        "At a glance, in numbers of comparisons (studies differ in what they can tell, and some "
+        "share a baseline; one whose runs are all in a larger one is not counted):",
         "",
-        "- *borne out*: a significant difference of the sign that the claim has, of whatever size;",
+        "- *borne out*: a significant difference of the sign that the claim has, of whatever size; "
+        "for the claim on 60% of the epochs *equivalent* will do;",
         f"- *within {MARGIN:g}*: no significant difference, and shown to be under {MARGIN:g} "
         "points (for filters, one). Where the published gain is smaller, this is no objection;",
         "- *contrary*: a significant difference of the other sign;",
@@ -115,6 +126,7 @@ def _page(evidence: Evidence, studies: Sequence[Study], found: Sequence[Trial]) 
         "",
     )
     yield from claim_by_claim(evidence, found)
+    yield from _under_what_conditions(evidence, studies)
     for where, title in (
         ("Table 1", "Table 1: with batch normalisation"),
         ("Table 2", "Table 2: without normalisation"),
@@ -152,6 +164,40 @@ def _page(evidence: Evidence, studies: Sequence[Study], found: Sequence[Trial]) 
         )
 
 
+def _under_what_conditions(evidence: Evidence, studies: Sequence[Study]) -> Iterator[str]:
+    rows = [row for study in evidence.measurements for row in study.rows]
+    rows += [row for study in studies for row in study.about["rows"]]
+    spent = {(row["seed"], row["steps"], row["train_loss"]): row["seconds"] for row in rows}
+    hours = sum(spent.values()) / 3600
+    yield from (
+        "## Under what conditions",
+        "",
+        f"The {len(spent):,} runs behind this page took {hours:.1f} core-hours; tuning the rates, "
+        "and studies that later ones replaced, bring that to about 20. Everything ran on the CPU "
+        "of a machine with two cores, in float32 unless a command says otherwise.",
+        "",
+        "A filter whose gradient has stopped shrinks by weight decay alone, as exp(-x) with "
+        "x = sum(rate x decay) / (1 - momentum) over the steps. This x is the **decay exponent**. "
+        f"The paper's recipe takes it to 125. A run under {LEAST:g} says nothing of the "
+        f"equilibrium of weight norms that long training reaches; under {ENOUGH:g} decay has not "
+        "brought a filter to 1% of its start, so that none can be counted dead.",
+        "",
+        "| data | images | where from |",
+        "|---|---|---|",
+        "| digits | 1,797 of 8 pixels in 10 classes | inside scikit-learn |",
+        "| fashion-mnist | 60,000 + 10,000 of 28 pixels in 10 classes | [its authors]"
+        "(https://github.com/zalandoresearch/fashion-mnist) |",
+        "| cifar10 | 50,000 + 10,000 of 32 pixels in 10 classes | [its authors]"
+        "(https://www.cs.toronto.edu/~kriz/cifar.html) |",
+        "| tiny-imagenet-100 | 30,000 + 5,000 of 64 pixels in 100 classes | half of Tiny-ImageNet: "
+        "every second class, from the first, by WordNet id; of each the first 300 training images "
+        "by file name and all 50 for validation, as folders `train/ID` and `val/ID` |",
+        "",
+        "[The workbench](lab.md) says where their files are looked for.",
+        "",
+    )
+
+
 def _experiment(evidence: Evidence, experiment: Experiment) -> Iterator[str]:
     rows = experiment.rows
     ids = list(dict.fromkeys(row.id for row in rows))
@@ -181,7 +227,8 @@ def _table(experiment: Experiment, study: Measurement | None) -> Iterator[str]:
     first = experiment.rows[0].published["test"]
     for row in experiment.rows:
         changes = changes_of(row.recipe, experiment.rows[0].recipe)
-        cells = [row.id, labelled(row.arm, changes)]
+        said = {key: value for key, value in changes.items() if key in row.stated}
+        cells = [row.id, labelled(row.arm, said)]
         cells += [f"{row.published[k]:g}" if k in row.published else "" for k in ("train", "test")]
         cells.append("" if row is experiment.rows[0] else f"{row.published['test'] - first:+.3f}")
         if study is not None and row.arm in study.arms:
@@ -222,14 +269,23 @@ def _conditions(study: Measurement) -> Iterator[str]:
     about = study.about
     commits = sorted({row["commit"] for row in study.rows if row["commit"]})
     exponent = min(about["exponents"].values())
+    least = f"{exponent:.1f} or more"
+    if exponent < LEAST:
+        least += f" (under {LEAST:g}, so nothing is said of the paper's equilibrium)"
+    scale = " at full scale" if about["scale"] == "full" else ""
     yield (
-        f"**Measured ({about['label']})**: {study.describe()}; decay exponent {exponent:.1f} or "
-        f"more; `results/paper/{study.stem.name}.csv`, torch {about['machine']['torch']}, "
-        f"commit {', '.join(commits) or 'not known'}."
+        f"**Measured{scale} ({about['label']})**: {study.describe()}; [decay exponent]"
+        f"(#{CONDITIONS}) {least}; `results/paper/{study.stem.name}.csv`, "
+        f"torch {about['machine']['torch']}, commit {', '.join(commits) or 'not known'}."
     )
     yield ""
     if "tuning" in about:
         yield _tuned(about["tuning"])
+    if not study.experiment.grid:
+        labels = (labelled(arm, changes) for arm, changes in about.get("arms", {}).items())
+        told_of = [label for label in labels if label.endswith(")")]
+        if told_of:
+            yield f"- What an arm has beside the baseline: {'; '.join(told_of)}."
     if about["lost"]:
         yield f"- Not as in the paper: {'; '.join(about['lost'])}."
     yield from (f"- Command: `{command}`" for command in about["commands"])
@@ -242,7 +298,9 @@ def _tuned(tuning: Mapping[str, Any]) -> str:
         for arm, found in tuning["arms"].items()
     )
     whom = "every arm alike" if len(tuning["arms"]) > 1 else "one arm, and the same in all"
-    return f"- `{tuning['key']}` tuned for {whom}, on held-out training data: {words}."
+    seeds = len(tuning["seeds"])
+    how = f"on held-out training data ({seeds} seed{'s' if seeds > 1 else ''} a value)"
+    return f"- `{tuning['key']}` tuned for {whom}, {how}: {words}."
 
 
 def _zeroing_out(evidence: Evidence) -> Iterator[str]:
@@ -349,15 +407,17 @@ def _no_help(found: Sequence[Trial]) -> Iterator[str]:
     if not rows:
         yield "Nothing was measured yet."
         return
+    rows = counted(rows)
+    better = sum(each.verdict == "better" for each in rows)
     grid = sum(each.trial.is_grid for each in rows)
     able = {each.trial.name for each in rows if each.verdict != "too few seeds"}
     yield (
         f"Of {len(rows)} comparisons ({grid} of them points of grids over alpha), "
-        f"{len(rows) - len(others)} came out better. Within a study p values are corrected for "
+        f"{better} came out better. Within a study p values are corrected for "
         f"its arms, but not for the number of studies: of {len(able)} that have enough seeds for a "
         f"verdict, at most {0.05 * len(able):.1f} are expected to have a false one, of either "
-        "sign. Some studies share runs (the same recipe and seed is run once), so they are not "
-        "independent. These did not come out better:"
+        "sign. Some studies share a baseline, so they are not independent; one whose runs are all "
+        "in a larger one is not counted. These did not come out better:"
     )
     yield from ("", *table_of(others))
     shorter = [

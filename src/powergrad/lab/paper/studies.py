@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,6 +167,7 @@ class Arm:
         train: The training accuracy of every seed that did not.
         dead: The dead filters of every seed that did not, where they were counted.
         diverged: How many runs did.
+        runs: What tells each run from every other: its losses, as measured.
     """
 
     name: str
@@ -180,6 +181,7 @@ class Arm:
     train: Mapping[int, float]
     dead: Mapping[int, float]
     diverged: int
+    runs: frozenset[tuple[Any, ...]]
 
     def agrees_with(self, other: Arm) -> bool:
         """Whether what both change, but for the rate, they change alike."""
@@ -197,6 +199,7 @@ class Trial:
         is_grid: Whether it is a grid over alpha.
         arms: All of them, the one that the others are compared with first.
         found: The comparisons with it, by arm.
+        within: A larger study that has all its runs; it is the one to count.
     """
 
     name: str
@@ -204,12 +207,24 @@ class Trial:
     is_grid: bool
     arms: tuple[Arm, ...]
     found: Mapping[str, Told]
+    within: str | None = None
+
+    @property
+    def runs(self) -> frozenset[tuple[Any, ...]]:
+        """What tells its runs from those of other studies."""
+        return frozenset().union(*(arm.runs for arm in self.arms))
 
 
 def trials(evidence: Evidence, studies: Sequence[Study]) -> list[Trial]:
     """Every study of which the first arm is plain cross-entropy."""
     found = [*map(_of_the_paper, evidence.measurements), *map(trial_of, studies)]
-    return [each for each in found if each.arms and each.arms[0].methods == frozenset()]
+    found = [each for each in found if each.arms and each.arms[0].methods == frozenset()]
+    runs = {each.name: each.runs for each in found}
+
+    def holder(mine: frozenset[tuple[Any, ...]]) -> str | None:
+        return next((name for name, theirs in runs.items() if mine and mine < theirs), None)
+
+    return [replace(each, within=holder(runs[each.name])) for each in found]
 
 
 def _of_the_paper(study: Measurement) -> Trial:
@@ -297,6 +312,7 @@ def _arm(
         values("train_accuracy", lived),
         values("dead_units", lived),
         len(rows) - len(lived),
+        frozenset((row["seed"], row["steps"], row["train_loss"], row["nll"]) for row in lived),
     )
 
 
@@ -329,6 +345,8 @@ class Finding:
         lost = [each.diverged for each in (self.arm, self.against)]
         if any(lost):
             verdict += f"; diverged: {lost[0]} against {lost[1]}"
+        if self.trial.within:
+            verdict += f"; not counted, its runs are in `{self.trial.within}`"
         rates = f"{self.arm.rate}; {self.against.rate}"
         n = str(self.found.n)
         return (
