@@ -186,6 +186,7 @@ README, CHOOSING = ROOT / "README.md", DOCS / "choosing-alpha.md"
 DECAY, NORMALISED = "compare_fashion_decay", "compare_fashion_decay_normalised"
 SHORT, TINY = "compare_e60_fashion_mnist", "compare_tiny_imagenet_decay"
 DEPTH = "compare_depth_fashion_mnist"
+LONG, WEAK = "compare_digits_10000_steps_decay", "compare_digits_10000_steps"
 GRID = "paper/G18-fashion-mnist"
 SMOOTH, STEP = (f"paper/T3-{name}-fashion-mnist-resnet18" for name in ("cosine", "step"))
 
@@ -208,11 +209,13 @@ SMOOTH, STEP = (f"paper/T3-{name}-fashion-mnist-resnet18" for name in ("cosine",
         (README, "at one rate, -0.11 to +0.47", GRID, "alpha=0.05", "alpha=1"),
         (README, "epochs on Fashion-MNIST: -0.6", SHORT, "PGT, 60%", "baseline"),
         (README, "with as few -0.9", SHORT, "CE, 60%", "baseline"),
+        (README, "at a strong decay +0.7", LONG, "pgt", "baseline"),
         (README, "of ResNet-18's rate): -0.2", DEPTH, "ResNet-34", "baseline"),
         (README, "rate): -0.2 and -2.8", DEPTH, "ResNet-50", "baseline"),
         (CHOOSING, "PGT gained 2.80", DECAY, "pgt", "baseline"),
         (CHOOSING, "without PGT gained 3.84", DECAY, "decay / 4", "baseline"),
         (CHOOSING, "PGT gained nothing (-0.19", DECAY, "pgt, decay / 4", "decay / 4"),
+        (CHOOSING, "PGT was better by 0.70", LONG, "pgt", "baseline"),
         (CHOOSING, "with PGT, by -4.75", "compare_fashion_mnist", "pgt", "baseline"),
         (CHOOSING, "PGT had +0.29", SMOOTH, "PGT 0.3", "baseline"),
         (CHOOSING, "+0.29 at alpha 0.3 and +0.30", SMOOTH, "PGT 0.05", "baseline"),
@@ -248,3 +251,28 @@ def test_a_figure_in_the_text_is_the_measured_one(page, words, study, arm, other
     figure = re.findall(r"[+-]?\d+\.\d+", words)[-1]
     sign = "+" if figure[0] in "+-" else ""
     assert f"{difference:{sign}.{len(figure.partition('.')[2])}f}" == figure
+
+
+@pytest.mark.parametrize(
+    ("page", "words", "metric", "study", "arm"),
+    [
+        (CHOOSING, "better by 0.70 (98.61", "test_accuracy", LONG, "pgt"),
+        (CHOOSING, "against 97.91", "test_accuracy", LONG, "baseline"),
+        (CHOOSING, "cross-entropy reached 98.71", "test_accuracy", WEAK, "baseline"),
+        (CHOOSING, "and the others reached 98.33", "test_accuracy", WEAK, "pgt"),
+        (CHOOSING, "and cross-entropy none (98.54", "test_accuracy", WEAK, "rate x 3"),
+        (CHOOSING, "not fewer: 45", "dead_units", LONG, "pgt"),
+        (CHOOSING, "45 against 10", "dead_units", LONG, "baseline"),
+        (CHOOSING, "at the strong decay, 60", "dead_units", WEAK, "pgt"),
+        (CHOOSING, "60 against 1.5", "dead_units", WEAK, "baseline"),
+        (CHOOSING, "at three times the rate had 67", "dead_units", WEAK, "rate x 3"),
+    ],
+)
+def test_a_mean_in_the_text_is_the_measured_one(page, words, metric, study, arm):
+    """Over the runs that did not diverge."""
+    assert words in " ".join(page.read_text().replace("*", "").split())
+    with open(ROOT / "results" / f"{study}.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["arm"] == arm]
+    values = [float(row[metric]) for row in rows if row["diverged"] == "False"]
+    figure = re.findall(r"\d+(?:\.\d+)?", words)[-1]
+    assert f"{sum(values) / len(values):.{len(figure.partition('.')[2])}f}" == figure

@@ -215,10 +215,11 @@ def test_a_study_whose_runs_are_all_in_a_larger_one_is_shown_and_not_counted(tmp
     _, no_help = write_pages(tmp_path, tmp_path / "docs")
     assert "Of 1 comparisons (0 of them" in no_help.read_text()
 
-    # Its runs and one more: it is a study of its own again, though they share.
-    about["rows"][0]["train_loss"] += 1
-    part.write_text(json.dumps(about))
-    assert counted in section(claims_of(tmp_path), title)[2]
+    # Another run among them, even one that diverged: a study of its own again.
+    for change in ({"train_loss": 7.0}, {"train_loss": None, "steps": 9, "diverged": True}):
+        other = {**about, "rows": [{**about["rows"][0], **change}, *about["rows"][1:]]}
+        part.write_text(json.dumps(other))
+        assert counted in section(claims_of(tmp_path), title)[2]
 
 
 def test_training_accuracy_and_gap_are_compared_without_the_runs_that_diverged(tmp_path):

@@ -305,9 +305,11 @@ def describe_runs(recipe: Mapping[str, Any], steps: Iterable[int]) -> str:
         data = f"{limit:,} images of {data}"
     network = model["name"] + (f" of width {model['width']}" if model["width"] else "")
     network += {"none": " without normalisation", "group": ", group norm"}.get(model["norm"], "")
-    lengths = " or ".join(f"{each:,}" for each in sorted(set(steps)))
+    lengths = [f"{each:,}" for each in sorted(set(steps))]
+    if len(lengths) > 3:  # runs that diverged, each at its own time
+        lengths = [f"{lengths[0]} to {lengths[-1]}"]
     batch = recipe["train"]["batch_size"]
-    return f"{network} on {data}, batch {batch}, {lengths} steps"
+    return f"{network} on {data}, batch {batch}, {' or '.join(lengths)} steps"
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ class Arm:
         train: The training accuracy of every seed that did not.
         dead: The dead filters of every seed that did not, where they were counted.
         diverged: How many runs did.
-        runs: What tells each run from every other: its losses, as measured.
+        runs: What tells each run from every other.
     """
 
     name: str
@@ -312,8 +312,14 @@ def _arm(
         values("train_accuracy", lived),
         values("dead_units", lived),
         len(rows) - len(lived),
-        frozenset((row["seed"], row["steps"], row["train_loss"], row["nll"]) for row in lived),
+        frozenset(map(_fingerprint, rows)),
     )
+
+
+def _fingerprint(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What no other training has, digit by digit; the loss of one that diverged is no number."""
+    loss = row["train_loss"]
+    return row["seed"], row["steps"], loss if loss == loss else None, row["train_accuracy"]
 
 
 # Comparisons --------------------------------------------------------------------------------------
