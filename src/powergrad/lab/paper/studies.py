@@ -219,12 +219,16 @@ def trials(evidence: Evidence, studies: Sequence[Study]) -> list[Trial]:
     """Every study of which the first arm is plain cross-entropy."""
     found = [*map(_of_the_paper, evidence.measurements), *map(trial_of, studies)]
     found = [each for each in found if each.arms and each.arms[0].methods == frozenset()]
-    runs = {each.name: each.runs for each in found}
+    return [replace(each, within=_holder(each, found)) for each in found]
 
-    def holder(mine: frozenset[tuple[Any, ...]]) -> str | None:
-        return next((name for name, theirs in runs.items() if mine and mine < theirs), None)
 
-    return [replace(each, within=holder(runs[each.name])) for each in found]
+def _holder(mine: Trial, found: Sequence[Trial]) -> str | None:
+    """A larger study that has all runs of this one, compared with the same baseline."""
+    for other in found:
+        is_larger = mine.runs < other.runs and mine.arms[0].runs <= other.arms[0].runs
+        if is_larger and other.is_grid == mine.is_grid:
+            return other.name
+    return None
 
 
 def _of_the_paper(study: Measurement) -> Trial:
