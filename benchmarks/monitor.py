@@ -19,7 +19,7 @@ from typing import Any
 
 import harness
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from powergrad.monitor import FilterMonitor
@@ -46,9 +46,9 @@ class TimedMonitor(FilterMonitor):
         super().step(step)
         self.seconds.append(time.process_time() - begin)
 
-    def _see(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _see(self, module: nn.Module, features: Tensor) -> None:
         begin = time.process_time()
-        super()._see(module, args)
+        super()._see(module, features)
         self.hook_seconds += time.process_time() - begin
 
 

@@ -1251,3 +1251,27 @@ def test_a_recording_can_be_counted_while_it_grows(tmp_path: Path) -> None:
             assert filters(census(tmp_path)) == {("fc", unit) for unit in range(step)}
             model.fc.weight[step] = 0
     assert len(Recording(tmp_path)) == 4
+
+
+class ByName(nn.Module):
+    """Calls its classifier by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.fc = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(input=F.relu(self.body(x)))
+
+
+def test_a_census_where_gradients_are_off_and_another_device_is_the_default(tmp_path):
+    model = ByName()
+    data = [(torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1]))]
+    wanted = census(model, data=data, loss=F.cross_entropy)
+    with torch.no_grad(), torch.device("meta"):
+        found = census(model, data=data, loss=F.cross_entropy)
+    assert str(found) == str(wanted)
+    with FilterMonitor(model, tmp_path / "norms", every=1) as monitor:
+        monitor.step(1)
+    with torch.device("meta"):
+        assert str(census(tmp_path / "norms")) == str(census(tmp_path / "norms"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torchvision_shim import declare_torchvision_schemas
 
+from powergrad._head import find_head
 from powergrad._units import in_rows
 from powergrad.clipping import (
     LayerClip,
@@ -1079,3 +1082,46 @@ def test_the_host_never_waits_for_an_accelerator(devices: tuple[str, ...], scale
         hook(optimizer, (optimizer,), {})
         with pytest.raises(Exception, match="_local_scalar_dense"):
             bool(grad_of(parameters[0]))
+
+
+TWO_DEVICES = """
+import torch
+from torch import nn
+from powergrad import adaptive_clip_grad_
+model = nn.Linear(4, 3)
+model(torch.ones(2, 4)).sum().backward()
+with torch.device("meta"):
+    adaptive_clip_grad_(model, 0.01, head=None)
+print(model.weight.grad.device)
+"""
+
+
+def test_the_default_device_does_not_matter():
+    """In a process of its own: the kernel is tried once, at the first call."""
+    done = subprocess.run([sys.executable, "-c", TWO_DEVICES], capture_output=True, text=True)
+    assert done.stdout == "cpu\n", done.stderr
+
+
+def test_both_heads_of_a_network_are_spared():
+    """As timm's distilled transformers have them."""
+
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head, self.head_dist = (nn.Linear(4, 4) for _ in range(3))
+
+        def get_classifier(self) -> tuple[nn.Module, nn.Module]:
+            return self.head, self.head_dist
+
+    model = TwoHeads()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 100.0)
+    adaptive_clip_grad_(model, 0.01)
+    clipped = {n: bool((p.grad != 100).all()) for n, p in model.named_parameters()}
+    assert [name for name, is_clipped in clipped.items() if is_clipped] == [
+        "body.weight",
+        "body.bias",
+    ]
+    with pytest.raises(ValueError, match=r"one head, but got 2 \(head, head_dist\); pass `head`"):
+        find_head(model)
+    assert find_head(model, "head") is model.head

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from powergrad import cross_entropy, equivalent_training
+from powergrad import clip_grads_before_step, cross_entropy, equivalent_training
 
 STEPS = 220
 OPTIMIZERS = {
@@ -263,3 +264,18 @@ def test_the_optimizer_that_was_given_is_not_changed():
     equivalent_training(model, optimizer, 0.3)
     after = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     assert after == groups
+
+
+def test_names_of_parameters_go_with_them():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = equivalent_training(model, optimizer, alpha=0.5)
+    named = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        assert all(map(operator.is_, map(named.get, group["param_names"]), group["params"]))
+        assert len(group["param_names"]) == len(group["params"])
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    assert sorted(names) == sorted(named)
+    with clip_grads_before_step(optimizer, norm=1.0):
+        F.cross_entropy(model(torch.ones(2, 3)), torch.tensor([0, 1])).backward()
+        optimizer.step()

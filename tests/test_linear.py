@@ -258,3 +258,46 @@ def test_bad_input_is_named(change, error, message):
     arguments = {"input": H, "linear_weight": W, "target": Y, "alpha": 0.3, **change}
     with pytest.raises(error, match=message):
         linear_cross_entropy(**arguments)
+
+
+def test_the_bias_of_a_rare_class_learns_under_autocast():
+    """Its gradient is under what float16 can hold, before the loss scale has met it."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(8, 4, generator=generator)
+    head = torch.randn(5000, 4, generator=generator)
+    bias = torch.zeros(5000)
+    bias[4000:] = -40
+    target = torch.arange(8)
+    found = []
+    for low in (torch.float16, None):
+        leaf = bias.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=low or torch.float16, enabled=low is not None):
+            loss = linear_cross_entropy(hidden, head, target, alpha=0.3, linear_bias=leaf)
+        assert isinstance(loss, Tensor)
+        found += torch.autograd.grad(65536 * loss, leaf)
+    assert (found[0][4000:] > 0).all()
+    assert relative(found[0][4000:], found[1][4000:]) < 2e-2  # the logits had 11 bits
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_several_gradients_at_once(reduction):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(*s, dtype=torch.float64, generator=generator) for s in ((6, 4), (5, 4))]
+    target = torch.tensor([1, 4, 0, 2, 2, 3])
+
+    def loss(hidden: Tensor, head: Tensor) -> Any:
+        options: dict[str, Any] = {"reduction": reduction, "chunk_rows": 4}
+        return linear_cross_entropy(hidden, head, target, alpha=0.3, **options)
+
+    jacobian = torch.autograd.functional.jacobian
+    torch.testing.assert_close(
+        jacobian(loss, tuple(tensors), vectorize=True), jacobian(loss, tuple(tensors))
+    )
+
+
+def test_an_ignored_row_adds_nothing_where_class_0_is_masked():
+    bias = torch.tensor([-torch.inf, 0.0, 1.0], dtype=torch.float64)
+    hidden = torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
+    head, target = torch.ones(3, 2, dtype=torch.float64), torch.tensor([1, -100, 2])
+    loss = linear_cross_entropy(hidden, head, target, alpha=0.3, linear_bias=bias)
+    torch.testing.assert_close(loss, F.cross_entropy(F.linear(hidden, head, bias), target))

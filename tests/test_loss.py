@@ -890,3 +890,116 @@ def test_binary_is_the_softmax_of_z_and_nothing(device, generator):
 def test_binary_bad_input_is_named(change, error, message):
     with pytest.raises(error, match=message):
         binary_cross_entropy_with_logits(**{"input": Z, "target": Z, "alpha": 0.3, **change})
+
+
+# What calls in the field had wrong ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_an_ignored_row_adds_nothing_where_class_0_is_masked(dtype, weighted, eps, device):
+    """Ignored labels are looked up as class 0, whose loss is infinite here."""
+    z = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    z[:, 0] = -torch.inf if eps == 0 else -60
+    z.requires_grad_()
+    target = torch.tensor([1, -100, 2], device=device)
+    weight = torch.tensor([1.0, 2, 3, 4], dtype=dtype, device=device) if weighted else None
+    for reduction in ("mean", "sum", "none"):
+        options = {"reduction": reduction, "label_smoothing": eps}
+        loss = cross_entropy(z, target, weight, alpha=0.3, **options)
+        exact = None if weight is None else weight.double()
+        wanted = F.cross_entropy(z.double(), target, exact, **options)
+        torch.testing.assert_close(loss.double(), wanted, rtol=TOLERANCE[dtype][1], atol=1e-7)
+        (grad,) = torch.autograd.grad(loss.sum(), z)
+        assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("given", [torch.float32, torch.float16])
+def test_autocast_does_not_round_a_smoothed_and_weighted_loss(given, low, native, monkeypatch):
+    """A product with the weights is one that autocast makes in 16 bits, where it overflows."""
+    if not native:
+        monkeypatch.setattr(_native, "cross_entropy", lambda *_, **__: None)
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(4, 32_000, generator=generator).to(given).requires_grad_()
+    weight, target = torch.rand(32_000, generator=generator), torch.arange(4)
+    options = {"label_smoothing": 0.1, "reduction": "none"}
+    wanted = F.cross_entropy(z.detach().float(), target, weight, **options)
+    with torch.autocast("cpu", dtype=low):
+        loss = cross_entropy(z, target, weight, alpha=0.3, **options)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_several_gradients_at_once(reduction):
+    """What `is_grads_batched` and the vectorised jacobian of torch.autograd ask for."""
+    z = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    target = torch.tensor([1, 4, 0])
+
+    def loss(z: Tensor) -> Tensor:
+        return cross_entropy(z, target, alpha=0.3, reduction=reduction)
+
+    jacobian = torch.autograd.functional.jacobian
+    torch.testing.assert_close(jacobian(loss, z, vectorize=True), jacobian(loss, z))
+
+
+def test_a_label_of_one_byte_is_not_taken_for_a_negative_ignore_index(device):
+    """As one byte, -100 is 156."""
+    z = torch.randn(4, 200, generator=torch.Generator().manual_seed(0)).to(device)
+    labels = torch.tensor([156, 3, 199, 156], dtype=torch.uint8, device=device)
+    for eps in (0.0, 0.1):
+        wanted = F.cross_entropy(z, labels.long(), label_smoothing=eps)
+        leaf = z.clone().requires_grad_()
+        for logits in (z, leaf):
+            loss = cross_entropy(logits, labels, alpha=0.3, label_smoothing=eps)
+            torch.testing.assert_close(loss, wanted)
+        grads = []
+        for target in (labels, labels.long()):
+            loss = cross_entropy(leaf, target, alpha=0.3, label_smoothing=eps)
+            grads += torch.autograd.grad(loss, leaf, create_graph=True)
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_alpha_that_is_changed_in_place_takes_effect_when_compiled(dtype):
+    alpha = torch.tensor(0.3, dtype=dtype)
+    criterion = CrossEntropyLoss(alpha)
+    compiled = torch.compile(criterion, backend="eager")
+    z = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    target = torch.arange(4)
+    for value in (0.3, 0.9):
+        alpha.fill_(value)
+        (found,) = torch.autograd.grad(compiled(z, target), z)
+        (wanted,) = torch.autograd.grad(cross_entropy(z, target, alpha=value), z)
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
+)
+def test_a_binary_loss_has_the_dtype_of_pytorch_s(dtypes):
+    z, y = torch.randn(4).to(dtypes[0]), torch.rand(4).to(dtypes[1])
+    loss = binary_cross_entropy_with_logits(z, y, alpha=0.3)
+    assert loss.dtype == F.binary_cross_entropy_with_logits(z, y).dtype
+
+
+def test_the_default_device_does_not_matter():
+    """Tensors on CPU, where another device is the one on which tensors are made."""
+    z = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    target, labels = torch.tensor([[1, 2, 0], [4, 4, 3]]), torch.rand(2, 5, 3)
+
+    def gradients() -> list[Tensor]:
+        losses = [
+            cross_entropy(z, target, alpha=0.3),
+            binary_cross_entropy_with_logits(z, labels, alpha=0.3),
+            torch.compile(CrossEntropyLoss(0.3), backend="eager")(z, target),
+        ]
+        return [torch.autograd.grad(loss, z)[0] for loss in losses]
+
+    wanted = gradients()
+    with torch.device("meta"):
+        found = gradients()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)

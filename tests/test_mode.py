@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import threading
 from collections.abc import Callable
 
@@ -352,3 +354,39 @@ def test_a_loss_inside_another_custom_function_raises(z):
     with PowerGrad(0.3):  # nothing to alter
         assert Mine.apply(z.detach()) == F.cross_entropy(z.detach(), Y.to(z.device))
     assert Mine.apply(z) == F.cross_entropy(z, Y.to(z.device))
+
+
+def test_a_copy_of_a_model_whose_forward_is_decorated_is_a_model_of_its_own():
+    """As an average of weights is: the method must be that of the copy."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 5)
+
+        def forward(self, x: Tensor, *, target: Tensor) -> Tensor:
+            return F.cross_entropy(self.fc(x), target)
+
+    first = Model()
+    first.forward = PowerGrad(0.3)(first.forward)
+    second = copy.deepcopy(first)
+    assert list(inspect.signature(second.forward).parameters) == ["x", "target"]
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    second(x, target=Y).backward()
+    assert first.fc.weight.grad is None
+    loss = cross_entropy(first.fc(x), Y, alpha=0.3)
+    (wanted,) = torch.autograd.grad(loss, first.fc.weight)
+    torch.testing.assert_close(second.fc.weight.grad, wanted)
+
+
+def test_a_compiled_criterion_takes_names():
+    """Also outside of PowerGrad, after it was entered once."""
+
+    def function(z: Tensor) -> Tensor:
+        return nn.CrossEntropyLoss(label_smoothing=0.1)(input=z, target=Y)
+
+    z = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    torch.compile(lambda z: z + 1, backend="eager")(z)  # loads TorchDynamo
+    with PowerGrad(0.3):
+        pass
+    torch.testing.assert_close(torch.compile(function, backend="eager")(z), function(z))

@@ -718,3 +718,27 @@ def test_the_state_of_another_model_is_refused(tmp_path):
         for state in ({}, {"features": torch.zeros(9)}):
             with pytest.raises(ValueError, match="to have features of shape"):
                 monitor.load_state_dict(state)
+
+
+class ByName(nn.Module):
+    """Calls its classifier by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.fc = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(input=self.body(x))
+
+
+def test_a_copy_of_a_monitored_model_is_not_monitored(tmp_path):
+    model = ByName()
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    with FilterMonitor(model, tmp_path / "norms", every=1, features=True) as monitor:
+        average = torch.optim.swa_utils.AveragedModel(model)
+        model(x)
+        average.train()(100 * x)  # must not be counted
+        monitor.step(1)
+    _, values = Recording(tmp_path / "norms").read("fc", "feature")
+    wanted = model.body(x).square().mean(0).sqrt()
+    torch.testing.assert_close(values[-1], wanted.detach())

@@ -8,11 +8,16 @@ host wait; under ``torch.compile``, ``vmap`` or export there are no values to re
 from __future__ import annotations
 
 import numbers
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforming  # pyright: ignore
-from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
+from torch._C._functorch import (  # pyright: ignore[reportMissingImports]
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+)
 from torch.autograd import forward_ad
 
 
@@ -33,6 +38,11 @@ def is_plain(*tensors: Tensor) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+def is_batched(grad: Tensor) -> bool:
+    """Whether a gradient stands for several, as ``is_grads_batched`` makes it."""
+    return is_legacy_batchedtensor(grad)
+
+
 def values_readable(*tensors: Tensor) -> bool:
     """Whether looking at the values of `tensors` costs no synchronisation and breaks no trace."""
     for t in tensors:
@@ -51,6 +61,13 @@ def nonzero(divisor: float | Tensor) -> float | Tensor:
 def autocasting(tensor: Tensor) -> bool:
     device = tensor.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Where products keep the dtype of their factors, whatever autocast is around."""
+    if not autocasting(tensor):
+        return nullcontext()
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def check_floating(tensor: Tensor, name: str) -> Tensor:
@@ -87,7 +104,7 @@ def check_alpha(alpha: float | Tensor, tensor: Tensor, dim: int | None) -> Tenso
     With `dim` None there is no class dimension: one alpha an element is allowed.
     """
     if not isinstance(alpha, Tensor):
-        return torch.tensor(check_number(alpha), dtype=torch.float64)
+        return torch.tensor(check_number(alpha), dtype=torch.float64, device="cpu")
     if not alpha.is_floating_point():
         raise TypeError(f"Expected `alpha` to be floating-point, but got {alpha.dtype}.")
     if alpha.requires_grad:
@@ -225,6 +242,11 @@ def check_target(target: Tensor, shape: torch.Size, class_dim: int, ignore_index
             f"Expected `target` of class indices to have shape {tuple(positions)} for `input` of "
             f"shape {tuple(shape)}, but got {shape_of(target)}."
         )
+
+
+def indices(target: Tensor) -> Tensor:
+    """`target`, class indices of one byte as int64: among bytes, 156 equals -100."""
+    return target.long() if target.dtype == torch.uint8 else target
 
 
 def check_labels(target: Tensor, num_classes: int, ignore_index: int) -> bool:

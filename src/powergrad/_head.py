@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 LINEAR_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -34,13 +36,27 @@ def find_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Modul
         raise TypeError(
             f"Expected `head` to be a module, its name or None, but got {type(head).__name__}."
         )
+    heads = find_heads(model)
+    if len(heads) > 1:
+        names = ", ".join(name for name, module in model.named_modules() if module in heads)
+        raise ValueError(
+            f"Expected `model` to have one head, but got {len(heads)} ({names}); pass `head`, the "
+            "module that makes the logits or its name."
+        )
+    return heads[0]
+
+
+def find_heads(model: nn.Module) -> Sequence[nn.Module]:
+    """The same, where there may be several, as in timm's distilled transformers."""
     for habit in ("get_classifier", "get_output_embeddings"):
         found = getattr(model, habit, lambda: None)()
-        if isinstance(found, LINEAR_LAYERS):
-            return found
+        heads = found if isinstance(found, (tuple, list)) else [found]
+        linear = [head for head in heads if isinstance(head, LINEAR_LAYERS)]
+        if linear:
+            return linear
     owners = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
     if owners and isinstance(owners[-1], LINEAR_LAYERS):
-        return owners[-1]
+        return [owners[-1]]
     last = f"a {type(owners[-1]).__name__}" if owners else "nothing"
     raise ValueError(
         "Expected the last layer of `model` to be linear or a convolution, but got "

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powergrad._check import nonzero
+from powergrad._check import nonzero, without_autocast
 
 # A large tensor is worked on in blocks, of which so many elements stay in the cache from the first
 # operation to the last. Below `LARGE` that saves less than the splitting costs.
@@ -73,6 +73,8 @@ def loss_and_gradient(
     counted = factor if weight is None else factor * weight[labels.long()]
     if label_smoothing == 0:  # else the weights are in the buffer and the losses
         factor = counted
+    if kept is not None:  # where class 0 is masked, an ignored row has an infinite loss so far
+        losses = losses.masked_fill(~kept, 0)
     loss, mass = losses * factor, counted.sum()
     if reduction != "none":
         loss = loss.sum()
@@ -188,7 +190,9 @@ def _of_smoothed_labels(
     if weight is None:
         w, own_w, total, every = 1.0, 1.0, z.shape[1], log_p.sum(1)
     else:
-        w, own_w, total, every = weight, weight[label], weight.sum(), log_p @ weight
+        w, own_w, total = weight, weight[label], weight.sum()
+        with without_autocast(z):
+            every = log_p @ weight
     of_label = own_w * (1 - label_smoothing)
     losses = every.mul_(-share).sub_((log_p.gather(1, label) * of_label).squeeze(1))
     e, own, others = _powers(log_p, label, alpha)

@@ -28,7 +28,7 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
             of differentiable operations, higher derivatives go through it as well.
 
     Returns:
-        A tensor with the values of `tensor`.
+        A view of `tensor`. PyTorch refuses to change it in place; ``clone()`` it for that.
 
     Raises:
         TypeError: If `tensor` is not floating-point or `fn` cannot be called; in the backward pass,
@@ -83,8 +83,11 @@ def alter_output(model: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) ->
         )
 
     def alter(value: Any) -> Any:
-        alterable = isinstance(value, Tensor) and value.is_floating_point()
-        return alter_gradient(value, fn) if alterable else value
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        # The view that alter_gradient returns takes no operation in place, such as the ReLU that
+        # may follow.
+        return alter_gradient(value, fn).clone()
 
     return modules[name].register_forward_hook(lambda _, __, output: tree_map(alter, output))
 

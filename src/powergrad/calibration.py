@@ -194,11 +194,11 @@ def reliability(
     confidence = z.exp().sum(1).reciprocal().cpu()  # of the largest logit, which is 0 in z
     right = (predicted == labels).double().cpu()
     if binning == "width":
-        edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
+        edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device="cpu")[1:-1]
         place = torch.bucketize(confidence, edges, right=True)
     elif binning == "mass":
         # Bin k ends with the ceil(k N / bins)-th example, and with all of the same confidence.
-        ends = (torch.arange(1, bins) * len(z) + bins - 1) // bins - 1
+        ends = (torch.arange(1, bins, device="cpu") * len(z) + bins - 1) // bins - 1
         place = torch.bucketize(confidence, confidence.sort().values[ends])
     else:
         raise ValueError(f"Expected `binning` to be 'width' or 'mass', but got {binning!r}.")

@@ -33,7 +33,7 @@ from torch import Tensor, _foreach_mul_, nn  # pyright: ignore[reportPrivateImpo
 from torch.linalg import vector_norm
 from torch.nn.utils.parametrize import ParametrizationList
 
-from powergrad._head import find_head
+from powergrad._head import find_head, find_heads
 from powergrad._native.norms import scale_units_
 from powergrad._units import Dims, by_unit, in_rows, transposed_groups, unit_norms
 
@@ -442,14 +442,14 @@ def _head_parameters(source: object, head: Head) -> set[Tensor]:
         return set()
     if isinstance(source, nn.Module):
         try:
-            found = find_head(source, None if head == "auto" else head)
+            found = find_heads(source) if head == "auto" else [find_head(source, head)]
         except ValueError as error:
             raise ValueError(f"{error} With `head=None` every layer is clipped.") from None
     elif isinstance(head, nn.Module):
-        found = head
+        found = [head]
     else:
         raise ValueError(f"Expected a module to find the head {head!r} in, but got parameters.")
-    return set(found.parameters())
+    return {p for module in found for p in module.parameters()}
 
 
 def _layers(parameters: Iterable[_Parameter], whole: bool = False) -> list[_Layer]:
@@ -516,7 +516,7 @@ class _Guard:
         if self.finite is None:
             flags = [_all_finite(*pair) for pair in zip(batches, parts, strict=True)]
             together = [flag.to(flags[0].device) for flag in flags]
-            self.finite = torch.stack(together).all() if flags else torch.tensor(True)
+            self.finite = torch.stack(together).all() if flags else torch.tensor(True, device="cpu")
         return self.finite
 
 

@@ -146,7 +146,11 @@ def _split(
         for is_head in (False, True):
             params = [p for p in group["params"] if (p in own) == is_head]
             if params:
-                groups.append(({**group, "params": params}, is_head))
+                part = {**group, "params": params}
+                if "param_names" in group:
+                    named = zip(group["param_names"], group["params"], strict=True)
+                    part["param_names"] = [name for name, p in named if (p in own) == is_head]
+                groups.append((part, is_head))
                 states.update({p: dict(optimizer.state[p]) for p in params if p in optimizer.state})
     return groups, states
 

@@ -12,7 +12,7 @@ needs memory for dW and dh, which the optimizer needs anyway, and for one block.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,12 @@ from powergrad._check import (
     check_cross_entropy,
     check_floating,
     check_labels,
+    indices,
+    is_batched,
     is_plain,
     nonzero,
     shape_of,
+    without_autocast,
 )
 from powergrad._rows import loss_and_gradient, mass_of
 from powergrad.loss import cross_entropy
@@ -115,6 +118,7 @@ def linear_cross_entropy(
         alpha = alpha.reshape(rows)
     likeness = hidden.new_empty(1, 1).expand(rows, classes)  # of the logits
     check_cross_entropy(likeness, target, weight, ignore_index, reduction, label_smoothing)
+    target = indices(target)
     all_count = check_labels(target, classes, ignore_index)
     check_alpha(alpha, likeness, 1)
 
@@ -228,7 +232,8 @@ class _InBlocks(torch.autograd.Function):
         tensors, reduction = (hidden, head, bias, target, weight), options.reduction
         at_once = reduction != "none" and any(ctx.needs_input_grad[:3])
         needed = ctx.needs_input_grad[:3] if at_once else (False,) * 3
-        losses, accuracy, gradients = _visit(tensors, options, needed, None, with_accuracy)
+        with without_autocast(hidden):
+            losses, accuracy, gradients = _visit(tensors, options, needed, None, with_accuracy)
         ctx.save_for_backward(*tensors)
         ctx.options = options
         ctx.gradients = gradients if at_once else None
@@ -245,22 +250,38 @@ class _InBlocks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         grad, tensors, needed = grads[0], ctx.saved_tensors, ctx.needs_input_grad[:3]
         nothing = (None,) * 4
-        if torch.is_grad_enabled():
-            wanted = [t for t, n in zip(tensors, needed, strict=False) if n]
-            loss, _ = _whole(tensors, ctx.options, False)
-            found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
+        if torch.is_grad_enabled() or is_batched(grad):
+            found = iter(_gradients_of_whole(tensors, ctx.options, needed, grad))
             return *(next(found) if n else None for n in needed), *nothing
         gradients, ctx.gradients = ctx.gradients, None
         if ctx.options.reduction == "mean":
             grad = grad / nonzero(ctx.mass)
         if gradients is None:
-            _, _, gradients = _visit(tensors, ctx.options, needed, grad, False)
+            with without_autocast(tensors[0]):
+                _, _, gradients = _visit(tensors, ctx.options, needed, grad, False)
         else:
             for g in gradients:
                 if g is not None:
                     g.mul_(grad)
         dtype = tensors[0].dtype
         return *(None if g is None else g.to(dtype) for g in gradients), *nothing
+
+
+def _gradients_of_whole(
+    tensors: Tensors, options: Options, needed: tuple[bool, ...], grad: Tensor
+) -> tuple[Tensor, ...]:
+    """Where the gradients are differentiated themselves, or several are wanted at once."""
+    differentiated = torch.is_grad_enabled()
+    with torch.enable_grad():
+        if not differentiated:
+            hidden, head, bias = (
+                t if t is None else t.detach().requires_grad_(n)
+                for t, n in zip(tensors[:3], needed, strict=True)
+            )
+            tensors = cast(Tensors, (hidden, head, bias, *tensors[3:]))
+        wanted = [t for t, n in zip(tensors, needed, strict=False) if n and t is not None]
+        loss, _ = _whole(tensors, options, False)
+        return torch.autograd.grad(loss, wanted, grad, create_graph=differentiated)
 
 
 def _visit(

@@ -6,6 +6,7 @@ That primitive alters the gradient, whatever is done with its output.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ from powergrad._check import (
     check_number,
     check_reduction,
     check_smoothing,
+    indices,
+    is_batched,
     is_one,
     is_plain,
     shape_of,
@@ -87,6 +90,7 @@ def cross_entropy(
     if _is_ordinary(input, target, weight, alpha, reduction, label_smoothing):
         return _visit_once(input, (target, weight, alpha, options))
     class_dim = check_cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing)
+    target = indices(target)
     if isinstance(alpha, Tensor):
         check_alpha(alpha, input, class_dim)
     else:
@@ -263,8 +267,10 @@ class _OneVisit(torch.autograd.Function):
             scale = scale / divisor
         if factor is not None:
             scale = scale * factor
+        if is_batched(grad):  # several at once, which no operation in place can take
+            gradient = gradient * scale
         # What arrives is 1 if `backward` was called on the loss: then a pass less.
-        if scale.dim() or not values_readable(scale) or scale.item() != 1:
+        elif scale.dim() or not values_readable(scale) or scale.item() != 1:
             gradient.mul_(scale)
         return gradient if gradient.dtype == dtype else gradient.to(dtype), None
 
@@ -356,7 +362,9 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         # A compiled graph takes a number as a constant, and a tensor as an input. The tensor is
         # neither a buffer (`.half()` would round it) nor saved (it is an option, as reduction is).
         self._alpha = value if isinstance(value, Tensor) else check_number(value)
-        self._alpha_input = torch.as_tensor(self._alpha, dtype=torch.float64)
+        self._alpha_input = self._alpha
+        if not isinstance(self._alpha, Tensor):
+            self._alpha_input = torch.tensor(self._alpha, dtype=torch.float64, device="cpu")
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """The loss of `input` against `target`, as :func:`cross_entropy` has it."""
@@ -436,4 +444,7 @@ def binary_cross_entropy_with_logits(
         + (1 - target) * LogSigmoid.apply(-logits, exponent)
     )
     loss = reduced(loss if weight is None else loss * weight, reduction)
-    return loss if autocasting(input) else loss.to(input.dtype)
+    if autocasting(input):
+        return loss
+    dtypes = (t.dtype for t in (target, weight, pos_weight) if t is not None)
+    return loss.to(functools.reduce(torch.promote_types, dtypes, input.dtype))

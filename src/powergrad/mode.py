@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -82,7 +82,11 @@ class PowerGrad(TorchFunctionMode):
         super().__exit__(*exc)
 
     def __call__(self, function: _Function) -> _Function:
-        """Decorate `function`: each call of it runs inside this context."""
+        """Decorate `function`: each call of it runs inside this context.
+
+        A bound method stays one, so that a copy of its object has a method of its own. Unpickled,
+        an object has its class's method: decorate it again.
+        """
         if (
             inspect.isgeneratorfunction(function)
             or inspect.iscoroutinefunction(function)
@@ -92,6 +96,9 @@ class PowerGrad(TorchFunctionMode):
                 "Expected an ordinary function to decorate, but got a generator or coroutine, "
                 "whose body would run outside; use `with PowerGrad(...)` within it."
             )
+
+        if inspect.ismethod(function):
+            return MethodType(self(function.__func__), function.__self__)  # pyright: ignore
 
         @functools.wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
@@ -258,7 +265,11 @@ def _let_dynamo_see_module_losses() -> None:
         names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
         options = {**dict(zip(names, args, strict=False)), **kwargs}
         function = VariableTracker.build(tx, F.cross_entropy)
-        return LambdaVariable(lambda z, y: function.call_function(tx, [z, y], options))
+
+        def call(input: Any, target: Any) -> Any:
+            return function.call_function(tx, [input, target], options)
+
+        return LambdaVariable(call)
 
     if hasattr(UserDefinedClassVariable, "_call_cross_entropy_loss"):
         UserDefinedClassVariable._call_cross_entropy_loss = ordinary_call

@@ -62,7 +62,8 @@ def power_transform(p: Tensor, alpha: float | Tensor, dim: int = -1) -> Tensor:
         tensor([0.6109, 0.2715, 0.1176])
     """
     dim = check_dim(check_probabilities(p, "p"), dim, "p")
-    powered = p ** check_alpha(alpha, p, dim).to(p.device)
+    wide = p.to(torch.promote_types(p.dtype, torch.float32))  # float16 overflows at 65,504 classes
+    powered = wide ** check_alpha(alpha, p, dim).to(p.device)
     return (powered / powered.sum(dim, keepdim=True)).to(p.dtype)
 
 

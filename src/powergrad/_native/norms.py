@@ -59,8 +59,9 @@ def _order() -> tuple[int, ...]:
     kernel = library()
     if kernel is None:
         return ()
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in _SHAPES]
+    generator = torch.Generator("cpu").manual_seed(0)
+    made = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    tensors = [torch.randn(shape, **made) for shape in _SHAPES]
     counts = [len(t) for t in tensors]
     wanted = torch.cat([torch.linalg.vector_norm(t, dim=1) for t in tensors])
     for level in range(kernel.powergrad_best_level(), -1, -1):

@@ -89,10 +89,11 @@ def observe(
         for batch in [data] if isinstance(data, Tensor) else data:
             inputs, target = _split(batch, model, loss is not None)
             activity.examples += len(inputs)
-            with torch.set_grad_enabled(loss is not None), firing:
-                output = model(inputs)
-            if loss is not None:
-                _add_gradients(activity, named, loss(output, target))
+            with torch.set_grad_enabled(loss is not None):
+                with firing:
+                    output = model(inputs)
+                if loss is not None:
+                    _add_gradients(activity, named, loss(output, target))
     if activity.examples == 0:
         raise ValueError("Expected `data` to hold at least one example, but got none.")
     return activity
@@ -152,13 +153,14 @@ def _hooked(
         if isinstance(module, (*LAYERS, nn.GroupNorm)) or type(module) in (nn.LayerNorm, nn.RMSNorm)
     ]
 
-    def enter_classifier(module: nn.Module, args: tuple[Any, ...]) -> None:
-        features = _by_channel(args[0].detach(), channel_dim(module)).abs().amax(1).cpu()
+    def enter_classifier(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        entered = (args[0] if args else kwargs["input"]).detach()
+        features = _by_channel(entered, channel_dim(module)).abs().amax(1).cpu()
         seen = activity.features
         activity.features = features if seen is None else torch.maximum(seen, features)
 
     if isinstance(classifier, LAYERS):
-        handles.append(classifier.register_forward_pre_hook(enter_classifier))
+        handles.append(classifier.register_forward_pre_hook(enter_classifier, with_kwargs=True))
     try:
         yield firing
     finally:

@@ -24,8 +24,8 @@ class Follower:
         self.place = slice(columns[0].start, columns[-1].place.stop)
         self.patience = patience
         self.layer_of = layer_of([column.count for column in columns])
-        self.values = torch.full((len(self.layer_of),), torch.nan, dtype=torch.float64)
-        self.dead = torch.zeros(len(self.layer_of), dtype=torch.bool)
+        self.values = torch.full_like(self.layer_of, torch.nan, dtype=torch.float64)
+        self.dead = torch.zeros_like(self.layer_of, dtype=torch.bool)
         self.over = ~self.dead
         self.lived = ~self.dead
         self.run = torch.zeros_like(self.layer_of)

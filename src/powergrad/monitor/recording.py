@@ -17,6 +17,7 @@ import operator
 import os
 import struct
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from io import FileIO
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils.hooks import RemovableHandle
 
 from powergrad._head import find_head
 from powergrad._units import transposed_groups
@@ -160,8 +162,8 @@ class FilterMonitor:
             index["normalisations"] = [asdict(layer) for layer in normalisations]
         self._file, self._rows = _open(self.directory, index, resume)
         if head is not None:
-            self._sums = torch.zeros(_inputs(head) + 1)
-            self._hook = head.register_forward_pre_hook(self._see)
+            self._sums = torch.zeros(_inputs(head) + 1, device="cpu")
+            self._hook = _watch_inputs(head, self)
 
     def step(self, step: int) -> None:
         """Record the norms if `every` divides `step`, or if this is the first record.
@@ -231,11 +233,9 @@ class FilterMonitor:
             for (column, _), part in zip(entries, parts, strict=True):
                 self._values[column.place] = part
 
-    def _see(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook of the classifier: the features' squares, and how many were summed."""
-        if not module.training:
-            return
-        features = args[0].detach().movedim(channel_dim(module), -1).float()
+    def _see(self, module: nn.Module, features: Tensor) -> None:
+        """What goes into the classifier: the features' squares, and how many were summed."""
+        features = features.detach().movedim(channel_dim(module), -1).float()
         features = features.reshape(-1, features.shape[-1])
         if self._sums.device != features.device:
             self._sums = self._sums.to(features.device)
@@ -314,6 +314,18 @@ def _grad(module: nn.Module) -> Tensor | None:
 
 def _inputs(layer: _ConvNd | nn.Linear) -> int:
     return layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
+
+
+def _watch_inputs(head: nn.Module, monitor: FilterMonitor) -> RemovableHandle:
+    """Let the monitor see what goes into this module in training, and not into copies of it."""
+    own, watcher = weakref.ref(head), weakref.ref(monitor)
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = watcher()
+        if found is not None and module is own() and module.training:
+            found._see(module, args[0] if args else kwargs["input"])
+
+    return head.register_forward_pre_hook(look, with_kwargs=True)
 
 
 def _find_classifier(model: nn.Module, features: bool | str) -> _ConvNd | nn.Linear | None:
@@ -465,11 +477,11 @@ class Recording:
         """
         column = self.find(layer, quantity)
         steps: list[int] = []
-        values = [torch.empty(0, column.count)]
+        values = [torch.empty(0, column.count, device="cpu")]
         for step, row in self._read_rows(column.place):
             steps.append(step)
             values.append(row[None])
-        return torch.tensor(steps, dtype=torch.int64), torch.cat(values)
+        return torch.tensor(steps, dtype=torch.int64, device="cpu"), torch.cat(values)
 
     def find(self, layer: int | str, quantity: str = "weight") -> Column:
         """Where the rows keep `quantity` of `layer`."""

@@ -67,10 +67,13 @@ class DeathLine:
 
     def __init__(self, layers: Sequence[Layer], thresholds: Thresholds) -> None:
         self.layer_of = layer_of([layer.units for layer in layers])
-        self.scale_free = torch.tensor([layer.normalised for layer in layers])[self.layer_of]
+        self.scale_free = torch.tensor([layer.normalised for layer in layers], device="cpu")
+        self.scale_free = self.scale_free[self.layer_of]
         # A living filter of d weights comes within e of its usual norm with a chance near e^d.
-        weights = torch.tensor([float(max(layer.weights, 1)) for layer in layers])[self.layer_of]
-        least = thresholds.chance ** (1 / weights.double())
+        weights = torch.tensor(
+            [max(layer.weights, 1) for layer in layers], dtype=torch.float64, device="cpu"
+        )
+        least = thresholds.chance ** (1 / weights[self.layer_of])
         self.start = least.clamp(max=thresholds.start)
         self.layer = least.clamp(max=thresholds.layer)
         self.zero = thresholds.zero
@@ -87,7 +90,8 @@ class DeathLine:
 
 def layer_of(counts: Sequence[int]) -> Tensor:
     """For each unit of layers with so many units, which layer it is of, counted from 0."""
-    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    layers = torch.arange(len(counts), device="cpu")
+    return layers.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
 
 
 def largest_in_layer(values: Tensor, layer_of: Tensor) -> Tensor:
