@@ -749,3 +749,15 @@ def test_rows_become_arms_and_a_seed_twice_is_an_error():
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("comparisons", [1, 3])
+@pytest.mark.parametrize("difference", [0.09, 0.14, 0.25, 0.3])
+def test_a_plan_has_the_power_that_it_promises(difference, comparisons):
+    made = plan(difference, 0.118, comparisons=comparisons)
+    assert made.verdict_power >= 0.8
+    assert f"Run {made.seeds}:" in made.sentence
+    effect = difference / (0.118 * math.sqrt(2))
+    assert made.verdict_power == detection_power(effect, made.seeds, comparisons=comparisons)
+    fewer = detection_power(effect, made.seeds - 1, comparisons=comparisons)
+    assert fewer < 0.8 or made.seeds == max(made.t_seeds, made.least_seeds)

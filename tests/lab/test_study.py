@@ -26,7 +26,7 @@ from powergrad.lab.compare import (
 )
 from powergrad.lab.config import Recipe, RecipeError, load_recipe
 from powergrad.lab.jobs import Job, JobError, run_jobs
-from powergrad.lab.run import Run
+from powergrad.lab.run import Run, RunError
 from powergrad.lab.study import Results, Study, read_csv
 from powergrad.lab.terminal import chart, result_tables
 
@@ -234,6 +234,11 @@ def test_an_arm_that_diverges_is_compared_all_the_same(tmp_path, capsys):
     rows = json.loads((folder / "study.json").read_text())["rows"]
     assert {row["test_accuracy"] for row in rows if row["arm"] == "fatal"} == {0.0}
     assert all(row["diverged"] == (row["arm"] == "fatal") for row in rows)
+    # The page agrees, also where it has to find it out by itself.
+    assert "Here fatal is worse than baseline." in said
+    (folder / "study.json").unlink()
+    assert powergrad("report", folder) == 0
+    assert "Here fatal is worse than baseline." in (folder / "report.html").read_text()
 
 
 def test_a_folder_of_another_recipe_is_refused_and_left_alone(study, capsys):
@@ -259,6 +264,13 @@ def test_a_folder_of_another_recipe_is_refused_and_left_alone(study, capsys):
         (["--alpha", "1.5"], "loss.alpha: expected less than or equal to 1, but got 1.5"),
         (["--alpha", "x"], "could not convert"),
         (["--metric", "beauty"], "Expected `metric` to be one of"),
+        (["--margin", "0"], "Expected `margin` to be positive"),
+        (["--loss.alpha", "0.1"], "the baseline would have PGT"),
+        (["--seed", "7"], "Expected --seeds and --first-seed, but got seed = 7"),
+        (["--arm", ": lr=0.2"], "Expected a name before the colon"),
+        (["--arm", "x: data.hold_out=0.1"], "tested on the same examples"),
+        (["--tune", "lr=0.1,0.2", "--data.hold_out", "0.2"], "data.hold_out to be 0 where arms"),
+        (["loss=1", "loss.alpha=0.3"], "Expected either 'loss' or keys in it"),
         (["--tune", "lrr=1,2"], "Expected a known key, but got 'lrr'"),
         (["--tune", "optimizer.lrr"], "did you mean 'optimizer.lr'?"),
         (["--optimizer.lrr", "1"], "did you mean 'optimizer.lr'?"),
@@ -315,6 +327,46 @@ def test_a_csv_from_elsewhere(tmp_path, capsys):
     assert "Here new is better than baseline." in said
 
 
+@pytest.mark.parametrize("column", ["loss", "test_error", "val_NLL"])
+def test_more_of_a_loss_is_worse(tmp_path, column):
+    path = write(tmp_path / "r.csv", GOOD.replace("metric", column))
+    options = {"metric": None, "baseline": None}
+    with pytest.raises(RecipeError, match=r"Expected --margin, .* none is usual"):
+        read_csv(path, margin=None, **options)
+    assert read_csv(path, margin=0.5, **options).comparisons()[0].verdict == "worse"
+    turned = read_csv(path, margin=0.5, better="higher", **options)
+    assert turned.comparisons()[0].verdict == "better"
+
+
+def test_which_is_better_is_asked_where_the_name_does_not_tell(tmp_path, capsys):
+    path = write(tmp_path / "r.csv", GOOD.replace("metric", "beauty"))
+    tokens = ("compare", "--from", path, "--margin", "0.5")
+    assert powergrad(*tokens) == 2
+    assert "Expected --better higher or --better lower" in capsys.readouterr().err
+    assert powergrad(*tokens, "--better", "lower") == 0
+    assert "Here new is worse than baseline." in capsys.readouterr().out
+
+
+def test_fractions_have_no_usual_margin(tmp_path):
+    """Half a point is 0.005 of them, and 0.5 is nearly everything."""
+    rows = (
+        f"{arm},{seed},{value + 0.01 * math.sin(7 * seed)}\n"
+        for arm, value in (("baseline", 0.89), ("new", 0.92))
+        for seed in range(8)
+    )
+    path = write(tmp_path / "r.csv", "arm,seed,accuracy\n" + "".join(rows))
+    with pytest.raises(RecipeError, match=r"Expected --margin, .* fractions, not per cent"):
+        read_csv(path, metric=None, baseline=None, margin=None)
+    results = read_csv(path, metric=None, baseline=None, margin=0.005)
+    assert results.comparisons()[0].verdict == "better"
+
+
+def test_a_metric_that_was_asked_for_must_be_there(tmp_path, capsys):
+    path = write(tmp_path / "r.csv", GOOD.replace("metric", "loss"))
+    assert powergrad("compare", "--from", path, "--metric", "test_accuracy") == 2
+    assert "to have the columns arm, seed and test_accuracy" in capsys.readouterr().err
+
+
 def test_an_arm_whose_name_has_a_comma_is_quoted_in_the_verdict(tmp_path):
     twice = GOOD + re.sub("^new,", '"new, twice",', GOOD[GOOD.index("new,") :], flags=re.M)
     results = read_csv(write(tmp_path / "r.csv", twice), metric=None, baseline=None, margin=0.5)
@@ -327,6 +379,7 @@ def test_an_arm_whose_name_has_a_comma_is_quoted_in_the_verdict(tmp_path):
         ("arm,metric\na,1\n", "to have the columns arm, seed and metric"),
         ("arm,seed,x,y\na,1,2,3\n", "a metric (name it with --metric)"),
         ("", "but got none"),
+        (f"arm,seed,metric\na,1,{'1' * 140_000}\n", "to be a CSV"),
         (GOOD + "new,9,nan\n", "NaN"),
         (GOOD + "new,9,many\n", "in line 18"),
         (GOOD + "new,3,5\n", "seed 3"),
@@ -567,3 +620,88 @@ def test_plan_from_a_study(study, capsys):
 def test_plan_with_bad_input(capsys, tokens):
     assert powergrad("plan", *tokens) == 2
     assert capsys.readouterr().err.startswith("powergrad: ")
+
+
+# What users ran into ------------------------------------------------------------------------------
+
+
+def test_a_finished_run_of_another_recipe_is_not_taken_for_this_one(tmp_path, capsys):
+    short = [*TOKENS, "--train.epochs=1", "--schedule.warmup_epochs=0", "--folder", tmp_path / "r"]
+    assert powergrad("train", "digits", *short) == 0
+    assert powergrad("train", "digits", *short) == 0
+    assert "is finished" in capsys.readouterr().out
+    assert powergrad("train", "digits", *short, "--loss.alpha", "0.3") == 2
+    assert "which differs in loss.alpha" in capsys.readouterr().err
+
+
+def test_tuning_uses_seeds_that_the_study_does_not(tmp_path):
+    """And finds the edge of a grid in whatever order it was given."""
+    tokens = ["--arms", "baseline,pgt", "--seeds", 2, "--first-seed", 1000, "--tune",
+              "lr=1e-5,0.05,1e-4", "--tune-seeds", 1, "--out", tmp_path, "--name", "s"]  # fmt: skip
+    assert powergrad("compare", "digits", *TOKENS, *tokens) == 0
+    told = json.loads((tmp_path / "s/study.json").read_text())
+    assert {row["seed"] for row in told["rows"]} == {1000, 1001}
+    assert told["tuning"]["seeds"] == [1002]
+    for found in told["tuning"]["arms"].values():
+        assert found["chosen"] == 0.05  # the others hardly move
+        assert found["at_edge"]
+
+
+def test_words_can_be_tuned_and_arms_may_have_odd_names(tmp_path, capsys):
+    tokens = ["compare", "digits", *TOKENS, "--train.epochs=2", "--arms", "baseline", "--arm",
+              "cost $x_$ <b>: loss.alpha=0.5", "--tune", "model.norm=batch,none", "--tune-seeds", 1,
+              "--seeds", 2, "--out", tmp_path, "--name", "s"]  # fmt: skip
+    assert powergrad(*tokens) == 0
+    assert re.search(r"baseline: model.norm = (batch|none) \(batch: ", capsys.readouterr().out)
+    assert (tmp_path / "s/study.png").stat().st_size > 10_000
+    assert (tmp_path / "s/report.html").exists()
+
+
+def test_a_metric_that_a_run_has_not_is_told_with_a_page(tmp_path, capsys):
+    tokens = ["compare", "digits", *TOKENS, "--arms", "baseline", "--arm", "fatal: lr=1e6",
+              "--seeds", 2, "--metric", "nll", "--out", tmp_path, "--name", "s"]  # fmt: skip
+    assert powergrad(*tokens) == 2
+    assert "finite" in capsys.readouterr().err
+    assert {"study.csv", "report.html"} <= {path.name for path in (tmp_path / "s").iterdir()}
+
+
+def test_two_studies_of_one_name_do_not_mix_in_a_storage(tmp_path):
+    storage = f"sqlite:///{tmp_path / 'shared.db'}"
+    for epochs, folder in ((2, "a/tuning"), (3, "b/tuning")):
+        base = SMALL.override({"train.epochs": epochs})
+        study = Study("compare", base, {"x": {}, "y": {"loss.alpha": 0.5}}, [0])
+        jobs.run_jobs([], tmp_path, study="none", workers=1)
+        found = study.run(tmp_path / folder, workers=1, storage=storage)
+        assert len(found.rows) == 2
+        assert len(list((tmp_path / folder).glob("*-seed0-*"))) == 2
+    with sqlite3.connect(tmp_path / "shared.db") as base:
+        assert base.execute("select count(*) from studies").fetchone() == (2,)
+
+
+def test_a_key_of_a_grid_is_given_once():
+    with pytest.raises(RecipeError, match=r"each key of a grid once, but got 'optimizer.lr' again"):
+        parse_grid(["lr=0.1,0.2", "optimizer.lr=0.3"])
+
+
+def test_what_the_system_refuses_is_told_without_a_traceback(tmp_path, capsys):
+    file = write(tmp_path / "file", "")
+    assert powergrad("train", "digits", *TOKENS, "--out", file) == 2
+    assert powergrad("report", tmp_path, "--out", file / "x.html") == 2
+    assert "Traceback" not in capsys.readouterr().err
+    run = tmp_path / "run"
+    run.mkdir()
+    write(run / "result.json", "[]")
+    with pytest.raises(RunError, match="but got a list"):
+        Run(run).result()
+
+
+def test_noise_is_of_the_metric_that_a_study_compares(tmp_path, capsys):
+    rows = "".join(f"a,{seed},{90 + seed},{0.005 * seed}\n" for seed in range(8))
+    path = write(tmp_path / "study.csv", "arm,seed,test_accuracy,nll\n" + rows)  # one arm will do
+    said = []
+    for tokens in ([], ["--metric", "nll"]):
+        assert powergrad("plan", "--delta", "0.02", "--study", path, *tokens) == 0
+        said.append(capsys.readouterr().out)
+    write(tmp_path / "study.json", json.dumps({"metric": "nll"}))
+    assert powergrad("plan", "--delta", "0.02", "--study", path) == 0
+    assert capsys.readouterr().out == said[1] != said[0]

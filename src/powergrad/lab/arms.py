@@ -98,7 +98,10 @@ def parse_arm(text: str, recipe: Recipe, alpha: float) -> tuple[str, Changes]:
                 f"Expected an arm of {', '.join(METHODS)}, joined by +, or key=value, but got "
                 f"{part!r}{did_you_mean(part, METHODS)}"
             )
-    return name.strip(), changes
+    name = name.strip()
+    if not name:
+        raise RecipeError(f"Expected a name before the colon of an arm, but got {text!r}.")
+    return name, changes
 
 
 def arms_of(texts: Sequence[str], recipe: Recipe, alphas: Sequence[float]) -> dict[str, Changes]:
@@ -136,6 +139,8 @@ def parse_grid(texts: Iterable[str]) -> dict[str, list[Any]]:
         items = [parse_overrides([f"x={value.strip()}"])["x"] for value in values.split(",")]
         if len(set(map(repr, items))) < len(items):
             raise RecipeError(f"Expected different values of {key!r}, but got {values!r}.")
+        if expand_key(key.strip()) in grid:
+            raise RecipeError(f"Expected each key of a grid once, but got {key.strip()!r} again.")
         grid[expand_key(key.strip())] = items
     return grid
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import csv as csv_module
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from powergrad.lab.arms import arms_of, decomposition, parse_grid
-from powergrad.lab.compare import explain_decomposition, missing_control
+from powergrad.lab.compare import explain_decomposition, in_words, missing_control
 from powergrad.lab.config import Recipe, load_recipe, parse_overrides
 from powergrad.lab.plan import least_seeds
-from powergrad.lab.study import Results, Study, read_csv
+from powergrad.lab.study import MARGINS, Results, Study, read_csv, read_rows
 from powergrad.lab.train import Interrupted
 from powergrad.monitor import Recording, Thresholds, census
 
@@ -38,7 +39,7 @@ def explain(error: Exception) -> str | None:
     """What to tell the user of an error that is theirs to mend; None for one that is ours."""
     from powergrad.lab.run import RunError
 
-    if isinstance(error, (ValueError, RunError, FileNotFoundError, ImportError)):
+    if isinstance(error, (ValueError, RunError, OSError, ImportError)):
         return str(error)
     return None
 
@@ -91,6 +92,7 @@ def train(
     if processes > 1:
         return _launch(processes, sys.argv[1:])
     if Run(place).result() is not None:
+        Run(place).check_recipe(chosen)
         print(f"{place} is finished.")
         return 0
     progress = for_terminal()
@@ -157,8 +159,9 @@ class StudyOptions:
         seeds: How many seeds each arm has; by default 8, or as many as the verdict on so many arms
             needs at the least.
         first_seed: The first of them.
-        metric: What is compared, at the last epoch.
-        margin: The largest difference that does not matter to you.
+        metric: What is compared, at the last epoch; test_accuracy by default.
+        margin: The largest difference that does not matter to you; by default 0.5 points of an
+            accuracy, 0.05 of NLL, 0.01 of ECE, 1 dead unit.
         workers: Runs at a time on this machine; by default as many as there are cores.
         threads: Threads of each run.
         out: Where the study's folder is made.
@@ -168,8 +171,8 @@ class StudyOptions:
 
     seeds: int | None = None
     first_seed: int = 0
-    metric: str = "test_accuracy"
-    margin: float = 0.5
+    metric: str | None = None
+    margin: float | None = None
     workers: int | None = None
     threads: int = 1
     out: Path = Path("runs")
@@ -183,6 +186,12 @@ class StudyOptions:
             raise ValueError(f"Expected `seeds` to be at least 1, but got {seeds}.")
         return [*range(self.first_seed, self.first_seed + seeds)]
 
+    def compared(self) -> tuple[str, float]:
+        """What is compared, and the margin."""
+        metric = self.metric or "test_accuracy"
+        usual = MARGINS.get(metric, 0.5)  # an unknown metric is refused by the study
+        return metric, usual if self.margin is None else self.margin
+
     def crew(self) -> int:
         """How many runs at a time."""
         if self.workers is not None and self.workers < 1:
@@ -195,12 +204,24 @@ class StudyOptions:
 
     def base(self, recipe: str, overrides: Sequence[str]) -> Recipe:
         """The recipe of every run: it writes no more than a study reads."""
-        changes = {
-            "machine.threads": self.threads,
-            "machine.keep_best": False,
-            **parse_overrides(overrides),
-        }
+        given = parse_overrides(overrides)
+        if "seed" in given:
+            raise ValueError(
+                f"Expected --seeds and --first-seed, but got seed = {given['seed']!r}, which every "
+                "run has its own of."
+            )
+        changes = {"machine.threads": self.threads, "machine.keep_best": False, **given}
         return load_recipe(recipe, changes)
+
+    def plain_base(self, recipe: str, overrides: Sequence[str]) -> Recipe:
+        """The same, of a study whose arms have or have not PGT."""
+        base = self.base(recipe, overrides)
+        if base.loss.alpha != 1:
+            raise ValueError(
+                "Expected loss.alpha to be 1 in the recipe, because the arms set it (--alpha), but "
+                f"got {base.loss.alpha:g}: the baseline would have PGT."
+            )
+        return base
 
 
 _OPTIONS = StudyOptions()
@@ -216,6 +237,7 @@ def compare(
     tune_seeds: int = 2,
     from_: Annotated[Path | None, Parameter(name="--from")] = None,
     baseline: str | None = None,
+    better: Literal["higher", "lower"] | None = None,
     options: StudyOptions = _OPTIONS,
 ) -> int:
     """Does it help here? Every arm over the same seeds, and a verdict.
@@ -234,26 +256,32 @@ def compare(
         tune_seeds: Seeds of each value that is tried.
         from_: Compare the runs of a CSV instead, which has the columns arm, seed and a metric.
         baseline: With --from: the arm to compare with.
+        better: With --from: whether a higher or a lower metric is better, where its name does not
+            tell.
         options: What every study takes.
     """
     from powergrad.lab.compare import tuned_key
 
     if from_ is not None:
-        given = None if options.metric == "test_accuracy" else options.metric
-        results = read_csv(from_, metric=given, baseline=baseline, margin=options.margin)
+        results = read_csv(
+            from_,
+            metric=options.metric,
+            baseline=baseline,
+            margin=options.margin,
+            better=better,
+        )
         _show(results)
         return 0
     alphas = [float(each) for each in parse_grid([f"alpha={alpha}"])["loss.alpha"]]
     wanted = [each.strip() for each in arms.split(",") if each.strip()]
-    base = options.base(recipe, overrides)
+    base = options.plain_base(recipe, overrides)
     chosen = arms_of([*wanted, *arm], base, alphas)
     study = Study(
         "compare",
         base,
         chosen,
         options.seed_list(len(chosen)),
-        options.metric,
-        options.margin,
+        *options.compared(),
     )
     _check_comparable(study)
     folder = options.folder(study)
@@ -292,8 +320,7 @@ def sweep(
         options.base(recipe, overrides),
         arms,
         options.seed_list(len(arms)),
-        options.metric,
-        options.margin,
+        *options.compared(),
     )
     _check_comparable(study)
     try:
@@ -324,11 +351,13 @@ def decompose(
     """
     from powergrad.lab import compare as studies
 
-    base = options.base(recipe, overrides)
-    chosen: dict[str, Any] = {"metric": options.metric, "margin": options.margin}
+    base = options.plain_base(recipe, overrides)
+    metric, margin = options.compared()
+    chosen: dict[str, Any] = {"metric": metric, "margin": margin}
     told: dict[str, Any] = {"alpha": alpha}
     seeds = options.seed_list(len(decomposition(base, alpha)))
     study = studies.decompose(base, alpha, seeds, **chosen)
+    _check_comparable(study)
     folder = options.folder(study)
     try:
         if tune != "none":
@@ -349,6 +378,7 @@ def plan(
     delta: float,
     sigma: str | None = None,
     study: Path | None = None,
+    metric: str | None = None,
     power: float = 0.8,
     level: float = 0.05,
     arms: int = 2,
@@ -361,6 +391,7 @@ def plan(
         delta: The difference that you want to be able to see, in the metric's unit.
         sigma: The noise of one run: a number, or the name of a known one.
         study: A finished study (its folder, or study.csv) to estimate the noise from.
+        metric: The metric of that study; by default the one that it compares.
         power: The chance of seeing the difference if it is there.
         level: The chance of seeing one that is not there.
         arms: Arms, the baseline included.
@@ -373,7 +404,7 @@ def plan(
         raise ValueError(f"Expected `arms` to be at least 2, but got {arms}.")
     noise: Any = sigma
     if study is not None:
-        noise, measured = _noise_of(study)
+        noise, measured = _noise_of(study, metric)
         seconds = measured if seconds is None else seconds
     elif sigma is None:
         known = ", ".join(planning.KNOWN_NOISE)
@@ -396,15 +427,19 @@ def plan(
     return 0
 
 
-def _noise_of(path: Path) -> tuple[Any, float | None]:
-    """The noise of a finished study's first two arms, and how long a run took."""
+def _noise_of(path: Path, metric: str | None) -> tuple[Any, float | None]:
+    """The noise of a finished study's first two arms, or of its only one; how long a run took."""
     from powergrad.lab.plan import estimate_noise
     from powergrad.lab.stats import by_arm_and_seed
 
     file = path / "study.csv" if path.is_dir() else path
-    results = read_csv(file, metric=None, baseline=None, margin=0.5)
-    values = by_arm_and_seed((r["arm"], r["seed"], r[results.metric]) for r in results.rows)
-    first, *others = results.arms
+    if metric is None and (file.parent / "study.json").is_file():
+        metric = json.loads((file.parent / "study.json").read_text(encoding="utf-8")).get("metric")
+    metric, rows = read_rows(file, metric)
+    values = by_arm_and_seed((row["arm"], row["seed"], row[metric]) for row in rows)
+    if not values:
+        raise ValueError(f"Expected runs in {str(file)!r}, but got none.")
+    first, *others = values
     noise = (
         estimate_noise(values[others[0]], values[first])
         if others
@@ -433,7 +468,11 @@ def _run_study(study: Study, folder: Path, options: StudyOptions, told: dict[str
     with Watch(title, study.jobs(), study.metric) as watch:
         results = study.run(folder, workers=options.crew(), storage=options.storage, watch=watch)
     results.extra.update(told)
-    results.save(folder)
+    try:
+        results.save(folder)
+    except ValueError:  # say that a run has no such metric
+        write_report([folder], folder / "report.html")
+        raise
     _draw(results, folder)
     write_report([folder], folder / "report.html")
     _show(results)
@@ -495,8 +534,9 @@ def tune_arms(
     )
     for arm, found in tuning["arms"].items():
         edge = "; at the edge of the grid" if found["at_edge"] else ""
-        means = ", ".join(f"{each['value']:g}: {each['mean']:.2f}" for each in found["means"])
-        print(f"{arm}: {tuning['key']} = {found['chosen']:g} ({means}{edge})")
+        tried = ((in_words(each["value"]), each["mean"]) for each in found["means"])
+        means = ", ".join(f"{value}: {mean:.2f}" for value, mean in tried)
+        print(f"{arm}: {tuning['key']} = {in_words(found['chosen'])} ({means}{edge})")
     return study, tuning
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "decompose",
     "describe_identity",
     "explain_decomposition",
+    "in_words",
     "missing_control",
     "sweep_arms",
     "tune",
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 HOLD_OUT = 0.2  # of the training data, on which arms are tuned
-FRESH = 1000  # what is added to the seeds that tune, so that the others are fresh
+FRESH = 1000  # the first of the seeds that tune, so that the study's are fresh; or later
 
 Show = Callable[
     [str, Mapping[tuple[str, int], Job], str], AbstractContextManager[Callable[[Snapshot], None]]
@@ -81,6 +82,17 @@ def tuning_grid(recipe: Recipe, wanted: str) -> tuple[str, list[Any]]:
     return key, parse_grid([wanted])[key] if "=" in wanted else default_grid(recipe, key)
 
 
+def in_words(value: Any) -> str:
+    """A value that was tried.
+
+    Example:
+        >>> in_words(0.10000), in_words("batch")
+        ('0.1', 'batch')
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return f"{value:g}" if is_number else str(value)
+
+
 def check_tune_seeds(seeds: int) -> None:
     """Refuse a tuning without seeds."""
     if seeds < 1:
@@ -114,7 +126,13 @@ def tune(
         The study with the arms' choices, and what led to them.
     """
     check_tune_seeds(seeds)
+    if study.base.data.hold_out:
+        raise RecipeError(
+            "Expected data.hold_out to be 0 where arms are tuned, which holds out data of its own, "
+            f"but got {study.base.data.hold_out:g}."
+        )
     key, values = tuning_grid(study.base, wanted)
+    first = max(FRESH, max(study.seeds) + 1)
     own = study.base.value(key)
     trials: dict[str, dict[str, Any]] = {}
     places: dict[str, tuple[str, Any]] = {}
@@ -123,14 +141,14 @@ def tune(
             chosen = value
             if key in changes and isinstance(own, (int, float)) and own:
                 chosen = changes[key] * value / own
-            name = f"{arm} {key.rpartition('.')[2]}={value:g}"
+            name = f"{arm} {key.rpartition('.')[2]}={in_words(value)}"
             trials[name] = {**changes, key: chosen, "data.hold_out": HOLD_OUT}
             places[name] = arm, chosen
     trial = Study(
         "tune",
         study.base,
         trials,
-        [FRESH + seed for seed in range(seeds)],
+        [first + seed for seed in range(seeds)],
         study.metric,
         study.margin,
     )
@@ -149,10 +167,10 @@ def tune(
         if not usable:
             raise RecipeError(f"Expected a value of {key!r} at which {arm!r} trains, but got none.")
         best = (max if higher else min)(usable, key=lambda value: usable[value])
-        ordered = list(means)
+        numbers = [value for value in means if isinstance(value, (int, float))]
         found[arm] = {
             "chosen": best,
-            "at_edge": best in (ordered[0], ordered[-1]) and len(ordered) > 1,
+            "at_edge": len(numbers) > 1 and best in (min(numbers), max(numbers)),
             "means": [{"value": value, "mean": mean} for value, mean in means.items()],
         }
         arms[arm] = {**changes, key: best}

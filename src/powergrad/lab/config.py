@@ -455,6 +455,10 @@ def _nest(changes: Mapping[str, Any]) -> dict[str, Any]:
         place = nested
         for name in path:
             place = place.setdefault(name, {})
+            if not isinstance(place, dict):
+                raise RecipeError(
+                    f"Expected either {name!r} or keys in it, but got {name!r} and {dotted!r}."
+                )
         place[last] = value
     return nested
 

@@ -34,6 +34,11 @@ def _label(metric: str) -> str:
     return metric.replace("_", " ") + (" (%)" if metric.endswith("accuracy") else "")
 
 
+def _literal(text: str) -> str:
+    """A text with dollar signs, which matplotlib would take for mathematics."""
+    return text.replace("$", r"\$")
+
+
 def study_figure(results: Results, note: str = "") -> Any:
     """The runs of every arm, and the differences from the baseline with their intervals."""
     arms, metric = results.arms, results.metric
@@ -60,18 +65,18 @@ def study_figure(results: Results, note: str = "") -> Any:
             )
     right.axvline(0, color="0.4", lw=1)
     right.axvspan(-results.margin, results.margin, color="0.9", zorder=0)
-    left.set_yticks(range(len(arms)), arms)
+    left.set_yticks(range(len(arms)), [_literal(arm) for arm in arms])
     left.invert_yaxis()
     left.set_xlabel(_label(metric))
     left.set_title("every run, and the mean", fontsize=10)
-    right.set_xlabel(f"difference from {results.baseline}")
+    right.set_xlabel(f"difference from {_literal(results.baseline)}")
     right.set_title("mean and 95% interval; grey: the margin", fontsize=10)
     right.margins(x=0.25)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylim(len(arms) - 0.5, -0.5)
     if note:
-        figure.supxlabel(note, fontsize=7, color="0.4")
+        figure.supxlabel(_literal(note), fontsize=7, color="0.4")
     return figure
 
 
@@ -103,5 +108,5 @@ def sweep_figure(results: Results, grid: dict[str, list[Any]], note: str = "") -
     if others:
         axes.legend(frameon=False)
     if note:
-        figure.supxlabel(note, fontsize=7, color="0.4")
+        figure.supxlabel(_literal(note), fontsize=7, color="0.4")
     return figure

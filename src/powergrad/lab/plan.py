@@ -474,7 +474,7 @@ class Plan:
         t_seeds: Seeds an arm that the paired t test needs.
         t_seeds_interval: The same at the two ends of the interval of sigma.
         least_seeds: Seeds below which the verdict's test cannot speak.
-        seeds: Seeds an arm to run, the larger of both.
+        seeds: Seeds an arm to run: as many as both need, and the verdict's test for that power.
         verdict_power: The chance that the verdict's test finds the difference with so many.
         runs: Number of runs in all, the baseline's included.
         hours: How long they take; None if the time of a run was not given.
@@ -503,8 +503,10 @@ class Plan:
             f"{100 * self.power:g}% power a paired t test needs {self.t_seeds} seeds an "
             f"arm{between}. "
         )
-        if self.seeds > self.t_seeds:
+        if self.least_seeds > self.t_seeds:
             words += f"The verdict's test cannot speak with fewer than {self.least_seeds}. "
+        if self.seeds > max(self.t_seeds, self.least_seeds):
+            words += f"It has that power with {self.seeds}. "
         words += f"Run {self.seeds}: {self.runs} runs"
         return words + (f", {_duration(self.hours)}." if self.hours is not None else ".")
 
@@ -573,12 +575,18 @@ def plan(
     # A sigma that was simply given is taken as it is.
     low, high = noise.interval() if noise.runs else (noise.sigma, noise.sigma)
     t_seeds = at(noise.sigma)
+    effect = difference / (noise.sigma * math.sqrt(2 * (1 - correlation)))
+
+    def found_by_verdict(n: int) -> float:
+        return detection_power(effect, n, comparisons=comparisons, level=level)
+
     seeds = max(t_seeds, least)
+    while found_by_verdict(seeds) < power:
+        seeds += 1
     runs = seeds * (comparisons + 1)
     hours = None
     if seconds is not None:
         hours = math.ceil(runs / workers) * check_positive(seconds, "seconds") / 3600
-    effect = difference / (noise.sigma * math.sqrt(2 * (1 - correlation)))
     return Plan(
         difference=difference,
         noise=noise,
@@ -589,7 +597,7 @@ def plan(
         t_seeds_interval=(at(low), at(high)),
         least_seeds=least,
         seeds=seeds,
-        verdict_power=detection_power(effect, seeds, comparisons=comparisons, level=level),
+        verdict_power=found_by_verdict(seeds),
         runs=runs,
         hours=hours,
     )

@@ -179,6 +179,11 @@ class Run:
             return None
         except ValueError as error:
             raise RunError(f"Expected JSON in {self.folder / 'result.json'}: {error}") from None
+        if not isinstance(result, dict):
+            raise RunError(
+                f"Expected a run's metrics in {self.folder / 'result.json'}, but got a "
+                f"{type(result).__name__}."
+            )
         if result.get("format", 0) > FORMAT:
             raise RunError(
                 f"Expected a run of format {FORMAT} or earlier, but got {result['format']} in "
@@ -232,16 +237,24 @@ class Run:
             self._take(recipe)
             yield self
 
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Refuse another run than this one.
+
+        Raises:
+            RunError: If the folder holds the run of another recipe.
+        """
+        found = self.recipe()
+        if found.key != recipe.key:
+            raise RunError(
+                f"Expected {str(self.folder)!r} to hold the run of this recipe, but got "
+                f"another one's, which differs in {_difference(found, recipe)}."
+            )
+
     def _take(self, recipe: Recipe) -> None:
         for left_over in [*self.folder.glob(".*.tmp"), *self.checkpoints.glob(".*.tmp")]:
             left_over.unlink()
         if self.exists():
-            found = self.recipe()
-            if found.key != recipe.key:
-                raise RunError(
-                    f"Expected {str(self.folder)!r} to hold the run of this recipe, but got "
-                    f"another one's, which differs in {_difference(found, recipe)}."
-                )
+            self.check_recipe(recipe)
             environment = self.environment()
             environment.setdefault("resumed", []).append(describe_machine())
         else:

@@ -24,10 +24,11 @@ import yaml
 from powergrad.lab import stats
 from powergrad.lab.config import Recipe, RecipeError
 from powergrad.lab.jobs import Job, Snapshot, run_jobs
+from powergrad.lab.plan import check_positive
 from powergrad.lab.run import Run, describe_machine, plain_name, write_atomically
 from powergrad.lab.session import right_answers
 
-__all__ = ["METRICS", "Results", "Study", "read_csv"]
+__all__ = ["MARGINS", "METRICS", "Results", "Study", "read_csv", "read_rows"]
 
 FORMAT = 1
 # The metrics that arms can be compared by: whether more is better, and its words.
@@ -39,6 +40,16 @@ METRICS = {
     "ece": (False, "of calibration error"),
     "ece_scaled": (False, "of calibration error at 1/alpha"),
     "dead_units": (False, "dead units"),
+}
+# The largest difference that does not matter, unless the user says otherwise.
+MARGINS = {
+    "test_accuracy": 0.5,
+    "train_accuracy": 0.5,
+    "nll": 0.05,
+    "nll_scaled": 0.05,
+    "ece": 0.01,
+    "ece_scaled": 0.01,
+    "dead_units": 1.0,
 }
 # What study.csv has of each run, after arm, seed and run.
 COLUMNS = (
@@ -83,6 +94,7 @@ class Study:
             raise RecipeError(
                 f"Expected `metric` to be one of {', '.join(METRICS)}, but got {self.metric!r}."
             )
+        check_positive(self.margin, "margin")
         if len(set(self.seeds)) < len(self.seeds):
             raise RecipeError(f"Expected different seeds, but got {list(self.seeds)}.")
         keys: dict[str, str] = {}
@@ -93,6 +105,15 @@ class Study:
                     f"Expected arms that differ, but {keys[key]!r} and {arm!r} are the same run."
                 )
             keys[key] = arm
+        tested_on = {(r.data.name, r.data.hold_out) for r in map(self._of_arm, self.arms)}
+        if len(tested_on) > 1:
+            raise RecipeError(
+                "Expected all arms to be tested on the same examples, but got arms that differ in "
+                "data.name or data.hold_out."
+            )
+
+    def _of_arm(self, arm: str) -> Recipe:
+        return self.recipe(arm, 0)
 
     @property
     def baseline(self) -> str:
@@ -135,7 +156,7 @@ class Study:
         finished = run_jobs(
             list(jobs.values()),
             folder,
-            study=folder.name,
+            study=f"{folder.name}-{self.name}",  # as a storage may hold studies of one name
             workers=workers,
             storage=storage,
             watch=watch,
@@ -194,6 +215,7 @@ class Results:
         rows: ``arm``, ``seed`` and metrics of each run.
         study: What was studied; None for runs made elsewhere.
         folder: Where the runs are.
+        higher_is_better: Of the metric; by default as METRICS has it.
         extra: More that study.json tells: how arms were tuned, what a figure needs.
     """
 
@@ -203,6 +225,7 @@ class Results:
     rows: list[dict[str, Any]]
     study: Study | None = None
     folder: Path | None = None
+    higher_is_better: bool | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     _compared: list[stats.Comparison] | None = field(default=None, repr=False)
 
@@ -229,6 +252,8 @@ class Results:
 
     def _compare(self) -> list[stats.Comparison]:
         higher, words = METRICS.get(self.metric, (True, self.metric))
+        if self.higher_is_better is not None:
+            higher = self.higher_is_better
         values = stats.by_arm_and_seed(
             (row["arm"], row["seed"], row[self.metric]) for row in self.rows
         )
@@ -335,7 +360,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def read_csv(path: Path, *, metric: str | None, baseline: str | None, margin: float) -> Results:
+def read_csv(
+    path: Path,
+    *,
+    metric: str | None,
+    baseline: str | None,
+    margin: float | None,
+    better: str | None = None,
+) -> Results:
     """The results of runs made elsewhere: a CSV with columns arm, seed and a metric.
 
     Args:
@@ -343,17 +375,69 @@ def read_csv(path: Path, *, metric: str | None, baseline: str | None, margin: fl
         metric: The column to compare; by default the only one beside arm and seed, or
             ``test_accuracy``, or ``metric``.
         baseline: The arm to compare with; ``baseline`` or the first one by default.
-        margin: The largest difference that does not matter.
+        margin: The largest difference that does not matter; by default that of the metric, or 0.5
+            where it is a percentage.
+        better: ``higher`` or ``lower``; by default as the metric's name has it.
 
     Raises:
-        RecipeError: If columns are missing, or a cell is not a number.
+        RecipeError: If columns are missing, a cell is not a number, or it cannot be known which is
+            better, or what margin is meant.
     """
+    metric, rows = read_rows(path, metric)
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    chosen = baseline or ("baseline" if "baseline" in arms or not arms else arms[0])
+    if margin is None:
+        margin = _usual_margin(metric, [row[metric] for row in rows])
+    higher = _is_higher_better(metric) if better is None else better == "higher"
+    results = Results(metric, margin, chosen, rows, higher_is_better=higher)
+    results.comparisons()  # raises where they cannot be made
+    return results
+
+
+def _is_higher_better(metric: str) -> bool:
+    """As the name has it."""
+    if metric in METRICS:
+        return METRICS[metric][0]
+    name = metric.lower()
+    if any(word in name for word in ("loss", "err", "nll", "perplexity", "ppl")):
+        return False
+    if name == "metric" or "acc" in name:
+        return True
+    raise RecipeError(
+        f"Expected --better higher or --better lower, because that cannot be known of {metric!r}."
+    )
+
+
+def _usual_margin(metric: str, values: Sequence[float]) -> float:
+    """Half a point of a percentage; none where the unit is not known."""
+    is_percentage = _is_percentage(metric)
+    if metric in MARGINS and not is_percentage:
+        return MARGINS[metric]
+    if is_percentage and any(abs(value) > 1 for value in values if value == value):
+        return 0.5
+    unit = "fractions, not per cent" if is_percentage else f"{metric!r}, of which none is usual"
+    raise RecipeError(
+        "Expected --margin, the largest difference that does not matter to you, because these are "
+        f"{unit}."
+    )
+
+
+def _is_percentage(metric: str) -> bool:
+    return metric == "metric" or "acc" in metric.lower()
+
+
+def read_rows(path: Path, metric: str | None) -> tuple[str, list[dict[str, Any]]]:
+    """The metric and the rows of such a CSV; see :func:`read_csv`."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"Expected to read {str(path)!r}, but got: {error}") from None
     reader = csv.DictReader(io.StringIO(text, newline=""))
-    columns = list(reader.fieldnames or [])
+    try:
+        columns = list(reader.fieldnames or [])
+        lines = list(reader)
+    except csv.Error as error:
+        raise RecipeError(f"Expected {str(path)!r} to be a CSV, but got: {error}") from None
     missing = [name for name in ("arm", "seed") if name not in columns]
     others = [name for name in columns if name not in ("arm", "seed")]
     if metric is None:
@@ -367,7 +451,7 @@ def read_csv(path: Path, *, metric: str | None, baseline: str | None, margin: fl
             f"{', '.join(columns) or 'none'}."
         )
     rows: list[dict[str, Any]] = []
-    for number, row in enumerate(reader, start=2):
+    for number, row in enumerate(lines, start=2):
         try:
             rows.append({"arm": row["arm"], "seed": int(row["seed"]), metric: float(row[metric])})
         except (TypeError, ValueError):
@@ -375,8 +459,4 @@ def read_csv(path: Path, *, metric: str | None, baseline: str | None, margin: fl
                 f"Expected a whole number as seed and a number as {metric} in line {number} of "
                 f"{str(path)!r}, but got {row['seed']!r} and {row[metric]!r}."
             ) from None
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
-    chosen = baseline or ("baseline" if "baseline" in arms or not arms else arms[0])
-    results = Results(metric, margin, chosen, rows)
-    results.comparisons()  # raises where they cannot be made
-    return results
+    return metric, rows

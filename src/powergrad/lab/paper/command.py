@@ -416,8 +416,7 @@ def _run_small(
         replica.base,
         replica.arms,
         options.seed_list(len(replica.arms)),
-        options.metric,
-        options.margin,
+        *options.compared(),
     )
     if tune is not None:
         tuning_grid(study.base, tune)

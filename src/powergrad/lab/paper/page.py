@@ -12,6 +12,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
+from powergrad.lab.compare import in_words
 from powergrad.lab.paper.claims import (
     ENOUGH,
     PGT,
@@ -294,7 +295,7 @@ def _conditions(study: Measurement) -> Iterator[str]:
 
 def _tuned(tuning: Mapping[str, Any]) -> str:
     words = ", ".join(
-        f"{arm} {found['chosen']:g}" + (" (edge of the grid)" if found["at_edge"] else "")
+        f"{arm} {in_words(found['chosen'])}" + (" (edge of the grid)" if found["at_edge"] else "")
         for arm, found in tuning["arms"].items()
     )
     whom = "every arm alike" if len(tuning["arms"]) > 1 else "one arm, and the same in all"

@@ -50,6 +50,7 @@ class Shown:
         note: What there is to say of that.
         final: Its last metrics.
         rows: Its metrics, a row an epoch.
+        has_ended: Whether it has a result.
     """
 
     folder: Path
@@ -59,6 +60,7 @@ class Shown:
     note: str = ""
     final: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, float | None]] = field(default_factory=list)
+    has_ended: bool = True
 
     @property
     def alpha(self) -> float:
@@ -153,7 +155,7 @@ def _study(folder: Path) -> dict[str, Any]:
         for seed in seeds:
             if (arm, seed) not in there:
                 recipe = base.override({**arms[arm], "seed": seed})
-                runs.append(Shown(folder, recipe, arm, "missing", "not started"))
+                runs.append(Shown(folder, recipe, arm, "missing", "not started", has_ended=False))
     order = list(arms)
     runs.sort(key=lambda run: (order.index(run.arm), run.recipe.seed))
     metric = saved.get("metric", "test_accuracy")
@@ -275,6 +277,7 @@ def _runs(configs: Iterable[Path], notes: list[str]) -> list[Shown]:
         if result is None:
             epoch = shown.final.get("epoch") or 0
             shown.status, shown.note = "unfinished", f"at epoch {epoch:g} of {recipe.train.epochs}"
+            shown.has_ended = False
         else:
             shown.final = result
         if shown.final.get("diverged") or not _is_finite(shown.final.get("train_loss", 0.0)):
@@ -285,11 +288,14 @@ def _runs(configs: Iterable[Path], notes: list[str]) -> list[Shown]:
 
 
 def _rows(runs: list[Shown], metric: str) -> list[dict[str, Any]]:
-    """The finished runs whose metric is a number, as a study's results have them."""
+    """The runs that ended and whose metric is a number, as a study's results have them.
+
+    One that diverged has ended, too: it has no right answer.
+    """
     return [
         {"arm": run.arm, "seed": run.recipe.seed, "run": run.folder.name, **run.final}
         for run in runs
-        if run.status == "finished" and _is_finite(run.final.get(metric))
+        if run.has_ended and _is_finite(run.final.get(metric))
     ]
 
 
