@@ -8,14 +8,16 @@ import sqlite3
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 import powergrad_cli
 from powergrad.lab import figures, jobs
+from powergrad.lab import study as study_module
 from powergrad.lab.arms import arms_of, decomposition, parse_arm, parse_grid
-from powergrad.lab.cli import StudyOptions
+from powergrad.lab.cli import StudyOptions, tune_arms
 from powergrad.lab.compare import (
     check_identity,
     default_grid,
@@ -634,27 +636,54 @@ def test_a_finished_run_of_another_recipe_is_not_taken_for_this_one(tmp_path, ca
     assert "which differs in loss.alpha" in capsys.readouterr().err
 
 
-def test_tuning_uses_seeds_that_the_study_does_not(tmp_path):
+@pytest.fixture
+def made_up(monkeypatch):
+    """Studies whose runs are not trained: a run is better the higher its rate, or normalised."""
+
+    def run(self, folder, **options):
+        rows = []
+        for arm, seed in self.jobs():
+            recipe = self.recipe(arm, seed)
+            score = 10 * recipe.optimizer.lr + (recipe.model.norm == "batch")
+            rows.append({"arm": arm, "seed": seed, "test_accuracy": score})
+        return Results(self.metric, self.margin, self.baseline, rows, study=self)
+
+    monkeypatch.setattr(Study, "run", run)
+
+
+def test_tuning_uses_seeds_that_the_study_does_not(made_up, tmp_path, capsys):
     """And finds the edge of a grid in whatever order it was given."""
-    tokens = ["--arms", "baseline,pgt", "--seeds", 2, "--first-seed", 1000, "--tune",
-              "lr=1e-5,0.05,1e-4", "--tune-seeds", 1, "--out", tmp_path, "--name", "s"]  # fmt: skip
-    assert powergrad("compare", "digits", *TOKENS, *tokens) == 0
-    told = json.loads((tmp_path / "s/study.json").read_text())
-    assert {row["seed"] for row in told["rows"]} == {1000, 1001}
-    assert told["tuning"]["seeds"] == [1002]
-    for found in told["tuning"]["arms"].values():
-        assert found["chosen"] == 0.05  # the others hardly move
-        assert found["at_edge"]
+    study = Study("compare", SMALL, {"baseline": {}, "pgt": {"loss.alpha": 0.5}}, [1000, 1001])
+    tuned, told = tune_arms(study, "lr=0.1,0.4,0.2", 2, tmp_path, StudyOptions())
+    assert told["seeds"] == [1002, 1003]
+    assert {arm: found["at_edge"] for arm, found in told["arms"].items()} == {
+        "baseline": True,
+        "pgt": True,
+    }
+    assert tuned.arms["pgt"] == {"loss.alpha": 0.5, "optimizer.lr": 0.4}
+    assert "pgt: optimizer.lr = 0.4 (0.1: 1.00, 0.4: 4.00, 0.2: 2.00; at" in capsys.readouterr().out
+    fresh = replace(study, seeds=[0, 1])
+    assert tune_arms(fresh, "lr=0.1,0.4", 1, tmp_path, StudyOptions())[1]["seeds"] == [1000]
 
 
-def test_words_can_be_tuned_and_arms_may_have_odd_names(tmp_path, capsys):
-    tokens = ["compare", "digits", *TOKENS, "--train.epochs=2", "--arms", "baseline", "--arm",
-              "cost $x_$ <b>: loss.alpha=0.5", "--tune", "model.norm=batch,none", "--tune-seeds", 1,
-              "--seeds", 2, "--out", tmp_path, "--name", "s"]  # fmt: skip
-    assert powergrad(*tokens) == 0
-    assert re.search(r"baseline: model.norm = (batch|none) \(batch: ", capsys.readouterr().out)
-    assert (tmp_path / "s/study.png").stat().st_size > 10_000
-    assert (tmp_path / "s/report.html").exists()
+def test_words_can_be_tuned(made_up, tmp_path, capsys):
+    study = Study("compare", SMALL, {"baseline": {}, "pgt": {"loss.alpha": 0.5}}, [0, 1])
+    tuned, told = tune_arms(study, "model.norm=none,batch", 1, tmp_path, StudyOptions())
+    assert tuned.arms["baseline"] == {"model.norm": "batch"}
+    assert not told["arms"]["baseline"]["at_edge"]
+    assert "baseline: model.norm = batch (none: 0.50, batch: 1.50)" in capsys.readouterr().out
+
+
+def test_a_name_with_dollar_signs_is_drawn(tmp_path):
+    names = ("baseline", "cost $x_$ <b>")
+    rows = [
+        {"arm": arm, "seed": seed, "test_accuracy": 90 + math.sin(9 * seed + len(arm))}
+        for arm in names
+        for seed in range(4)
+    ]
+    figure = figures.study_figure(Results("test_accuracy", 0.5, "baseline", rows), "$s_$: 8 runs")
+    figures.save(figure, tmp_path / "study.png")
+    assert (tmp_path / "study.png").stat().st_size > 10_000
 
 
 def test_a_metric_that_a_run_has_not_is_told_with_a_page(tmp_path, capsys):
@@ -665,17 +694,19 @@ def test_a_metric_that_a_run_has_not_is_told_with_a_page(tmp_path, capsys):
     assert {"study.csv", "report.html"} <= {path.name for path in (tmp_path / "s").iterdir()}
 
 
-def test_two_studies_of_one_name_do_not_mix_in_a_storage(tmp_path):
-    storage = f"sqlite:///{tmp_path / 'shared.db'}"
-    for epochs, folder in ((2, "a/tuning"), (3, "b/tuning")):
+def test_two_studies_of_one_name_do_not_mix_in_a_storage(monkeypatch, tmp_path):
+    queues = []
+
+    def run_jobs(jobs, folder, *, study, **options):
+        queues.append(study)
+        return {job.name: {"test_accuracy": 90.0} for job in jobs}
+
+    monkeypatch.setattr(study_module, "run_jobs", run_jobs)
+    for epochs, folder in ((2, "a/tuning"), (2, "c/tuning"), (3, "b/tuning")):
         base = SMALL.override({"train.epochs": epochs})
-        study = Study("compare", base, {"x": {}, "y": {"loss.alpha": 0.5}}, [0])
-        jobs.run_jobs([], tmp_path, study="none", workers=1)
-        found = study.run(tmp_path / folder, workers=1, storage=storage)
-        assert len(found.rows) == 2
-        assert len(list((tmp_path / folder).glob("*-seed0-*"))) == 2
-    with sqlite3.connect(tmp_path / "shared.db") as base:
-        assert base.execute("select count(*) from studies").fetchone() == (2,)
+        study = Study("tune", base, {"x": {}, "y": {"loss.alpha": 0.5}}, [0])
+        study.run(tmp_path / folder, workers=1, storage="sqlite:///shared.db")
+    assert queues[0] == queues[1] != queues[2]
 
 
 def test_a_key_of_a_grid_is_given_once():
