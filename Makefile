@@ -25,18 +25,21 @@ compare: setup ## does it help? the default comparison: 4 arms x 8 seeds on digi
 
 BOTH_WAYS := tests/test_loss.py tests/test_linear.py tests/test_mode.py tests/test_clipping.py tests/test_monitor.py
 
+# Two processes; tests that share a slow fixture stay in one.
+TWO := -n 2 --dist loadgroup
+
 # JAX in a process forbids it to fork, so the other libraries have a run of their own.
 CORE := --ignore=tests/integrations --ignore=tests/release
 
 test: setup ## every test; what uses the C kernel also without it
 	@echo "tests/integrations (timm, transformers, Lightning, JAX) is left to make test-integrations,"
 	@echo "tests/release (sdist and wheel in an empty environment) to make test-release"
-	$(PYTEST) -n 2 $(CORE)
-	POWERGRAD_NATIVE=0 $(PYTEST) -n 2 $(BOTH_WAYS)
+	$(PYTEST) $(TWO) $(CORE)
+	POWERGRAD_NATIVE=0 $(PYTEST) $(TWO) $(BOTH_WAYS)
 
 test-deep: setup ## the same, with 10,000 and more random cases
-	HYPOTHESIS_PROFILE=deep $(PYTEST) -n 2 $(CORE)
-	HYPOTHESIS_PROFILE=deep POWERGRAD_NATIVE=0 $(PYTEST) -n 2 $(BOTH_WAYS)
+	HYPOTHESIS_PROFILE=deep $(PYTEST) $(TWO) $(CORE)
+	HYPOTHESIS_PROFILE=deep POWERGRAD_NATIVE=0 $(PYTEST) $(TWO) $(BOTH_WAYS)
 
 $(VENV)/.integrations: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt transformers accelerate lightning

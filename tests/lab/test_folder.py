@@ -22,7 +22,13 @@ from scipy import stats
 
 from powergrad.lab.config import Data
 from powergrad.lab.data import Datasets, load_data
-from powergrad.lab.data.folder import centre_box, list_folder, random_box, read_image
+from powergrad.lab.data.folder import (
+    _begin_worker,
+    centre_box,
+    list_folder,
+    random_box,
+    read_image,
+)
 from powergrad.lab.data.streams import Stream, permutation, uniform
 
 # Python 3.12 and later warn of forks beside threads, which is how PyTorch starts its workers.
@@ -502,7 +508,7 @@ def test_workers_end_with_the_main_process(tmp_path: Path, end: str):
         begin = time.monotonic()
         if end == "kill":
             main.kill()
-        _, errors = main.communicate()
+        _, errors = main.communicate(timeout=60)
     assert len(workers) == 2
     if end == "exit":
         assert errors == "stopped\n"
@@ -510,6 +516,18 @@ def test_workers_end_with_the_main_process(tmp_path: Path, end: str):
     while any(is_running(pid) for pid in workers):
         assert time.monotonic() - begin < 60  # they look every five seconds
         time.sleep(0.1)
+
+
+def test_a_worker_whose_main_process_has_gone_before_it_began_ends():
+    """PyTorch's own watch takes whoever is its parent by then for the main process."""
+    if multiprocessing.get_start_method() != "fork":
+        pytest.skip("workers are forked where that is the default")
+    fork = multiprocessing.get_context("fork")
+    for parent, code in ((1, 1), (os.getpid(), 0)):
+        process = fork.Process(target=_begin_worker, args=(parent, 0))
+        process.start()
+        process.join(60)
+        assert process.exitcode == code
 
 
 def is_running(pid: int) -> bool:

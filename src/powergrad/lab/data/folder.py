@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import functools
 import math
+import multiprocessing
 import os
 import signal
 import warnings
@@ -340,7 +341,7 @@ class FolderSplit(Split):
             batch_size=None,
             num_workers=self.workers,
             collate_fn=_as_it_is,
-            worker_init_fn=_begin_worker,
+            worker_init_fn=functools.partial(_begin_worker, os.getpid()),
             generator=torch.Generator(),  # else it draws a seed from the global one
         )
         held = [iter(loader)]
@@ -381,12 +382,15 @@ def _as_it_is(chunk: Any) -> Any:
     return chunk
 
 
-def _begin_worker(worker: int) -> None:
+def _begin_worker(main: int, worker: int) -> None:
     """Let the main process decide what a signal to all of them means.
 
     A worker that dies at once makes PyTorch raise in the main process, which may be saving its
     state. Ctrl-C is none of its business; after SIGTERM, which also comes from an exiting main
-    process that no longer hands out work, it has ten seconds left.
+    process that no longer hands out work, it has ten seconds left. Where the main process was
+    killed before this worker began, PyTorch's watch over it would never notice: it ends here.
     """
+    if multiprocessing.get_start_method() == "fork" and os.getppid() != main:
+        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(10))
