@@ -98,22 +98,19 @@ class Study:
         if len(set(self.seeds)) < len(self.seeds):
             raise RecipeError(f"Expected different seeds, but got {list(self.seeds)}.")
         keys: dict[str, str] = {}
-        for arm in self.arms:
-            key = self.recipe(arm, 0).key
+        recipes = {arm: self.recipe(arm, 0) for arm in self.arms}
+        for arm, recipe in recipes.items():
+            key = recipe.key
             if key in keys:
                 raise RecipeError(
                     f"Expected arms that differ, but {keys[key]!r} and {arm!r} are the same run."
                 )
             keys[key] = arm
-        tested_on = {(r.data.name, r.data.hold_out) for r in map(self._of_arm, self.arms)}
-        if len(tested_on) > 1:
+        if len({(each.data.name, each.data.hold_out) for each in recipes.values()}) > 1:
             raise RecipeError(
                 "Expected all arms to be tested on the same examples, but got arms that differ in "
                 "data.name or data.hold_out."
             )
-
-    def _of_arm(self, arm: str) -> Recipe:
-        return self.recipe(arm, 0)
 
     @property
     def baseline(self) -> str:

@@ -24,6 +24,7 @@ from powergrad.lab.paper.studies import (
 )
 
 __all__ = [
+    "CONDITIONS",
     "ENOUGH",
     "PGT",
     "SHORTER",
@@ -36,6 +37,7 @@ __all__ = [
 VERDICTS = ("better", "equivalent", "worse", "underpowered", "too few seeds")
 DEEPER = "Networks deeper than ResNet-18 cannot be trained without normalisation"
 ZEROED = "Fewer filters die with PGT, hardly any with AGC, none with both"
+CONDITIONS = "under-what-conditions"  # the address of a heading of the page
 ENOUGH = 4.6  # the decay exponent at which a filter without gradient falls to 1% of its start
 
 
@@ -502,7 +504,7 @@ def _dead(dead: Sequence[_Dead]) -> Iterator[str]:
         "pictures of norms. The text has fewer zeroed filters with PGT in most layers (more in "
         "layer 2), calls AGC excellent at it, and finds none with AGC + PGT. Below, dead filters "
         "at the end of runs without normalisation that did not diverge; *as many* is within one. "
-        f"A filter without gradient needs a [decay exponent](#under-what-conditions) of {ENOUGH} "
+        f"A filter without gradient needs a [decay exponent](#{CONDITIONS}) of {ENOUGH} "
         "to fall to 1% of its start: "
         "where one arm has less, its count says nothing, and where the two differ, part of the "
         "difference is the decay's.",

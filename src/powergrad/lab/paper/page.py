@@ -14,6 +14,7 @@ from typing import Any
 
 from powergrad.lab.compare import in_words
 from powergrad.lab.paper.claims import (
+    CONDITIONS,
     ENOUGH,
     PGT,
     SHORTER,
@@ -30,6 +31,7 @@ from powergrad.lab.paper.studies import (
     Finding,
     Study,
     Trial,
+    fingerprint,
     found_in,
     labelled,
     read_studies,
@@ -43,7 +45,6 @@ __all__ = ["published_words", "write_pages"]
 
 
 PAGE = "reproduction.md"
-CONDITIONS = "under-what-conditions"  # the address of a heading on it
 NO_HELP = "where-pgt-does-not-help.md"
 
 
@@ -168,7 +169,7 @@ def _page(evidence: Evidence, studies: Sequence[Study], found: Sequence[Trial]) 
 def _under_what_conditions(evidence: Evidence, studies: Sequence[Study]) -> Iterator[str]:
     rows = [row for study in evidence.measurements for row in study.rows]
     rows += [row for study in studies for row in study.about["rows"]]
-    spent = {(row["seed"], row["steps"], row["train_loss"]): row["seconds"] for row in rows}
+    spent = {fingerprint(row): row["seconds"] for row in rows}
     hours = sum(spent.values()) / 3600
     yield from (
         "## Under what conditions",

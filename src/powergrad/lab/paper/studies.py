@@ -23,6 +23,7 @@ __all__ = [
     "Study",
     "Trial",
     "contrast",
+    "fingerprint",
     "found_in",
     "labelled",
     "methods_of",
@@ -316,11 +317,11 @@ def _arm(
         values("train_accuracy", lived),
         values("dead_units", lived),
         len(rows) - len(lived),
-        frozenset(map(_fingerprint, rows)),
+        frozenset(map(fingerprint, rows)),
     )
 
 
-def _fingerprint(row: Mapping[str, Any]) -> tuple[Any, ...]:
+def fingerprint(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What no other training has, digit by digit; the loss of one that diverged is no number."""
     loss = row["train_loss"]
     return row["seed"], row["steps"], loss if loss == loss else None, row["train_accuracy"]
