@@ -1,0 +1,67 @@
+"""On what a run was made: versions, commit, hardware and command."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from powergrad import __version__
+
+__all__ = ["command_line", "commit_of", "describe_machine", "processor_name"]
+
+
+def describe_machine() -> dict[str, Any]:
+    """Versions, commit, hardware and command, for the record."""
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "powergrad": __version__,
+        "commit": commit_of(Path(__file__)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "command": command_line(),
+    }
+
+
+def command_line() -> str:
+    """The command of this process, as it can be given again."""
+    name = Path(sys.argv[0]).name
+    return shlex.join(["powergrad" if name == "__main__.py" else name, *sys.argv[1:]])
+
+
+def commit_of(file: Path) -> str | None:
+    """The commit of the checkout that tracks `file`, with ``-dirty``; None where none does."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["git", *arguments]
+        return subprocess.run(command, cwd=file.parent, capture_output=True, text=True, timeout=10)
+
+    try:
+        described = git("describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
+        tracked = git("ls-files", "--error-unmatch", str(file))
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return described.stdout.strip() if described.returncode == 0 == tracked.returncode else None
+
+
+def processor_name() -> str:
+    """The processor's name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
