@@ -1,7 +1,7 @@
 """The command `powergrad`: the table of its commands.
 
 It stands outside the package so that ``powergrad --help`` need not import torch. What the commands
-do is in :mod:`powergrad.lab.cli`, which is imported when one is called.
+do is in the package :mod:`powergrad.lab.cli`, whose modules are imported when a command is called.
 """
 
 from __future__ import annotations
@@ -12,25 +12,30 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
+# By command: the module of powergrad.lab.cli that has it, and its line in the help.
 COMMANDS = {
-    "compare": "Does it help here? Baseline, PGT, AGC and combinations over seeds, with a verdict.",
-    "sweep": "A grid over alpha, and any other key, over seeds.",
-    "decompose": "Which part of PGT helps here?",
-    "plan": "How many seeds a claim needs.",
-    "train": "One training run, from a recipe.",
-    "paper": "The paper: list, show, run and draw every row and figure.",
-    "inspect": "The census: which filters, features and layers are dead.",
-    "export": "Deploy: a trained network, calibrated, as safetensors, torch.export and ONNX.",
-    "report": "The page: a run or a study as one HTML file.",
-    "bench": "The benchmarks, in a checkout.",
+    "compare": (
+        "studies",
+        "Does it help here? Baseline, PGT, AGC and combinations over seeds, with a verdict.",
+    ),
+    "sweep": ("studies", "A grid over alpha, and any other key, over seeds."),
+    "decompose": ("studies", "Which part of PGT helps here?"),
+    "plan": ("planning", "How many seeds a claim needs."),
+    "train": ("training", "One training run, from a recipe."),
+    "paper": ("paper", "The paper: list, show, run and draw every row and figure."),
+    "inspect": ("looking", "The census: which filters, features and layers are dead."),
+    "export": (
+        "training",
+        "Deploy: a trained network, calibrated, as safetensors, torch.export and ONNX.",
+    ),
+    "report": ("looking", "The page: a run or a study as one HTML file."),
+    "bench": ("looking", "The benchmarks, in a checkout."),
 }
-
-PLACES = {"paper": "powergrad.lab.paper.command:app"}
 
 
 def place_of(command: str) -> str:
-    """Where a command's function is."""
-    return PLACES.get(command, f"powergrad.lab.cli:{command}")
+    """Where a command's function is; that of a group of commands is its app."""
+    return f"powergrad.lab.cli.{COMMANDS[command][0]}:{'app' if command == 'paper' else command}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="PowerGrad Transform: train, compare, inspect. Start with `powergrad compare`.",
         version=_version,
     )
-    for number, (name, line) in enumerate(COMMANDS.items()):
+    for number, (name, (_, line)) in enumerate(COMMANDS.items()):
         app.command(place_of(name), name=name, help=line, sort_key=number)
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -63,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("powergrad: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        from powergrad.lab.cli import explain
+        from powergrad.lab.cli.common import explain
 
         message = None if os.environ.get("POWERGRAD_DEBUG") else explain(error)
         if message is None:

@@ -31,7 +31,7 @@ def test_help_needs_no_torch():
 
 def test_a_worker_waits_for_nothing_that_it_does_not_use():
     code = (
-        "import sys, powergrad.lab.cli; "
+        "import sys, powergrad.lab.jobs.worker; "
         "print(*{'scipy', 'matplotlib', 'optuna', 'PIL'} & sys.modules.keys())"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

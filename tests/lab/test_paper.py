@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from powergrad.lab.paper.command import app
 
 import powergrad
 from powergrad.lab.config import Recipe, RecipeError
 from powergrad.lab.models import create_model
 from powergrad.lab.paper import draw as drawing
 from powergrad.lab.paper.as_published import as_published_cross_entropy
-from powergrad.lab.paper.command import app
 from powergrad.lab.paper.cost import cost, total_hours
 from powergrad.lab.paper.evidence import (
     NORMS_BYTES,

@@ -27,12 +27,12 @@ from hypothesis import strategies as st
 from powergrad import calibration, census
 from powergrad.lab import stats
 from powergrad.lab.config import Recipe
+from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.report import norms, write_report
 from powergrad.lab.report.collect import collect
 from powergrad.lab.report.page import as_json, make_page
 from powergrad.lab.run import Run, RunError
-from powergrad.lab.study import Results, Study
-from powergrad.lab.train import train
+from powergrad.lab.study import Results, Study, StudyKind
 from powergrad.monitor import Recording
 
 RECIPE = Recipe.model_validate(
@@ -51,14 +51,11 @@ ARMS: dict[str, dict[str, Any]] = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
 
 def make_study(folder: Path, seeds: int = 2) -> Study:
     """A real study of a small network, done here rather than by workers."""
-    study = Study("compare", RECIPE, ARMS, range(seeds))
+    study = Study(StudyKind.COMPARE, RecipeProgram(RECIPE), ARMS, range(seeds))
     study.claim(folder)
-    rows = []
-    for (arm, seed), job in study.jobs().items():
-        result = train(job.recipe, folder / job.name).result()
-        assert result is not None
-        rows.append({"arm": arm, "seed": seed, "run": job.name, **result})
-    Results(study.metric, study.margin, study.baseline, rows, study, folder).save(folder)
+    for job in study.jobs().values():
+        job.execute(folder)
+    Results.of_runs(study, folder).save(folder)
     return study
 
 
@@ -329,9 +326,9 @@ def test_what_cannot_be_read_is_told(study: Path) -> None:
 
 
 def test_a_study_without_any_run_has_a_page(tmp_path: Path) -> None:
-    Study("compare", RECIPE, ARMS, range(2)).claim(tmp_path)
+    Study(StudyKind.COMPARE, RecipeProgram(RECIPE), ARMS, range(2)).claim(tmp_path)
     page = shown(tmp_path)
-    assert page["runs"] == []
+    assert [run["status"] for run in page["runs"]] == ["missing"] * 4
     assert [arm["name"] for arm in page["arms"]] == ["baseline", "pgt"]
     assert page["headline"].startswith("No verdict yet")
     assert any("not finished" in note for note in page["notes"])

@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ import yaml
 from test_report import die_and_return, make_study, rewrite_norms
 
 import powergrad
-from powergrad.lab.compare import decompose, sweep_arms
 from powergrad.lab.config import Recipe
+from powergrad.lab.jobs import RecipeJob, RecipeProgram
 from powergrad.lab.models import create_model
 from powergrad.lab.report import write_report
 from powergrad.lab.run import Run
-from powergrad.lab.study import Results, Study
+from powergrad.lab.study import Decomposition, Grid, Results, Study, StudyKind
+from powergrad.lab.study.arms import decomposition
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = os.environ.get("POWERGRAD_CHROMIUM") or next(
@@ -136,18 +138,20 @@ def pretend(run: Run, accuracy: float, epochs: int = 3) -> dict[str, float | Non
     return row
 
 
-def pretended(study: Study, folder: Path, **extra: Any) -> Path:
+def pretended(study: Study, folder: Path, **records: Any) -> Path:
     """The page of a study whose runs were not done."""
     study.claim(folder)
-    rows: list[dict[str, Any]] = []
-    for place, ((arm, seed), job) in enumerate(study.jobs().items()):
+    for place, job in enumerate(study.jobs().values()):
+        assert isinstance(job, RecipeJob)
         run = Run(folder / job.name)
         with run.open(job.recipe):
-            found = pretend(run, 80 + 7 * place % 11)
-        rows.append({"arm": arm, "seed": seed, "run": job.name, **found})
-    results = Results(study.metric, study.margin, study.baseline, rows, study, extra=extra)
-    results.save(folder)
+            pretend(run, 80 + 7 * place % 11)
+    replace(Results.of_runs(study, folder), **records).save(folder)
     return write_report([folder], folder / "report.html")
+
+
+def study_of(kind: StudyKind, recipe: Recipe, arms: Any, seeds: Any) -> Study:
+    return Study(kind, RecipeProgram(recipe), arms, seeds)
 
 
 def read(download: Download) -> list[dict[str, str]]:
@@ -568,7 +572,8 @@ def test_an_empty_study_and_single_runs(
     visit: Callable[..., Page], study: Path, tmp_path: Path
 ) -> None:
     empty = tmp_path / "empty"
-    Study("compare", Recipe(), {"baseline": {}, "pgt": {"loss.alpha": 0.25}}, [0]).claim(empty)
+    arms = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
+    study_of(StudyKind.COMPARE, Recipe(), arms, [0]).claim(empty)
     page = visit(write_report([empty], tmp_path / "empty.html"))
     assert page.inner_text(".headline").startswith("No verdict yet")
     (run,) = study.glob("pgt-seed0-*")
@@ -583,11 +588,10 @@ def test_an_empty_study_and_single_runs(
 
 
 def test_a_decomposition_shows_the_parts(visit: Callable[..., Page], tmp_path: Path) -> None:
-    study = decompose(Recipe(), 0.25, range(3))
-    out = pretended(
-        study, tmp_path / "taken-apart", alpha=0.25, identity_gaps={10: 1e-14, 200: 0.1}
-    )
-    page = visit(out)
+    arms = decomposition(Recipe(), 0.25)
+    study = study_of(StudyKind.DECOMPOSE, Recipe(), arms, range(3))
+    checked = Decomposition(0.25, {10: 1e-14, 200: 0.1})
+    page = visit(pretended(study, tmp_path / "taken-apart", decomposition=checked))
     part = page.locator("#decomposition")
     assert texts(page, "#decomposition .group") == [
         "THE WHOLE",
@@ -606,8 +610,8 @@ def test_a_decomposition_shows_the_parts(visit: Callable[..., Page], tmp_path: P
 def test_a_sweep_shows_a_line_for_each_other_value(
     visit: Callable[..., Page], tmp_path: Path
 ) -> None:
-    grid = {"loss.alpha": [1.0, 0.5, 0.25], "optimizer.lr": [0.1, 0.2]}
-    study = Study("sweep", Recipe(), sweep_arms(grid), range(2))
+    grid = Grid({"loss.alpha": (1.0, 0.5, 0.25), "optimizer.lr": (0.1, 0.2)})
+    study = study_of(StudyKind.SWEEP, Recipe(), grid.arms(), range(2))
     page = visit(pretended(study, tmp_path / "swept", grid=grid))
     first = page.locator("#alpha figure").first
     assert first.locator(".line").count() == 2
@@ -625,13 +629,14 @@ def test_32_runs_of_a_resnet18_open_in_3_seconds(
     """Their norms go their ways by 3% from record to record, which packs worse than training."""
     recipe = Recipe.model_validate({"model": {"name": "resnet18"}, "data": {"name": "cifar10"}})
     arms = {f"alpha {alpha}": {"loss.alpha": alpha} for alpha in (1.0, 0.5, 0.25, 0.1)}
-    study = Study("compare", recipe, arms, range(8))
+    study = study_of(StudyKind.COMPARE, recipe, arms, range(8))
     folder = tmp_path / "large"
     study.claim(folder)
     model = create_model("resnet18", num_classes=1000)
     random = np.random.default_rng(0)
     header = None
     for (_, seed), job in study.jobs().items():
+        assert isinstance(job, RecipeJob)
         run = Run(folder / job.name)
         with run.open(job.recipe):
             if header is None:

@@ -4,32 +4,38 @@ import json
 import math
 import random
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
+import tarfile
 import time
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 
+import optuna
 import pytest
+import yaml
 
 import powergrad_cli
-from powergrad.lab import figures, jobs
-from powergrad.lab import study as study_module
-from powergrad.lab.arms import arms_of, decomposition, parse_arm, parse_grid
-from powergrad.lab.cli import StudyOptions, tune_arms
-from powergrad.lab.compare import (
+from powergrad.lab import figures
+from powergrad.lab.cli.studies import StudyOptions, tune_arms
+from powergrad.lab.config import Recipe, RecipeError, load_recipe
+from powergrad.lab.jobs import JobError, RecipeJob, RecipeProgram
+from powergrad.lab.jobs.queue import enqueue, open_queue, run_jobs
+from powergrad.lab.jobs.worker import work
+from powergrad.lab.run import Run, RunError
+from powergrad.lab.study import METRICS, Grid, Results, RunRow, Study, StudyKind, run_study
+from powergrad.lab.study import results as results_module
+from powergrad.lab.study import tuning as tuning_module
+from powergrad.lab.study.advice import missing_control
+from powergrad.lab.study.arms import arms_of, decomposition, parse_arm, parse_grid
+from powergrad.lab.study.decompose import (
     check_identity,
-    default_grid,
     describe_identity,
     explain_decomposition,
-    missing_control,
-    sweep_arms,
 )
-from powergrad.lab.config import Recipe, RecipeError, load_recipe
-from powergrad.lab.jobs import Job, JobError, run_jobs
-from powergrad.lab.run import Run, RunError
-from powergrad.lab.study import Results, Study, read_csv
+from powergrad.lab.study.tuning import Space
 from powergrad.lab.terminal import chart, result_tables
 
 CHANGES = {
@@ -49,6 +55,17 @@ TOKENS = [f"--{key}={json.dumps(value)}" for key, value in CHANGES.items()]
 
 def powergrad(*tokens):
     return powergrad_cli.main([str(token) for token in tokens])
+
+
+def study_of(base, arms, seeds, kind=StudyKind.COMPARE, **options):
+    return Study(kind, RecipeProgram(base), arms, seeds, **options)
+
+
+def results_of(baseline, rows):
+    """Results of accuracies by arm and seed."""
+    metric = METRICS["test_accuracy"]
+    made = [RunRow(arm, seed, {"test_accuracy": value}) for arm, seed, value in rows]
+    return Results(metric, 0.5, baseline, made)
 
 
 # Arms ---------------------------------------------------------------------------------------------
@@ -104,13 +121,15 @@ def test_less_decay_is_what_pgt_leaves_the_backbone():
 def test_the_control_is_named_where_pgt_is_better_without_it(better, changes, more, expected):
     base = SMALL.override({"optimizer.weight_decay": 0.02, **changes})
     arms = {"baseline": {}, "pgt": {"loss.alpha": 0.25}, **more}
-    found = missing_control("compare-tuned-optimizer.lr", base, arms, better)
-    assert bool(found) == expected
-    if found:
-        assert "Before you keep pgt:" in found
-        assert "less-decay" in found
-    for kind in ("decompose", "compare-tuned-optimizer.weight_decay"):  # have it themselves
-        assert missing_control(kind, base, arms, better) is None
+    study = study_of(base, arms, [0, 1], tuned=("optimizer.lr",))
+    advice = missing_control(study, better)
+    assert bool(advice) == expected
+    if advice:
+        assert "Before you keep pgt:" in advice
+        assert "less-decay" in advice
+    # These have it themselves.
+    assert missing_control(replace(study, kind=StudyKind.DECOMPOSE), better) is None
+    assert missing_control(replace(study, tuned=("optimizer.weight_decay",)), better) is None
 
 
 def test_an_unknown_arm_is_refused_with_the_nearest():
@@ -122,7 +141,7 @@ def test_an_arm_twice_is_refused():
     with pytest.raises(RecipeError, match="'pgt' twice"):
         arms_of(["pgt", "pgt"], SMALL, [0.3])
     with pytest.raises(RecipeError, match="'a' and 'b' are the same run"):
-        Study("compare", SMALL, {"a": {}, "b": {"loss.alpha": 1.0}}, [0, 1])
+        study_of(SMALL, {"a": {}, "b": {"loss.alpha": 1.0}}, [0, 1])
 
 
 @pytest.mark.parametrize("text", ["lr", "lr=", "lr=1,1"])
@@ -175,9 +194,9 @@ def test_an_unstable_training_is_the_same_at_first_and_then_another():
 
 
 def test_a_grid_around_the_recipes_own_value():
-    assert default_grid(SMALL, "optimizer.lr") == [0.0125, 0.025, 0.05, 0.1, 0.2]
+    assert Space.parse("lr", SMALL).values == (0.0125, 0.025, 0.05, 0.1, 0.2)
     with pytest.raises(RecipeError, match=r"Expected the values to try for 'clip.agc'"):
-        default_grid(SMALL, "clip.agc")
+        Space.parse("agc", SMALL)
 
 
 # Studies ------------------------------------------------------------------------------------------
@@ -290,12 +309,9 @@ def test_bad_input_to_compare(tmp_path, capsys, tokens, message):
 def test_tables_and_figures_of_a_study(study, tmp_path):
     from rich.console import Console
 
-    rows = []
-    with open(study / "study.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            rows.append({"arm": row["arm"], "seed": int(row["seed"]), "test_accuracy":
-                         float(row["test_accuracy"])})  # fmt: skip
-    results = Results("test_accuracy", 0.5, "baseline", rows)
+    results = Results.load(study / "study.csv")
+    assert results.study is None  # a table of numbers, as from elsewhere
+    assert results.mean("pgt") == Results.load(study).mean("pgt")
     console = Console(width=120, record=True, file=io.StringIO())
     for table in result_tables(results):
         console.print(table)
@@ -305,6 +321,51 @@ def test_tables_and_figures_of_a_study(study, tmp_path):
     assert "difference from baseline" in chart(results)
     figures.save(figures.study_figure(results, "a note"), tmp_path / "x.svg")
     assert "a note" in (tmp_path / "x.svg").read_text() or (tmp_path / "x.svg").stat().st_size
+
+
+def test_a_study_of_format_1_is_read_and_resumed(tmp_path, capsys):
+    """A folder that version 0.1.0.dev0 wrote when kind and tuned key were one string."""
+    archive = Path(__file__).parent / "fixtures" / "study-format-1.tar.gz"
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path, filter="data")
+    folder = tmp_path / "tuned-compare"
+    saved = json.loads((folder / "study.json").read_text())
+    assert saved["kind"] == "compare-tuned-optimizer.lr"
+    results = Results.load(folder)
+    assert results.study is not None
+    assert (results.study.kind, results.study.tuned) == (StudyKind.COMPARE, ("optimizer.lr",))
+    assert list(results.study.seeds) == [0, 1]
+    assert results.tuning is not None
+    assert {arm: tuned.chosen for arm, tuned in results.tuning.arms.items()} == {
+        "baseline": 0.1,
+        "pgt": 0.05,
+    }
+    assert [comparison.to_dict() for comparison in results.comparisons] == saved["comparisons"]
+    assert results.verdict() == saved["verdict"]
+    assert powergrad("report", folder) == 0
+    # The command that made it has nothing to do again, and writes the present format.
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}
+    tokens = ["--arms", "baseline,pgt", "--seeds", 2, "--tune", "lr=0.05,0.1", "--tune-seeds", 1,
+              "--train.epochs", 2, "--model.width", 2, "--monitor.every", 20]  # fmt: skip
+    name = ["--out", tmp_path, "--name", "tuned-compare"]
+    assert powergrad("compare", "digits", *tokens, *name) == 0
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")} == before
+    assert yaml.safe_load((folder / "study.yaml").read_text())["format"] == 2
+    again = json.loads((folder / "study.json").read_text())
+    assert (again["kind"], again["tuned"]) == ("compare", ["optimizer.lr"])
+    assert again["rows"] == saved["rows"]
+    assert again["comparisons"] == saved["comparisons"]
+
+
+def test_a_study_of_a_later_format_is_refused(study, tmp_path):
+    later = shutil.copytree(study, tmp_path / "later")
+    for name in ("study.json", "study.yaml"):
+        path = later / name
+        text = path.read_text()
+        path.write_text(re.sub(r"(\W?format\W*: )2", r"\g<1>3", text, count=1))
+        with pytest.raises(RunError, match="a newer powergrad reads"):
+            Results.load(later)
+        path.write_text(text)
 
 
 # Runs made elsewhere ------------------------------------------------------------------------------
@@ -332,12 +393,11 @@ def test_a_csv_from_elsewhere(tmp_path, capsys):
 @pytest.mark.parametrize("column", ["loss", "test_error", "val_NLL"])
 def test_more_of_a_loss_is_worse(tmp_path, column):
     path = write(tmp_path / "r.csv", GOOD.replace("metric", column))
-    options = {"metric": None, "baseline": None}
     with pytest.raises(RecipeError, match=r"Expected --margin, .* none is usual"):
-        read_csv(path, margin=None, **options)
-    assert read_csv(path, margin=0.5, **options).comparisons()[0].verdict == "worse"
-    turned = read_csv(path, margin=0.5, better="higher", **options)
-    assert turned.comparisons()[0].verdict == "better"
+        Results.from_csv(path)
+    assert Results.from_csv(path, margin=0.5).comparisons[0].verdict == "worse"
+    turned = Results.from_csv(path, margin=0.5, better="higher")
+    assert turned.comparisons[0].verdict == "better"
 
 
 def test_which_is_better_is_asked_where_the_name_does_not_tell(tmp_path, capsys):
@@ -358,9 +418,8 @@ def test_fractions_have_no_usual_margin(tmp_path):
     )
     path = write(tmp_path / "r.csv", "arm,seed,accuracy\n" + "".join(rows))
     with pytest.raises(RecipeError, match=r"Expected --margin, .* fractions, not per cent"):
-        read_csv(path, metric=None, baseline=None, margin=None)
-    results = read_csv(path, metric=None, baseline=None, margin=0.005)
-    assert results.comparisons()[0].verdict == "better"
+        Results.from_csv(path)
+    assert Results.from_csv(path, margin=0.005).comparisons[0].verdict == "better"
 
 
 def test_a_metric_that_was_asked_for_must_be_there(tmp_path, capsys):
@@ -371,7 +430,7 @@ def test_a_metric_that_was_asked_for_must_be_there(tmp_path, capsys):
 
 def test_an_arm_whose_name_has_a_comma_is_quoted_in_the_verdict(tmp_path):
     twice = GOOD + re.sub("^new,", '"new, twice",', GOOD[GOOD.index("new,") :], flags=re.M)
-    results = read_csv(write(tmp_path / "r.csv", twice), metric=None, baseline=None, margin=0.5)
+    results = Results.from_csv(write(tmp_path / "r.csv", twice))
     assert results.verdict() == 'Here new and "new, twice" are better than baseline.'
 
 
@@ -393,12 +452,12 @@ def test_a_csv_that_cannot_be_used(tmp_path, capsys, text, message):
     path = write(tmp_path / "r.csv", text)
     assert powergrad("compare", "--from", path) == 2
     assert message.lower() in capsys.readouterr().err.lower()
-    assert [each.name for each in tmp_path.iterdir()] == ["r.csv"]
+    assert [file.name for file in tmp_path.iterdir()] == ["r.csv"]
 
 
 def test_a_baseline_by_name(tmp_path):
-    results = read_csv(write(tmp_path / "r.csv", GOOD), metric=None, baseline="new", margin=0.5)
-    assert results.comparisons()[0].verdict == "worse"
+    results = Results.from_csv(write(tmp_path / "r.csv", GOOD), baseline="new")
+    assert results.comparisons[0].verdict == "worse"
 
 
 # Sweep, tuning, decomposition ---------------------------------------------------------------------
@@ -417,7 +476,7 @@ def test_a_sweep_and_its_figure(tmp_path, capsys):
 
 
 def test_sweep_arms_are_the_whole_grid():
-    assert len(sweep_arms({"loss.alpha": [1, 0.5, 0.1], "optimizer.lr": [0.1, 0.2]})) == 6
+    assert len(Grid({"loss.alpha": (1, 0.5, 0.1), "optimizer.lr": (0.1, 0.2)}).arms()) == 6
 
 
 def test_tuning_gives_every_arm_the_same_grid_on_held_out_data(tmp_path, capsys):
@@ -430,8 +489,8 @@ def test_tuning_gives_every_arm_the_same_grid_on_held_out_data(tmp_path, capsys)
     assert tuning["seeds"] == [1000]
     for arm in ("baseline", "pgt"):
         tried = tuning["arms"][arm]["means"]
-        assert [each["value"] for each in tried] == [0.0001, 0.1]
-        best = max(tried, key=lambda each: each["mean"])["value"]
+        assert [point["value"] for point in tried] == [0.0001, 0.1]
+        best = max(tried, key=lambda point: point["mean"])["value"]
         assert tuning["arms"][arm]["chosen"] == best
         assert told["changes"][arm]["optimizer.lr"] == best
     for folder in (tmp_path / "t/tuning").glob("*-seed*"):
@@ -470,11 +529,11 @@ def test_a_decomposition_says_what_the_gain_is_made_of():
     arms = list(decomposition(SMALL, 0.25))
     gains = {"PGT": 1.0, "two-group CE": 1.0, "backbone lr / alpha": 1.2, "head lr * alpha": -1.0}
     rows = [
-        {"arm": arm, "seed": seed, "test_accuracy": 90 + gains.get(arm, 0) + 0.05 * (seed * n % 7)}
+        (arm, seed, 90 + gains.get(arm, 0) + 0.05 * (seed * n % 7))
         for n, arm in enumerate(arms)
         for seed in range(12)
     ]
-    text = explain_decomposition(Results("test_accuracy", 0.5, "CE", rows), 0.25)
+    text = explain_decomposition(results_of("CE", rows), 0.25)
     assert "At alpha 0.25, PGT +1." in text
     assert "Alone, these parts of it help: backbone lr / alpha +1." in text
     assert "These do harm: head lr * alpha -" in text
@@ -485,8 +544,8 @@ def test_a_decomposition_says_what_the_gain_is_made_of():
 
 
 def test_a_job_that_cannot_be_done_is_told_and_the_others_are(tmp_path):
-    good = Job("good", SMALL)
-    bad = Job("bad", SMALL.override({"data.name": "folder:/nowhere"}))
+    good = RecipeJob("good", SMALL)
+    bad = RecipeJob("bad", SMALL.override({"data.name": "folder:/nowhere"}))
     with pytest.raises(JobError, match=r"1 of 2 runs could not be done:\n  bad: .*nowhere"):
         run_jobs([bad, good], tmp_path, study="x", workers=1)
     assert Run(tmp_path / "good").result() is not None
@@ -506,31 +565,33 @@ def test_a_run_that_another_process_is_doing_is_waited_for(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "open\n"
-        results = run_jobs([Job("a", SMALL)], folder, study="x", workers=1)
+        results = run_jobs([RecipeJob("a", SMALL)], folder, study="x", workers=1)
     assert results["a"]["steps"] == 12
 
 
 def test_a_run_that_another_worker_told_first_is_no_error(tmp_path, monkeypatch):
     url = f"sqlite:///{tmp_path / 'jobs.db'}"
-    queue = jobs._open_queue(url, "x")
-    jobs._enqueue(queue, [Job("a", SMALL)])
+    queue = open_queue(url, "x")
+    enqueue(queue, [RecipeJob("a", SMALL)])
 
-    class Told(dict):
-        def __getitem__(self, key):  # the last look at the result, before Optuna is told
-            (trial,) = queue.get_trials()
-            queue.tell(trial.number, 12.0)
-            return super().__getitem__(key)
+    set_user_attr = optuna.trial.Trial.set_user_attr
 
-    done = SimpleNamespace(result=lambda: Told(steps=12))
-    monkeypatch.setattr(jobs, "train", lambda recipe, folder: done)
-    jobs.work(url, "x", tmp_path)
+    def set_and_tell(trial, key, value):  # after the result, before Optuna is told
+        set_user_attr(trial, key, value)
+        queue.tell(trial.number, 12.0)
+
+    monkeypatch.setattr(RecipeJob, "execute", lambda job, folder: {"steps": 12})
+    monkeypatch.setattr(optuna.trial.Trial, "set_user_attr", set_and_tell)
+    work(url, "x", tmp_path)
     assert [trial.state.name for trial in queue.get_trials()] == ["COMPLETE"]
 
 
 def kill_a_worker(folder, rng):
     """One of the processes that work on `folder`, killed where it stands."""
     found = subprocess.run(
-        ["pgrep", "-f", f"powergrad.lab.jobs .*{folder.name}"], capture_output=True, text=True
+        ["pgrep", "-f", f"powergrad.lab.jobs.worker .*{folder.name}"],
+        capture_output=True,
+        text=True,
     )
     pids = [int(pid) for pid in found.stdout.split()]
     if pids:
@@ -541,7 +602,7 @@ def kill_a_worker(folder, rng):
 def test_killed_workers_lose_nothing_and_double_nothing(tmp_path):
     folder = tmp_path / f"study-{random.getrandbits(64):x}"
     recipe = SMALL.override({"train.epochs": 60, "machine.checkpoint_steps": 8})
-    jobs = [Job(f"run{seed}", recipe.override({"seed": seed})) for seed in range(6)]
+    jobs = [RecipeJob(f"run{seed}", recipe.override({"seed": seed})) for seed in range(6)]
     rng = random.Random(5)
     kills = 0
     next_kill = None
@@ -640,48 +701,44 @@ def test_a_finished_run_of_another_recipe_is_not_taken_for_this_one(tmp_path, ca
 def made_up(monkeypatch):
     """Studies whose runs are not trained: a run is better the higher its rate, or normalised."""
 
-    def run(self, folder, **options):
+    def run(study, folder, **options):
         rows = []
-        for arm, seed in self.jobs():
-            recipe = self.recipe(arm, seed)
-            score = 10 * recipe.optimizer.lr + (recipe.model.norm == "batch")
-            rows.append({"arm": arm, "seed": seed, "test_accuracy": score})
-        return Results(self.metric, self.margin, self.baseline, rows, study=self)
+        for (arm, seed), job in study.jobs().items():
+            score = 10 * job.recipe.optimizer.lr + (job.recipe.model.norm == "batch")
+            rows.append(RunRow(arm, seed, {"test_accuracy": score}))
+        return Results(study.metric, study.margin, study.baseline, rows, study)
 
-    monkeypatch.setattr(Study, "run", run)
+    monkeypatch.setattr(tuning_module, "run_study", run)
+
+
+PAIR = {"baseline": {}, "pgt": {"loss.alpha": 0.5}}
 
 
 def test_tuning_uses_seeds_that_the_study_does_not(made_up, tmp_path, capsys):
     """And finds the edge of a grid in whatever order it was given."""
-    study = Study("compare", SMALL, {"baseline": {}, "pgt": {"loss.alpha": 0.5}}, [1000, 1001])
-    tuned, told = tune_arms(study, "lr=0.1,0.4,0.2", 2, tmp_path, StudyOptions())
-    assert told["seeds"] == [1002, 1003]
-    assert {arm: found["at_edge"] for arm, found in told["arms"].items()} == {
-        "baseline": True,
-        "pgt": True,
-    }
+    study = study_of(SMALL, PAIR, [1000, 1001])
+    space = Space.parse("lr=0.1,0.4,0.2", SMALL)
+    tuned, tuning = tune_arms(study, space, 2, tmp_path, StudyOptions())
+    assert tuning.seeds == (1002, 1003)
+    assert all(arm.at_edge for arm in tuning.arms.values())
     assert tuned.arms["pgt"] == {"loss.alpha": 0.5, "optimizer.lr": 0.4}
     assert "pgt: optimizer.lr = 0.4 (0.1: 1.00, 0.4: 4.00, 0.2: 2.00; at" in capsys.readouterr().out
     fresh = replace(study, seeds=[0, 1])
-    assert tune_arms(fresh, "lr=0.1,0.4", 1, tmp_path, StudyOptions())[1]["seeds"] == [1000]
+    assert tune_arms(fresh, space, 1, tmp_path, StudyOptions())[1].seeds == (1000,)
 
 
 def test_words_can_be_tuned(made_up, tmp_path, capsys):
-    study = Study("compare", SMALL, {"baseline": {}, "pgt": {"loss.alpha": 0.5}}, [0, 1])
-    tuned, told = tune_arms(study, "model.norm=none,batch", 1, tmp_path, StudyOptions())
+    space = Space.parse("model.norm=none,batch", SMALL)
+    tuned, tuning = tune_arms(study_of(SMALL, PAIR, [0, 1]), space, 1, tmp_path, StudyOptions())
     assert tuned.arms["baseline"] == {"model.norm": "batch"}
-    assert not told["arms"]["baseline"]["at_edge"]
+    assert not tuning.arms["baseline"].at_edge
     assert "baseline: model.norm = batch (none: 0.50, batch: 1.50)" in capsys.readouterr().out
 
 
 def test_a_name_with_dollar_signs_is_drawn(tmp_path):
     names = ("baseline", "cost $x_$ <b>")
-    rows = [
-        {"arm": arm, "seed": seed, "test_accuracy": 90 + math.sin(9 * seed + len(arm))}
-        for arm in names
-        for seed in range(4)
-    ]
-    figure = figures.study_figure(Results("test_accuracy", 0.5, "baseline", rows), "$s_$: 8 runs")
+    rows = [(arm, seed, 90 + math.sin(9 * seed + len(arm))) for arm in names for seed in range(4)]
+    figure = figures.study_figure(results_of("baseline", rows), "$s_$: 8 runs")
     figures.save(figure, tmp_path / "study.png")
     assert (tmp_path / "study.png").stat().st_size > 10_000
 
@@ -701,11 +758,11 @@ def test_two_studies_of_one_name_do_not_mix_in_a_storage(monkeypatch, tmp_path):
         queues.append(study)
         return {job.name: {"test_accuracy": 90.0} for job in jobs}
 
-    monkeypatch.setattr(study_module, "run_jobs", run_jobs)
+    monkeypatch.setattr(results_module, "run_jobs", run_jobs)
     for epochs, folder in ((2, "a/tuning"), (2, "c/tuning"), (3, "b/tuning")):
         base = SMALL.override({"train.epochs": epochs})
-        study = Study("tune", base, {"x": {}, "y": {"loss.alpha": 0.5}}, [0])
-        study.run(tmp_path / folder, workers=1, storage="sqlite:///shared.db")
+        study = study_of(base, {"x": {}, "y": {"loss.alpha": 0.5}}, [0], StudyKind.TUNE)
+        run_study(study, tmp_path / folder, workers=1, storage="sqlite:///shared.db")
     assert queues[0] == queues[1] != queues[2]
 
 

@@ -12,10 +12,12 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
+from powergrad.lab.files import write_atomically
 from powergrad.lab.stats import t_interval
-from powergrad.lab.study import METRICS, Results
+from powergrad.lab.study import Metric, Results
+from powergrad.lab.words import short_key
 
-__all__ = ["COLOURS", "save", "study_figure", "sweep_figure"]
+__all__ = ["COLOURS", "draw_study", "save", "study_figure", "sweep_figure"]
 
 # Okabe and Ito's colours, which people with any common colour blindness can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
@@ -23,15 +25,19 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F
 
 def save(figure: Any, path: Path) -> None:
     """Write a figure whole, or not at all; the ending of `path` says in which format."""
-    from powergrad.lab.run import write_atomically
-
     kind = path.suffix.removeprefix(".")
     write_atomically(path, lambda file: figure.savefig(file, format=kind, dpi=150))
     plt.close(figure)
 
 
-def _label(metric: str) -> str:
-    return metric.replace("_", " ") + (" (%)" if metric.endswith("accuracy") else "")
+def draw_study(results: Results, path: Path, note: str = "") -> None:
+    """Draw a study: a sweep over numbers as lines, everything else arm by arm."""
+    is_line = results.grid is not None and results.grid.is_numeric
+    save((sweep_figure if is_line else study_figure)(results, note), path)
+
+
+def _label(metric: Metric) -> str:
+    return metric.title + (" (%)" if metric.name.endswith("accuracy") else "")
 
 
 def _literal(text: str) -> str:
@@ -41,25 +47,22 @@ def _literal(text: str) -> str:
 
 def study_figure(results: Results, note: str = "") -> Any:
     """The runs of every arm, and the differences from the baseline with their intervals."""
-    arms, metric = results.arms, results.metric
-    comparisons = {each.arm: each for each in results.comparisons()}
+    arms = results.arms
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(9.5, 1.4 + 0.45 * len(arms)), sharey=True, layout="constrained"
     )
     for place, arm in enumerate(arms):
-        values = results.of(arm, metric)
+        values = list(results.values(arm).values())
         colour = COLOURS[place % len(COLOURS)]
         left.plot(values, [place] * len(values), "o", color=colour, alpha=0.4, mec="none")
-        mean = sum(values) / len(values)
-        left.plot([mean], [place], "|", color=colour, ms=18, mew=3)
-        if arm in comparisons:
-            each = comparisons[arm]
-            low, high = each.interval
+        left.plot([results.mean(arm)], [place], "|", color=colour, ms=18, mew=3)
+        if comparison := results.comparison(arm):
+            low, high = comparison.interval
             right.plot([low, high], [place, place], color=colour, lw=2.5)
-            right.plot([each.difference], [place], "o", color=colour)
+            right.plot([comparison.difference], [place], "o", color=colour)
             right.annotate(
-                f" {each.verdict}",
-                (high if math.isfinite(high) else each.difference, place),
+                f" {comparison.verdict}",
+                (high if math.isfinite(high) else comparison.difference, place),
                 va="center",
                 fontsize=8,
             )
@@ -67,7 +70,7 @@ def study_figure(results: Results, note: str = "") -> Any:
     right.axvspan(-results.margin, results.margin, color="0.9", zorder=0)
     left.set_yticks(range(len(arms)), [_literal(arm) for arm in arms])
     left.invert_yaxis()
-    left.set_xlabel(_label(metric))
+    left.set_xlabel(_label(results.metric))
     left.set_title("every run, and the mean", fontsize=10)
     right.set_xlabel(f"difference from {_literal(results.baseline)}")
     right.set_title("mean and 95% interval; grey: the margin", fontsize=10)
@@ -80,17 +83,17 @@ def study_figure(results: Results, note: str = "") -> Any:
     return figure
 
 
-def sweep_figure(results: Results, grid: dict[str, list[Any]], note: str = "") -> Any:
-    """The metric over the first key of a grid, a line for each point of the others."""
-    key, *others = list(grid)
-    study = results.study
-    assert study is not None
+def sweep_figure(results: Results, note: str = "") -> Any:
+    """The metric over the first key of a grid, one line per point of the others."""
+    assert results.study is not None
+    assert results.grid is not None
+    key, *others = list(results.grid.values)
     lines: dict[str, list[tuple[float, float, float, float]]] = {}
-    for arm, changes in study.arms.items():
-        values = results.of(arm, results.metric)
-        mean = sum(values) / len(values)
+    for arm, changes in results.study.arms.items():
+        values = list(results.values(arm).values())
+        mean = results.mean(arm)
         low, high = t_interval(values) if len(values) > 1 else (mean, mean)
-        name = ", ".join(f"{other.rpartition('.')[2]} {changes[other]}" for other in others)
+        name = ", ".join(f"{short_key(other)} {changes[other]}" for other in others)
         lines.setdefault(name, []).append((float(changes[key]), mean, low, high))
     figure, axes = plt.subplots(figsize=(6.5, 4), layout="constrained")
     for number, (name, points) in enumerate(lines.items()):
@@ -98,12 +101,10 @@ def sweep_figure(results: Results, grid: dict[str, list[Any]], note: str = "") -
         colour = COLOURS[number % len(COLOURS)]
         axes.plot(x, mean, "o-", color=colour, label=name or None)
         axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
-    axes.set_xlabel(key.rpartition(".")[2])
+    axes.set_xlabel(short_key(key))
     axes.set_ylabel(_label(results.metric))
-    higher = METRICS.get(results.metric, (True, ""))[0]
-    axes.set_title(
-        f"mean and 95% interval; {'higher' if higher else 'lower'} is better", fontsize=10
-    )
+    better = "higher" if results.metric.higher_is_better else "lower"
+    axes.set_title(f"mean and 95% interval; {better} is better", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     if others:
         axes.legend(frameon=False)

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from powergrad import __version__
 from powergrad.lab.config import Recipe, RecipeError, flatten
+from powergrad.lab.files import FileError
 
 __all__ = ["Run", "RunBusyError", "RunError", "write_atomically"]
 
@@ -69,7 +70,7 @@ COLUMNS = (
 )
 
 
-class RunError(RuntimeError):
+class RunError(FileError):
     """A run folder that cannot be used, or written; the message says what to do."""
 
 

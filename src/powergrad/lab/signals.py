@@ -7,7 +7,11 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["watching_signals"]
+__all__ = ["Interrupted", "watching_signals"]
+
+
+class Interrupted(Exception):  # noqa: N818 (it is not an error)
+    """A run or a study that was asked to stop, has saved what it did, and can be resumed."""
 
 
 @contextlib.contextmanager

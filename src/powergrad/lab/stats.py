@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -511,11 +511,27 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, the detectable difference, the seeds needed and the sentence, for JSON."""
-        fields = {**asdict(self), "mde": self.mde, "seeds_needed": self.seeds_needed}
-        for name, value in fields.items():
+        described = {**asdict(self), "mde": self.mde, "seeds_needed": self.seeds_needed}
+        for name, value in described.items():
             if isinstance(value, tuple):
-                fields[name] = list(value)
-        return {**fields, "sentence": self.sentence}
+                described[name] = list(value)
+        return {**described, "sentence": self.sentence}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Comparison:
+        """What :meth:`to_dict` wrote; JSON has null for numbers that are not finite."""
+        given: dict[str, Any] = {}
+        for field in fields(cls):
+            value = values.get(field.name)  # an early file lacks some
+            if isinstance(value, list):
+                value = tuple(math.nan if end is None else end for end in value)
+            elif value is None and field.name != "bootstrap_interval":
+                value = math.nan
+            given[field.name] = value
+        comparison = cls(**given)
+        # Both may take a simulation, so what was computed once is kept.
+        comparison.__dict__.update(mde=values["mde"], seeds_needed=values["seeds_needed"])
+        return comparison
 
 
 def compare(

@@ -1,8 +1,9 @@
-"""A study in the terminal: how far it is, its table, its chart."""
+"""A study in the terminal: its progress, its tables, its chart."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 import time
 from collections.abc import Mapping
@@ -13,12 +14,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from powergrad.lab.jobs import Job, Snapshot
-from powergrad.lab.progress import duration
+from powergrad.lab.jobs import Job
+from powergrad.lab.jobs.queue import Snapshot
 from powergrad.lab.stats import Comparison, signed, span
-from powergrad.lab.study import METRICS, Results
+from powergrad.lab.study import Results
+from powergrad.lab.words import duration
 
-__all__ = ["Watch", "chart", "result_tables"]
+__all__ = ["Watch", "chart", "result_tables", "show_results"]
 
 
 class Watch:
@@ -35,7 +37,7 @@ class Watch:
         self.console = Console(stderr=True)
         self.live = Live(console=self.console, transient=True, auto_refresh=False)
         self.finished = -1
-        self.said = 0.0
+        self.printed_at = 0.0
 
     def __enter__(self) -> Watch:
         if self.console.is_terminal:
@@ -51,9 +53,9 @@ class Watch:
             self.live.update(self._table(snapshot), refresh=True)
             return
         now = time.monotonic()
-        if len(snapshot.results) == self.finished or now - self.said < 5:
+        if len(snapshot.results) == self.finished or now - self.printed_at < 5:
             return
-        self.finished, self.said = len(snapshot.results), now
+        self.finished, self.printed_at = len(snapshot.results), now
         print(f"{self.title}: {self._progress(snapshot)}", file=sys.stderr, flush=True)
 
     def _progress(self, snapshot: Snapshot) -> str:
@@ -68,7 +70,7 @@ class Watch:
         table.add_column("")
         table.add_column(self.metric.replace("_", " "), justify="right")
         for arm in dict.fromkeys(arm for arm, _ in self.jobs):
-            names = [job.name for (each, _), job in self.jobs.items() if each == arm]
+            names = [job.name for (job_arm, _), job in self.jobs.items() if job_arm == arm]
             done = [snapshot.results[name] for name in names if name in snapshot.results]
             values = [result[self.metric] for result in done if self.metric in result]
             mean = f"{sum(values) / len(values):.2f}" if values else ""
@@ -78,22 +80,35 @@ class Watch:
         return table
 
 
+def show_results(results: Results) -> None:
+    """Print tables, chart, verdict and one sentence per comparison."""
+    comparisons = results.comparisons  # before anything is printed: it may refuse
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for table in result_tables(results):
+        console.print(table)
+    print(chart(results))
+    if lost := results.diverged():
+        print(f"\n{lost}")
+    print(f"\n{results.verdict()}\n")
+    for comparison in comparisons:
+        print(f"- {comparison.sentence}")
+
+
 def result_tables(results: Results) -> list[Table]:
-    """The final tables, an arm a row: what is compared, and what else was measured."""
-    by_arm = {comparison.arm: comparison for comparison in results.comparisons()}
-    whole = results.study is not None
-    name = "test" if results.metric == "test_accuracy" else results.metric
-    compared = _table("arm", "n", *(["train"] if whole else []), name,
+    """The final tables, one row per arm: what is compared, and what else was measured."""
+    is_ours = results.study is not None
+    metric = results.metric.name
+    name = "test" if metric == "test_accuracy" else metric
+    compared = _table("arm", "n", *(["train"] if is_ours else []), name,
                       "difference", "95% interval", "p")  # fmt: skip
     for arm in results.arms:
-        values = results.of(arm, results.metric)
-        spread = (
-            f"{_number(results.mean(arm, results.metric), 2)} ± {_number(_deviation(values), 2)}"
-        )
-        train = [_number(results.mean(arm, "train_accuracy"), 2)] if whole else []
-        cells = [str(len(values)), *train, spread, *_difference(by_arm.get(arm))]
+        values = list(results.values(arm).values())
+        deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+        spread = f"{_number(results.mean(arm), 2)} ± {_number(deviation, 2)}"
+        train = [_number(results.mean(arm, "train_accuracy"), 2)] if is_ours else []
+        cells = [str(len(values)), *train, spread, *_difference(results.comparison(arm))]
         compared.add_row(Text(arm), *cells)
-    if not whole:
+    if not is_ours:
         return [compared]
     measured = _table("arm", *(heading for heading, _, _ in MEASURED))
     for arm in results.arms:
@@ -135,16 +150,9 @@ def _number(value: float, digits: int) -> str:
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
-def _deviation(values: list[float]) -> float:
-    if len(values) < 2:
-        return math.nan
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
-
-
 def chart(results: Results, width: int = 60) -> str:
-    """The differences from the baseline: the mean and its interval on one line an arm."""
-    comparisons = results.comparisons()
+    """The differences from the baseline: one line per arm with the mean and its interval."""
+    comparisons = results.comparisons
     ends = [end for c in comparisons for end in c.interval if math.isfinite(end)]
     low, high = min([0.0, *ends]), max([0.0, *ends])
     room = (high - low) * 0.05 or 1.0
@@ -154,7 +162,7 @@ def chart(results: Results, width: int = 60) -> str:
         return round((min(max(value, low), high) - low) / (high - low) * (width - 1))
 
     names = max(len(c.arm) for c in comparisons)
-    unit = METRICS.get(results.metric, (True, results.metric))[1]
+    unit = results.metric.unit
     lines = [f"difference from {results.baseline}, {unit} (● mean, ━ 95% interval)"]
     for comparison in comparisons:
         cells = [" "] * width
@@ -165,8 +173,5 @@ def chart(results: Results, width: int = 60) -> str:
         cells[at(comparison.difference)] = "●"
         line = "".join(cells)
         lines.append(f"{comparison.arm:>{names}} {line} {signed(comparison.difference)}")
-    scale = [" "] * width
-    zero = at(0)
-    scale[zero] = "0"
-    lines.append(" " * (names + 1) + "".join(scale).rstrip())
+    lines.append(" " * (names + 1 + at(0)) + "0")
     return "\n".join(lines)

@@ -24,15 +24,11 @@ from powergrad.lab.distributed import Processes, join_processes
 from powergrad.lab.progress import Progress, Silent
 from powergrad.lab.run import Run, RunError
 from powergrad.lab.session import Session
-from powergrad.lab.signals import watching_signals
+from powergrad.lab.signals import Interrupted, watching_signals
 
-__all__ = ["Interrupted", "train"]
+__all__ = ["train"]
 
 KEPT_LOGITS = 5_000_000  # so many numbers of the last test are kept
-
-
-class Interrupted(Exception):  # noqa: N818 (it is not an error)
-    """The run was asked to stop, has saved where it is, and can be resumed."""
 
 
 def train(recipe: Recipe, folder: str | Path, *, progress: Progress | None = None) -> Run:

@@ -1,8 +1,8 @@
-"""The page: one HTML file, for anyone with a browser, that shows what studies and runs came to.
+"""The page: one HTML file for any browser that shows the results of studies and runs.
 
-It is made from what run and study folders hold, and asks nothing of any network: style, script and
-data are in the file, and its content security policy forbids every request. The drawing is a
-script of our own over SVG and canvas: a plotting library would weigh more than all the data.
+It is made from results and run folders, and needs no network: style, script and data are in the
+file, and its content security policy forbids every request. The drawing is a script of our own over
+SVG and canvas: a plotting library would weigh more than all the data.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from powergrad.lab.files import write_text
 from powergrad.lab.report.collect import collect
 from powergrad.lab.report.page import make_page
-from powergrad.lab.run import write_atomically
+from powergrad.lab.study import Results
 
 __all__ = ["write_report"]
 
 
-def write_report(paths: Sequence[Path], out: Path) -> Path:
+def write_report(sources: Sequence[Path | Results], out: Path) -> Path:
     """Write the page of runs and studies.
 
     A study that is not finished, or whose runs diverged, has a page that says so. Runs that are not
     of a study are shown together, without a verdict.
 
     Args:
-        paths: Folders of runs, of studies, or that hold some.
+        sources: Results of studies; or folders of runs, of studies, or that hold some.
         out: The file to write; its folder is made if missing.
 
     Returns:
@@ -33,7 +34,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
     Raises:
         RunError: If a path holds neither a run nor a study, or `out` cannot be written.
     """
-    page = make_page(collect(paths)).encode("utf-8", "replace")  # a file's name may not be UTF-8
+    page = make_page(collect(sources))
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, lambda file: file.write(page))
+    write_text(out, page)
     return out

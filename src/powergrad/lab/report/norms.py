@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from powergrad.monitor import Census, Recording, census
 
-__all__ = ["encode_norms", "spread_over"]
+__all__ = ["encode_norms", "evenly_spaced"]
 
 POINTS = 100  # times that are shown of a recording, at the most
 LEAST_POINTS = 12
@@ -56,7 +56,7 @@ def encode_norms(folders: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]], l
     points = POINTS
     while True:
         shown = {folder: _encode(r, counts[folder], points) for folder, r in recordings.items()}
-        size = sum(len(each["data"]) + len(each["events"]) for each in shown.values())
+        size = sum(len(norms["data"]) + len(norms["events"]) for norms in shown.values())
         if size <= BUDGET or points == LEAST_POINTS:
             return shown, faults
         points = max(LEAST_POINTS, int(0.9 * points * BUDGET / size))
@@ -73,8 +73,8 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _encode(recording: Recording, found: Census, points: int) -> dict[str, Any]:
-    wanted = set(spread_over(len(recording), points))
+def _encode(recording: Recording, counts: Census, points: int) -> dict[str, Any]:
+    wanted = set(evenly_spaced(len(recording), points))
     kept = [row for place, row in enumerate(recording) if place in wanted]
     steps = [step for step, _ in kept]
     values = torch.stack([row for _, row in kept], dim=1).numpy()  # (units, times)
@@ -93,22 +93,22 @@ def _encode(recording: Recording, found: Census, points: int) -> dict[str, Any]:
                 "high": high,
             }
         )
-    events = _events(recording, found, steps[0])
+    events = _events(recording, counts, steps[0])
     return {
         "steps": steps,
         "columns": columns,
         "data": _pack(b"".join(bodies)),
         "events": _pack(json.dumps(events, separators=(",", ":")).encode()),
         "dead": _dead_over_time(recording, events, steps),
-        "census": [[getattr(each, name) for name in CENSUS] for each in found.layers],
+        "census": [[getattr(layer, name) for name in CENSUS] for layer in counts.layers],
     }
 
 
-def spread_over(count: int, most: int) -> list[int]:
+def evenly_spaced(count: int, most: int) -> list[int]:
     """At most so many places of `count`, evenly, the first and the last among them.
 
     Example:
-        >>> spread_over(10, 4), spread_over(3, 4)
+        >>> evenly_spaced(10, 4), evenly_spaced(3, 4)
         ([0, 3, 6, 9], [0, 1, 2])
     """
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
@@ -133,15 +133,15 @@ def quantise(values: NDArray[np.float32]) -> tuple[NDArray[np.uint8], float, flo
     return codes, low, high
 
 
-def _events(recording: Recording, found: Census, start: int) -> list[list[int]]:
+def _events(recording: Recording, counts: Census, start: int) -> list[list[int]]:
     """Step, column, unit and what happened; first the units that had not lived at the start."""
     places = {(c.quantity, c.layer): i for i, c in enumerate(recording.columns)}
     happened = [
         [event.step, places[event.quantity, event.layer], event.unit, EVENTS[event.what]]
-        for event in found.events
+        for event in counts.events
     ]
     unborn = {(column, unit) for _, column, unit, what in happened if what == EVENTS["born"]}
-    for unit in found.unborn:
+    for unit in counts.unborn:
         column = places.get(("gain" if "gain" in unit.how else "weight", unit.layer))
         if column is not None:
             unborn.add((column, unit.unit))

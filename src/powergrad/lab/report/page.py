@@ -6,10 +6,11 @@ import base64
 import hashlib
 import html
 import json
-import math
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
+
+from powergrad.lab.files import json_safe
 
 __all__ = ["as_json", "make_page"]
 
@@ -74,20 +75,10 @@ def as_json(value: Any) -> str:
         >>> as_json({"arm": "</script>", "loss": float("nan")})
         '{"arm":"\\u003c/script\\u003e","loss":null}'
     """
-    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(json_safe(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def _asset(name: str) -> str:
@@ -95,17 +86,18 @@ def _asset(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """What a content security policy calls the one script, or style, that it allows."""
+    """The name by which a content security policy allows one script or style."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def _without_script(data: Mapping[str, Any]) -> str:
-    """What is read where no script runs, as in the preview of a mail."""
+    """The text that is shown where no script runs, as in the preview of a mail."""
     lines = []
     for study in data["studies"]:
         lines.append(f'<h1 dir="auto">{html.escape(study["name"])}</h1>')
-        said = [study["headline"], *(each["sentence"] for each in study["comparisons"])]
-        lines += [f'<p dir="auto">{html.escape(each)}</p>' for each in said + study["notes"]]
+        sentences = [comparison["sentence"] for comparison in study["comparisons"]]
+        texts = [study["headline"], *sentences, *study["notes"]]
+        lines += [f'<p dir="auto">{html.escape(text)}</p>' for text in texts]
     lines.append("<p>Curves, tables and figures are drawn by this page's own script.</p>")
     return "\n".join(lines)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from powergrad.lab.config import Recipe, RecipeError, did_you_mean, parse_overrides
+from powergrad.lab.config import Recipe, RecipeError, parse_overrides
+from powergrad.lab.study.records import Grid
+from powergrad.lab.words import did_you_mean
 
 __all__ = ["SHORT", "arms_of", "decomposition", "expand_key", "parse_arm", "parse_grid"]
 
@@ -124,14 +126,14 @@ def arms_of(texts: Sequence[str], recipe: Recipe, alphas: Sequence[float]) -> di
     return arms
 
 
-def parse_grid(texts: Iterable[str]) -> dict[str, list[Any]]:
+def parse_grid(texts: Iterable[str]) -> Grid:
     """Keys and the values each takes.
 
     Example:
         >>> parse_grid(["alpha=0.1,0.3", "lr=0.1"])
-        {'loss.alpha': [0.1, 0.3], 'optimizer.lr': [0.1]}
+        Grid(values={'loss.alpha': (0.1, 0.3), 'optimizer.lr': (0.1,)})
     """
-    grid: dict[str, list[Any]] = {}
+    grid: dict[str, tuple[Any, ...]] = {}
     for text in texts:
         key, equals, values = text.partition("=")
         if not equals or not values:
@@ -139,10 +141,11 @@ def parse_grid(texts: Iterable[str]) -> dict[str, list[Any]]:
         items = [parse_overrides([f"x={value.strip()}"])["x"] for value in values.split(",")]
         if len(set(map(repr, items))) < len(items):
             raise RecipeError(f"Expected different values of {key!r}, but got {values!r}.")
-        if expand_key(key.strip()) in grid:
+        dotted = expand_key(key.strip())
+        if dotted in grid:
             raise RecipeError(f"Expected each key of a grid once, but got {key.strip()!r} again.")
-        grid[expand_key(key.strip())] = items
-    return grid
+        grid[dotted] = tuple(items)
+    return Grid(grid)
 
 
 def decomposition(recipe: Recipe, alpha: float) -> dict[str, Changes]:

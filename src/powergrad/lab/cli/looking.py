@@ -1,0 +1,93 @@
+"""``powergrad inspect``, ``report`` and ``bench``: looking at what is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from powergrad.lab.report import write_report
+from powergrad.monitor import Recording, Thresholds, census
+
+__all__ = ["bench", "inspect", "report"]
+
+_DEFAULT = Thresholds()
+NOT_BENCHMARKS = ("harness", "tables", "audit")
+
+
+def inspect(
+    source: Path,
+    *,
+    initial: Path | None = None,
+    units_csv: Annotated[Path | None, Parameter(name="--csv")] = None,
+    layers_csv: Path | None = None,
+    events_csv: Path | None = None,
+    thresholds: Annotated[Thresholds, Parameter(name="*", group="Thresholds")] = _DEFAULT,
+) -> int:
+    """Show which filters, features and layers of a network are dead.
+
+    Args:
+        source: The folder of a run or of a recording, or a checkpoint.
+        initial: The weights at the start of the training, to compare with.
+        units_csv: Write the dead units to this file, one row per unit.
+        layers_csv: Write the counts of every layer to this file.
+        events_csv: Write deaths, revivals and births to this file.
+        thresholds: Where dead begins; see powergrad.monitor.Thresholds.
+    """
+    path = source
+    if source.is_dir() and not Recording.exists(source):
+        path = source / "model.safetensors"
+        if not path.is_file():
+            raise ValueError(
+                f"Expected {str(source)!r} to hold a recording (norms/) or model.safetensors, but "
+                "got neither."
+            )
+    counts = census(path, initial=initial, thresholds=thresholds)
+    print(counts)
+    if units_csv is not None:
+        counts.to_csv(units_csv)
+    if layers_csv is not None:
+        counts.to_csv(layers_csv, "layers")
+    if events_csv is not None:
+        counts.to_csv(events_csv, "events")
+    return 0
+
+
+def report(*paths: Path, out: Path | None = None) -> int:
+    """Write the page of runs and studies: one HTML file that needs no network.
+
+    Args:
+        paths: Folders of runs or of studies.
+        out: The file; by default report.html in the folder, or here if there are several.
+    """
+    if not paths:
+        raise ValueError("Expected the folder of a run or of a study, but got none.")
+    print(write_report(paths, out or (paths[0] if len(paths) == 1 else Path()) / "report.html"))
+    return 0
+
+
+def bench(*names: str) -> int:
+    """Run the benchmarks of a checkout; each writes its figures to results/.
+
+    Args:
+        names: Which of them; all by default.
+    """
+    folder = Path("benchmarks")
+    known = sorted(path.stem for path in folder.glob("*.py") if path.stem not in NOT_BENCHMARKS)
+    if not known:
+        raise ValueError(
+            "Expected to be in a checkout of powergrad, which has the folder benchmarks/, but got "
+            f"{str(Path.cwd())!r}."
+        )
+    for name in names:
+        if name not in known:
+            raise ValueError(f"Expected a benchmark of {', '.join(known)}, but got {name!r}.")
+    for name in [*(names or known), "tables"]:
+        print(f"benchmarks/{name}.py", file=sys.stderr, flush=True)
+        status = subprocess.run([sys.executable, str(folder / f"{name}.py")]).returncode
+        if status:
+            return status
+    return 0

@@ -1,0 +1,112 @@
+"""Runs that train a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import Self, override
+
+from powergrad.lab.config import Recipe, RecipeError
+from powergrad.lab.jobs.job import Changes, Job, Program
+from powergrad.lab.run import Run
+from powergrad.lab.train import train
+from powergrad.lab.words import slug
+
+__all__ = ["RecipeJob", "RecipeProgram"]
+
+
+@dataclass(frozen=True)
+class RecipeJob(Job):
+    """The training of one recipe."""
+
+    recipe: Recipe
+
+    @override
+    def execute(self, folder: Path) -> dict[str, Any]:
+        result = train(self.recipe, folder / self.name).result()
+        assert result is not None  # train returns finished runs
+        return result
+
+    @override
+    def result(self, folder: Path) -> dict[str, Any] | None:
+        return Run(folder / self.name).result()
+
+    @override
+    def progress(self, folder: Path) -> float:
+        rows = Run(folder / self.name).metrics()
+        return (rows[-1]["epoch"] or 0) / self.recipe.train.epochs if rows else 0.0
+
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        recipe = self.recipe.model_dump(mode="json")
+        return {"kind": "recipe", "name": self.name, "recipe": recipe}
+
+    @classmethod
+    @override
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        return cls(values["name"], Recipe.model_validate(values["recipe"]))
+
+
+@dataclass(frozen=True)
+class RecipeProgram(Program):
+    """A recipe that every arm changes."""
+
+    base: Recipe
+
+    @property
+    @override
+    def key(self) -> str:
+        return self.base.override({"seed": 0}).key
+
+    @property
+    @override
+    def data_name(self) -> str:
+        return self.base.data.name.rpartition("/")[2].partition(":")[0]
+
+    @property
+    @override
+    def title(self) -> str:
+        return f"{self.base.model.name} on {self.base.data.name}"
+
+    def recipe(self, changes: Changes, seed: int) -> Recipe:
+        """The recipe of one run."""
+        return self.base.override({**changes, "seed": seed})
+
+    @override
+    def job(self, arm: str, changes: Changes, seed: int) -> RecipeJob:
+        recipe = self.recipe(changes, seed)
+        return RecipeJob(f"{slug(arm)[:40]}-seed{seed}-{recipe.key}", recipe)
+
+    @override
+    def alpha(self, changes: Changes) -> float:
+        return changes.get("loss.alpha", self.base.loss.alpha)
+
+    @override
+    def check_arms(self, arms: Mapping[str, Changes]) -> None:
+        arm_by_key: dict[str, str] = {}
+        tested_on = set()
+        for arm, changes in arms.items():
+            recipe = self.recipe(changes, 0)
+            other = arm_by_key.setdefault(recipe.key, arm)
+            if other != arm:
+                raise RecipeError(
+                    f"Expected arms that differ, but {other!r} and {arm!r} are the same run."
+                )
+            tested_on.add((recipe.data.name, recipe.data.hold_out))
+        if len(tested_on) > 1:
+            raise RecipeError(
+                "Expected all arms to be tested on the same examples, but got arms that differ in "
+                "data.name or data.hold_out."
+            )
+
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        return {"base": self.base.model_dump(mode="json", exclude={"machine", "seed"})}
+
+    @classmethod
+    @override
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        return cls(Recipe.model_validate(values["base"]))

@@ -1,0 +1,82 @@
+"""A worker process: ``python -m powergrad.lab.jobs.worker URL STUDY FOLDER``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from powergrad.lab.jobs import job_from_dict
+from powergrad.lab.jobs.queue import HEARTBEAT, open_queue
+from powergrad.lab.run import RunBusyError
+from powergrad.lab.signals import Interrupted
+
+__all__ = ["work"]
+
+
+class _Failed(Exception):  # noqa: N818
+    """A run that raised: the parent reports it, and the worker continues."""
+
+
+def work(url: str, study: str, folder: Path) -> None:
+    """Take runs from the queue until none is waiting or running.
+
+    Args:
+        url: The storage.
+        study: The name of the study in it.
+        folder: Where the runs' folders are made.
+    """
+    import optuna
+
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    queue = open_queue(url, study)
+
+    def do_one(trial: Any) -> float:
+        if "name" not in trial.user_attrs:  # another worker was faster: there was nothing left
+            raise optuna.TrialPruned
+        job = job_from_dict(trial.user_attrs)
+        for other in queue.get_trials(deepcopy=False):  # two machines may have asked for it
+            is_same = other.user_attrs.get("name") == job.name and other.number < trial.number
+            if is_same and other.state.name in ("RUNNING", "COMPLETE"):
+                raise optuna.TrialPruned
+        try:
+            trial.set_user_attr("result", job.execute(folder))
+            return 0.0  # Optuna wants a value; the metrics are in the attribute
+        except Interrupted:
+            queue.enqueue_trial({}, user_attrs=dict(trial.user_attrs))
+            raise
+        except (optuna.exceptions.UpdateFinishedTrialError, RunBusyError):
+            # A worker whose heartbeat was late: one of the two does the run, and whoever asks
+            # again finds it finished.
+            time.sleep(HEARTBEAT)
+            queue.enqueue_trial({}, user_attrs=dict(trial.user_attrs))
+            raise _Failed from None
+        except Exception as error:
+            trial.set_user_attr("error", f"{type(error).__name__}: {error}")
+            raise _Failed from error
+
+    while True:
+        states = [trial.state.name for trial in queue.get_trials(deepcopy=False)]
+        if "WAITING" in states:
+            try:
+                queue.optimize(do_one, n_trials=1, catch=(_Failed,))
+            except optuna.exceptions.UpdateFinishedTrialError:
+                pass
+            except ValueError as error:  # Optuna's error where another worker was faster
+                if "Cannot tell a" not in str(error):
+                    raise
+        elif "RUNNING" in states:
+            optuna.storages.fail_stale_trials(queue)
+            time.sleep(1)
+        else:
+            return
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with contextlib.suppress(Interrupted):
+        work(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

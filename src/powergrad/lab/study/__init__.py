@@ -1,0 +1,20 @@
+"""A study: arms x seeds, the runs of all of them, and what they say together."""
+
+from powergrad.lab.study.definition import Study, StudyKind
+from powergrad.lab.study.metrics import METRICS, Metric, metric_named
+from powergrad.lab.study.records import Decomposition, Grid, Tuning
+from powergrad.lab.study.results import Results, RunRow, run_study
+
+__all__ = [
+    "METRICS",
+    "Decomposition",
+    "Grid",
+    "Metric",
+    "Results",
+    "RunRow",
+    "Study",
+    "StudyKind",
+    "Tuning",
+    "metric_named",
+    "run_study",
+]

@@ -1,0 +1,109 @@
+"""Taking PGT apart by its identity with a two-group training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from powergrad._head import find_head
+from powergrad.lab.config import Recipe
+from powergrad.lab.data import load_data
+from powergrad.lab.distributed import Processes
+from powergrad.lab.session import Session
+from powergrad.lab.study.arms import decomposition
+from powergrad.lab.study.results import Results
+
+__all__ = ["check_identity", "describe_identity", "explain_decomposition"]
+
+ROUNDING = 1e-6  # a relative difference of float64 that has other causes
+MARKS = (1, 10, 50, 200)  # steps at which the identity is looked at
+
+
+def check_identity(recipe: Recipe, alpha: float) -> dict[int, float]:
+    """How far PGT and the equal two-group training are apart over their first steps, in float64.
+
+    Returns:
+        By the number of steps: the largest difference of a weight (the head's times alpha), over
+        the largest weight of its tensor. It is rounding, about 1e-15, which then grows: slowly in
+        a stable training, by a factor at each step in one that is not.
+    """
+    arms = decomposition(recipe, alpha)
+    data = load_data(recipe.data, data_dir=recipe.machine.data_dir)
+    passed: dict[int, dict[str, Tensor]] = {}
+    gaps: dict[int, float] = {}
+    for arm in ("PGT", "two-group CE"):
+        chosen = recipe.override({**arms[arm], "train.precision": "float64"})
+        session = Session(chosen, data, Processes(0, 1, torch.device("cpu")))
+        head = set(find_head(session.model, None).parameters())
+        in_head = {n for n, parameter in session.model.named_parameters() if parameter in head}
+        while session.step < min(MARKS[-1], session.steps) and not session.diverged:
+            for _ in session.run_epoch():
+                if session.step in MARKS and arm == "PGT":
+                    passed[session.step] = {
+                        name: value.clone() * (alpha if name in in_head else 1)
+                        for name, value in session.weights().items()
+                        if value.is_floating_point()
+                    }
+                elif session.step in passed:
+                    weights = session.weights()
+                    gaps[session.step] = max(
+                        float((weights[name] - value).abs().max() / value.abs().max().clamp(1e-30))
+                        for name, value in passed[session.step].items()
+                    )
+                if session.step >= MARKS[-1]:
+                    break
+    return gaps
+
+
+def describe_identity(gaps: Mapping[int, float]) -> str:
+    """What :func:`check_identity` measured, in a sentence."""
+    early = max(step for step in gaps if step <= 10)
+    last = max(gaps)
+    words = (
+        f"In float64, PGT and the two-group CE are {gaps[early]:.0e} apart after {early} steps and "
+        f"{gaps[last]:.0e} after {last}: "
+    )
+    if not gaps[early] < ROUNDING:
+        return f"WARNING: {words}they are not the same training here."
+    if not gaps[last] < ROUNDING:
+        return f"{words}the same training, though one so unstable that rounding grows."
+    return f"{words}they are the same training."
+
+
+def explain_decomposition(results: Results, alpha: float) -> str:
+    """What PGT's gain is made of, in a paragraph from the numbers."""
+    by_arm = {comparison.arm: comparison for comparison in results.comparisons}
+    pgt, same, faster = by_arm["PGT"], by_arm["two-group CE"], by_arm["CE at lr / alpha"]
+
+    def with_interval(arm: str) -> str:
+        low, high = by_arm[arm].interval
+        return f"{arm} {by_arm[arm].difference:+.2f} ({low:+.2f} to {high:+.2f})"
+
+    parts = [arm for arm in by_arm if "alpha" in arm and not arm.startswith("CE")]
+    better = [arm for arm in parts if by_arm[arm].verdict == "better"]
+    worse = [arm for arm in parts if by_arm[arm].verdict == "worse"]
+    lines = [
+        f"At alpha {alpha:g}, {with_interval('PGT')}: {pgt.verdict}. The equal two-group CE, the "
+        f"same training up to rounding: {same.difference:+.2f}, {same.verdict}."
+    ]
+    if better:
+        lines.append(f"Alone, these parts of it help: {'; '.join(map(with_interval, better))}.")
+    if worse:
+        lines.append(f"These do harm: {'; '.join(map(with_interval, worse))}.")
+    if not better and not worse:
+        largest = max(parts, key=lambda arm: abs(by_arm[arm].difference))
+        lines.append(f"No part alone is better or worse; the largest is {with_interval(largest)}.")
+    lines.append(
+        f"Without PGT, at the learning rate divided by alpha: {with_interval('CE at lr / alpha')}, "
+        f"{faster.verdict}. The loss of alpha times the logits: {with_interval('CE(alpha z)')}."
+    )
+    if pgt.verdict != "better":
+        lines.append("PGT itself is not shown to help here, so there is no gain to take apart.")
+    elif simpler := [*better, *(["CE at lr / alpha"] if faster.verdict == "better" else [])]:
+        best = max(simpler, key=lambda arm: by_arm[arm].difference)
+        lines.append(f"Instead of PGT one could change this here: {best}.")
+    else:
+        lines.append("No single change does the same here: PGT, or its two groups, are needed.")
+    return "\n".join(lines)

@@ -1,0 +1,124 @@
+"""The metrics that runs end with and arms are compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from powergrad.lab.config import RecipeError
+
+__all__ = ["COLUMNS", "METRICS", "Metric", "guess_metric", "metric_named"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric that arms are compared by.
+
+    Attributes:
+        name: Its name in results and files.
+        higher_is_better: Whether a larger value is better.
+        unit: A difference in words, as "points of test accuracy".
+        margin: The largest difference that does not matter, unless the user says otherwise.
+    """
+
+    name: str
+    higher_is_better: bool
+    unit: str
+    margin: float
+
+    @property
+    def title(self) -> str:
+        """The metric in words, for axes and table headings."""
+        return self.name.replace("_", " ")
+
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("test_accuracy", True, "points of test accuracy", 0.5),
+        Metric("train_accuracy", True, "points of training accuracy", 0.5),
+        Metric("nll", False, "of negative log-likelihood", 0.05),
+        Metric("nll_scaled", False, "of negative log-likelihood at 1/alpha", 0.05),
+        Metric("ece", False, "of calibration error", 0.01),
+        Metric("ece_scaled", False, "of calibration error at 1/alpha", 0.01),
+        Metric("dead_units", False, "dead units", 1.0),
+    )
+}
+# What study.csv has of each run, after arm, seed and run.
+COLUMNS = (
+    "train_loss",
+    "train_accuracy",
+    "test_accuracy",
+    "test_top5",
+    "nll",
+    "nll_scaled",
+    "ece",
+    "ece_scaled",
+    "logit_norm",
+    "dead_units",
+    "diverged",
+    "steps",
+    "seconds",
+)
+
+
+def metric_named(name: str) -> Metric:
+    """The known metric of a name.
+
+    Raises:
+        RecipeError: If there is none.
+    """
+    if name not in METRICS:
+        raise RecipeError(f"Expected `metric` to be one of {', '.join(METRICS)}, but got {name!r}.")
+    return METRICS[name]
+
+
+def guess_metric(
+    name: str, values: Sequence[float], *, margin: float | None, better: str | None
+) -> Metric:
+    """The metric of a column that somebody else named.
+
+    Args:
+        name: The column.
+        values: What is in it.
+        margin: The largest difference that does not matter; by default that of a known metric, or
+            0.5 where the values are percentages.
+        better: ``higher`` or ``lower``; by default as the name has it.
+
+    Raises:
+        RecipeError: If it cannot be known which is better, or what margin is meant.
+    """
+    known = METRICS.get(name)
+    words = name.lower()
+    is_percentage = name == "metric" or "acc" in words
+    if better is not None:
+        higher = better == "higher"
+    elif known is not None:
+        higher = known.higher_is_better
+    elif any(word in words for word in ("loss", "err", "nll", "perplexity", "ppl")):
+        higher = False
+    elif is_percentage:
+        higher = True
+    else:
+        raise RecipeError(
+            f"Expected --better higher or --better lower, because {name!r} does not say which is "
+            "better."
+        )
+    if margin is None:
+        if is_percentage and any(abs(value) > 1 for value in values if value == value):
+            margin = 0.5
+        elif known is not None and not is_percentage:
+            margin = known.margin
+        else:
+            unit = "fractions, not per cent" if is_percentage else f"{name!r}, of which none is"
+            usual = "" if is_percentage else " usual"
+            raise RecipeError(
+                "Expected --margin, the largest difference that does not matter to you, because "
+                f"these are {unit}{usual}."
+            )
+    unit = known.unit if known else name
+    return (
+        replace(known, higher_is_better=higher, margin=margin)
+        if known
+        else Metric(name, higher, unit, margin)
+    )
