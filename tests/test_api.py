@@ -96,7 +96,13 @@ def _commands(package: Any) -> list[str]:
                     given = re.search(r"name='([\w-]+)'", str(decorator.value))
                     command = given[1] if given else inner.name
                     lines.append(_signature(f"$ powergrad {name} {command}", inner))
-    return [*lines, *_described("$ StudyOptions", package["lab.cli.StudyOptions"])[1:]]
+    options = package["lab.cli.studies.StudyOptions"].members.items()
+    return lines + [
+        line
+        for name, option in options
+        if option.is_attribute
+        for line in _described(f"$ StudyOptions.{name}", option)
+    ]
 
 
 # How it is announced ------------------------------------------------------------------------------

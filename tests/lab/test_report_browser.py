@@ -524,9 +524,10 @@ def test_names_of_users_are_text_and_nothing_runs(
     }
     (folder / "study.yaml").write_text(yaml.safe_dump(described, sort_keys=False))
     (folder / "study.json").unlink()
+    names = {job.name.rpartition("-")[2]: job.name for job in Study.load(folder).jobs().values()}
     for run in list(folder.glob("*-seed*")):
         (run / "classes.json").write_text(json.dumps([NASTY, *NAMES * 3]))
-        run.rename(folder / f"{run.name}<i>{NAMES[2]}".replace("/", ""))
+        run.rename(folder / names[run.name.rpartition("-")[2]])  # named after its arm
     page = visit(write_report([folder], tmp_path / "report.html"))
     page.wait_for_selector(".maps canvas")
     page.wait_for_timeout(300)
