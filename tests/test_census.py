@@ -10,8 +10,6 @@ import copy
 import csv
 import functools
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +24,6 @@ from torch.nn import functional as F
 from torchvision_shim import declare_torchvision_schemas
 
 from powergrad.monitor import Census, FilterMonitor, Recording, Thresholds, census
-from powergrad.monitor.__main__ import main
 
 Found = set[tuple[str, int]]
 
@@ -1006,7 +1003,6 @@ def test_every_form_of_a_checkpoint(tmp_path: Path) -> None:
         found = census(path)
         assert {(unit.layer, unit.unit) for unit in found.dead} == expected, name
         assert [layer.number for layer in found.layers if layer.number] == list(range(1, 8))
-        assert main([str(path)]) == 0
 
 
 def test_safetensors_which_do_not_keep_the_order(tmp_path: Path) -> None:
@@ -1109,65 +1105,6 @@ def test_nothing_dead_is_said(tmp_path: Path) -> None:
     ]
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with recorded(tmp_path) as folder:
-        assert main([str(folder), "--csv", str(tmp_path / "units.csv")]) == 0
-    assert capsys.readouterr().out == str(census(tmp_path)) + "\n"
-    assert (tmp_path / "units.csv").read_text().count("\n") == 2
-    outputs = ["--layers-csv", str(tmp_path / "l.csv"), "--events-csv", str(tmp_path / "e.csv")]
-    assert main([str(tmp_path), *outputs]) == 0
-    assert (tmp_path / "l.csv").exists()
-    assert (tmp_path / "e.csv").read_text().count("\n") == 4
-    start, now = scaled([1.0, 1.0]), scaled([1.0, 0.005])
-    torch.save(start.state_dict(), tmp_path / "start.pt")
-    torch.save(now.state_dict(), tmp_path / "now.pt")
-    capsys.readouterr()
-    main([str(tmp_path / "now.pt")])
-    assert "0 of 2 filters dead." in capsys.readouterr().out
-    main([str(tmp_path / "now.pt"), "--initial", str(tmp_path / "start.pt")])
-    assert "1 of 2 filters dead." in capsys.readouterr().out
-    main([str(tmp_path / "now.pt"), "--layer", "0.01"])
-    assert "1 of 2 filters dead." in capsys.readouterr().out
-
-
-def test_the_command_line_says_what_is_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch.save({"a": 1}, tmp_path / "empty.pt")
-    (tmp_path / "text.pt").write_text("not a checkpoint")
-    torch.save(scaled([1.0]).state_dict(), tmp_path / "one.pt")
-    for arguments, message in (
-        (["nowhere.pt"], "got no such file"),
-        ([str(tmp_path)], "to hold a recording"),
-        ([str(tmp_path / "empty.pt")], "to hold one state dict"),
-        ([str(tmp_path / "text.pt")], "to be a checkpoint"),
-        ([str(tmp_path / "one.pt"), "--start", "2"], "`start` to be in [0, 1), but got 2.0"),
-        ([str(tmp_path / "one.pt"), "--initial", "nowhere.pt"], "got no such file"),
-        ([str(tmp_path / "one.pt"), "--csv", str(tmp_path / "no" / "x.csv")], "No such file"),
-    ):
-        assert main(arguments) == 2
-        captured = capsys.readouterr()
-        assert message in captured.err
-        assert captured.out == ""
-        assert captured.err.count("\n") == 1
-    with pytest.raises(SystemExit) as stop:
-        main([str(tmp_path), "--patience", "many"])
-    assert stop.value.code == 2
-
-
-def test_it_runs_as_a_module_without_warnings(tmp_path: Path) -> None:
-    torch.save(scaled([1.0, 0.0]).state_dict(), tmp_path / "one.pt")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "powergrad.monitor", str(tmp_path / "one.pt")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "1 of 2 filters dead." in done.stdout
-
-
 def test_errors() -> None:
     model, data = resnet(), batches()
     with pytest.raises(
@@ -1198,6 +1135,21 @@ def test_errors() -> None:
         census(model, initial=mlp())
     with pytest.raises(ValueError, match="name a module"):
         census(model, data, head="classifier")
+
+
+def test_errors_of_files(tmp_path: Path) -> None:
+    torch.save({"a": 1}, tmp_path / "empty.pt")
+    (tmp_path / "text.pt").write_text("not a checkpoint")
+    for name, message in (
+        ("nowhere.pt", "got no such file"),
+        ("", "to hold a recording, but got none"),
+        ("empty.pt", "to hold one state dict"),
+        ("text.pt", "to be a checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            census(tmp_path / name)
+    with pytest.raises(ValueError, match="got no such file"):
+        census(scaled([1.0]), initial=tmp_path / "nowhere.pt")
 
 
 def test_errors_of_recordings(tmp_path: Path) -> None:
