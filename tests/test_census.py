@@ -1113,7 +1113,9 @@ def test_errors() -> None:
         census(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="`initial` to be a model"):
         census(model, initial=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`data` only where `source` is a model"):
+    with pytest.raises(
+        ValueError, match="`source` to be a model where `data` is given, but got OrderedDict"
+    ):
         census(model.state_dict(), data)
     with pytest.raises(ValueError, match="`data` where `loss` is given"):
         census(model, loss=F.cross_entropy)

@@ -91,7 +91,7 @@ def test_the_norm_of_a_transposed_filter_is_that_of_what_the_channel_depends_on(
         output = layer(torch.randn(1, 6, 4, 4))[0, unit].sum()
         (used,) = torch.autograd.grad(output, layer.weight)
         without = torch.where(used != 0, 0.0, layer.weight.detach())
-        assert filter_norms(without, 3).nonzero().flatten().tolist() == [
+        assert filter_norms([without], [3])[0].nonzero().flatten().tolist() == [
             other for other in range(9) if other != unit
         ]
 

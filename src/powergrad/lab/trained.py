@@ -19,7 +19,7 @@ from powergrad.lab.data.streams import held_out
 from powergrad.lab.models import create_model
 from powergrad.lab.run import Run, RunError, open_run
 from powergrad.lab.session import right_answers
-from powergrad.monitor.layers import load_checkpoint
+from powergrad.monitor.checkpoint import load_checkpoint
 
 __all__ = ["Answers", "HeldOut", "Trained", "answers", "fit_on", "measures", "open_trained"]
 
