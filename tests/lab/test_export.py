@@ -325,7 +325,10 @@ def test_under_a_schedule_the_last_alpha_is_folded(copied, tmp_path):
     (copied / "result.json").write_text(json.dumps({**result, "alpha": 0.8}))
     made = export.export_run(copied, tmp_path / "out", formats=["safetensors"])
     assert made.temperature == 1 / 0.8
-    with pytest.raises(ValueError, match="alpha to be constant"):
+    with pytest.raises(
+        ValueError,
+        match="above 0 to fold it into the head, but got a checkpoint under the schedule linear",
+    ):
         export.export_run(copied / "checkpoint" / "best.safetensors", tmp_path / "other")
 
 
@@ -373,9 +376,8 @@ def test_a_file_that_disagrees_is_not_kept(run, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.export, "export", lambda *_, **__: None)
     monkeypatch.setattr(torch.export, "save", lambda *_, **__: None)
     monkeypatch.setattr(torch.export, "load", lambda *_: Program())
-    monkeypatch.setattr(export, "_write_onnx", lambda *_: None)
     monkeypatch.setattr(
-        export, "_onnx_runner", lambda *_: lambda x: torch.full((len(x), 10), math.nan)
+        export, "_write_onnx", lambda *_: lambda x: torch.full((len(x), 10), math.nan)
     )
     for name in ("torch", "onnx"):
         with pytest.raises(RunError, match=rf"Expected {export.FILES[name]} to give.*difference"):
@@ -394,10 +396,10 @@ def test_onnx_is_compared_to_five_digits(exported):
     pixels, _, _ = digits(test=True)
     runner = export._onnx_runner(exported / "model.onnx")
     logits = runner(pixels)
-    export._check("model.onnx", runner, pixels, logits)
+    export._check_logits("model.onnx", runner, pixels, logits)
     bound = 1e-5 * max(1.0, logits.abs().max().item())
     with pytest.raises(RunError, match=r"model\.onnx"):
-        export._check("model.onnx", runner, pixels, logits + 1.5 * bound)
+        export._check_logits("model.onnx", runner, pixels, logits + 1.5 * bound)
 
 
 def test_a_place_that_cannot_be_written(run, tmp_path, capsys):
@@ -467,7 +469,7 @@ def test_an_export_is_not_exported_again(exported, tmp_path, capsys):
 def test_alpha_zero_has_no_temperature(copied, tmp_path, capsys):
     change_recipe(copied, loss__alpha=0.0)
     assert command(copied, "--out", tmp_path / "out", "--format", "safetensors") == 2
-    assert "Expected alpha to be above 0" in capsys.readouterr().err
+    assert "above 0 to fold it into the head, but got 0" in capsys.readouterr().err
     made = export.export_run(
         copied, tmp_path / "out", formats=["safetensors"], temperature="fitted"
     )
