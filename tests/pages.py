@@ -1,4 +1,4 @@
-"""The code in the pages: found, and run as a reader would, top to bottom.
+"""The code in the pages, run as a reader would run it: from top to bottom.
 
 A ```python block is run. If an output, a block without a language, follows it at once, what it
 prints must be that; ``...`` stands for anything. Under ``<!-- needs: NAME -->`` it is run by
@@ -55,13 +55,13 @@ def name_of(page: Path) -> str:
 def blocks_of(text: str) -> list[Block]:
     return [
         Block(
-            found["language"],
-            found["code"],
-            text.count("\n", 0, found.start("code")),
-            found["needs"],
-            found["output"],
+            match["language"],
+            match["code"],
+            text.count("\n", 0, match.start("code")),
+            match["needs"],
+            match["output"],
         )
-        for found in FENCE.finditer(text)
+        for match in FENCE.finditer(text)
     ]
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
+from scipy.special import logsumexp
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import brier_score_loss, log_loss
 from torch import Tensor, nn
@@ -62,10 +63,12 @@ def test_likelihood_and_brier_score_are_sklearns(seed, examples, classes, temper
     assert brier_score(logits, labels, temperature=temperature) == pytest.approx(
         expected, abs=1e-12
     )
-    found = negative_log_likelihood(logits, labels, temperature=temperature)
-    assert found == pytest.approx(float(F.cross_entropy(logits / temperature, labels)), rel=1e-12)
+    ours = negative_log_likelihood(logits, labels, temperature=temperature)
+    scores = (logits / temperature).numpy()
+    expected = (logsumexp(scores, axis=1) - scores[np.arange(examples), labels]).mean()
+    assert ours == pytest.approx(expected, rel=1e-12)
     if temperature >= 0.7:  # scikit-learn bounds probabilities by the rounding of 1
-        assert found == pytest.approx(log_loss(labels.numpy(), p, labels=names), rel=1e-9)
+        assert ours == pytest.approx(log_loss(labels.numpy(), p, labels=names), rel=1e-9)
 
 
 def far_from_edges(p: Tensor, bins: int) -> bool:
@@ -88,8 +91,8 @@ def test_calibration_error_is_torchmetrics(
     p = (logits / temperature).softmax(1)
     assume(far_from_edges(p, bins))
     expected = torchmetrics_ece(p, labels, num_classes=classes, n_bins=bins, norm="l1")
-    found = expected_calibration_error(logits, labels, bins=bins, temperature=temperature)
-    assert found == pytest.approx(float(expected), abs=1e-6)
+    ours = expected_calibration_error(logits, labels, bins=bins, temperature=temperature)
+    assert ours == pytest.approx(float(expected), abs=1e-6)
 
 
 def test_calibration_error_of_a_segmentation_is_torchmetrics(torchmetrics_ece) -> None:
@@ -98,8 +101,8 @@ def test_calibration_error_of_a_segmentation_is_torchmetrics(torchmetrics_ece) -
     assert far_from_edges(flat.softmax(1), 15)
     expected = torchmetrics_ece(logits.softmax(1), labels, num_classes=3, n_bins=15, norm="l1")
     flat = logits.movedim(1, -1).flatten(0, -2)
-    found = expected_calibration_error(flat, labels.flatten(), bins=15)
-    assert found == pytest.approx(float(expected), abs=1e-6)
+    ours = expected_calibration_error(flat, labels.flatten(), bins=15)
+    assert ours == pytest.approx(float(expected), abs=1e-6)
 
 
 def by_hand(
@@ -127,11 +130,11 @@ def by_hand(
 def test_diagram_and_error_by_hand(binning, seed, examples, bins, temperature) -> None:
     logits, labels = draw(seed, examples, 5)
     confidences, hits = by_hand(logits, labels, bins, temperature, binning)
-    found = reliability(logits, labels, bins=bins, temperature=temperature, binning=binning)
-    assert found.count.tolist() == [len(h) for h in hits]
+    ours = reliability(logits, labels, bins=bins, temperature=temperature, binning=binning)
+    assert ours.count.tolist() == [len(h) for h in hits]
     error = 0.0
     for c, h, confidence, accuracy in zip(
-        confidences, hits, found.confidence.tolist(), found.accuracy.tolist(), strict=True
+        confidences, hits, ours.confidence.tolist(), ours.accuracy.tolist(), strict=True
     ):
         if h:
             assert confidence == pytest.approx(np.mean(c), abs=1e-13)
@@ -158,10 +161,10 @@ def test_diagram_is_sklearns(binning, strategy, seed, bins, share) -> None:
         strategy=strategy,
         pos_label=1,
     )
-    found = reliability(logits, labels, bins=bins, binning=binning)
-    filled = found.count > 0
-    np.testing.assert_allclose(found.accuracy[filled], accuracy, atol=1e-12)
-    np.testing.assert_allclose(found.confidence[filled], mean, atol=1e-12)
+    ours = reliability(logits, labels, bins=bins, binning=binning)
+    filled = ours.count > 0
+    np.testing.assert_allclose(ours.accuracy[filled], accuracy, atol=1e-12)
+    np.testing.assert_allclose(ours.confidence[filled], mean, atol=1e-12)
 
 
 @given(SEEDS, st.integers(15, 100), st.integers(1, 15))
@@ -176,11 +179,11 @@ def test_order_of_examples_does_not_matter_even_among_equals(binning, seed) -> N
     logits, labels = draw(seed, 40, 3)
     logits = logits.round().clamp(-1, 1)  # many examples of one confidence
     order = torch.randperm(40, generator=torch.Generator().manual_seed(seed))
-    found = [
+    ours = [
         expected_calibration_error(z, y, bins=7, binning=binning)
         for z, y in ((logits, labels), (logits[order], labels[order]))
     ]
-    assert found[0] == pytest.approx(found[1], abs=1e-14)
+    assert ours[0] == pytest.approx(ours[1], abs=1e-14)
 
 
 def test_a_confidence_on_an_edge_belongs_above_it() -> None:
@@ -248,19 +251,19 @@ def test_any_precision_is_measured_in_double(measure, dtype) -> None:
 def test_temperature_is_scipys(seed, examples, classes, magnitude) -> None:
     logits, labels = draw(seed, examples, classes, scale=10**magnitude)
     try:
-        found = fit_temperature(logits, labels)
+        ours = fit_temperature(logits, labels)
     except ValueError:
         assume(False)
         raise
     result: Any = minimize_scalar(
-        lambda log_t: negative_log_likelihood(logits, labels, temperature=found * math.exp(log_t)),
+        lambda log_t: negative_log_likelihood(logits, labels, temperature=ours * math.exp(log_t)),
         bounds=(-3, 3),
         method="bounded",
         options={"xatol": 1e-10},
     )
     # A minimum is known to the root of the rounding, where it is flat less well.
-    assert result.fun >= negative_log_likelihood(logits, labels, temperature=found) - 1e-14
-    beta = torch.tensor(1 / found, dtype=torch.float64, requires_grad=True)
+    assert result.fun >= negative_log_likelihood(logits, labels, temperature=ours) - 1e-14
+    beta = torch.tensor(1 / ours, dtype=torch.float64, requires_grad=True)
     F.cross_entropy(beta * logits, labels).backward()
     assert abs(float(beta.grad)) <= 1e-11 * float(logits.abs().max())  # pyright: ignore
 
@@ -268,8 +271,8 @@ def test_temperature_is_scipys(seed, examples, classes, magnitude) -> None:
 def test_temperature_of_two_classes_has_a_closed_form() -> None:
     """Three of four right at a difference of 6: sigmoid(6 / T) = 3 / 4."""
     logits = torch.tensor([[6.0, 0.0]] * 4)
-    found = fit_temperature(logits, torch.tensor([0, 0, 0, 1]))
-    assert found == pytest.approx(6 / math.log(3), rel=1e-12)
+    ours = fit_temperature(logits, torch.tensor([0, 0, 0, 1]))
+    assert ours == pytest.approx(6 / math.log(3), rel=1e-12)
 
 
 @given(SEEDS, st.sampled_from([1e-6, 0.05, 3.0, 1e8]), st.floats(-10, 10))
@@ -415,8 +418,8 @@ def test_folding_is_reading_at_the_temperature() -> None:
     x, labels = 20 * torch.randn(50, 6, dtype=torch.float64), torch.randint(4, (50,))
     expected = [measure(model(x), labels, temperature=1 / 0.2) for measure in MEASURES]
     fold_alpha(None, 0.2, model=model)
-    found = [measure(model(x), labels) for measure in MEASURES]
-    assert found == pytest.approx(expected, abs=1e-12)
+    ours = [measure(model(x), labels) for measure in MEASURES]
+    assert ours == pytest.approx(expected, abs=1e-12)
 
 
 def test_head_is_found_in_the_model() -> None:

@@ -91,7 +91,7 @@ def test_the_norm_of_a_transposed_filter_is_that_of_what_the_channel_depends_on(
         output = layer(torch.randn(1, 6, 4, 4))[0, unit].sum()
         (used,) = torch.autograd.grad(output, layer.weight)
         without = torch.where(used != 0, 0.0, layer.weight.detach())
-        assert filter_norms(without, 3).nonzero().flatten().tolist() == [
+        assert filter_norms([without], [3])[0].nonzero().flatten().tolist() == [
             other for other in range(9) if other != unit
         ]
 
@@ -266,8 +266,8 @@ def test_the_same_names_under_wrappers(tmp_path: Path) -> None:
         "both": torch.compile(nn.DataParallel(model)),
         "inside": inside,
     }
-    for name, each in wrapped.items():
-        with FilterMonitor(each, tmp_path / name) as monitor:  # type: ignore[arg-type]
+    for name, wrapper in wrapped.items():
+        with FilterMonitor(wrapper, tmp_path / name) as monitor:  # type: ignore[arg-type]
             monitor.step(0)
         assert (tmp_path / name / "index.json").read_bytes() == (
             tmp_path / "plain" / "index.json"
@@ -384,9 +384,9 @@ def test_resuming_keeps_what_came_before_and_drops_the_rest(
     model = mlp()
     with FilterMonitor(model, folder, every=1, resume=resume) as monitor:
         monitor.step(resume + 1)
-    found, values = Recording(folder).read(2)
+    recorded, values = Recording(folder).read(2)
     kept = [step for step in steps if step <= resume]
-    assert found.tolist() == [*kept, resume + 1]
+    assert recorded.tolist() == [*kept, resume + 1]
     if kept:
         assert torch.equal(values[:-1], torch.stack(rows[: len(kept)]))
     assert torch.equal(values[-1], model.last.weight.detach().norm(dim=1))
@@ -526,55 +526,58 @@ def test_a_process_killed_at_any_time_leaves_whole_rows(tmp_path: Path) -> None:
 # Several processes --------------------------------------------------------------------------------
 
 
-def test_rank_0_writes_under_distributed_data_parallel(tmp_path: Path) -> None:
+def test_rank_0_writes_under_distributed_data_parallel(tmp_path: Path, monkeypatch: Any) -> None:
+    """Rank 0 is this process, which has loaded PyTorch already; rank 1 is another."""
     script = """
-        import sys, torch, torch.distributed as dist
+        import datetime, torch, torch.distributed as dist
         from powergrad.monitor import FilterMonitor
-        rank, folder = int(sys.argv[1]), sys.argv[2]
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
+            "gloo",
+            init_method=f"file://{folder}/meeting",
+            rank=rank,
+            world_size=2,
+            timeout=datetime.timedelta(seconds=100),
         )
-        torch.manual_seed(0)
-        model = torch.nn.parallel.DistributedDataParallel(
-            torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
-        )
-        with FilterMonitor(
-            model, f"{folder}/norms", every=1, gradients=True, features=True
-        ) as monitor:
-            monitor.step(0)
-            for step in range(1, 4):
-                model.zero_grad()
-                model(torch.full((2, 4), 1.0 + rank)).square().sum().backward()
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter -= 0.1 * parameter.grad
-                monitor.step(step)
-        if rank == 0:
-            torch.save(model.module.state_dict(), f"{folder}/model.pt")
-        dist.barrier()
-        dist.destroy_process_group()
+        try:
+            torch.manual_seed(0)
+            model = torch.nn.parallel.DistributedDataParallel(
+                torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+            )
+            with FilterMonitor(
+                model, f"{folder}/norms", every=1, gradients=True, features=True
+            ) as monitor:
+                monitor.step(0)
+                for step in range(1, 4):
+                    model.zero_grad()
+                    model(torch.full((2, 4), 1.0 + rank)).square().sum().backward()
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter -= 0.1 * parameter.grad
+                    monitor.step(step)
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
     """
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(script), str(rank), str(tmp_path)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
+    script = textwrap.dedent(script)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    other = subprocess.Popen(
+        [sys.executable, "-c", f"rank, folder = 1, {str(tmp_path)!r}\n{script}"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+    )
+    names: dict[str, Any] = {"rank": 0, "folder": str(tmp_path)}
     try:
-        for process in processes:
-            _, errors = process.communicate(timeout=100)
-            assert process.returncode == 0, errors.decode()
+        exec(script, names)
+        _, errors = other.communicate(timeout=100)
+        assert other.returncode == 0, errors.decode()
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        other.kill()
+        other.wait()
     recording = Recording(tmp_path)  # the run's folder, which has the recording as `norms`
     steps, norms = recording.read("2")
     assert steps.tolist() == [0, 1, 2, 3]
-    final = torch.load(tmp_path / "model.pt", weights_only=True)["2.weight"]
+    final = names["model"].module[2].weight.detach()
     torch.testing.assert_close(norms[-1], final.norm(dim=1))
     assert recording.read("2", "gradient")[1][1:].isfinite().all()
     assert recording.read("2", "feature")[1][1:].isfinite().all()

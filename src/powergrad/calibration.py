@@ -1,9 +1,9 @@
-r"""How far predicted probabilities can be trusted, and the head that makes them trustworthy.
+r"""Calibration: measures of predicted probabilities, the temperature, and folding it into the head.
 
 Training with PGT at ``alpha`` fits ``softmax(alpha z)`` to the labels, as plain training fits
-``softmax(z)``. So a network trained with it is overconfident by its own softmax, at temperature 1,
-and should be read at temperature ``1 / alpha``: every measure here takes a temperature ``T`` and is
-about ``softmax(z / T)``. :func:`fold_alpha` builds that temperature into the head for good.
+``softmax(z)``. So the softmax of the network itself, at temperature 1, is overconfident, and the
+calibrated one is at temperature ``1 / alpha``: every measure here takes a temperature ``T`` and
+measures ``softmax(z / T)``. :func:`fold_alpha` scales the head so that no temperature is needed.
 
 Measures take logits, and are computed in float64. Log-probabilities are logits: for probabilities
 ``p`` pass ``p.log()``. For a segmentation, of shape ``(N, C, d1, ...)``, pass
@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from powergrad._check import check_floating, extremes, shape_of
@@ -58,7 +59,7 @@ def negative_log_likelihood(logits: Tensor, labels: Tensor, *, temperature: floa
 
     Raises:
         ValueError: If shapes or values are out of range, or there are no examples.
-        TypeError: If logits are not floating-point, labels not integers, or the temperature no
+        TypeError: If logits are not floating-point, labels not integers, or the temperature not a
             number.
 
     Example:
@@ -67,17 +68,17 @@ def negative_log_likelihood(logits: Tensor, labels: Tensor, *, temperature: floa
         0.7201
     """
     z, labels, _ = _prepare(logits, labels, temperature)
-    return float((z.logsumexp(1) - z.gather(1, labels[:, None]).squeeze(1)).mean())
+    return float(F.cross_entropy(z, labels))
 
 
 def brier_score(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> float:
     r"""The mean squared distance from ``p = softmax(logits / temperature)`` to the label.
 
-    For an example, ``sum_c (p_c - [c is the label])^2``: 0 at best, 2 at worst, as Brier has it.
-    (Of two classes some take one only, which is half of this.)
+    For an example, ``sum_c (p_c - [c is the label])^2``: 0 at best, 2 at worst, as Brier defines
+    it. (For two classes some count one only, which is half of this.)
 
     Args:
-        logits: As in :func:`negative_log_likelihood`, and so are those that follow.
+        logits: As in :func:`negative_log_likelihood`, and so are the arguments that follow.
         labels: Class indices, ``(N,)``.
         temperature: What logits are divided by, above 0.
 
@@ -94,9 +95,7 @@ def brier_score(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> 
         0.5487
     """
     z, labels, _ = _prepare(logits, labels, temperature)
-    p = z.softmax(1)
-    p[torch.arange(len(p), device=p.device), labels] -= 1
-    return float(p.square().sum(1).mean())
+    return float((z.softmax(1) - F.one_hot(labels, z.shape[1])).square().sum(1).mean())
 
 
 def expected_calibration_error(
@@ -107,10 +106,10 @@ def expected_calibration_error(
     temperature: float = 1.0,
     binning: Binning = "width",
 ) -> float:
-    r"""The mean over bins of ``|accuracy - confidence|``, weighted with their examples.
+    r"""The mean over bins of ``|accuracy - confidence|``, weighted by their numbers of examples.
 
-    The confidence of an example is its largest probability. It is 0 for a classifier that is right
-    as often as it says; with few examples a bin it is above that also for a calibrated one.
+    The confidence of an example is its largest probability. The error is 0 for a classifier that is
+    right as often as it predicts; with few examples per bin it is larger even for a calibrated one.
 
     Args:
         logits: As in :func:`negative_log_likelihood`.
@@ -143,7 +142,7 @@ class Reliability:
 
     Attributes:
         confidence: The mean confidence of a bin's examples; NaN where there are none.
-        accuracy: The part of them that is classified right; NaN where there are none.
+        accuracy: The fraction of them that is classified correctly; NaN where there are none.
         count: How many there are.
     """
 
@@ -162,19 +161,19 @@ def reliability(
 ) -> Reliability:
     r"""The reliability diagram: how often predictions of each confidence are right.
 
-    Bins of equal width are ``[k / bins, (k + 1) / bins)``, the last with its end. Bins of equal
-    mass hold the same number of examples, to one; examples of one confidence are never parted, so
-    that the order of the examples does not matter.
+    Bins of equal width are ``[k / bins, (k + 1) / bins)``, the last one closed. Bins of equal mass
+    hold the same number of examples, give or take one; examples of equal confidence share a bin,
+    so that the order of the examples does not matter.
 
     Args:
-        logits: As in :func:`expected_calibration_error`, and so are those that follow.
+        logits: As in :func:`expected_calibration_error`, and so are the arguments that follow.
         labels: Class indices, ``(N,)``.
         bins: How many bins.
         temperature: What logits are divided by, above 0.
         binning: ``"width"`` or ``"mass"``.
 
     Returns:
-        Mean confidence, accuracy and number of examples of each bin.
+        Mean confidence, accuracy and number of examples per bin.
 
     Raises:
         ValueError: As :func:`expected_calibration_error`.
@@ -216,8 +215,8 @@ def reliability(
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     r"""The temperature at which the negative log-likelihood is least.
 
-    Fit it on examples that were not trained on, and measure on others still. After training with
-    PGT it is to be compared with ``1 / alpha``.
+    Fit it on examples that were not trained on, and measure on yet others. After training with PGT,
+    compare it with ``1 / alpha``.
 
     Args:
         logits: ``(N, C)``.
@@ -228,8 +227,8 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
     Raises:
         ValueError: As :func:`negative_log_likelihood`; also where no temperature is best: every
-            label has the largest logit (the likelihood grows towards 0), or labels have on average
-            no larger logit than classes have (it grows without end).
+            label has the largest logit (the lower, the better), or labels have on average no larger
+            logit than the other classes (the higher, the better).
         TypeError: As :func:`negative_log_likelihood`.
 
     Example:
@@ -288,16 +287,16 @@ def fold_alpha(
 ) -> nn.Module:
     r"""Scale a trained head by alpha, in place: the network's softmax becomes ``softmax(alpha z)``.
 
-    Weight and bias are multiplied, so the logits are; the predicted class stays (but for logits
-    that are equal to rounding). After training with PGT at ``alpha`` the network is calibrated
-    about as one trained without it. Any other temperature ``T`` is folded in as ``1 / T``. Do it
-    once, when training is over: going on from there is another training.
+    Weight and bias are multiplied, and so the logits; the predicted class stays (except where
+    logits are equal up to rounding). After training with PGT at ``alpha`` the network is then about
+    as calibrated as one trained without it. Any other temperature ``T`` is folded in as ``1 / T``.
+    Do it once, when training is over: training on from there is another training.
 
     Args:
         head: The last layer, linear or a convolution; with `model`, its name, or None to find it.
         alpha: The factor, above 0.
-        model: The network that `head` belongs to. Give it wherever the head might be shared: the
-            head alone cannot tell.
+        model: The network that `head` belongs to. Give it wherever the head might be shared, which
+            the head alone does not show.
 
     Returns:
         The head.
@@ -328,26 +327,24 @@ def fold_alpha(
     if not isinstance(head, LINEAR_LAYERS):
         raise ValueError(
             "Expected `head` to be a linear layer or a convolution, but got a "
-            f"{type(head).__name__}; of a whole network, pass `None, alpha, model=network`."
+            f"{type(head).__name__}; for a whole network, pass `None, alpha, model=network`."
         )
     if parametrize.is_parametrized(head) or "weight" not in head._parameters:
         raise ValueError(
             "Expected `head` to hold its weight itself, but got one parametrised (as by "
-            "weight_norm); remove that first, with "
-            "`torch.nn.utils.parametrize.remove_parametrizations`."
+            "weight_norm); first call `torch.nn.utils.parametrize.remove_parametrizations`."
         )
-    own = list(head.parameters())
     if model is not None:
-        _check_not_shared(own, model)
+        _check_not_shared(head, model)
     with torch.no_grad():
-        for parameter in own:
+        for parameter in head.parameters():
             parameter.mul_(factor)
     return head
 
 
-def _check_not_shared(own: list[nn.Parameter], model: nn.Module) -> None:
+def _check_not_shared(head: nn.Module, model: nn.Module) -> None:
     """Refuse a parameter that `model` has twice, as one object or as two over one memory."""
-    for parameter in own:
+    for parameter in head.parameters():
         names = [
             name
             for name, other in model.named_parameters(remove_duplicate=False)
@@ -361,11 +358,9 @@ def _check_not_shared(own: list[nn.Parameter], model: nn.Module) -> None:
 
 
 def _check_no_cap(model: nn.Module) -> None:
-    """Refuse a model whose configuration caps the logits with a tanh.
-
-    transformers' names for that are ``final_logit_softcapping``, ``logits_soft_cap`` and
-    ``output_logit_soft_cap``; there are caps on the logits of attention and of routers as well.
-    """
+    """Refuse a model whose configuration caps the logits with a tanh."""
+    # transformers' names: final_logit_softcapping, logits_soft_cap and output_logit_soft_cap; there
+    # are also caps on the logits of attention and of routers.
     for module in model.modules():
         config = getattr(module, "config", None)
         for name, value in getattr(config, "__dict__", {}).items():
@@ -380,7 +375,7 @@ def _check_no_cap(model: nn.Module) -> None:
 
 
 def _prepare(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Check them; return ``(z - max z) / T`` in float64, the labels and the predicted classes."""
+    """``(z - max z) / T`` in float64, the labels and the predicted classes, once checked."""
     divisor = _positive(temperature, "temperature")
     logits = check_floating(logits, "logits").detach()
     if logits.dim() != 2 or not logits.numel():
@@ -388,14 +383,13 @@ def _prepare(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor
             f"Expected `logits` to have shape (examples, classes), at least one of each, but got "
             f"{shape_of(logits)}."
         )
-    if not isinstance(labels, Tensor):
-        raise TypeError(f"Expected `labels` to be a tensor, but got {type(labels).__name__}.")
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise TypeError(f"Expected `labels` to hold class indices, but got {labels.dtype}.")
+    got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+    if isinstance(got, str) or got.is_floating_point or got.is_complex or got == torch.bool:
+        raise TypeError(f"Expected `labels` to be a tensor of class indices, but got {got}.")
     examples, classes = logits.shape
     if shape_of(labels) != (examples,):
         raise ValueError(
-            f"Expected `labels` to have shape ({examples},), one an example, but got "
+            f"Expected `labels` to have shape ({examples},), one per example, but got "
             f"{shape_of(labels)}."
         )
     if labels.min() < 0 or labels.max() >= classes:

@@ -33,8 +33,8 @@ def log_softmax(
     Args:
         x: Logits, of any shape.
         axis: The class axis.
-        alpha: A number in [0, 1]; or an array of them, 0-d, of the shape of ``x`` without ``axis``,
-            or one an example (the first axis of ``x``). Its own gradient is 0. The number 1 calls
+        alpha: A number in [0, 1]; or an array of them: 0-d, of the shape of ``x`` without ``axis``,
+            or one per example (the first axis of ``x``). Its own gradient is 0. The number 1 calls
             JAX's own function.
         where: The elements to include: of the shape of ``x``, or of that without ``axis``. The
             others get ``-inf`` and no gradient.
@@ -77,7 +77,7 @@ def softmax_cross_entropy(
         where: As in :func:`log_softmax`. A position with no element included has loss 0.
 
     Returns:
-        One loss a position: the shape of ``logits`` without ``axis``, and their dtype.
+        One loss per position: the shape of ``logits`` without ``axis``, and their dtype.
 
     Raises:
         ValueError: If ``axis``, ``alpha`` or ``where`` is not as above.
@@ -115,7 +115,7 @@ def softmax_cross_entropy_with_integer_labels(
             whose own class is excluded has an infinite loss (in optax a finite one).
 
     Returns:
-        One loss a position: the shape of ``labels``, and the dtype of ``logits``.
+        One loss per position: the shape of ``labels``, and the dtype of ``logits``.
 
     Raises:
         ValueError: If a shape, ``axis``, ``alpha`` or ``where`` is not as above.
@@ -130,8 +130,7 @@ def softmax_cross_entropy_with_integer_labels(
     logits, axis = _check_logits(logits, axis, "logits")
     labels, where = _check_labels(labels, logits, axis), _check_where(where, logits, axis)
     log_p = log_softmax(_widened(logits), axis, alpha=alpha, where=where)
-    label = jnp.expand_dims(labels, axis)
-    loss = -jnp.take_along_axis(log_p, label, axis).squeeze(axis)
+    loss = -jnp.take_along_axis(log_p, jnp.expand_dims(labels, axis), axis).squeeze(axis)
     if where is not None:
         loss = jnp.where(where.any(axis), loss, 0)
     return loss.astype(logits.dtype)
@@ -188,7 +187,7 @@ def _widened(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-# Checks: of shapes, dtypes and plain numbers always; of an array's values where it has any. -------
+# Checks: shapes, dtypes and plain numbers always; the values of an array unless it is traced. -----
 
 
 def _check_logits(x: ArrayLike, axis: int, name: str) -> tuple[Array, int]:

@@ -23,11 +23,11 @@ __all__ = ["PowerGradCallback"]
 
 
 class PowerGradCallback(Callback):
-    r"""Train any ``LightningModule`` with PowerGrad Transform, and nothing in it changed.
+    r"""Train any unchanged ``LightningModule`` with PowerGrad Transform.
 
     While ``fit`` trains, ``training_step`` runs inside :class:`powergrad.PowerGrad`; validation,
-    test and prediction do not (losses have the same value there). Where training ends, or stops
-    with an error, everything is taken off again.
+    test and prediction do not (losses have the same value there). When training ends, or stops
+    with an error, everything is removed again.
 
     Args:
         alpha: As in :func:`powergrad.cross_entropy`. ``callback.alpha = ...`` changes it while
@@ -84,12 +84,11 @@ class PowerGradCallback(Callback):
                 for optimizer in trainer.optimizers
             ]
         if self.monitor is not None:
-            done = trainer.global_step
+            step = self._recorded = trainer.global_step
             self._monitor = FilterMonitor(
-                pl_module, self.monitor, every=self.every, resume=done or None
+                pl_module, self.monitor, every=self.every, resume=step or None
             )
-            self._recorded = done
-            if not done:
+            if not step:
                 self._monitor.step(0)
 
     def on_train_batch_end(
@@ -101,7 +100,7 @@ class PowerGradCallback(Callback):
             self._monitor.step(self._recorded)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Take everything off."""
+        """Remove everything."""
         pl_module.__dict__.pop("training_step", None)
         for clip in self._clips:
             clip.remove()
@@ -111,5 +110,5 @@ class PowerGradCallback(Callback):
             self._monitor = None
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Take everything off."""
+        """Remove everything."""
         self.on_train_end(trainer, pl_module)

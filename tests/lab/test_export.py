@@ -180,10 +180,10 @@ def nll_at(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> fl
 
 def fit(logits: torch.Tensor, labels: torch.Tensor) -> float:
     """The temperature of least NLL, by SciPy's search over its logarithm."""
-    found: Any = minimize_scalar(
+    minimum: Any = minimize_scalar(
         lambda t: nll_at(logits, labels, math.exp(t)), bounds=(-4, 4), options={"xatol": 1e-9}
     )
-    return math.exp(found.x)
+    return math.exp(minimum.x)
 
 
 def equal_mass_error(p: np.ndarray, labels: np.ndarray, bins: int) -> float:
@@ -238,10 +238,12 @@ def test_hubs_read_the_card(exported):
     data = hub.ModelCard.load(exported / "README.md").data
     assert data.pipeline_tag == "image-classification"
     table = card_table((exported / "README.md").read_text())["exported"]
-    values = {(each.metric_type, each.metric_name): each.metric_value for each in data.eval_results}
+    values = {
+        (entry.metric_type, entry.metric_name): entry.metric_value for entry in data.eval_results
+    }
     assert values["accuracy", None] == pytest.approx(table["accuracy"] / 100, abs=1e-4)
     assert values["ece", "ECE, bins of equal width"] == pytest.approx(table["ece_width"], abs=1e-4)
-    assert {each.dataset_name for each in data.eval_results} == {"digits"}
+    assert {entry.dataset_name for entry in data.eval_results} == {"digits"}
 
 
 def test_the_card_has_the_recipe_but_not_the_machine(run, exported):
@@ -308,8 +310,8 @@ def test_a_checkpoint_of_a_run(run, tmp_path, name):
     saved = load_file(path) if path.suffix != ".pt" else torch.load(path)["model"]
     after = load_file(made.folder / "model.safetensors")
     torch.testing.assert_close(after["fc.weight"], ALPHA * saved["fc.weight"], rtol=1e-6, atol=0)
-    said = "look better than they are" if name.startswith("best") else path.name
-    assert said in (made.folder / "README.md").read_text()
+    remark = "look better than they are" if name.startswith("best") else path.name
+    assert remark in (made.folder / "README.md").read_text()
 
 
 def test_the_scale_of_the_logits_is_folded_with_alpha(copied, tmp_path):
@@ -325,7 +327,10 @@ def test_under_a_schedule_the_last_alpha_is_folded(copied, tmp_path):
     (copied / "result.json").write_text(json.dumps({**result, "alpha": 0.8}))
     made = export.export_run(copied, tmp_path / "out", formats=["safetensors"])
     assert made.temperature == 1 / 0.8
-    with pytest.raises(ValueError, match="alpha to be constant"):
+    with pytest.raises(
+        ValueError,
+        match="above 0 to fold it into the head, but got a checkpoint under the schedule linear",
+    ):
         export.export_run(copied / "checkpoint" / "best.safetensors", tmp_path / "other")
 
 
@@ -373,9 +378,8 @@ def test_a_file_that_disagrees_is_not_kept(run, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.export, "export", lambda *_, **__: None)
     monkeypatch.setattr(torch.export, "save", lambda *_, **__: None)
     monkeypatch.setattr(torch.export, "load", lambda *_: Program())
-    monkeypatch.setattr(export, "_write_onnx", lambda *_: None)
     monkeypatch.setattr(
-        export, "_onnx_runner", lambda *_: lambda x: torch.full((len(x), 10), math.nan)
+        export, "_write_onnx", lambda *_: lambda x: torch.full((len(x), 10), math.nan)
     )
     for name in ("torch", "onnx"):
         with pytest.raises(RunError, match=rf"Expected {export.FILES[name]} to give.*difference"):
@@ -394,10 +398,10 @@ def test_onnx_is_compared_to_five_digits(exported):
     pixels, _, _ = digits(test=True)
     runner = export._onnx_runner(exported / "model.onnx")
     logits = runner(pixels)
-    export._check("model.onnx", runner, pixels, logits)
+    export._check_logits("model.onnx", runner, pixels, logits)
     bound = 1e-5 * max(1.0, logits.abs().max().item())
     with pytest.raises(RunError, match=r"model\.onnx"):
-        export._check("model.onnx", runner, pixels, logits + 1.5 * bound)
+        export._check_logits("model.onnx", runner, pixels, logits + 1.5 * bound)
 
 
 def test_a_place_that_cannot_be_written(run, tmp_path, capsys):
@@ -405,18 +409,18 @@ def test_a_place_that_cannot_be_written(run, tmp_path, capsys):
     assert command(run, "--format", "safetensors", "--out", tmp_path / "file") == 2
     assert "Expected" in capsys.readouterr().err
     assert command(run, "--format", "safetensors", "--out", tmp_path / "file" / "out") == 2
-    said = capsys.readouterr().err
-    assert "Expected to write" in said
-    assert "nothing was written" in said
+    printed = capsys.readouterr().err
+    assert "Expected to write" in printed
+    assert "nothing was written" in printed
 
 
 @pytest.mark.parametrize("package", export.ONNX_PACKAGES)
 def test_onnx_packages_that_are_missing(run, tmp_path, monkeypatch, capsys, package):
     monkeypatch.setitem(sys.modules, package, None)
     assert command(run, "--out", tmp_path / "out") == 2
-    said = capsys.readouterr().err
-    assert package in said
-    assert "pip install 'powergrad[export]'" in said
+    printed = capsys.readouterr().err
+    assert package in printed
+    assert "pip install 'powergrad[export]'" in printed
     assert command(run, "--out", tmp_path / "out", "--format", "safetensors") == 0
 
 
@@ -437,25 +441,25 @@ def test_options_that_are_wrong(run, tmp_path, capsys, tokens, message):
 
 
 def test_what_is_no_finished_run(copied, tmp_path, capsys):
-    def said_of(source: Path) -> str:
+    def error_of(source: Path) -> str:
         assert command(source, "--out", tmp_path / "out", "--format", "safetensors") == 2
         assert not (tmp_path / "out").exists()
         return capsys.readouterr().err
 
     (tmp_path / "empty").mkdir()
-    assert "no config.yaml" in said_of(tmp_path / "empty")
-    assert "but got no" in said_of(tmp_path / "nowhere")
+    assert "no config.yaml" in error_of(tmp_path / "empty")
+    assert "but got no" in error_of(tmp_path / "nowhere")
     result = json.loads((copied / "result.json").read_text())
     (copied / "result.json").write_text(json.dumps({**result, "diverged": True}))
-    assert "has diverged" in said_of(copied)
+    assert "has diverged" in error_of(copied)
     (copied / "result.json").unlink()
-    assert "finished run" in said_of(copied)
+    assert "finished run" in error_of(copied)
     made = export.export_run(copied / "checkpoint" / "best.safetensors", formats=["safetensors"])
     assert made.folder == copied / "export"  # a checkpoint may be of an unfinished one
     change_recipe(copied, model__width=4)
-    assert "weights of resnet8" in said_of(copied / "checkpoint" / "best.safetensors")
+    assert "weights of resnet8" in error_of(copied / "checkpoint" / "best.safetensors")
     change_recipe(copied, train__ema=0.9)
-    assert "two sets of weights" in said_of(next((copied / "checkpoint").glob("*.pt")))
+    assert "two sets of weights" in error_of(next((copied / "checkpoint").glob("*.pt")))
 
 
 def test_an_export_is_not_exported_again(exported, tmp_path, capsys):
@@ -467,7 +471,7 @@ def test_an_export_is_not_exported_again(exported, tmp_path, capsys):
 def test_alpha_zero_has_no_temperature(copied, tmp_path, capsys):
     change_recipe(copied, loss__alpha=0.0)
     assert command(copied, "--out", tmp_path / "out", "--format", "safetensors") == 2
-    assert "Expected alpha to be above 0" in capsys.readouterr().err
+    assert "above 0 to fold it into the head, but got 0" in capsys.readouterr().err
     made = export.export_run(
         copied, tmp_path / "out", formats=["safetensors"], temperature="fitted"
     )

@@ -14,11 +14,20 @@ from powergrad.lab.trained import BINS, HeldOut, Trained
 
 __all__ = ["model_card"]
 
+# By measure: the heading of its column, its type on model hubs, and its name there if it needs one.
+MEASURES = {
+    "accuracy": ("accuracy %", "accuracy", None),
+    "nll": ("NLL", "nll", "negative log-likelihood"),
+    "brier": ("Brier", "brier_score", None),
+    "ece_width": ("ECE, width", "ece", "ECE, bins of equal width"),
+    "ece_mass": ("ECE, mass", "ece", "ECE, bins of equal mass"),
+}
+
 
 def model_card(
     trained: Trained,
     data: Datasets,
-    found: HeldOut,
+    outputs: HeldOut,
     metadata: dict[str, str],
     results: dict[str, dict[str, float]],
     formats: list[str],
@@ -26,9 +35,16 @@ def model_card(
 ) -> str:
     """The model card, as model hubs read it."""
     recipe, exported = trained.recipe, results["exported"]
-    name = f"{recipe.model.name} on {_dataset(recipe)}"
+    dataset = recipe.data.name.removeprefix("folder:").rstrip("/").rpartition("/")[2]
+    name = f"{recipe.model.name} on {dataset}"
+    front_matter = {
+        "library_name": "pytorch",
+        "pipeline_tag": "image-classification",
+        "tags": ["powergrad", recipe.model.name, *(file for file in formats if file != "torch")],
+        "model-index": [{"name": name, "results": [_hub_result(dataset, exported)]}],
+    }
     sections = [
-        f"---\n{_front_matter(name, recipe, formats, exported)}---",
+        f"---\n{yaml.safe_dump(front_matter, sort_keys=False)}---",
         f"# {name}",
         f"A classifier of {len(data.classes)} classes, trained with {_loss(recipe)}. "
         + _folding(exported["temperature"]),
@@ -36,20 +52,20 @@ def model_card(
         "## Input and output",
         f"Images of shape (batch, {data.channels}, {data.size}, {data.size}), float32. "
         "`model.pt2` and `model.onnx` take pixels from 0 to 255, and normalise them themselves. "
-        "`model.safetensors` holds the weights alone, for images that are normalised: of pixels "
-        f"from 0 to 255 subtract the mean {metadata['mean']}, and divide by the standard deviation "
-        f"{metadata['std']}, a channel. What comes out is a logit a class; probabilities are their "
-        "softmax. The classes, in order:",
+        "`model.safetensors` holds the weights alone, for normalised images: from pixels between 0 "
+        f"and 255 subtract the mean {metadata['mean']}, and divide by the standard deviation "
+        f"{metadata['std']}, per channel. The output is one logit per class; probabilities are "
+        "their softmax. The classes, in order:",
         f"```json\n{metadata['classes']}\n```",
         "## Results",
-        f"Measured on {found.report_on}. "
-        + (unfitted or f"The fitted temperature has the least NLL on {found.fit_on}."),
+        f"Measured on {outputs.report_on}. "
+        + (unfitted or f"The fitted temperature has the least NLL on {outputs.fit_on}."),
         _results_table(results),
         "NLL is in nats; the Brier score is summed over the classes; the calibration errors (ECE) "
         f"are over {BINS} bins of equal width, and of equal mass. The last row is the exported "
-        "network's, by its own softmax; those above are the trained network's at a temperature.",
+        "network with its own softmax; those above are the trained network at a temperature.",
         "## Loading",
-        *_snippets(trained, data, metadata, formats),
+        *(f"```python\n{code}\n```" for code in _snippets(trained, data, metadata, formats)),
         "## Recipe",
         f"{len(data.train):,} training images. The key of the recipe is `{recipe.key}`; this is "
         "all of it:",
@@ -62,28 +78,17 @@ def _recipe_text(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json", exclude={"machine"}), sort_keys=False)
 
 
-def _dataset(recipe: Recipe) -> str:
-    return recipe.data.name.removeprefix("folder:").rstrip("/").rpartition("/")[2]
-
-
-def _front_matter(name: str, recipe: Recipe, formats: list[str], exported: dict[str, float]) -> str:
-    dataset = {"name": _dataset(recipe), "type": _dataset(recipe)}
-    measured = [
-        {"type": "accuracy", "value": exported["accuracy"] / 100},
-        {"type": "nll", "name": "negative log-likelihood", "value": exported["nll"]},
-        {"type": "brier_score", "value": exported["brier"]},
-        {"type": "ece", "name": "ECE, bins of equal width", "value": exported["ece_width"]},
-        {"type": "ece", "name": "ECE, bins of equal mass", "value": exported["ece_mass"]},
-    ]
-    task = {"type": "image-classification"}
-    result = {"task": task, "dataset": dataset, "metrics": measured}
-    values = {
-        "library_name": "pytorch",
-        "pipeline_tag": "image-classification",
-        "tags": ["powergrad", recipe.model.name, *(each for each in formats if each != "torch")],
-        "model-index": [{"name": name, "results": [result]}],
+def _hub_result(dataset: str, measured: dict[str, float]) -> dict[str, Any]:
+    """The measures in the form of the ``model-index`` of model hubs."""
+    metrics = []
+    for key, (_, kind, name) in MEASURES.items():
+        value = measured[key] / 100 if key == "accuracy" else measured[key]
+        metrics.append({"type": kind, **({"name": name} if name else {}), "value": value})
+    return {
+        "task": {"type": "image-classification"},
+        "dataset": {"name": dataset, "type": dataset},
+        "metrics": metrics,
     }
-    return yaml.safe_dump(values, sort_keys=False)
 
 
 def _loss(recipe: Recipe) -> str:
@@ -104,16 +109,16 @@ def _folding(temperature: float) -> str:
 
 
 def _provenance(trained: Trained) -> str:
-    def told(machine: dict[str, Any]) -> str:
-        versions = ", ".join(f"{each} {machine.get(each)}" for each in ("powergrad", "torch"))
+    def describe(machine: dict[str, Any]) -> str:
+        versions = ", ".join(f"{name} {machine.get(name)}" for name in ("powergrad", "torch"))
         return f"{str(machine.get('time'))[:10]} with {versions}, commit {machine.get('commit')}"
 
-    trained_with = told(trained.run.environment())
-    text = f"Trained on {trained_with}; exported on {told(describe_machine())}."
+    text = f"Trained on {describe(trained.run.environment())}; exported on "
+    text += f"{describe(describe_machine())}."
     if trained.path.name == "best.safetensors":
         text += (
-            " These are not the weights that the run ended with, but those with the best accuracy "
-            "on its test images: figures on the same images look better than they are."
+            " These are not the final weights of the run, but those with the best accuracy on its "
+            "test images: figures on the same images look better than they are."
         )
     elif trained.path.name != "model.safetensors":
         text += f" These are the weights of the checkpoint {trained.path.name}."
@@ -121,31 +126,23 @@ def _provenance(trained: Trained) -> str:
 
 
 def _results_table(results: dict[str, dict[str, float]]) -> str:
-    lines = [
-        "| temperature | | accuracy % | NLL | Brier | ECE, width | ECE, mass |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    header = ["temperature", "", *(heading for heading, *_ in MEASURES.values())]
+    rows = [header, ["---"] * len(header)]
     for name, row in results.items():
-        errors = [f"{row[key]:.4f}" for key in ("nll", "brier", "ece_width", "ece_mass")]
-        cells = [name, f"{row['temperature']:.4g}", f"{row['accuracy']:.2f}", *errors]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        numbers = [f"{row[key]:.{2 if key == 'accuracy' else 4}f}" for key in MEASURES]
+        rows.append([name, f"{row['temperature']:.4g}", *numbers])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def _snippets(
     trained: Trained, data: Datasets, metadata: dict[str, str], formats: list[str]
 ) -> Iterator[str]:
-    """Code that loads each file, beside which it runs."""
-
-    def block(code: str) -> str:
-        return f"```python\n{code}\n```"
-
-    options = trained.options(data)
-    arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    """Code that loads each file, to be run in its folder."""
+    arguments = ", ".join(f"{key}={value!r}" for key, value in trained.options(data).items())
     shape = f"4, {data.channels}, {data.size}, {data.size}"
-    yield block(f"import torch\n\npixels = 255 * torch.rand({shape})  # your images")
+    yield f"import torch\n\npixels = 255 * torch.rand({shape})  # your images"
     if "safetensors" in formats:
-        yield block(
+        yield (
             "from safetensors.torch import load_file\n"
             "from powergrad.lab.models import create_model\n\n"
             f"network = create_model({arguments})\n"
@@ -154,11 +151,11 @@ def _snippets(
             "logits = network.eval()((pixels - mean) / std)"
         )
     if "torch" in formats:
-        yield block('logits = torch.export.load("model.pt2").module()(pixels)')
+        yield 'logits = torch.export.load("model.pt2").module()(pixels)'
     if "onnx" in formats:
-        yield block(
+        yield (
             "import onnxruntime\n\n"
             'session = onnxruntime.InferenceSession("model.onnx")\n'
             'logits = torch.from_numpy(session.run(["logits"], {"pixels": pixels.numpy()})[0])'
         )
-    yield block("probabilities = logits.softmax(1)")
+    yield "probabilities = logits.softmax(1)"

@@ -1,8 +1,8 @@
-r"""A trained network in the files that others load, its head calibrated, with a card that says so.
+r"""A trained network in the files that others load, its head calibrated, with a model card.
 
 Training with PGT at ``alpha`` fits ``softmax(alpha z)``. An export multiplies the head by ``alpha``
-(or divides it by a temperature that is fitted), so that the softmax of what the files give is the
-calibrated one, and the predicted class that of the trained network:
+(or divides it by a fitted temperature), so that the softmax of the exported logits is calibrated;
+the predicted class is that of the trained network:
 
     model.safetensors   the weights of the network, for normalised images
     model.pt2           torch.export's program: pixels from 0 to 255 in, logits out, any batch
@@ -10,7 +10,7 @@ calibrated one, and the predicted class that of the trained network:
     README.md           the card: recipe, data, results, how each file is loaded
 
 The folder is written under another name, read back, compared with the network, and renamed: it is
-there whole, or not at all.
+complete, or not there.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from powergrad import __version__, fold_alpha
 from powergrad.lab.card import model_card
@@ -38,14 +39,7 @@ from powergrad.lab.config import did_you_mean
 from powergrad.lab.data import Datasets, Split
 from powergrad.lab.data.memory import MemorySplit
 from powergrad.lab.run import RunError
-from powergrad.lab.trained import (
-    FOLDED,
-    Trained,
-    answers,
-    fit_on,
-    measures,
-    open_trained,
-)
+from powergrad.lab.trained import FOLDED, Trained, answers, fit_on, measures, open_trained
 
 __all__ = ["Exported", "export_run"]
 
@@ -54,6 +48,9 @@ CARD = "README.md"
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-5  # of the largest logit, and of 1 where that is less
 TRACED = 2  # images that graphs are traced with; they are checked with other numbers
+
+Metadata = dict[str, str]
+Forward = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class Exported:
         folder: Where.
         files: The names of the files, the card last.
         temperature: What is folded into the head: logits are the trained ones divided by it.
-        results: What was measured, by the name of the reading, as in the card.
+        results: The measures of each row of the card's table, by the name of the row.
     """
 
     folder: Path
@@ -90,20 +87,20 @@ def export_run(
         formats: Of ``safetensors``, ``torch`` (torch.export) and ``onnx``.
         temperature: What the head is divided by: ``"alpha"`` for ``1 / alpha``; ``"fitted"`` for
             the one of least NLL on images that were not trained on; ``"none"``; or a number.
-        force: Replace an export that is there.
+        force: Replace an existing export.
         data_dir: Where the data files are, if not where the recipe says.
 
     Returns:
         What was written.
 
     Raises:
-        RunError: If `source` is no run or an unfinished one, `out` cannot be written, or a file
-            does not give what the network gives; nothing is written then.
+        RunError: If `source` is no run or an unfinished one, `out` cannot be written, or the logits
+            of a file differ from the network's; nothing is written then.
         ValueError: If an argument is not one of those above, alpha is 0 and asked for, or the head
             cannot be scaled.
         ImportError: If the packages for ONNX are missing.
     """
-    chosen = _check_formats(formats)
+    formats = _check_formats(formats)
     trained = open_trained(Path(source), data_dir)
     wanted = _check_temperature(temperature, trained)
     place = trained.run.folder / "export" if out is None else Path(out)
@@ -120,37 +117,30 @@ def export_run(
         temperatures[trained.factor_name] = 1 / trained.factor
     if fitted is not None:
         temperatures["fitted"] = fitted
-    names = {"alpha": trained.factor_name, "none": "1"}
-    divisor = temperatures[names.get(wanted, wanted)] if isinstance(wanted, str) else wanted
     results = {
         name: {"temperature": t, **measures(before.report, temperature=t)}
         for name, t in temperatures.items()
     }
-
+    rows = {"alpha": trained.factor_name, "none": "1", "fitted": "fitted"}
+    divisor = temperatures[rows[wanted]] if isinstance(wanted, str) else wanted
     if divisor != 1:
         fold_alpha(None, 1 / divisor, model=network)
     deployed = Deployed(network, *normalisation(data.test))
     after = answers(lambda images: deployed(deployed.pixels(images)), trained.recipe, data)
     results["exported"] = {"temperature": divisor, **measures(after.report)}
     metadata = _metadata(trained, data, deployed, divisor)
-    card = model_card(trained, data, before, metadata, results, chosen, unfitted)
-    with _made_whole(place) as fresh:
-        _write(fresh, chosen, deployed, metadata, data)
-        (fresh / CARD).write_text(card, encoding="utf-8")
-    return Exported(place, [*(FILES[each] for each in chosen), CARD], divisor, results)
+    card = model_card(trained, data, before, metadata, results, formats, unfitted)
+    with _written_whole(place) as folder:
+        _write(folder, formats, deployed, metadata, data)
+        (folder / CARD).write_text(card, encoding="utf-8")
+    return Exported(place, [*(FILES[name] for name in formats), CARD], divisor, results)
 
 
 # The network --------------------------------------------------------------------------------------
 
 
 class Deployed(nn.Module):
-    """The network from pixels on: what the graphs hold.
-
-    Args:
-        network: From normalised images to logits.
-        mean: Of the pixels, a channel, (C, 1, 1).
-        scale: What they are multiplied by after that, (C, 1, 1).
-    """
+    """A network that takes pixels: ``network((pixels - mean) * scale)``, both ``(C, 1, 1)``."""
 
     mean: Tensor
     scale: Tensor
@@ -167,7 +157,7 @@ class Deployed(nn.Module):
         return self.network((pixels - self.mean) * self.scale)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """The pixels that normalised images were: whole numbers, so exactly."""
+        """The pixels that normalised images were made from: exactly, as these are integers."""
         return (images / self.scale + self.mean).round()
 
 
@@ -177,47 +167,52 @@ def normalisation(split: Split) -> tuple[Tensor, Tensor]:
         return split.mean, split.scale
     from powergrad.lab.data.folder import MEAN, STD
 
-    mean, std = (255 * torch.tensor(each).view(3, 1, 1) for each in (MEAN, STD))
+    mean, std = (255 * torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
     return mean, 1 / std
 
 
-# What is asked for --------------------------------------------------------------------------------
+def _metadata(trained: Trained, data: Datasets, deployed: Deployed, temperature: float) -> Metadata:
+    """What every file says about itself: text only, lists as JSON."""
+    mean, std = deployed.mean.flatten().tolist(), (1 / deployed.scale.flatten()).tolist()
+    return {
+        "powergrad_version": __version__,
+        "recipe_key": trained.recipe.key,
+        "model": trained.recipe.model.name,
+        "alpha": "" if trained.alpha is None else repr(trained.alpha),
+        FOLDED: repr(temperature),
+        "classes": json.dumps(data.classes),
+        "mean": json.dumps([float(f"{value:.8g}") for value in mean]),
+        "std": json.dumps([float(f"{value:.8g}") for value in std]),
+    }
+
+
+# Checks -------------------------------------------------------------------------------------------
 
 
 def _check_formats(formats: Sequence[str]) -> list[str]:
-    for each in formats:
-        if each not in FILES:
-            raise ValueError(
-                f"Expected `format` to be of {', '.join(FILES)}, but got {each!r}"
-                f"{did_you_mean(each, FILES)}"
-            )
-    if not formats:
-        raise ValueError(f"Expected `format` to be of {', '.join(FILES)}, but got none.")
+    for name in formats or [""]:
+        if name not in FILES:
+            got = f"{name!r}{did_you_mean(name, FILES)}" if name else "none."
+            raise ValueError(f"Expected `format` to be of {', '.join(FILES)}, but got {got}")
     missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
     if "onnx" in formats and missing:
         raise ImportError(
             f"Expected {', '.join(missing)} to be installed for the format onnx, but got none: "
             "`pip install 'powergrad[export]'`; or choose `--format safetensors,torch`."
         )
-    return [each for each in FILES if each in formats]
+    return [name for name in FILES if name in formats]
 
 
 def _check_temperature(wanted: str | float, trained: Trained) -> str | float:
-    others = "choose the temperature fitted, none or a number"
+    if wanted in ("fitted", "none") or (wanted == "alpha" and trained.factor):
+        return wanted
     if wanted == "alpha":
-        if trained.factor is None:
-            raise ValueError(
-                "Expected alpha to be constant to fold that of a checkpoint, but it changes with "
-                f"`loss.alpha_schedule` {trained.recipe.loss.alpha_schedule}: {others}."
-            )
-        if trained.factor == 0:
-            raise ValueError(
-                "Expected alpha to be above 0 to fold it into the head, but the run was trained at "
-                f"0: {others}."
-            )
-        return wanted
-    if wanted in ("fitted", "none"):
-        return wanted
+        schedule = trained.recipe.loss.alpha_schedule
+        got = "0" if trained.factor == 0 else f"a checkpoint under the schedule {schedule}"
+        raise ValueError(
+            "Expected alpha to be constant and above 0 to fold it into the head, but got "
+            f"{got}: choose the temperature fitted, none or a number."
+        )
     try:
         number = float(wanted)
     except ValueError:
@@ -233,25 +228,25 @@ def _check_temperature(wanted: str | float, trained: Trained) -> str | float:
 def _check_place(place: Path, force: bool) -> None:
     if place.exists() and not place.is_dir():
         raise RunError(f"Expected {str(place)!r} to be a folder, but got a file.")
-    there = {each.name for each in place.iterdir()} if place.exists() else set()
-    strange = sorted(there - {*FILES.values(), CARD})
-    if strange:
+    names = {path.name for path in place.iterdir()} if place.exists() else set()
+    foreign = sorted(names - {*FILES.values(), CARD})
+    if foreign:
         raise RunError(
             f"Expected {str(place)!r} to be new, or an export to replace, but got a folder with "
-            f"{strange[0]!r} in it."
+            f"{foreign[0]!r} in it."
         )
-    if there and not force:
+    if names and not force:
         raise RunError(
-            f"Expected {str(place)!r} to be new, but got an export that is there: choose another "
+            f"Expected {str(place)!r} to be new, but got an existing export: choose another "
             "`--out`, or replace it with `--force`."
         )
 
 
-# What is written ----------------------------------------------------------------------------------
+# Files --------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _made_whole(place: Path) -> Iterator[Path]:
+def _written_whole(place: Path) -> Iterator[Path]:
     """A fresh folder that becomes `place` if all goes well, and is removed if not."""
     place = place.resolve()
     fresh, old = (place.with_name(f".{place.name}.{word}") for word in ("partial", "old"))
@@ -280,45 +275,48 @@ def _made_whole(place: Path) -> Iterator[Path]:
 
 
 def _write(
-    place: Path, formats: list[str], deployed: Deployed, metadata: dict[str, str], data: Datasets
+    folder: Path, formats: list[str], deployed: Deployed, metadata: Metadata, data: Datasets
 ) -> None:
-    """Write the files, read each back, and compare what it gives for real images."""
+    """Write the files, read each back, and compare its logits for real images."""
     (images, _), _ = next(data.test.test_batches(64))
     pixels = deployed.pixels(images)
     with torch.no_grad():
         expected = deployed(pixels)
-    if "safetensors" in formats:
-        path = place / FILES["safetensors"]
-        weights = {key: value.contiguous() for key, value in deployed.network.state_dict().items()}
-        path.write_bytes(save(weights, {"format": "pt", **metadata}))
-        again = copy.deepcopy(deployed)
-        again.network.load_state_dict(load_file(path))
-        _check(path.name, again, pixels, expected)
-    if formats == ["safetensors"]:
-        return
     with warnings.catch_warnings():
         # PyTorch 2.13's own use of what it deprecates.
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)", FutureWarning)
-        program = torch.export.export(
-            deployed,
-            (torch.zeros(TRACED, *pixels.shape[1:]),),
-            dynamic_shapes={"pixels": {0: torch.export.Dim("batch")}},
-        )
-        if "torch" in formats:
-            path = place / FILES["torch"]
-            extra = {"metadata.json": json.dumps(metadata)}
-            torch.export.save(program, path, extra_files=extra)
-            _check(path.name, torch.export.load(path).module(), pixels, expected)
-        if "onnx" in formats:
-            path = place / FILES["onnx"]
-            _write_onnx(path, program, metadata)
-            _check(path.name, _onnx_runner(path), pixels, expected)
+        program: Any = None
+        if formats != ["safetensors"]:
+            inputs = torch.zeros(TRACED, *pixels.shape[1:])
+            shapes = {"pixels": {0: torch.export.Dim("batch")}}
+            program = torch.export.export(deployed, (inputs,), dynamic_shapes=shapes)
+        for name in formats:
+            path = folder / FILES[name]
+            if name == "safetensors":
+                forward = _write_weights(path, deployed, metadata)
+            elif name == "torch":
+                forward = _write_program(path, program, metadata)
+            else:
+                forward = _write_onnx(path, program, metadata)
+            _check_logits(path.name, forward, pixels, expected)
 
 
-def _write_onnx(
-    path: Path, program: torch.export.ExportedProgram, metadata: dict[str, str]
-) -> None:
-    made: Any = torch.onnx.export(
+def _write_weights(path: Path, deployed: Deployed, metadata: Metadata) -> Forward:
+    """Write the file, and return what it computes when it is loaded; so do those that follow."""
+    weights = {key: value.contiguous() for key, value in deployed.network.state_dict().items()}
+    path.write_bytes(save(weights, {"format": "pt", **metadata}))
+    again = copy.deepcopy(deployed)
+    again.network.load_state_dict(load_file(path))
+    return again
+
+
+def _write_program(path: Path, program: ExportedProgram, metadata: Metadata) -> Forward:
+    torch.export.save(program, path, extra_files={"metadata.json": json.dumps(metadata)})
+    return torch.export.load(path).module()
+
+
+def _write_onnx(path: Path, program: ExportedProgram, metadata: Metadata) -> Forward:
+    model: Any = torch.onnx.export(
         program,
         dynamo=True,
         input_names=["pixels"],
@@ -326,43 +324,26 @@ def _write_onnx(
         dynamic_shapes={"pixels": {0: "batch"}},
         verbose=False,
     )
-    made.model.metadata_props.update(metadata)
-    made.save(path)
+    model.model.metadata_props.update(metadata)
+    model.save(path)
+    return _onnx_runner(path)
 
 
-def _onnx_runner(path: Path) -> Callable[[Tensor], Tensor]:
+def _onnx_runner(path: Path) -> Forward:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda pixels: torch.from_numpy(session.run(None, {"pixels": pixels.numpy()})[0])
 
 
-def _check(name: str, run: Callable[[Tensor], Tensor], pixels: Tensor, expected: Tensor) -> None:
-    """Refuse a file that does not give the network's logits, for any size of batch."""
+def _check_logits(name: str, forward: Forward, pixels: Tensor, expected: Tensor) -> None:
+    """Refuse a file whose logits differ from the network's, for several sizes of batch."""
     bound = TOLERANCE * max(1.0, expected.abs().max().item())
     for count in (1, 3, len(pixels)):
         with torch.no_grad():
-            found = run(pixels[:count])
-        error = (found - expected[:count]).abs().max().item()
+            error = (forward(pixels[:count]) - expected[:count]).abs().max().item()
         if not error <= bound:
             raise RunError(
                 f"Expected {name} to give the network's logits to {bound:.1e}, but got a "
                 f"difference of {error:.1e} in a batch of {count}; nothing was written."
             )
-
-
-def _metadata(
-    trained: Trained, data: Datasets, deployed: Deployed, temperature: float
-) -> dict[str, str]:
-    """What every file says of itself: text only, lists as JSON."""
-    mean, std = deployed.mean.flatten(), 1 / deployed.scale.flatten()
-    return {
-        "powergrad_version": __version__,
-        "recipe_key": trained.recipe.key,
-        "model": trained.recipe.model.name,
-        "alpha": "" if trained.alpha is None else repr(trained.alpha),
-        FOLDED: repr(temperature),
-        "classes": json.dumps(data.classes),
-        "mean": json.dumps([float(f"{each:.8g}") for each in mean.tolist()]),
-        "std": json.dumps([float(f"{each:.8g}") for each in std.tolist()]),
-    }

@@ -1,10 +1,11 @@
-"""A trained network: the weights of a run, and what it says of images that it has not seen."""
+"""A trained network: the weights of a run, and its outputs on images that it has not seen."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from powergrad.lab.data.streams import held_out
 from powergrad.lab.models import create_model
 from powergrad.lab.run import Run, RunError, open_run
 from powergrad.lab.session import right_answers
-from powergrad.monitor.layers import load_checkpoint
+from powergrad.monitor.checkpoint import load_checkpoint
 
 __all__ = ["Answers", "HeldOut", "Trained", "answers", "fit_on", "measures", "open_trained"]
 
@@ -29,13 +30,13 @@ FOLDED = "temperature_folded"  # in the metadata of an export
 
 @dataclass(frozen=True)
 class Trained:
-    """The weights of a run, and what is known of them.
+    """The weights of a run.
 
     Attributes:
         run: The run that made them.
-        path: The file.
-        recipe: The run's.
-        alpha: At which it was trained, at the end; None for a checkpoint under a schedule.
+        path: Their file.
+        recipe: The recipe of the run.
+        alpha: Its alpha at the end of the training; None for a checkpoint under a schedule.
     """
 
     run: Run
@@ -45,12 +46,12 @@ class Trained:
 
     @property
     def factor(self) -> float | None:
-        """What training fits is the softmax of so many times the logits."""
+        """Training fits ``softmax(factor * logits)``."""
         return None if self.alpha is None else self.alpha * self.recipe.loss.logit_scale
 
     @property
     def factor_name(self) -> str:
-        """The temperature that this factor is, in words."""
+        """The formula of the temperature ``1 / factor``."""
         return "1/alpha" if self.recipe.loss.logit_scale == 1 else "1/(alpha * logit_scale)"
 
     def data(self) -> Datasets:
@@ -63,7 +64,7 @@ class Trained:
         return {**self.recipe.model.model_dump(exclude={"head_scale"}), **shape}
 
     def network(self, data: Datasets) -> nn.Module:
-        """The network with its weights, in float32, for testing."""
+        """The network with its weights, in float32 and in evaluation mode."""
         network = create_model(**self.options(data))
         weights = load_checkpoint(self.path)
         if self.path.suffix == ".safetensors":
@@ -84,7 +85,7 @@ class Trained:
 
 
 def open_trained(source: Path, data_dir: str | None = None) -> Trained:
-    """The weights in a finished run's folder, or in a file of a run's.
+    """The weights of a finished run, given its folder; or those in a file of a run's folder.
 
     Args:
         source: The folder, or the file.
@@ -98,16 +99,16 @@ def open_trained(source: Path, data_dir: str | None = None) -> Trained:
     """
     if not source.exists():
         raise RunError(f"Expected a run's folder or its weights, but got no {str(source)!r}.")
-    places = [source] if source.is_dir() else [source.parent, source.parent.parent]
-    run = open_run(next((each for each in places if Run(each).exists()), places[0]))
+    folders = [source] if source.is_dir() else [source.parent, source.parent.parent]
+    run = open_run(next((folder for folder in folders if Run(folder).exists()), folders[0]))
     recipe, result = run.recipe(), run.result()
     if data_dir is not None:
         recipe = recipe.override({"machine.data_dir": data_dir})
     path = run.folder / "model.safetensors" if source.is_dir() else source
     if result is None and source.is_dir():
         raise RunError(
-            f"Expected {str(source)!r} to be a finished run, but it is not: `powergrad train "
-            f"{source}` goes on with it; or export one of its checkpoint/ files."
+            f"Expected {str(source)!r} to be a finished run, but it is not: continue it with "
+            f"`powergrad train {source}`, or export one of its checkpoint/ files."
         )
     if result is not None and result["diverged"]:
         raise RunError(f"Expected a run that converged, but {str(run.folder)!r} has diverged.")
@@ -123,7 +124,7 @@ def open_trained(source: Path, data_dir: str | None = None) -> Trained:
     return Trained(run, path, recipe, alpha)
 
 
-# What it says -------------------------------------------------------------------------------------
+# Outputs ------------------------------------------------------------------------------------------
 
 
 class Answers(NamedTuple):
@@ -135,7 +136,10 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Answers on images that were not trained on: some to fit a temperature, others to report."""
+    """Answers on images that were not trained on: some to fit a temperature, others to report.
+
+    `fit_on` and `report_on` describe the images in words.
+    """
 
     fit: Answers
     report: Answers
@@ -144,19 +148,11 @@ class HeldOut:
 
 
 def answers(forward: Callable[[Tensor], Tensor], recipe: Recipe, data: Datasets) -> HeldOut:
-    """What the network says of images to fit on, and of others to report on.
+    """The outputs of a network on images to fit a temperature on, and on others to report on.
 
-    Where the run held out a part of its training data, that is fitted on, and the test set reported
-    on. Where it trained on all, a fixed half of each class of the test set is fitted on, and the
-    other half reported on.
-
-    Args:
-        forward: From normalised images to logits.
-        recipe: The run's recipe.
-        data: Its examples.
-
-    Returns:
-        Both, with words for each.
+    If the run held out a part of its training data, that part is fitted on and the test set is
+    reported on. If it trained on all of them, a fixed half of each class of the test set is fitted
+    on, and the other half is reported on.
     """
     size = recipe.train.test_batch_size or recipe.train.batch_size
     tested = _run_over(forward, data.test, size)
@@ -170,7 +166,7 @@ def answers(forward: Callable[[Tensor], Tensor], recipe: Recipe, data: Datasets)
             f"the test set, {len(test):,} images that were neither trained nor fitted on",
         )
     half = torch.from_numpy(held_out(tested.labels.numpy(), 0.5))
-    fit, report = (Answers(*(each[part] for each in tested)) for part in (half, ~half))
+    fit, report = (Answers(*(tensor[part] for tensor in tested)) for part in (half, ~half))
     return HeldOut(
         fit,
         report,
@@ -200,26 +196,25 @@ def _run_over(forward: Callable[[Tensor], Tensor], split: Split, size: int) -> A
         transient=True,
         disable=not console.is_terminal,
     )
-    found = [(forward(images), labels) for (images, labels), _ in batches]
-    return Answers(*(torch.cat(part) for part in zip(*found, strict=True)))
+    outputs = [(forward(images), labels) for (images, labels), _ in batches]
+    return Answers(*(torch.cat(part) for part in zip(*outputs, strict=True)))
 
 
-def measures(found: Answers, *, temperature: float = 1.0) -> dict[str, float]:
-    """Accuracy in percent, and how far the softmax at a temperature can be trusted."""
-    logits, labels = found
-    at: dict[str, Any] = {"logits": logits, "labels": labels, "temperature": temperature}
+def measures(given: Answers, *, temperature: float = 1.0) -> dict[str, float]:
+    """Top-1 accuracy in percent, and the calibration of the softmax at a temperature."""
+    error = partial(calibration.expected_calibration_error, *given, bins=BINS)
     return {
-        "accuracy": 100 * right_answers(logits, labels).double().mean().item(),
-        "nll": calibration.negative_log_likelihood(**at),
-        "brier": calibration.brier_score(**at),
-        "ece_width": calibration.expected_calibration_error(**at, bins=BINS),
-        "ece_mass": calibration.expected_calibration_error(**at, bins=BINS, binning="mass"),
+        "accuracy": 100 * right_answers(*given).double().mean().item(),
+        "nll": calibration.negative_log_likelihood(*given, temperature=temperature),
+        "brier": calibration.brier_score(*given, temperature=temperature),
+        "ece_width": error(temperature=temperature),
+        "ece_mass": error(temperature=temperature, binning="mass"),
     }
 
 
-def fit_on(found: HeldOut) -> tuple[float | None, str]:
+def fit_on(outputs: HeldOut) -> tuple[float | None, str]:
     """The fitted temperature; or None, and why there is none."""
     try:
-        return calibration.fit_temperature(*found.fit), ""
+        return calibration.fit_temperature(*outputs.fit), ""
     except ValueError as error:
-        return None, f"No temperature could be fitted on {found.fit_on}. {error}"
+        return None, f"No temperature could be fitted on {outputs.fit_on}. {error}"

@@ -1,8 +1,8 @@
 """Which filters, features and layers are zeroed out: recorded while training, counted at any time.
 
-:class:`FilterMonitor` writes the norm of every filter to disk as a run goes on, :class:`Recording`
-reads it back, and :func:`census` says what is dead in a model, a checkpoint or a recording, how,
-since when, and whether it came back. ``python -m powergrad.monitor PATH`` prints the census.
+:class:`FilterMonitor` writes the norm of every filter to disk while a network is trained,
+:class:`Recording` reads it back, and :func:`census` reports what is dead in a model, a checkpoint
+or a recording, how, since when, and whether it came back. ``powergrad inspect PATH`` prints it.
 """
 
 from powergrad.monitor.dead import census

@@ -16,10 +16,9 @@ A norm or a gain has *vanished* if it is at most
     layer * m       where it is not (or is zero): 0.1% of the largest of its layer, `m`
     zero            in any case: 1e-8, which also finds a layer that vanished as a whole
 
-with smaller fractions for gains and filters of one or two weights, which pass near zero while they
-live. A normalisation undoes the common scale of the filters before it, so there `s` is multiplied
-by what the least shrunken filter of the layer has kept (if under 1): filters that shrink together
-live.
+with smaller fractions for gains and filters of one or two weights (`chance`), and after undoing the
+scale that the filters of a layer share where a normalisation follows it. docs/dead-filters.md gives
+the reasons.
 """
 
 from __future__ import annotations
@@ -32,10 +31,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from powergrad.monitor.activity import Activity, observe
+from powergrad.monitor.checkpoint import load_checkpoint, state_weights
 from powergrad.monitor.history import follow
-from powergrad.monitor.layers import Filters, Gains, Layer, load_checkpoint, read_units, unwrap
+from powergrad.monitor.layers import Layer, Weight, describe_layers, model_weights, on_host, unwrap
 from powergrad.monitor.recording import Recording
-from powergrad.monitor.results import Census, Finding, count
+from powergrad.monitor.results import Census, LayerState, count
 from powergrad.monitor.thresholds import DeathLine, Thresholds
 
 __all__ = ["census"]
@@ -86,10 +86,8 @@ def census(
     """
     thresholds = Thresholds() if thresholds is None else thresholds
     if data is not None and not isinstance(source, nn.Module):
-        raise ValueError(
-            "Expected `data` only where `source` is a model, which can be run on it, but got "
-            f"{type(source).__name__}."
-        )
+        got = type(source).__name__
+        raise ValueError(f"Expected `source` to be a model where `data` is given, but got {got}.")
     if loss is not None and data is None:
         raise ValueError("Expected `data` where `loss` is given, but got none.")
     if isinstance(source, (str, os.PathLike)) and Path(source).is_dir():
@@ -98,103 +96,100 @@ def census(
         if initial is not None:
             raise ValueError("Expected no `initial` for a recording, whose first row is its start.")
         return follow(Recording(source), thresholds)
-    filters, gains = read_units(_state_of(source, "source"))
-    starts = {} if initial is None else _starts(filters, gains, _state_of(initial, "initial"))
+    layers = _read(source, "source")
+    starts = {}
+    if initial is not None:
+        starts = {layer.name: weight.values() for layer, weight in _read(initial, "initial")}
+        _check_starts(starts, [layer for layer, _ in layers])
     activity = Activity()
     if isinstance(source, nn.Module) and data is not None:
         activity = observe(source, data, loss, head)
-    findings = _judge(filters, gains, starts, activity, thresholds)
-    held = unwrap(source) if isinstance(source, nn.Module) else source
-    name = str(held) if isinstance(held, (str, os.PathLike)) else type(held).__name__
-    return count(name, findings, examples=activity.examples)
+    states = [_judge(*pair, starts.get(pair[0].name), activity, thresholds) for pair in layers]
+    _excuse_layers_behind_gates(states)
+    if (features := activity.features) is not None:
+        layer = Layer(None, f"input of {activity.classifier}", "features", len(features))
+        zero = features <= thresholds.output * _largest(features)
+        states.append(LayerState(layer, {"feature": zero}, features))
+    if isinstance(source, nn.Module):
+        source = unwrap(source)
+    name = str(source) if isinstance(source, (str, os.PathLike)) else type(source).__name__
+    return count(name, states, examples=activity.examples)
 
 
-def _state_of(source: Any, name: str) -> nn.Module | Mapping[str, Any]:
-    if isinstance(source, (nn.Module, Mapping)):
-        return source
-    if not isinstance(source, (str, os.PathLike)):
+def _read(source: Any, argument: str) -> list[tuple[Layer, Weight]]:
+    """The layers and normalisations in a model, a state dict or a checkpoint."""
+    if isinstance(source, (str, os.PathLike)):
+        if not Path(source).is_file():
+            raise ValueError(f"Expected {os.fspath(source)!r} to be there, but got no such file.")
+        source = load_checkpoint(source)
+    if isinstance(source, nn.Module):
+        weights, ordered = [weight for weight, _ in model_weights(source)], True
+    elif isinstance(source, Mapping):
+        weights, ordered = state_weights(source)
+    else:
         raise TypeError(
-            f"Expected `{name}` to be a model, a state dict or a path, but got "
+            f"Expected `{argument}` to be a model, a state dict or a path, but got "
             f"{type(source).__name__}."
         )
-    if not Path(source).is_file():
-        raise ValueError(f"Expected {os.fspath(source)!r} to be there, but got no such file.")
-    return load_checkpoint(source)
+    if all(weight.is_gain for weight in weights):
+        raise ValueError(
+            "Expected a model or a state dict with a convolution or a linear layer, but got none."
+        )
+    layers = zip(describe_layers(weights, ordered), weights, strict=True)
+    return sorted(layers, key=lambda pair: pair[1].is_gain)
 
 
-def _starts(
-    filters: list[Filters], gains: list[Gains], initial: nn.Module | Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """The norms and gains at the start, by layer."""
-    old_filters, old_gains = read_units(initial)
-    starts = {old.layer.name: old.norms for old in old_filters}
-    starts |= {old.layer.name: old.gains.abs() for old in old_gains}
-    for layer in [each.layer for each in (*filters, *gains)]:
-        found = starts.get(layer.name)
-        if found is None or len(found) != layer.units:
-            got = "none" if found is None else str(len(found))
+def _check_starts(starts: dict[str, Tensor], layers: list[Layer]) -> None:
+    for layer in layers:
+        got = len(starts[layer.name]) if layer.name in starts else "none"
+        if got != layer.units:
             raise ValueError(
                 f"Expected `initial` to have {layer.units} units in {layer.name!r}, but got {got}."
             )
-    return starts
 
 
 def _judge(
-    filters: list[Filters],
-    gains: list[Gains],
-    starts: dict[str, Tensor],
-    activity: Activity,
-    thresholds: Thresholds,
-) -> list[Finding]:
-    findings = []
-    for each in (*filters, *gains):
-        layer = each.layer
-        values = each.norms if isinstance(each, Filters) else each.gains.abs()
-        start = starts.get(layer.name)
-        finding = Finding(layer, {}, values, gradients=activity.gradients.get(layer.name))
-        vanished = values <= DeathLine([layer], thresholds)(values, start)
-        if start is not None:
-            finding.unborn = vanished & (start <= thresholds.zero)
-        if finding.gradients is not None:
-            least = thresholds.gradient * _largest(finding.gradients)
-            finding.learns = ~(finding.gradients <= least)  # NaN is a gradient, if a broken one
-        if layer.name in activity.fired:
-            finding.how["silent"] = ~activity.fired[layer.name]
-        if isinstance(each, Filters):
-            finding.how["weight"] = vanished
-            if finding.learns is not None:
-                finding.how["gradient"] = ~finding.learns
-        else:
-            finding.how["gain"] = vanished
-            finding.biases = each.biases
-            if each.untrained:
-                finding.unborn = vanished
-        finding.how["nonfinite"] = ~values.isfinite()
-        findings.append(finding)
-    _excuse_layers_behind_gates(findings)
-    if activity.features is not None:
-        layer = Layer(None, f"input of {activity.classifier}", "features", len(activity.features))
-        least = thresholds.output * _largest(activity.features)
-        findings.append(Finding(layer, {"feature": activity.features <= least}, activity.features))
-    return findings
+    layer: Layer, weight: Weight, start: Tensor | None, activity: Activity, thresholds: Thresholds
+) -> LayerState:
+    """What the weights of one layer show, and what its units did over the data."""
+    values = weight.values()
+    state = LayerState(layer, {}, values, gradients=activity.gradients.get(layer.name))
+    vanished = values <= DeathLine([layer], thresholds)(values, start)
+    state.how["gain" if weight.is_gain else "weight"] = vanished
+    state.how["nonfinite"] = ~values.isfinite()
+    if start is not None:
+        state.unborn = vanished & (start <= thresholds.zero)
+    if layer.name in activity.fired:
+        state.how["silent"] = ~activity.fired[layer.name]
+    if state.gradients is not None:
+        none = state.gradients <= thresholds.gradient * _largest(state.gradients)
+        state.learns = ~none  # NaN is a gradient, if a broken one
+        if not weight.is_gain:
+            state.how["gradient"] = none
+    if weight.is_gain:
+        state.biases = None if weight.bias is None else on_host(weight.bias)
+        if weight.batches is not None and int(weight.batches) == 0:
+            state.unborn = vanished  # as initialised
+    return state
 
 
 def _largest(values: Tensor) -> Tensor:
     return values.nan_to_num(0, 0).max()
 
 
-def _excuse_layers_behind_gates(findings: list[Finding]) -> None:
+def _excuse_layers_behind_gates(states: list[LayerState]) -> None:
     """Where a whole layer is zero but learns, the layers without any gradient may be behind it.
 
     The last gain of a residual branch that is initialised to zero is such a gate: it lets no
     gradient into its branch before its first step.
     """
+    measured = [(state, state.learns) for state in states if state.learns is not None]
     gates = any(
-        finding.learns is not None and finding.learns.any() and bool(finding.how[way].all())
-        for finding in findings
+        learns.any() and bool(state.how[way].all())
+        for state, learns in measured
         for way in ("weight", "gain")
-        if way in finding.how
+        if way in state.how
     )
-    for finding in findings:
-        if gates and finding.learns is not None and not finding.learns.any():
-            finding.how.pop("gradient", None)
+    for state, learns in measured:
+        if gates and not learns.any():
+            state.how.pop("gradient", None)

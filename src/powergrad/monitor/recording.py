@@ -1,9 +1,10 @@
-r"""FilterMonitor: the norm of every filter, written to disk as the training goes on.
+r"""FilterMonitor writes the norm of every filter to disk while training; Recording reads it.
 
-A recording is a folder of two files. ``records.bin`` is a row of fixed size for each recorded step:
-the step as a little-endian int64, then one float32 a unit. ``index.json`` says which float belongs
-to which layer and quantity. Rows are only ever appended, each by one write, so a reader may come at
-any time; a last row cut short by a kill is seen by its size and left out. With numpy::
+A recording is a folder of two files. ``records.bin`` has one row of fixed size per recorded step:
+the step as a little-endian int64, then one float32 per unit. ``index.json`` says which float
+belongs to which layer and quantity. Rows are only ever appended, each by one write, so a recording
+can be read at any time; a last row cut short by a kill is recognised by its size and left out. With
+numpy::
 
     index = json.load(open("norms/index.json"))
     row = np.dtype([("step", "<i8"), ("values", "<f4", index["width"])])
@@ -12,6 +13,7 @@ any time; a last row cut short by a kill is seen by its size and left out. With 
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import os
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
@@ -35,8 +37,8 @@ from powergrad.monitor.layers import (
     LAYERS,
     Layer,
     channel_dim,
+    filter_norms,
     named_units,
-    norms_by_layer,
     unwrap,
     weight_of,
 )
@@ -120,34 +122,38 @@ class FilterMonitor:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"Expected `model` to be a module, but got {type(model).__name__}.")
-        self.every = _whole(every, "every", least=1)
-        if resume is not None:
-            resume = _whole(resume, "resume", least=0)
-        self._step = -1 if resume is None else resume
+        self.every = _integer(every, "every", least=1)
+        self._step = -1 if resume is None else _integer(resume, "resume", least=0)
         self._closed = False
-        self._hook = None
-        self._writes = _rank() == 0
+        self._hook: RemovableHandle | None = None
+        parallel = distributed.is_available() and distributed.is_initialized()
+        self._writes = not parallel or distributed.get_rank() == 0
         if not self._writes:
             return
         self.directory = Path(directory)
         self._gradients = gradients
-        held = named_units(model)
-        units = [(layer, m) for layer, m in held if isinstance(m, LAYERS)]
-        scaled = [(layer, m) for layer, m in held if gains and not isinstance(m, LAYERS)]
-        if not units:
+        pairs = named_units(model)
+        layers = {m: layer for layer, m in pairs if isinstance(m, LAYERS)}
+        normalisations = {m: layer for layer, m in pairs if gains and not isinstance(m, LAYERS)}
+        if not layers:
             raise ValueError(
                 "Expected `model` to have a convolution or a linear layer, but got a "
                 f"{type(model).__name__} with none."
             )
-        layers = [layer for layer, _ in units]
-        normalisations = [layer for layer, _ in scaled]
-        self._modules = [module for _, module in units]
-        self._normalisations = [module for _, module in scaled]
-        head = _find_classifier(model, features)
-        fed = None if head is None else (layers[self._modules.index(head)].name, _inputs(head))
-        columns = _lay_out(layers, gradients, fed, normalisations)
+        self._modules, self._normalisations = list(layers), list(normalisations)
+        self._head = _find_classifier(model, features)
+        wanted = [("weight", layer.name, layer.units) for layer in layers.values()]
+        if gradients:
+            wanted += [("gradient", layer.name, layer.units) for layer in layers.values()]
+        if self._head is not None:
+            wanted.append(("feature", layers[self._head].name, _inputs(self._head)))
+        wanted += [("gain", layer.name, layer.units) for layer in normalisations.values()]
+        *starts, width = itertools.accumulate((count for *_, count in wanted), initial=0)
+        columns = [
+            Column(quantity, name, start, count)
+            for (quantity, name, count), start in zip(wanted, starts, strict=True)
+        ]
         self._columns = {q: [c for c in columns if c.quantity == q] for q in QUANTITIES}
-        width = columns[-1].place.stop
         # One row in memory: the bytes that are written, and their float32 view that is filled.
         self._row = bytearray(_STEP.size + 4 * width)
         self._values = torch.frombuffer(self._row, dtype=torch.float32, offset=_STEP.size)
@@ -155,15 +161,15 @@ class FilterMonitor:
             "format": FORMAT,
             "byteorder": sys.byteorder,
             "width": width,
-            "layers": [asdict(layer) for layer in layers],
+            "layers": [asdict(layer) for layer in layers.values()],
             "columns": [asdict(column) for column in columns],
         }
         if normalisations:
-            index["normalisations"] = [asdict(layer) for layer in normalisations]
-        self._file, self._rows = _open(self.directory, index, resume)
-        if head is not None:
-            self._sums = torch.zeros(_inputs(head) + 1, device="cpu")
-            self._hook = _watch_inputs(head, self)
+            index["normalisations"] = [asdict(layer) for layer in normalisations.values()]
+        self._file, self._rows = _open_records(self.directory, index, resume)
+        if self._head is not None:
+            self._sums = torch.zeros(_inputs(self._head) + 1, device="cpu")
+            self._hook = _watch_inputs(self._head, self)
 
     def step(self, step: int) -> None:
         """Record the norms if `every` divides `step`, or if this is the first record.
@@ -179,62 +185,54 @@ class FilterMonitor:
             raise ValueError("Expected an open monitor, but got one that is closed.")
         if not self._writes:
             return
-        step = _whole(step, "step", least=0)
+        step = _integer(step, "step", least=0)
         if step <= self._step:
             raise ValueError(f"Expected `step` to be larger than {self._step}, but got {step}.")
-        if self._rows and step % self.every:
-            self._step = step
-            return
-        self._fill(step)
-        _STEP.pack_into(self._row, 0, step)
-        self._write()
+        if not self._rows or step % self.every == 0:
+            self._fill(step)
+            self._write()
         self._step = step
 
     @torch.no_grad()
     def _fill(self, step: int) -> None:
-        groups = [transposed_groups(module) for module in self._modules]
+        _STEP.pack_into(self._row, 0, step)
         weights = [weight_of(module) for module in self._modules]
-        self._put(self._columns["weight"], norms_by_layer(weights, groups))
-        self._put(self._columns["gain"], [weight_of(m).abs() for m in self._normalisations])
+        groups = [transposed_groups(module) for module in self._modules]
+        self._put(self._columns["weight"], filter_norms(weights, groups))
         if self._gradients:
-            grads = [_grad(module) for module in self._modules]
+            columns = self._columns["gradient"]
+            gradients = {
+                column: (weight.grad, group)
+                for column, weight, group in zip(columns, weights, groups, strict=True)
+                if weight.is_leaf and weight.grad is not None
+            }
             # The first record is the start, where no gradient has been computed yet.
-            if self._rows and all(grad is None for grad in grads):
+            if self._rows and not gradients:
                 raise RuntimeError(
                     f"Expected gradients at step {step}, but got none on any layer; call step() "
                     "after backward() and before zero_grad()."
                 )
-            held = []
-            for column, grad, own in zip(self._columns["gradient"], grads, groups, strict=True):
-                if grad is None:
-                    self._values[column.place] = torch.nan
-                else:
-                    held.append((column, grad, own))
-            if held:
-                columns, present, theirs = map(list, zip(*held, strict=True))
-                self._put(columns, norms_by_layer(present, theirs))
-        for column in self._columns["feature"]:
+            self._values[columns[0].start : columns[-1].place.stop] = torch.nan
+            if gradients:
+                self._put(list(gradients), filter_norms(*zip(*gradients.values(), strict=True)))
+        if self._head is not None:
             # With no example since the last record this is 0 / 0: NaN, as for any missing value.
-            self._values[column.place] = (self._sums[:-1] / self._sums[-1]).sqrt().cpu()
+            self._put(self._columns["feature"], [(self._sums[:-1] / self._sums[-1]).sqrt()])
             self._sums.zero_()
+        if self._normalisations:
+            gains = [weight_of(module).abs() for module in self._normalisations]
+            self._put(self._columns["gain"], gains)
 
     def _put(self, columns: list[Column], values: list[Tensor]) -> None:
-        """The `values` of the columns into the row: one copy to the host for each device."""
-        by_device: dict[torch.device, list[tuple[Column, Tensor]]] = {}
-        for column, own in zip(columns, values, strict=True):
-            by_device.setdefault(own.device, []).append((column, own.float()))
-        for entries in by_device.values():
-            together = torch.cat([own for _, own in entries]).cpu()
-            place = slice(entries[0][0].start, entries[-1][0].place.stop)
-            if place.stop - place.start == len(together):  # nothing in between is missing
-                self._values[place] = together
-                continue
-            parts = together.split([column.count for column, _ in entries])
-            for (column, _), part in zip(entries, parts, strict=True):
-                self._values[column.place] = part
+        """Copy the values of the columns into the row, by one transfer to the host."""
+        device = values[0].device
+        together = torch.cat([value.to(device, torch.float32) for value in values]).cpu()
+        parts = together.split([column.count for column in columns])
+        for column, part in zip(columns, parts, strict=True):
+            self._values[column.place] = part
 
-    def _see(self, module: nn.Module, features: Tensor) -> None:
-        """What goes into the classifier: the features' squares, and how many were summed."""
+    def _add_features(self, module: nn.Module, features: Tensor) -> None:
+        """Add what enters the classifier to the sums: its squares, and how many there are."""
         features = features.detach().movedim(channel_dim(module), -1).float()
         features = features.reshape(-1, features.shape[-1])
         if self._sums.device != features.device:
@@ -250,11 +248,11 @@ class FilterMonitor:
         self._rows += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint must keep: the features seen since the last record."""
+        """What a checkpoint must keep: the sums of the features since the last record."""
         return {} if self._hook is None else {"features": self._sums.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from :meth:`state_dict`, in a monitor made with `resume`.
+        """Continue from :meth:`state_dict`, in a monitor made with `resume`.
 
         Raises:
             ValueError: If the features are not those of this model.
@@ -271,7 +269,7 @@ class FilterMonitor:
         self._sums = sums.clone()
 
     def close(self) -> None:
-        """Write what the system still holds to the disk, close the file, and remove the hook."""
+        """Sync the file to the disk, close it, and remove the hook."""
         if self._closed:
             return
         self._closed = True
@@ -288,7 +286,7 @@ class FilterMonitor:
         self.close()
 
 
-def _whole(value: int, name: str, least: int) -> int:
+def _integer(value: int, name: str, least: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
@@ -300,32 +298,8 @@ def _whole(value: int, name: str, least: int) -> int:
     return number
 
 
-def _rank() -> int:
-    distributed = torch.distributed
-    return (
-        distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-    )
-
-
-def _grad(module: nn.Module) -> Tensor | None:
-    weight = weight_of(module)
-    return weight.grad if weight.is_leaf else None
-
-
 def _inputs(layer: _ConvNd | nn.Linear) -> int:
     return layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
-
-
-def _watch_inputs(head: nn.Module, monitor: FilterMonitor) -> RemovableHandle:
-    """Let the monitor see what goes into this module in training, and not into copies of it."""
-    own, watcher = weakref.ref(head), weakref.ref(monitor)
-
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = watcher()
-        if found is not None and module is own() and module.training:
-            found._see(module, args[0] if args else kwargs["input"])
-
-    return head.register_forward_pre_hook(look, with_kwargs=True)
 
 
 def _find_classifier(model: nn.Module, features: bool | str) -> _ConvNd | nn.Linear | None:
@@ -340,26 +314,19 @@ def _find_classifier(model: nn.Module, features: bool | str) -> _ConvNd | nn.Lin
     return head
 
 
-def _lay_out(
-    layers: list[Layer],
-    gradients: bool,
-    head: tuple[str, int] | None,
-    normalisations: list[Layer],
-) -> list[Column]:
-    wanted = [("weight", layer.name, layer.units) for layer in layers]
-    if gradients:
-        wanted += [("gradient", layer.name, layer.units) for layer in layers]
-    if head is not None:
-        wanted.append(("feature", *head))
-    wanted += [("gain", layer.name, layer.units) for layer in normalisations]
-    columns, start = [], 0
-    for quantity, name, count in wanted:
-        columns.append(Column(quantity, name, start, count))
-        start += count
-    return columns
+def _watch_inputs(head: nn.Module, monitor: FilterMonitor) -> RemovableHandle:
+    """Show the monitor what goes into the classifier in training, but not into copies of it."""
+    original, watcher = weakref.ref(head), weakref.ref(monitor)
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        watching = watcher()
+        if watching is not None and module is original() and module.training:
+            watching._add_features(module, args[0] if args else kwargs["input"])
+
+    return head.register_forward_pre_hook(look, with_kwargs=True)
 
 
-def _open(directory: Path, index: dict[str, Any], resume: int | None) -> tuple[FileIO, int]:
+def _open_records(directory: Path, index: dict[str, Any], resume: int | None) -> tuple[FileIO, int]:
     """The file of rows, cut after the step to resume from, and how many rows it keeps."""
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / _INDEX).exists():
@@ -371,11 +338,11 @@ def _open(directory: Path, index: dict[str, Any], resume: int | None) -> tuple[F
     if resume is None:
         raise ValueError(
             f"Expected `directory` to hold no recording, but got {str(directory)!r}, which does; "
-            "pass `resume`, the step to go on from, or another directory."
+            "pass `resume`, the step to continue from, or another directory."
         )
-    found = _read_index(directory)
-    if found != index:
-        part = next(key for key in index if found.get(key) != index[key])
+    recorded = _read_index(directory)
+    if recorded != index:
+        part = next(key for key in index if recorded.get(key) != index[key])
         raise ValueError(
             f"Expected the recording in {str(directory)!r} to be of this model and these "
             f"quantities, but got other {part}: resume with the arguments it was begun with."
@@ -397,14 +364,14 @@ def _read_index(directory: Path) -> dict[str, Any]:
     path = directory / _INDEX
     try:
         index = json.loads(path.read_text())
-        written = int(index["format"])
+        version = int(index["format"])
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"Expected {str(path)!r} to be a recording's index, but got: {error}"
         ) from None
-    if written > FORMAT:
+    if version > FORMAT:
         raise ValueError(
-            f"Expected a recording of format {FORMAT} or earlier, but got {written} in "
+            f"Expected a recording of format {FORMAT} or earlier, but got {version} in "
             f"{str(path)!r}; a newer powergrad reads it."
         )
     if index["byteorder"] != sys.byteorder:
@@ -434,13 +401,12 @@ class Recording:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory)
         if not self.exists(directory):
             raise ValueError(
                 f"Expected {str(directory)!r} to hold a recording ({_INDEX}), but got none."
             )
-        if not (self.directory / _INDEX).exists():
-            self.directory = self.directory / "norms"
+        path = Path(directory)
+        self.directory = path if (path / _INDEX).exists() else path / "norms"
         index = _read_index(self.directory)
         self.layers = tuple(Layer(**layer) for layer in index["layers"])
         self.normalisations = tuple(Layer(**layer) for layer in index.get("normalisations", []))
@@ -476,17 +442,15 @@ class Recording:
             ValueError: If the recording has no such layer or quantity.
         """
         column = self.find(layer, quantity)
-        steps: list[int] = []
-        values = [torch.empty(0, column.count, device="cpu")]
-        for step, row in self._read_rows(column.place):
-            steps.append(step)
-            values.append(row[None])
-        return torch.tensor(steps, dtype=torch.int64, device="cpu"), torch.cat(values)
+        rows = list(self._read_rows(column.place))
+        steps = torch.tensor([step for step, _ in rows], dtype=torch.int64, device="cpu")
+        none = torch.empty(0, column.count, device="cpu")
+        return steps, torch.cat([none, *(values[None] for _, values in rows)])
 
     def find(self, layer: int | str, quantity: str = "weight") -> Column:
         """Where the rows keep `quantity` of `layer`."""
-        held = (*self.layers, *self.normalisations)
-        names = {each.name for each in held if layer in (each.number, each.name)}
+        known = (*self.layers, *self.normalisations)
+        names = {entry.name for entry in known if layer in (entry.number, entry.name)}
         for column in self.columns:
             if column.layer in names and column.quantity == quantity:
                 return column

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -143,7 +143,7 @@ class Census:
         path: str | os.PathLike[str],
         rows: Literal["units", "layers", "events"] = "units",
     ) -> None:
-        """Write the units found, the counts of every layer, or the events, one a row.
+        """Write the units found, the counts of every layer, or the events, one per row.
 
         Raises:
             ValueError: If `rows` is none of these.
@@ -151,35 +151,29 @@ class Census:
         kinds = {"units": Unit, "layers": LayerCount, "events": Event}
         if rows not in kinds:
             raise ValueError(f"Expected `rows` to be one of {', '.join(kinds)}, but got {rows!r}.")
-        names = [each.name for each in fields(kinds[rows])]
+        names = [field.name for field in fields(kinds[rows])]
         with open(path, "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(names)
-            for row in getattr(self, rows):
-                writer.writerow([_cell(getattr(row, name)) for name in names])
+            writer.writerows(
+                [_cell(getattr(row, name)) for name in names] for row in getattr(self, rows)
+            )
 
     def __str__(self) -> str:
-        return _table(self)
+        over = f", over {self.examples:,} examples" if self.examples else ""
+        lines = [self.source + over, *_table(self), *_summary(self), *_changes(self)]
+        return "\n".join(lines)
 
 
-# From findings to a census ------------------------------------------------------------------------
+# From the states of layers to a census -----------------------------------------------------------
 
 
 @dataclass
-class Finding:
-    """One layer, with tensors of ``(units,)``: for each way of being found, which units were.
+class LayerState:
+    """What is known of one layer, as tensors of ``(units,)``; None where it was not measured.
 
-    Attributes:
-        layer: The layer.
-        how: By way, which units were found; a way that is missing was not measured.
-        values: The norms, the gains, or the largest values of the features.
-        biases: The biases beside the gains.
-        gradients: The norms of the gradients, where measured.
-        learns: Which units get a gradient, where measured.
-        unborn: Which units had vanished at the start and have not lived since.
-        since: The step from which each unit is dead.
-        deaths: How often each unit died.
-        revivals: How often each unit came back.
+    `how` has the units found in each way that was measured, `learns` those that get a gradient. The
+    others are explained at :class:`Unit`.
     """
 
     layer: Layer
@@ -196,68 +190,59 @@ class Finding:
 
 def count(
     source: str,
-    findings: Iterable[Finding],
+    states: Iterable[LayerState],
     events: Iterable[Event] = (),
     steps: tuple[int, int] | None = None,
     examples: int = 0,
 ) -> Census:
-    """The census of `findings`."""
+    """The census of layers in these states."""
     layers: list[LayerCount] = []
     units: list[Unit] = []
-    for finding in findings:
-        found = _units(finding)
-        units += found
-        layer = finding.layer
-        states = [unit.state for unit in found]
+    for state in states:
+        dead = _dead_units(state)
+        units += dead
+        words = [unit.state for unit in dead]
         layers.append(
             LayerCount(
-                number=layer.number,
-                layer=layer.name,
-                kind=layer.kind,
-                units=layer.units,
-                dead=states.count("dead"),
-                recoverable=states.count("recoverable"),
-                unborn=states.count("unborn"),
-                how={way: int(finding.how[way].sum()) for way in HOW if way in finding.how},
-                died=_positive(finding.deaths),
-                revived=_positive(finding.revivals),
+                state.layer.number,
+                state.layer.name,
+                state.layer.kind,
+                state.layer.units,
+                dead=words.count("dead"),
+                recoverable=words.count("recoverable"),
+                unborn=words.count("unborn"),
+                how={way: int(state.how[way].sum()) for way in HOW if way in state.how},
+                died=0 if state.deaths is None else int((state.deaths > 0).sum()),
+                revived=0 if state.revivals is None else int((state.revivals > 0).sum()),
             )
         )
     return Census(source, tuple(layers), tuple(units), tuple(events), steps, examples)
 
 
-def _positive(counts: Tensor | None) -> int:
-    return 0 if counts is None else int((counts > 0).sum())
+def _dead_units(state: LayerState) -> list[Unit]:
+    def item(tensor: Tensor | None, unit: int) -> Any:
+        return None if tensor is None else tensor[unit].item()
 
+    def life(unit: int) -> State:
+        if item(state.unborn, unit):
+            return "unborn"
+        return "recoverable" if item(state.learns, unit) else "dead"
 
-def _units(finding: Finding) -> list[Unit]:
-    found: list[Unit] = []
-    anyhow = torch.stack(list(finding.how.values())).any(0)
-    for u in anyhow.nonzero().flatten().tolist():
-        state: State = "dead"
-        if finding.unborn is not None and finding.unborn[u]:
-            state = "unborn"
-        elif finding.learns is not None and finding.learns[u]:
-            state = "recoverable"
-        found.append(
-            Unit(
-                number=finding.layer.number,
-                layer=finding.layer.name,
-                unit=u,
-                how=tuple(way for way in HOW if way in finding.how and finding.how[way][u]),
-                state=state,
-                value=_item(finding.values, u),
-                bias=_item(finding.biases, u),
-                gradient=_item(finding.gradients, u),
-                since=_item(finding.since, u),
-                revivals=_item(finding.revivals, u) or 0,
-            )
+    return [
+        Unit(
+            state.layer.number,
+            state.layer.name,
+            unit,
+            how=tuple(way for way in HOW if way in state.how and state.how[way][unit]),
+            state=life(unit),
+            value=item(state.values, unit),
+            bias=item(state.biases, unit),
+            gradient=item(state.gradients, unit),
+            since=item(state.since, unit),
+            revivals=item(state.revivals, unit) or 0,
         )
-    return found
-
-
-def _item(tensor: Tensor | None, unit: int) -> Any:
-    return None if tensor is None else tensor[unit].item()
+        for unit in torch.stack(list(state.how.values())).any(0).nonzero().flatten().tolist()
+    ]
 
 
 # The table ----------------------------------------------------------------------------------------
@@ -271,73 +256,64 @@ def _cell(value: Any) -> Any:
     return "" if value is None else value
 
 
-def _table(census: Census) -> str:
-    concerned = [
-        layer
-        for layer in census.layers
-        if layer.dead or layer.recoverable or layer.unborn or layer.died
+def _table(census: Census) -> list[str]:
+    """The layers in which something is or was dead, in aligned columns."""
+    affected = [c for c in census.layers if c.dead or c.recoverable or c.unborn or c.died]
+    if not affected:
+        return []
+    ways = [way for way in HOW if any(layer.how.get(way) for layer in affected)]
+    states, timed = ["dead", "recoverable", "unborn"], ["died", "revived"] if census.steps else []
+    rows = [["#", "layer", "kind", "units", *states, *ways, *timed]]
+    for layer in affected:
+        name = layer.layer + (" (whole)" if layer.whole else "")
+        counts = [layer.units, *(getattr(layer, state) for state in states)]
+        counts += [layer.how.get(way, "-") for way in ways]
+        counts += [getattr(layer, change) for change in timed]
+        rows.append([str(_cell(layer.number)), name, layer.kind, *map(str, counts)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = {1, 2}  # names are aligned at the left, numbers at the right
+    return [
+        "  ".join(
+            cell.ljust(width) if place in left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
     ]
-    over = f", over {census.examples:,} examples" if census.examples else ""
-    lines = [census.source + over]
-    if concerned:
-        ways = [way for way in HOW if any(layer.how.get(way) for layer in concerned)]
-        timed = ["died", "revived"] if census.steps else []
-        header = ["#", "layer", "kind", "units", "dead", "recoverable", "unborn", *ways, *timed]
-        rows = [header] + [
-            [
-                "" if layer.number is None else str(layer.number),
-                layer.layer + (" (whole)" if layer.whole else ""),
-                layer.kind,
-                *(str(getattr(layer, name)) for name in header[3:7]),
-                *(str(layer.how.get(way, "-")) for way in ways),
-                *(str(getattr(layer, name)) for name in timed),
-            ]
-            for layer in concerned
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += [
-            "  ".join(
-                cell.ljust(width) if 0 < place < 3 else cell.rjust(width)
-                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-    lines += _summary(census)
-    return "\n".join(lines)
 
 
-def _summary(census: Census) -> list[str]:
-    lines = []
-    for what, chosen in (
-        ("filters", [layer for layer in census.layers if "weight" in layer.how]),
-        ("gains", [layer for layer in census.layers if "gain" in layer.how]),
-        ("features", [layer for layer in census.layers if "feature" in layer.how]),
-    ):
-        if chosen:
-            line = f"{sum(layer.dead for layer in chosen):,} of "
-            line += f"{sum(layer.units for layer in chosen):,} {what} dead"
-            for state in ("recoverable", "unborn"):
-                number = sum(getattr(layer, state) for layer in chosen)
-                line += f", {number:,} {state}" if number else ""
-            lines.append(line + ".")
+def _summary(census: Census) -> Iterator[str]:
+    for way, what in (("weight", "filters"), ("gain", "gains"), ("feature", "features")):
+        layers = [layer for layer in census.layers if way in layer.how]
+        if layers:
+            dead, recoverable, unborn, units = (
+                sum(getattr(layer, name) for layer in layers)
+                for name in ("dead", "recoverable", "unborn", "units")
+            )
+            line = f"{dead:,} of {units:,} {what} dead"
+            line += f", {recoverable:,} recoverable" if recoverable else ""
+            yield line + (f", {unborn:,} unborn." if unborn else ".")
     constant = sum("gain" in unit.how and bool(unit.bias) for unit in census.units)
     if constant:
-        lines.append(f"{constant:,} channels of vanished gain send on a constant, their bias.")
+        yield f"{constant:,} channels of vanished gain send on a constant, their bias."
     if census.whole_layers:
-        lines.append(f"Whole layers: {', '.join(census.whole_layers)}.")
-    if census.steps:
-        lines.append(f"Over steps {census.steps[0]:,} to {census.steps[1]:,}:")
-        for quantity in ("weight", "gain", "gradient", "feature"):
-            happened = [event for event in census.events if event.quantity == quantity]
-            if not happened:
-                continue
-            last = {(event.layer, event.unit): event.what for event in happened}
-            died = {(e.layer, e.unit) for e in happened if e.what == "died"}
-            back = {(e.layer, e.unit) for e in happened if e.what == "revived"}
-            born = sum(event.what == "born" for event in happened)
-            line = f"  {quantity}: {len(died):,} died, {len(back):,} of these came back, "
-            line += f"{list(last.values()).count('died'):,} dead at the end"
-            lines.append(line + (f"; {born:,} born." if born else "."))
-        if not census.events:
-            lines.append("  nothing died, nothing came back.")
-    return lines
+        yield f"Whole layers: {', '.join(census.whole_layers)}."
+
+
+def _changes(census: Census) -> Iterator[str]:
+    if census.steps is None:
+        return
+    yield f"Over steps {census.steps[0]:,} to {census.steps[1]:,}:"
+    if not census.events:
+        yield "  nothing died, nothing came back."
+    for quantity in ("weight", "gain", "gradient", "feature"):
+        units: dict[str, set[tuple[str, int]]] = {"died": set(), "revived": set(), "born": set()}
+        last = {}
+        for event in census.events:
+            if event.quantity == quantity:
+                unit = (event.layer, event.unit)
+                units[event.what].add(unit)
+                last[unit] = event.what
+        if last:
+            line = f"  {quantity}: {len(units['died']):,} died, {len(units['revived']):,} of these "
+            line += f"came back, {list(last.values()).count('died'):,} dead at the end"
+            yield line + (f"; {len(units['born']):,} born." if units["born"] else ".")

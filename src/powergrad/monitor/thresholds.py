@@ -1,4 +1,4 @@
-"""Where the line is drawn between the living and the dead."""
+"""The thresholds of the census, and the value at which each unit is dead."""
 
 from __future__ import annotations
 
@@ -43,39 +43,26 @@ class Thresholds:
     patience: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("start", "layer", "chance", "gradient", "output"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ValueError(f"Expected `{name}` to be in [0, 1), but got {value}.")
-        if not 0 <= self.zero < math.inf:
-            raise ValueError(f"Expected `zero` to be at least 0 and finite, but got {self.zero}.")
-        if not 1 <= self.revival < math.inf:
-            raise ValueError(
-                f"Expected `revival` to be at least 1 and finite, but got {self.revival}."
-            )
-        if self.patience < 1:
-            raise ValueError(f"Expected `patience` to be at least 1, but got {self.patience}.")
+        fractions = dict.fromkeys(("start", "layer", "chance", "gradient", "output"), (0, 1))
+        others = {"zero": (0, math.inf), "revival": (1, math.inf), "patience": (1, math.inf)}
+        for name, (low, high) in {**fractions, **others}.items():
+            if not low <= (value := getattr(self, name)) < high:
+                raise ValueError(f"Expected `{name}` to be in [{low}, {high}), but got {value}.")
 
 
 class DeathLine:
-    """The value at which each unit of some layers is dead, given all their values.
-
-    Args:
-        layers: The layers, in the order of the values.
-        thresholds: The fractions.
-    """
+    """The value at which each unit is dead, for all the units of `layers`, in their order."""
 
     def __init__(self, layers: Sequence[Layer], thresholds: Thresholds) -> None:
         self.layer_of = layer_of([layer.units for layer in layers])
-        self.scale_free = torch.tensor([layer.normalised for layer in layers], device="cpu")
-        self.scale_free = self.scale_free[self.layer_of]
+        normalised = torch.tensor([layer.normalised for layer in layers], device="cpu")
+        self.scale_free = normalised[self.layer_of]
         # A living filter of d weights comes within e of its usual norm with a chance near e^d.
-        weights = torch.tensor(
-            [max(layer.weights, 1) for layer in layers], dtype=torch.float64, device="cpu"
-        )
-        least = thresholds.chance ** (1 / weights[self.layer_of])
-        self.start = least.clamp(max=thresholds.start)
-        self.layer = least.clamp(max=thresholds.layer)
+        sizes = [max(layer.weights, 1) for layer in layers]
+        exponents = 1 / torch.tensor(sizes, dtype=torch.float64, device="cpu")[self.layer_of]
+        by_chance = thresholds.chance**exponents
+        self.start = by_chance.clamp(max=thresholds.start)
+        self.layer = by_chance.clamp(max=thresholds.layer)
         self.zero = thresholds.zero
 
     def __call__(self, values: Tensor, starts: Tensor | None) -> Tensor:
@@ -89,7 +76,7 @@ class DeathLine:
 
 
 def layer_of(counts: Sequence[int]) -> Tensor:
-    """For each unit of layers with so many units, which layer it is of, counted from 0."""
+    """For each unit of layers with these counts of units, the index of its layer."""
     layers = torch.arange(len(counts), device="cpu")
     return layers.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
 

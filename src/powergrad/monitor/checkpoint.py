@@ -1,0 +1,106 @@
+"""Checkpoints: the file of a state dict, and the layers that its names and shapes show."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powergrad.monitor.layers import ROOT, Weight, plain_name
+
+
+def state_weights(state: Mapping[str, Any]) -> tuple[list[Weight], bool]:
+    """The weights in a state dict, and whether they are in the order of registration.
+
+    A weight of two or more dimensions is a layer; a vector is a gain if a bias or running
+    statistics of its size stand beside it (alone it might be the slopes of a PReLU). A transposed
+    convolution is recognised by a bias whose size is not the weight's first. Names in alphabetical
+    order, as safetensors stores them, are not in the order of registration.
+    """
+    tensors = {
+        plain_name(key.removeprefix("module.")): value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.dim() == 0)
+    }
+    weights = []
+    for key, tensor in tensors.items():
+        name, _, leaf = key.rpartition(".")
+        if leaf != "weight" or tensor.numel() == 0:
+            continue
+        bias, mean, batches = (
+            tensors.get(key.removesuffix("weight") + part)
+            for part in ("bias", "running_mean", "num_batches_tracked")
+        )
+        name = name or ROOT
+        if tensor.dim() >= 2:
+            groups = _transposed_groups(tensor, bias)
+            kind = "linear" if tensor.dim() == 2 else f"conv{tensor.dim() - 2}d"
+            kind = kind if groups is None else f"transposed {kind}"
+            weights.append(Weight(name, kind, tensor, groups=groups))
+        elif any(t is not None and t.shape == tensor.shape for t in (bias, mean)):
+            kind = "norm" if mean is None else "batch norm"
+            weights.append(Weight(name, kind, tensor, True, None, bias, batches))
+    names = [key for key, tensor in tensors.items() if tensor.is_floating_point()]
+    return weights, names != sorted(names)
+
+
+def _transposed_groups(weight: Tensor, bias: Tensor | None) -> int | None:
+    if weight.dim() < 3 or bias is None or bias.dim() != 1 or len(bias) == weight.shape[0]:
+        return None
+    groups, rest = divmod(len(bias), weight.shape[1])
+    return groups if groups and not rest and weight.shape[0] % groups == 0 else None
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
+    """The state dict in a file of safetensors or of ``torch.save``; no pickle is executed.
+
+    A file of ``torch.save`` may hold the state dict itself, or a dictionary with it under
+    ``model``, ``state_dict`` or ``model_state_dict``, or as its only dictionary of tensors.
+    """
+    path = os.fspath(path)
+    if path.endswith(".safetensors"):
+        return _load_safetensors(path)
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"Expected {path!r} to be a checkpoint that torch.load(weights_only=True) reads, but "
+            f"got {type(error).__name__}."
+        ) from error
+    if _is_state_dict(loaded):
+        return loaded
+    entries = loaded.items() if isinstance(loaded, Mapping) else ()
+    states = {key: value for key, value in entries if _is_state_dict(value)}
+    for key in ("model", "state_dict", "model_state_dict"):
+        if key in states:
+            return states[key]
+    if len(states) == 1:
+        return next(iter(states.values()))
+    got = f"dictionaries {sorted(map(str, states))}" if states else f"a {type(loaded).__name__}"
+    raise ValueError(f"Expected {path!r} to hold one state dict, but got {got}.")
+
+
+def _load_safetensors(path: str) -> Mapping[str, Tensor]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise ValueError(
+            f"Expected the package safetensors to be installed to read {path!r}; "
+            "`pip install safetensors`."
+        ) from error
+    try:
+        return dict(sorted(load_file(path).items()))  # not in the order of registration
+    except SafetensorError as error:
+        raise ValueError(f"Expected {path!r} to hold safetensors, but got: {error}.") from error
+
+
+def _is_state_dict(value: object) -> bool:
+    """Whether `value` holds weights; beside them a loss or a step may be a tensor too."""
+    return isinstance(value, Mapping) and any(
+        isinstance(tensor, Tensor) and tensor.dim() >= 2 for tensor in value.values()
+    )

@@ -1,0 +1,87 @@
+"""`powergrad inspect`: the census of a recording or a checkpoint, on the terminal and as CSV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import powergrad_cli
+from powergrad.monitor import FilterMonitor, census
+
+
+def inspect(*tokens: object) -> int:
+    return powergrad_cli.main(["inspect", *map(str, tokens)])
+
+
+def save_layer(path: Path, norms: list[float]) -> Path:
+    """A checkpoint of one linear layer whose filters have these norms."""
+    torch.manual_seed(0)
+    directions = F.normalize(torch.randn(len(norms), 50))
+    torch.save({"weight": directions * torch.tensor(norms)[:, None]}, path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run's folder in which one filter dies, and another dies and comes back."""
+    layer = nn.Linear(50, 4)
+    with FilterMonitor(layer, tmp_path / "norms", every=1) as monitor, torch.no_grad():
+        monitor.step(0)
+        row = layer.weight[1].clone()
+        layer.weight[1] = 0
+        monitor.step(1)
+        layer.weight[1] = row
+        layer.weight[3] = 0
+        monitor.step(2)
+    return tmp_path
+
+
+def test_a_recording_is_printed_and_written(folder: Path, capsys: Any) -> None:
+    outputs = {"--csv": 2, "--layers-csv": 2, "--events-csv": 4}  # lines, with the header
+    paths = {option: folder / f"{option[2:]}.csv" for option in outputs}
+    assert inspect(folder, *(token for pair in paths.items() for token in pair)) == 0
+    assert capsys.readouterr().out == f"{census(folder)}\n"
+    assert {option: path.read_text().count("\n") for option, path in paths.items()} == outputs
+
+
+@pytest.mark.parametrize(
+    ("options", "dead"),
+    [([], 0), (["--initial", "start.pt"], 1), (["--layer", "0.01"], 1)],
+)
+def test_a_checkpoint_with_a_start_or_another_threshold(
+    options: list[str], dead: int, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_layer(tmp_path / "start.pt", [1.0, 1.0])
+    save_layer(tmp_path / "now.pt", [1.0, 0.005])
+    assert inspect("now.pt", *options) == 0
+    assert f"{dead} of 2 filters dead." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["nowhere.pt"], "got no such file"),
+        (["."], "to hold a recording"),
+        (["text.pt"], "to be a checkpoint"),
+        (["one.pt", "--start", "2"], "`start` to be in [0, 1), but got 2.0"),
+        (["one.pt", "--patience", "many"], "many"),
+        (["one.pt", "--initial", "nowhere.pt"], "got no such file"),
+        (["one.pt", "--csv", "no/x.csv"], "No such file"),
+    ],
+)
+def test_errors_name_the_cause(
+    tokens: list[str], message: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.pt").write_text("not a checkpoint")
+    save_layer(tmp_path / "one.pt", [1.0])
+    assert inspect(*tokens) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err + printed.out
+    assert "Traceback" not in printed.err
