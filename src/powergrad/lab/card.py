@@ -9,8 +9,9 @@ import yaml
 
 from powergrad.lab.config import Recipe
 from powergrad.lab.data import Datasets
-from powergrad.lab.run import describe_machine
+from powergrad.lab.environment import describe_machine
 from powergrad.lab.trained import BINS, HeldOut, Trained
+from powergrad.lab.words import markdown_table
 
 __all__ = ["model_card"]
 
@@ -127,11 +128,11 @@ def _provenance(trained: Trained) -> str:
 
 def _results_table(results: dict[str, dict[str, float]]) -> str:
     header = ["temperature", "", *(heading for heading, *_ in MEASURES.values())]
-    rows = [header, ["---"] * len(header)]
+    rows = []
     for name, row in results.items():
         numbers = [f"{row[key]:.{2 if key == 'accuracy' else 4}f}" for key in MEASURES]
         rows.append([name, f"{row['temperature']:.4g}", *numbers])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    return markdown_table(header, rows)
 
 
 def _snippets(

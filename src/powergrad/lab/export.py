@@ -35,11 +35,11 @@ from torch.export import ExportedProgram
 
 from powergrad import __version__, fold_alpha
 from powergrad.lab.card import model_card
-from powergrad.lab.config import did_you_mean
 from powergrad.lab.data import Datasets, Split
 from powergrad.lab.data.memory import MemorySplit
 from powergrad.lab.run import RunError
 from powergrad.lab.trained import FOLDED, Trained, answers, fit_on, measures, open_trained
+from powergrad.lab.words import did_you_mean
 
 __all__ = ["Exported", "export_run"]
 
