@@ -6,16 +6,13 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
 __all__ = ["Processes", "join_processes"]
-
-MEETING = timedelta(seconds=120)  # in which all processes must have found each other
 
 
 @dataclass(frozen=True)
@@ -104,13 +101,16 @@ def join_processes(device: str) -> Iterator[Processes]:
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(chosen)
-    if chosen.type == "cuda":
-        dist.init_process_group("nccl")
-    else:
-        # After a restart gloo's processes sometimes wait for each other for ever (torch 2.13). With
-        # a limit they fail, and torchrun starts them again; a collective may take longer.
-        dist.init_process_group("gloo", timeout=MEETING)
-        _set_pg_timeout(dist.constants.default_pg_timeout)
+    # torchrun keeps one store over its restarts, and gloo would read in it the addresses of
+    # processes that have died (torch 2.13): every attempt gets a part of the store for itself.
+    store, rank, world = next(iter(rendezvous("env://")))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        "nccl" if chosen.type == "cuda" else "gloo",
+        store=PrefixStore(f"powergrad/{attempt}", store),
+        rank=rank,
+        world_size=world,
+    )
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
     finally:
