@@ -1,6 +1,6 @@
 // What alpha does: the metric, the logits, the loss and the calibration against it.
 
-/** The arms that differ in `key` alone, a line each: {index, name, arms}, by growing value. */
+/** The arms that differ in `key` alone, one line per group: {index, name, arms}, by growing value. */
 function linesOver(study, key, value) {
   const lines = new Map();
   study.arms.forEach((arm, index) => {
@@ -13,7 +13,7 @@ function linesOver(study, key, value) {
     line.arms.sort((a, b) => value(a.arm) - value(b.arm));
     // The line has the colour of its arm at alpha 1, where there is one.
     line.index = line.arms.at(-1).index;
-    const rest = line.rest.map(([name, each]) => `${name.split(".").at(-1)} ${each}`).join(", ");
+    const rest = line.rest.map(([name, value]) => `${name.split(".").at(-1)} ${value}`).join(", ");
     const names = line.arms.map(({ arm }) => arm.name).reverse().join(", ");
     line.name = study.grid ? rest || study.what : names;
   }
@@ -38,7 +38,7 @@ function alphaSection(study) {
   }));
   const add = (title, ...metrics) => {
     const drawn = metrics.flatMap((metric) => series(metric, metric.endsWith("_scaled")));
-    if (!drawn.some((each) => each.points.length)) return;
+    if (!drawn.some((curve) => curve.points.length)) return;
     const host = h("div"), most = unit(metrics[0]) === "%" ? 100 : null;
     charts.push(lineChart(host, () => ({
       title, series: drawn, x: { label, log },

@@ -9,7 +9,7 @@ function linear(low, high, from, to) {
   at.ticks = (count, whole) => {
     const rough = Math.max((high - low) / count, whole ? 1 : 0);
     const power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].map((m) => m * power).find((each) => each >= rough * 0.999);
+    const step = [1, 2, 5, 10].map((m) => m * power).find((candidate) => candidate >= rough * 0.999);
     const places = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
     const ticks = [];
     for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++)
@@ -90,11 +90,11 @@ function mark(index, x, y, open) {
 /** What of y is shown: all of it, but for the widest intervals of marked points, those of few
     seeds, which leave the drawing rather than flatten it. */
 function rangeOf(series, y) {
-  const values = series.flatMap((each) => each.points.flatMap((point) => point.slice(1)));
+  const values = series.flatMap((curve) => curve.points.flatMap((point) => point.slice(1)));
   const shown = values.filter((value) => isNumber(value) && (!y.log || value > 0));
   if (!shown.length) return null;
   let [low, high] = [Math.min(...shown), Math.max(...shown)];
-  const marked = series.filter((each) => each.marks).flatMap((each) => each.points);
+  const marked = series.filter((curve) => curve.marks).flatMap((curve) => curve.points);
   if (marked.length) {
     const centres = marked.map((point) => point[1]);
     const halves = marked.map((p) => (isNumber(p[3]) ? p[3] - p[1] : 0)).sort((a, b) => a - b);
@@ -108,11 +108,11 @@ function rangeOf(series, y) {
   return [Math.max(low - room, y.least ?? -Infinity), Math.min(high + room, y.most ?? Infinity)];
 }
 
-function drawSeries(each, { X, Y }, [low, high]) {
+function drawSeries(curve, { X, Y }, [low, high]) {
   const inside = (value) => Y(Math.max(low, Math.min(high, value)));
-  const group = s("g", { class: colour(each.index) });
-  const ranged = each.points.filter((point) => isNumber(point[2]) && isNumber(point[3]));
-  if (each.marks)
+  const group = s("g", { class: colour(curve.index) });
+  const ranged = curve.points.filter((point) => isNumber(point[2]) && isNumber(point[3]));
+  if (curve.marks)
     for (const [x, , from, to] of ranged)
       group.append(s("line", {
         class: "whisker faint", x1: X(x), x2: X(x), y1: inside(from), y2: inside(to),
@@ -126,11 +126,11 @@ function drawSeries(each, { X, Y }, [low, high]) {
       ]) + "Z",
     }));
   group.append(s("path", {
-    class: `line ${each.thin ? "thin" : ""} ${each.dashed ? "dashed" : dash(each.index)}`,
-    d: path(each.points.map(([x, y]) => [X(x), Y(y)])),
+    class: `line ${curve.thin ? "thin" : ""} ${curve.dashed ? "dashed" : dash(curve.index)}`,
+    d: path(curve.points.map(([x, y]) => [X(x), Y(y)])),
   }));
-  if (each.marks || each.points.length === 1)
-    for (const [x, y] of each.points) group.append(mark(each.index, X(x), Y(y), each.dashed));
+  if (curve.marks || curve.points.length === 1)
+    for (const [x, y] of curve.points) group.append(mark(curve.index, X(x), Y(y), curve.dashed));
   return group;
 }
 
@@ -151,10 +151,10 @@ function lineChart(host, describe, height = 300) {
     cursor.setAttribute("x1", drawing.X(x));
     cursor.setAttribute("x2", drawing.X(x));
     cursor.removeAttribute("visibility");
-    const values = series.filter((each) => !each.thin).map((each) => {
-      const point = each.points.find((each) => each[0] === x);
-      return point && h("span", { class: `key ${colour(each.index)}` },
-        named(each.name), ` ${fmt(point[1], spec.y.decimals)}`);
+    const values = series.filter((curve) => !curve.thin).map((curve) => {
+      const point = curve.points.find(([place]) => place === x);
+      return point && h("span", { class: `key ${colour(curve.index)}` },
+        named(curve.name), ` ${fmt(point[1], spec.y.decimals)}`);
     });
     readout.replaceChildren(h("span", {}, `${spec.x.label} ${fmt(x)}`), ...values.filter(Boolean));
   };
@@ -162,7 +162,7 @@ function lineChart(host, describe, height = 300) {
     if (!places.length) return;
     const box = drawing.svg.getBoundingClientRect();
     const x = ((event.clientX - box.left) / box.width) * drawing.width;
-    const gaps = places.map((each) => Math.abs(drawing.X(each) - x));
+    const gaps = places.map((place) => Math.abs(drawing.X(place) - x));
     read(gaps.indexOf(Math.min(...gaps)));
   });
   stage.addEventListener("keydown", (event) => {
@@ -177,7 +177,7 @@ function lineChart(host, describe, height = 300) {
     caption.replaceChildren(spec.title);
     const usable = ([x, y]) =>
       isNumber(x) && isNumber(y) && (!spec.x.log || x > 0) && (!spec.y.log || y > 0);
-    series = spec.series.map((each) => ({ ...each, points: each.points.filter(usable) }));
+    series = spec.series.map((curve) => ({ ...curve, points: curve.points.filter(usable) }));
     const range = rangeOf(series, spec.y);
     at = null;
     if (!range) {
@@ -185,22 +185,22 @@ function lineChart(host, describe, height = 300) {
       stage.replaceChildren(h("p", { class: "soft" }, "Nothing was measured yet."));
       return;
     }
-    const xs = series.flatMap((each) => each.points.map((point) => point[0]));
+    const xs = series.flatMap((curve) => curve.points.map((point) => point[0]));
     let [left, right] = [Math.min(...xs), Math.max(...xs)];
-    if (series.some((each) => each.marks)) { // room for the marks at the ends
+    if (series.some((curve) => curve.marks)) { // room for the marks at the ends
       const [ratio, room] = [(right / left) ** 0.05, 0.05 * (right - left)];
       [left, right] = spec.x.log ? [left / ratio, right * ratio] : [left - room, right + room];
     }
-    const lines = series.filter((each) => !each.thin);
+    const lines = series.filter((curve) => !curve.thin);
     drawing = frame(width, width < 420 ? Math.min(height, 250) : height,
       { ...spec.x, low: left, high: right }, { ...spec.y, low: range[0], high: range[1] },
-      `${spec.title}. ${lines.map((each) => each.name).join(", ")}`);
-    drawing.svg.append(...series.map((each) => drawSeries(each, drawing, range)));
+      `${spec.title}. ${lines.map((curve) => curve.name).join(", ")}`);
+    drawing.svg.append(...series.map((curve) => drawSeries(curve, drawing, range)));
     cursor = s("line", {
       class: "cursor", y1: drawing.top, y2: drawing.floor, visibility: "hidden",
     });
     drawing.svg.append(cursor);
-    places = [...new Set(lines.flatMap((each) => each.points.map((point) => point[0])))];
+    places = [...new Set(lines.flatMap((curve) => curve.points.map((point) => point[0])))];
     places.sort((a, b) => a - b);
     stage.replaceChildren(drawing.svg);
   });

@@ -46,7 +46,7 @@ const prose = (study, text) =>
   study.arms
     .map((arm) => arm.name)
     .filter((name) => /[^ -~]/.test(name))
-    .reduce((said, name) => said.replaceAll(name, `\u2068${name}\u2069`), text);
+    .reduce((marked, name) => marked.replaceAll(name, `\u2068${name}\u2069`), text);
 
 // Numbers -----------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ function sortable(columns, rows, label) {
   const heads = columns.map(([heading, value, , kind]) => {
     const sort = () => {
       const up = head.getAttribute("aria-sort") !== "ascending";
-      heads.forEach((each) => each.removeAttribute("aria-sort"));
+      heads.forEach((head) => head.removeAttribute("aria-sort"));
       head.setAttribute("aria-sort", up ? "ascending" : "descending");
       lines.sort((a, b) => {
         const [x, y] = [value(a.row), value(b.row)];
@@ -152,7 +152,7 @@ function sortable(columns, rows, label) {
 const scrolling = (label, ...parts) =>
   h("div", { class: "scroll" }, h("table", { class: "data", "aria-label": label }, parts));
 const plainHeads = (texts) =>
-  h("thead", {}, h("tr", {}, texts.map((each) => h("th", { class: "plain", scope: "col" }, each))));
+  h("thead", {}, h("tr", {}, texts.map((text) => h("th", { class: "plain", scope: "col" }, text))));
 
 // Downloads ---------------------------------------------------------------------------------------
 

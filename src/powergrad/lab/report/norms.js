@@ -11,7 +11,7 @@ async function inflate(text) {
 function unpack(norms) {
   norms.unpacked ||= (async () => {
     const times = norms.steps.length;
-    const [bytes, told] = await Promise.all([inflate(norms.data), inflate(norms.events)]);
+    const [bytes, events] = await Promise.all([inflate(norms.data), inflate(norms.events)]);
     let start = 0;
     const codes = norms.columns.map(({ units }) => {
       const code = bytes.slice(start, (start += units * times));
@@ -19,7 +19,7 @@ function unpack(norms) {
       return code;
     });
     const lives = norms.columns.map(() => new Map());
-    for (const [step, column, unit, what] of JSON.parse(new TextDecoder().decode(told))) {
+    for (const [step, column, unit, what] of JSON.parse(new TextDecoder().decode(events))) {
       if (!lives[column].has(unit)) lives[column].set(unit, []);
       lives[column].get(unit).push([step, what]);
     }
@@ -44,7 +44,7 @@ function isDead(life, step) {
     if (when <= step) dead = what === DIED || what === UNBORN;
   return dead;
 }
-const upTo = (steps, step) => Math.max(0, steps.findLastIndex((each) => each <= step));
+const upTo = (steps, step) => Math.max(0, steps.findLastIndex((recorded) => recorded <= step));
 
 // From pale to deep blue: its lightness falls evenly, and the orange of the dead stands out of it
 // for every kind of colour blindness.
@@ -79,11 +79,11 @@ function heatMap(study, { run, column, code, life }, view) {
       + `${steps.at(-1)}: ${name}, seed ${run.seed}`,
   });
   const under = h("span", {}, `step ${all[0]}`);
-  const told = h("p", { class: "state", role: "status" }), bars = h("div", { class: "chart" });
+  const status = h("p", { class: "state", role: "status" }), bars = h("div", { class: "chart" });
   const height = Math.max(130, Math.min(300, units * 5)), cell = height / units;
   canvas.style.height = `${height}px`;
 
-  // One pixel a filter and time, to be stretched.
+  // One pixel per filter and time, to be stretched.
   const picture = h("canvas", { width: times, height: units });
   const image = new ImageData(times, units);
   const log = Math.log(view.high / view.low) || 1;
@@ -147,15 +147,15 @@ function heatMap(study, { run, column, code, life }, view) {
     const dead = order.map((filter) => isDead(life.get(filter), step));
     const happened = [...life.values()].flat().filter(([when]) => when <= step);
     const count = (kind) => happened.filter(([, what]) => what === kind).length;
-    told.textContent = step > steps.at(-1) ? `recorded up to step ${steps.at(-1)}` :
+    status.textContent = step > steps.at(-1) ? `recorded up to step ${steps.at(-1)}` :
       `${dead.filter(Boolean).length} of ${units} dead; so far ${count(DIED)} died, `
       + `${count(REVIVED)} came back, ${count(BORN)} born`;
-    const width = Math.max(200, bars.clientWidth), floor = 84, each = width / units;
+    const width = Math.max(200, bars.clientWidth), floor = 84, slot = width / units;
     let outline = "", crosses = "";
     order.forEach((filter, row) => {
       const norm = normOf(column, at(filter, here));
       const top = floor - (isNumber(norm) ? norm / view.high : 0) * (floor - 6);
-      const x = row * each, wide = Math.max(0.6, each * 0.84);
+      const x = row * slot, wide = Math.max(0.6, slot * 0.84);
       outline += `M${x.toFixed(1)} ${floor}V${top.toFixed(1)}h${wide.toFixed(1)}V${floor}Z`;
       if (dead[row]) crosses += `M${(x + wide / 2 - 3).toFixed(1)} ${floor - 9}l6 6m0 -6l-6 6`;
     });
@@ -184,7 +184,7 @@ function heatMap(study, { run, column, code, life }, view) {
   new ResizeObserver(() => show(now)).observe(canvas);
   const node = h("figure", {},
     h("figcaption", {}, swatch(run.arm), named(name)), canvas,
-    h("p", { class: "ends" }, under, h("span", {}, `step ${all.at(-1)}`)), told, bars);
+    h("p", { class: "ends" }, under, h("span", {}, `step ${all.at(-1)}`)), status, bars);
   return { node, show, paint };
 }
 
@@ -250,7 +250,7 @@ function normsSection(study) {
         atTime();
       },
     };
-    shown = parts.map((each) => heatMap(study, each, view));
+    shown = parts.map((part) => heatMap(study, part, view));
     maps.replaceChildren(...shown.map(({ node }) => node));
     showScale(view);
     atTime();
@@ -288,7 +288,7 @@ function normsSection(study) {
     const step = steps[slider.value];
     stepShown.textContent = `step ${step}`;
     slider.setAttribute("aria-valuetext", `step ${step}`);
-    shown.forEach((each) => each.show(Number(slider.value)));
+    shown.forEach((map) => map.show(Number(slider.value)));
   }
 
   async function layerRows() {
@@ -306,7 +306,7 @@ function normsSection(study) {
     return rows;
   }
 
-  repaint = () => shown.forEach((each) => each.paint());
+  repaint = () => shown.forEach((map) => map.paint());
   rebuild();
   return section("norms", title,
     h("p", { class: "soft" }, "The norm of every filter over the training, a row a filter. A "

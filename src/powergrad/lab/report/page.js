@@ -28,21 +28,21 @@ function provenanceSection(study) {
     ],
     study.tuning && tuningPart(study.tuning),
     h("h3", {}, "Machine and versions"),
-    study.environments.map(({ runs, ...told }) => [
-      several && h("p", { class: "small soft" }, count(runs, "run")), environmentPart(told),
+    study.environments.map(({ runs, ...environment }) => [
+      several && h("p", { class: "small soft" }, count(runs, "run")), environmentPart(environment),
     ]),
     h("details", {}, h("summary", {}, "The recipe, complete"),
       h("pre", { id: "recipe" }, study.recipe)),
     h("h3", {}, "Data"), h("div", { class: "downloads" }, downloads(study)));
 }
 
-function environmentPart(told) {
+function environmentPart(environment) {
   const names = { python: "Python", torch: "PyTorch", platform: "system" };
   const shown = (value) => {
     if (value == null) return "not known";
     return Array.isArray(value) ? value.join(", ") || "none" : String(value);
   };
-  return h("dl", { class: "facts" }, Object.entries(told).map(([key, value]) =>
+  return h("dl", { class: "facts" }, Object.entries(environment).map(([key, value]) =>
     h("div", {}, h("dt", {}, names[key] || key), h("dd", {}, named(shown(value))))));
 }
 
@@ -52,11 +52,11 @@ function tuningPart({ key, hold_out, seeds, arms }) {
   return [
     h("h3", {}, `Tuning of ${key}`),
     h("p", { class: "soft small" }, `On ${100 * hold_out}% of the training data, held out; `
-      + `${seeds.length} seeds a value. What was chosen is bold.`),
-    scrolling("Tuning", h("tbody", {}, Object.entries(arms).map(([arm, found]) => h("tr", {},
+      + `${seeds.length} seeds per value. The chosen value is bold.`),
+    scrolling("Tuning", h("tbody", {}, Object.entries(arms).map(([arm, tuned]) => h("tr", {},
       h("th", { scope: "row" }, named(arm)),
-      found.means.map((each) => tried(each, found.chosen)),
-      h("td", { class: "words soft" }, found.at_edge && "at the edge of the grid"))))),
+      tuned.means.map((trial) => tried(trial, tuned.chosen)),
+      h("td", { class: "words soft" }, tuned.at_edge && "at the edge of the grid"))))),
   ];
 }
 
@@ -82,7 +82,7 @@ function downloads(study) {
     ]),
     study.comparisons.length > 0 && download("Comparisons", "comparisons.csv", () => [
       [...compared, "low", "high"],
-      ...study.comparisons.map((each) => [...compared.map((key) => each[key]), ...each.interval]),
+      ...study.comparisons.map((comparison) => [...compared.map((key) => comparison[key]), ...comparison.interval]),
     ]),
     recorded.length > 0 && download("Census", "census.csv", () => [
       ["arm", "seed", ...CENSUS],
@@ -120,14 +120,14 @@ function showStudy(place) {
       h("div", {},
         h("div", { class: "kicker" }, `powergrad · ${KINDS[study.kind] || "Comparison"}`),
         h("h1", { dir: "auto" }, study.name), h("p", {}, named(study.what), counts)),
-      DATA.studies.length > 1 && choice("study", DATA.studies.map((each, i) => [i, each.name]),
+      DATA.studies.length > 1 && choice("study", DATA.studies.map((item, i) => [i, item.name]),
         place, (chosen) => showStudy(Number(chosen))),
       h("button", {
         type: "button", id: "theme",
         onclick: () => setTheme(dataset.theme === "dark" ? "light" : "dark"),
       }, "Light / dark")),
-    h("nav", { "aria-label": "Sections" }, sections.map((each) =>
-      h("a", { href: `#${each.id}` }, each.querySelector("h2").textContent))),
+    h("nav", { "aria-label": "Sections" }, sections.map((section) =>
+      h("a", { href: `#${section.id}` }, section.querySelector("h2").textContent))),
     ...sections,
     h("footer", {}, `Made by powergrad ${DATA.version} on ${DATA.made.slice(0, 10)}. `
       + "This file asks nothing of any network."));

@@ -9,18 +9,18 @@ function powerGrad(logits, label, alpha) {
     // A masked class stays so at factor 0, where 0 * -Infinity would be NaN.
     const parts = logits.map((z) => (z === -Infinity ? 0 : Math.exp(factor * (z - top))));
     const sum = parts.reduce((a, b) => a + b, 0);
-    return parts.map((each) => each / sum);
+    return parts.map((part) => part / sum);
   };
   const p = softmax(1), powered = softmax(alpha);
   // log sum p^alpha = log(1 + sum(p^alpha - p)), which keeps its digits as alpha tends to 1.
-  const excess = p.reduce((sum, each, i) => {
+  const excess = p.reduce((sum, value, i) => {
     const exponent = (alpha - 1) * logP[i];
-    if (Math.abs(exponent) < 1) return sum + each * Math.expm1(exponent);
-    return sum + (alpha === 0 ? 1 : Math.exp(alpha * logP[i])) - each;
+    if (Math.abs(exponent) < 1) return sum + value * Math.expm1(exponent);
+    return sum + (alpha === 0 ? 1 : Math.exp(alpha * logP[i])) - value;
   }, 0);
-  const shannon = p.reduce((sum, each, i) => (each > 0 ? sum - each * logP[i] : sum), 0);
+  const shannon = p.reduce((sum, value, i) => (value > 0 ? sum - value * logP[i] : sum), 0);
   const renyi = alpha === 1 ? shannon : Math.log1p(excess) / (1 - alpha);
-  const minusTarget = (values) => values.map((each, i) => each - (i === label ? 1 : 0));
+  const minusTarget = (values) => values.map((value, i) => value - (i === label ? 1 : 0));
   return {
     p, powered, threshold: Math.exp(-renyi), loss: -logP[label],
     plain: minusTarget(p), altered: minusTarget(powered),
@@ -77,8 +77,8 @@ function playgroundSection(study) {
     },
   });
   const label = h("select", { id: "label", onchange: () => update() });
-  const option = (each, place) => h("option", { value: place },
-    each.arm == null ? each.words : `${each.arm}: ${each.words} (no. ${each.index})`);
+  const option = (example, place) => h("option", { value: place },
+    example.arm == null ? example.words : `${example.arm}: ${example.words} (no. ${example.index})`);
   const options = examples.map(option), tests = study.examples.length;
   const pick = h("select", { id: "example", onchange: () => choose(examples[pick.value]) },
     tests > 0 && h("optgroup", { label: "test examples" }, options.slice(0, tests)),
@@ -86,7 +86,7 @@ function playgroundSection(study) {
   const error = h("p", { class: "error", role: "alert" }), more = h("p", { class: "soft small" });
   const facts = h("dl", { class: "facts" }), stage = h("div", { class: "chart" });
   const rows = h("tbody");
-  let ofTest = true, found = null;
+  let ofTest = true, result = null;
 
   const className = (i) => (ofTest && study.classes && study.classes[i]) || String(i);
   const relabel = (classes, chosen) => label.replaceChildren(...Array.from({ length: classes },
@@ -105,18 +105,18 @@ function playgroundSection(study) {
     const logits = parts.map(parseLogit), alpha = number.value === "" ? NaN : Number(number.value);
     error.textContent = complaint(parts, logits, alpha);
     if (error.textContent) {
-      found = null;
-      [rows, facts, stage, more].forEach((each) => each.replaceChildren());
+      result = null;
+      [rows, facts, stage, more].forEach((element) => element.replaceChildren());
       return;
     }
     if (logits.length !== label.options.length)
       relabel(logits.length, Math.min(Number(label.value), logits.length - 1));
     const target = Number(label.value);
-    found = { target, ...powerGrad(logits, target, alpha) };
+    result = { target, ...powerGrad(logits, target, alpha) };
     // The true class and the likeliest, in their own order.
     const likely = [...logits.keys()].sort((a, b) =>
-      (b === target) - (a === target) || found.p[b] - found.p[a]);
-    found.shown = likely.slice(0, MOST_CLASSES).sort((a, b) => a - b);
+      (b === target) - (a === target) || result.p[b] - result.p[a]);
+    result.shown = likely.slice(0, MOST_CLASSES).sort((a, b) => a - b);
     more.textContent = logits.length > MOST_CLASSES
       ? `The true class and the ${MOST_CLASSES - 1} likeliest others of ${logits.length}.` : "";
     showNumbers();
@@ -127,25 +127,25 @@ function playgroundSection(study) {
     const fact = (term, id, value) =>
       h("div", {}, h("dt", {}, term), h("dd", { id, "data-value": value }, fmt(value, 4)));
     facts.replaceChildren(
-      fact("stationary threshold", "threshold", found.threshold),
-      fact("loss, whatever α", "loss", found.loss),
-      fact("gradient norm, plain", "norm-plain", Math.hypot(...found.plain)),
-      fact("gradient norm, PGT", "norm-pgt", Math.hypot(...found.altered)));
+      fact("stationary threshold", "threshold", result.threshold),
+      fact("loss, whatever α", "loss", result.loss),
+      fact("gradient norm, plain", "norm-plain", Math.hypot(...result.plain)),
+      fact("gradient norm, PGT", "norm-pgt", Math.hypot(...result.altered)));
     const cell = (kind, i) => {
-      const value = found[kind][i];
+      const value = result[kind][i];
       const tiny = value !== 0 && Math.abs(value) < 5e-7;
       const shown = tiny ? value.toExponential(1) : value.toFixed(6);
       return h("td", { "data-kind": kind, "data-value": value }, shown.replaceAll("-", "−"));
     };
-    rows.replaceChildren(...found.shown.map((i) => h("tr", {},
+    rows.replaceChildren(...result.shown.map((i) => h("tr", {},
       h("th", { scope: "row" }, named(className(i)),
-        i === found.target && h("span", { class: "soft" }, " (true)")),
+        i === result.target && h("span", { class: "soft" }, " (true)")),
       ["p", "powered", "plain", "altered"].map((kind) => cell(kind, i)))));
   }
 
   const redraw = responsive(stage, (width) => {
-    if (!found) return;
-    const row = 34, top = 34, height = top + row * found.shown.length + 6;
+    if (!result) return;
+    const row = 34, top = 34, height = top + row * result.shown.length + 6;
     const names = Math.min(96, width * 0.22), gap = 22, half = (width - names - gap) / 2;
     const P = linear(0, 1, names, names + half), G = linear(-1, 1, names + half + gap, width);
     const svg = s("svg", {
@@ -154,8 +154,8 @@ function playgroundSection(study) {
     },
     s("text", { x: P(0), y: 14, class: "strong" }, "probability"),
     s("text", { x: G(-1), y: 14, class: "strong" }, "gradient"));
-    found.shown.forEach((i, place) => {
-      const y = top + place * row, name = className(i), truth = i === found.target;
+    result.shown.forEach((i, place) => {
+      const y = top + place * row, name = className(i), truth = i === result.target;
       const short = name.length > 11 ? `${name.slice(0, 10)}…` : name;
       const bar = (scale, value, down, kind) => s("rect", {
         class: `bar ${kind}`, x: Math.min(scale(0), scale(value)), y: y + down, rx: 2, height: 11,
@@ -164,12 +164,12 @@ function playgroundSection(study) {
       svg.append(
         s("text", { x: names - 8, y: y + 17, "text-anchor": "end", class: truth && "strong" },
           s("title", {}, name), short, truth && " ✓"),
-        bar(P, found.p[i], 0, "pale c7"), bar(P, found.powered[i], 13, "c0"),
-        bar(G, found.plain[i], 0, "pale c7"), bar(G, found.altered[i], 13, "c0"));
+        bar(P, result.p[i], 0, "pale c7"), bar(P, result.powered[i], 13, "c0"),
+        bar(G, result.plain[i], 0, "pale c7"), bar(G, result.altered[i], 13, "c0"));
     });
     const upright = (kind, x) =>
       s("line", { class: kind, x1: x, x2: x, y1: top - 8, y2: height - 4 });
-    svg.append(upright("threshold", P(found.threshold)), upright("zero", G(0)));
+    svg.append(upright("threshold", P(result.threshold)), upright("zero", G(0)));
     stage.replaceChildren(svg);
   });
 

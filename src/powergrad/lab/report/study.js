@@ -6,17 +6,17 @@ const finished = (study, index) =>
 /** A table whose cells are drawn: of each comparison its mean, its interval and its seeds.
     `groups` are [title, comparisons]. */
 function forest(study, groups) {
-  const place = (arm) => study.arms.findIndex((each) => each.name === arm);
+  const place = (arm) => study.arms.findIndex((candidate) => candidate.name === arm);
   const finals = (arm) => new Map(finished(study, place(arm))
     .filter((run) => isNumber(run.final[study.metric]))
     .map((run) => [run.seed, run.final[study.metric]]));
   const base = finals(study.baseline);
-  const bySeed = (each) => [...finals(each.arm)]
+  const bySeed = (comparison) => [...finals(comparison.arm)]
     .filter(([seed]) => base.has(seed))
     .map(([seed, value]) => value - base.get(seed));
 
   const all = groups.flatMap(([, comparisons]) => comparisons);
-  const ends = all.flatMap((each) => [...each.interval, each.difference, ...bySeed(each)]);
+  const ends = all.flatMap((comparison) => [...comparison.interval, comparison.difference, ...bySeed(comparison)]);
   const known = ends.filter(isNumber);
   const low = Math.min(0, -study.margin, ...known), high = Math.max(0, study.margin, ...known);
   const digits = Math.max(0, Math.min(4, 2 - Math.floor(Math.log10(high - low))));
@@ -37,26 +37,26 @@ function forest(study, groups) {
     return all.map(([key, value]) =>
       `${key} = ${isNumber(value) ? Number(value.toPrecision(4)) : value}`).join(", ");
   };
-  const row = (each) => {
-    const index = place(each.arm);
-    const [from, to] = [each.interval[0] ?? low, each.interval[1] ?? high];
+  const row = (comparison) => {
+    const index = place(comparison.arm);
+    const [from, to] = [comparison.interval[0] ?? low, comparison.interval[1] ?? high];
     const interval = `${signed(from, digits)} to ${signed(to, digits)}`;
     const drawing = s("svg", {
-      role: "img", "aria-label": `${signed(each.difference, digits)}, from ${interval}`,
+      role: "img", "aria-label": `${signed(comparison.difference, digits)}, from ${interval}`,
     }, ground(42), s("g", { class: colour(index) },
-      bySeed(each).map((value) => s("circle", { class: "seed", cx: percent(value), cy: 32, r: 3 })),
+      bySeed(comparison).map((value) => s("circle", { class: "seed", cx: percent(value), cy: 32, r: 3 })),
       s("line", { class: "whisker", x1: percent(from), x2: percent(to), y1: 18, y2: 18 }),
-      s("circle", { class: "dot", cx: percent(each.difference), cy: 18, r: 6.5 })));
+      s("circle", { class: "dot", cx: percent(comparison.difference), cy: 18, r: 6.5 })));
     return h("tr", {},
-      h("th", { class: "who", scope: "row" }, swatch(index), named(each.arm),
+      h("th", { class: "who", scope: "row" }, swatch(index), named(comparison.arm),
         groups.length > 1 && h("span", { class: "does" }, changes(index))),
       h("td", { class: "plot" }, drawing),
       h("td", { class: "much" },
-        h("strong", {}, signed(each.difference, digits)), ` (${interval})`),
+        h("strong", {}, signed(comparison.difference, digits)), ` (${interval})`),
       h("td", { class: "said" },
-        h("span", { class: `verdict ${each.verdict}` }, each.verdict),
+        h("span", { class: `verdict ${comparison.verdict}` }, comparison.verdict),
         h("span", { class: "does" },
-          each.p_adjusted < 0.001 ? "p < 0.001" : `p = ${fmt(each.p_adjusted)}`)));
+          comparison.p_adjusted < 0.001 ? "p < 0.001" : `p = ${fmt(comparison.p_adjusted)}`)));
   };
   const axis = s("svg", { role: "presentation" }, ground(6),
     X.ticks(5).map(([value, text]) => [
@@ -90,41 +90,41 @@ function verdictSection(study) {
         ", within which a difference does not matter. ",
         study.higher ? "More is better." : "Less is better."),
       h("details", {}, h("summary", {}, "In full sentences"), h("ul", {},
-        study.comparisons.map((each) => h("li", {}, prose(study, each.sentence))))),
+        study.comparisons.map((comparison) => h("li", {}, prose(study, comparison.sentence))))),
     ]);
 }
 
 function decompositionSection(study) {
-  const told = study.decomposition;
-  if (!told) return null;
-  const of = (names) => study.comparisons.filter((each) => names.includes(each.arm));
-  const whole = of(["PGT", "two-group CE"]), instead = of(["CE(alpha z)", "CE at lr / alpha"]);
-  const parts = study.comparisons.filter((each) => ![...whole, ...instead].includes(each));
+  const decomposition = study.decomposition;
+  if (!decomposition) return null;
+  const byArm = (names) => study.comparisons.filter((comparison) => names.includes(comparison.arm));
+  const whole = byArm(["PGT", "two-group CE"]), instead = byArm(["CE(alpha z)", "CE at lr / alpha"]);
+  const parts = study.comparisons.filter((comparison) => ![...whole, ...instead].includes(comparison));
   return section("decomposition", "What PGT is made of",
     h("p", { class: "soft" },
       "Training with PGT at a constant α is the same trajectory as plain cross-entropy with two ",
-      "parameter groups. So its effect can be taken apart, a factor at a time.",
-      ` ${told.identity}`),
+      "parameter groups. So its effect can be taken apart, one factor at a time.",
+      ` ${decomposition.identity}`),
     forest(study, [["the whole", whole], ["each part alone", parts], ["instead of it", instead]]),
-    told.explanation.split("\n").map((line) => h("p", {}, line)));
+    decomposition.explanation.split("\n").map((line) => h("p", {}, line)));
 }
 
 function tableSection(study) {
   const shown = Object.keys(METRICS)
     .filter((metric) => study.arms.some((arm) => arm.summary[metric]));
   const heading = (metric) => `${words(metric).replace(" accuracy", "")} ${unit(metric)}`.trim();
-  const compared = new Map(study.comparisons.map((each) => [each.arm, each]));
+  const compared = new Map(study.comparisons.map((comparison) => [comparison.arm, comparison]));
   const verdict = (arm) => {
-    const found = compared.get(arm.name);
-    if (found) return h("span", { class: `verdict ${found.verdict}` }, found.verdict);
+    const comparison = compared.get(arm.name);
+    if (comparison) return h("span", { class: `verdict ${comparison.verdict}` }, comparison.verdict);
     return arm.name === study.baseline ? h("span", { class: "soft" }, "baseline") : "–";
   };
   const average = (metric) => (arm) => {
-    const found = arm.summary[metric];
-    if (!found) return "–";
-    const spread = metric === study.metric && found.sd != null;
-    return [fmt(found.mean, decimals(metric)),
-      spread && h("span", { class: "soft" }, ` ± ${fmt(found.sd, decimals(metric))}`)];
+    const summary = arm.summary[metric];
+    if (!summary) return "–";
+    const spread = metric === study.metric && summary.sd != null;
+    return [fmt(summary.mean, decimals(metric)),
+      spread && h("span", { class: "soft" }, ` ± ${fmt(summary.sd, decimals(metric))}`)];
   };
   const count = (arm) => arm.summary[study.metric]?.n ?? 0;
   const arms = () => sortable([
@@ -201,7 +201,7 @@ function curvesSection(study) {
       };
     }),
   ];
-  const redraw = () => charts.forEach((each) => each());
+  const redraw = () => charts.forEach((draw) => draw());
   const set = (key) => (value) => {
     state[key] = value;
     redraw();
