@@ -10,8 +10,10 @@ from powergrad.lab.config import (
     Recipe,
     RecipeError,
     describe_keys,
+    flatten,
     header,
     load_recipe,
+    nest,
     parse_overrides,
     recipe_names,
 )
@@ -199,3 +201,18 @@ def test_every_key_is_described():
     assert all(meaning for _, meaning, _ in keys)
     # Every key can be set to its own default.
     assert Recipe().override({key: default for key, _, default in keys}) == Recipe()
+
+
+@given(
+    st.dictionaries(
+        st.lists(st.sampled_from("abc"), min_size=3, max_size=3).map(".".join),
+        st.integers() | st.none() | st.text(),
+    )
+)
+def test_nesting_dotted_keys_and_flattening_them_are_inverse(values):
+    assert dict(flatten(nest(values))) == values
+
+
+def test_a_key_that_is_a_value_and_a_section_is_refused():
+    with pytest.raises(RecipeError, match=r"either 'loss' or keys in it.*'loss.alpha'"):
+        nest({"loss": 1, "loss.alpha": 0.3})

@@ -356,7 +356,7 @@ def test_unknown_names(name, suggestion) -> None:
     with pytest.raises(ValueError, match="Expected `name`") as error:
         create_model(name, num_classes=10)
     assert repr(name) in str(error.value)
-    assert ("Did you mean" in str(error.value)) == (suggestion is not None)
+    assert ("did you mean" in str(error.value)) == (suggestion is not None)
     assert suggestion is None or suggestion in str(error.value)
 
 
@@ -398,7 +398,7 @@ def test_any_network_of_timm(timm) -> None:
 
 
 def test_names_that_timm_does_not_have(timm) -> None:
-    with pytest.raises(ValueError, match=r"Did you mean.*'convnext_tiny'"):
+    with pytest.raises(ValueError, match=r"did you mean.*'convnext_tiny'"):
         create_model("timm:convnext_tinny", num_classes=4)
 
 

@@ -11,14 +11,9 @@ import pytest
 import torch
 
 from powergrad.lab.config import Recipe
-from powergrad.lab.run import (
-    COLUMNS,
-    Run,
-    RunError,
-    describe_machine,
-    open_run,
-    write_atomically,
-)
+from powergrad.lab.environment import describe_machine
+from powergrad.lab.files import FileError, write_atomically
+from powergrad.lab.run import COLUMNS, Run, RunError, open_run
 
 STATE = {"step": 5, "model": {"weight": torch.arange(6.0)}}
 
@@ -177,7 +172,7 @@ def full_disk():
 
 def test_a_full_disk_keeps_the_last_good_checkpoint(run, full_disk):
     run.save_checkpoint(STATE, step=5)
-    with pytest.raises(RunError, match=r"but the disk is full; what was there before is intact"):
+    with pytest.raises(FileError, match=r"but the disk is full; what was there before is intact"):
         run.save_checkpoint({"step": 10, "model": torch.zeros(100_000)}, step=10)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-0000000005.pt"]
     assert run.load_checkpoint()["step"] == 5
@@ -236,6 +231,8 @@ def test_a_run_is_finished_when_it_has_a_result(run):
     assert run.result() is None
     run.finish({"test_accuracy": 98.0})
     assert run.result() == {"format": 1, "test_accuracy": 98.0}
+    run.finish({"nll": float("nan")})
+    assert (run.folder / "result.json").read_text() == '{\n "format": 1,\n "nll": NaN\n}\n'
 
 
 def test_no_run_at_all(tmp_path):

@@ -8,7 +8,6 @@ at once.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-__all__ = ["Recipe", "RecipeError", "load_recipe", "recipe_names"]
+from powergrad.lab.words import did_you_mean
+
+__all__ = ["Recipe", "RecipeError", "flatten", "load_recipe", "nest", "recipe_names"]
 
 FORMAT = 1
 
@@ -291,7 +292,7 @@ class Recipe(Section):
 
     def override(self, changes: Mapping[str, Any]) -> Recipe:
         """This recipe with dotted keys changed: ``{"loss.alpha": 0.3}``."""
-        return _validate(_merge(self.model_dump(), _nest(changes)), "the overrides")
+        return _validate(_merge(self.model_dump(), nest(changes)), "the overrides")
 
     def to_yaml(self) -> str:
         """The recipe, complete."""
@@ -332,7 +333,7 @@ def load_recipe(source: str | Path, changes: Mapping[str, Any] | None = None) ->
         >>> load_recipe("digits", {"loss.alpha": 0.5}).loss.alpha
         0.5
     """
-    values = _merge(_read(str(source), ()), _nest(changes or {}))
+    values = _merge(_read(str(source), ()), nest(changes or {}))
     return _validate(values, f"recipe {str(source)!r}")
 
 
@@ -401,6 +402,30 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + key, value
 
 
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values from dotted keys: the inverse of :func:`flatten`.
+
+    Raises:
+        RecipeError: If a key is both a value and a section.
+
+    Example:
+        >>> nest({"loss.alpha": 0.3, "seed": 1})
+        {'loss': {'alpha': 0.3}, 'seed': 1}
+    """
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *path, last = key.split(".")
+        section = nested
+        for name in path:
+            section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise RecipeError(
+                    f"Expected either {name!r} or keys in it, but got {name!r} and {key!r}."
+                )
+        section[last] = value
+    return nested
+
+
 def _shipped() -> Iterator[Any]:
     yield from resources.files("powergrad.lab").joinpath("recipes").iterdir()
 
@@ -448,21 +473,6 @@ def _parse(text: str, source: str) -> dict[str, Any]:
     return values
 
 
-def _nest(changes: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for dotted, value in changes.items():
-        *path, last = dotted.split(".")
-        place = nested
-        for name in path:
-            place = place.setdefault(name, {})
-            if not isinstance(place, dict):
-                raise RecipeError(
-                    f"Expected either {name!r} or keys in it, but got {name!r} and {dotted!r}."
-                )
-        place[last] = value
-    return nested
-
-
 def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(under)
     for key, value in over.items():
@@ -496,12 +506,6 @@ def _explain(error: Any) -> Iterable[str]:
     else:
         wanted = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
         yield f"{key}: expected {wanted}, but got {came!r}"
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error's sentence: the nearest known word, if one is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 def _numbers(values: Any) -> Any:

@@ -16,7 +16,6 @@ Sun, *Squeeze-and-Excitation Networks*, 2018. Wu, He, *Group Normalization*, 201
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 from collections.abc import Callable, Sequence
@@ -24,6 +23,8 @@ from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from powergrad.lab.words import did_you_mean
 
 __all__ = ["ResNet", "create_model", "model_names"]
 
@@ -122,7 +123,7 @@ def create_model(
     if not match or (is_cifar and (depth < 8 or depth % 6 != 2)):
         raise ValueError(
             "Expected `name` to be one of `model_names()`, (se)resnetN with N = 6 n + 2, or "
-            f"'timm:NAME', but got {name!r}.{_did_you_mean(name, model_names())}"
+            f"'timm:NAME', but got {name!r}{did_you_mean(name, model_names(), most=3)}"
         )
     if is_cifar and stem == "imagenet":
         raise ValueError(f"Expected `stem` to be 'small' for {name}, but got 'imagenet'.")
@@ -368,15 +369,10 @@ def _from_timm(name: str, num_classes: int, in_channels: int) -> nn.Module:
         ) from error
     if not timm.is_model(name):
         raise ValueError(
-            f"Expected a model of timm {timm.__version__} after 'timm:', but got {name!r}."
-            f"{_did_you_mean(name, timm.list_models())}"
+            f"Expected a model of timm {timm.__version__} after 'timm:', but got {name!r}"
+            f"{did_you_mean(name, timm.list_models(), most=3)}"
         )
     return timm.create_model(name, num_classes=num_classes, in_chans=in_channels)
-
-
-def _did_you_mean(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=3)
-    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def _check_choice(value: object, argument: str, choices: tuple[str | None, ...]) -> None:

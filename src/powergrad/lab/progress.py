@@ -12,8 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from powergrad.lab.config import Recipe
+from powergrad.lab.words import duration
 
-__all__ = ["Bar", "Lines", "Progress", "Silent", "duration", "for_terminal"]
+__all__ = ["Bar", "Lines", "Progress", "Silent", "for_terminal"]
 
 Row = Mapping[str, float | None]
 
@@ -39,23 +40,6 @@ class Progress:
 
 class Silent(Progress):
     """Says nothing."""
-
-
-def duration(seconds: float) -> str:
-    """A time for people.
-
-    Example:
-        >>> duration(4.2), duration(200), duration(7500)
-        ('4 s', '3 min 20 s', '2 h 05 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min"
 
 
 def _title(recipe: Recipe) -> str:

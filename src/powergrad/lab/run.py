@@ -17,30 +17,32 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import errno
 import fcntl
 import json
 import os
 import pickle
-import platform
-import shlex
-import subprocess
-import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from powergrad import __version__
 from powergrad.lab.config import Recipe, RecipeError, flatten
+from powergrad.lab.environment import command_line, describe_machine  # noqa: F401 (moved)
+from powergrad.lab.files import (
+    FileError,
+    explain_os_error,
+    write_atomically,
+    write_json,
+    write_text,
+)
+from powergrad.lab.words import slug as plain_name  # noqa: F401 (moved)
 
-__all__ = ["Run", "RunBusyError", "RunError", "write_atomically"]
+__all__ = ["Run", "RunBusyError", "RunError", "open_run"]
 
 FORMAT = 1
 KEPT = 2  # checkpoints: the last, and the one before, should the last not be readable
@@ -69,62 +71,12 @@ COLUMNS = (
 )
 
 
-class RunError(RuntimeError):
+class RunError(FileError):
     """A run folder that cannot be used, or written; the message says what to do."""
 
 
 class RunBusyError(RunError):
     """Another process is doing the run."""
-
-
-def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Make `path` hold what `write` writes, or leave it as it was.
-
-    Args:
-        path: The file.
-        write: Called with a file that is open for writing bytes.
-
-    Raises:
-        RunError: If the disk is full, or the folder may not be written.
-    """
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(fresh, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-        _sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:
-        # torch.save fails once more while it closes, and so hides what the system said.
-        said = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(said, OSError):
-            raise
-        raise RunError(_explain(said, path)) from error
-    finally:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _explain(error: OSError, path: Path) -> str:
-    kept = "what was there before is intact"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"Expected room for {str(path)!r}, but the disk is full; {kept}."
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"Expected to be allowed to write {str(path)!r}, but got: {error.strerror}."
-    return f"Expected to write {str(path)!r}, but got: {error}; {kept}."
-
-
-def _write_json(path: Path, value: Any) -> None:
-    write_atomically(path, lambda file: file.write((json.dumps(value, indent=1) + "\n").encode()))
 
 
 class Run:
@@ -226,7 +178,7 @@ class Run:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             lock = open(self.folder / "lock", "a")  # noqa: SIM115 (closed below)
         except OSError as error:
-            raise RunError(_explain(error, self.folder)) from error
+            raise RunError(explain_os_error(error, self.folder)) from error
         with lock:
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -259,13 +211,12 @@ class Run:
             environment.setdefault("resumed", []).append(describe_machine())
         else:
             environment = {"format": FORMAT, "seed": recipe.seed, **describe_machine()}
-        _write_json(self.folder / "environment.json", environment)
-        text = recipe.to_yaml().encode()
-        write_atomically(self.folder / "config.yaml", lambda file: file.write(text))
+        write_json(self.folder / "environment.json", environment)
+        write_text(self.folder / "config.yaml", recipe.to_yaml())
 
     def save_classes(self, names: Sequence[str]) -> None:
         """Keep the names of the classes."""
-        _write_json(self.folder / "classes.json", list(names))
+        write_json(self.folder / "classes.json", list(names))
 
     def save_checkpoint(self, state: Mapping[str, Any], *, step: int) -> None:
         """Keep `state`; of the earlier ones only the last stays."""
@@ -301,15 +252,13 @@ class Run:
     def save_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:
         """Write tensors as the safetensors file `name` of the folder."""
         plain = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
-        data = save(plain)
-        write_atomically(self.folder / name, lambda file: file.write(data))
+        write_atomically(self.folder / name, lambda file: file.write(save(plain)))
 
     def cut_metrics(self, step: int) -> None:
         """Drop the rows after `step`, which are going to be made again."""
         rows = [row for row in self.metrics() if (row["step"] or 0) <= step]
         lines = [",".join(COLUMNS)] + [_line(row) for row in rows]
-        text = "".join(f"{line}\n" for line in lines).encode()
-        write_atomically(self.folder / "metrics.csv", lambda file: file.write(text))
+        write_text(self.folder / "metrics.csv", "".join(f"{line}\n" for line in lines))
 
     def add_metrics(self, row: Mapping[str, float | None]) -> None:
         """Append a row."""
@@ -317,11 +266,14 @@ class Run:
             with open(self.folder / "metrics.csv", "a", encoding="utf-8") as file:
                 file.write(_line(row) + "\n")
         except OSError as error:
-            raise RunError(_explain(error, self.folder / "metrics.csv")) from error
+            raise RunError(explain_os_error(error, self.folder / "metrics.csv")) from error
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the final metrics: from now on the run is finished."""
-        _write_json(self.folder / "result.json", {"format": FORMAT, **result})
+        text = json.dumps(
+            {"format": FORMAT, **result}, indent=1
+        )  # with NaN, as earlier versions wrote it
+        write_text(self.folder / "result.json", text + "\n")
 
 
 def _line(row: Mapping[str, float | None]) -> str:
@@ -375,66 +327,6 @@ def _difference(found: Recipe, wanted: Recipe) -> str:
     return ", ".join(
         f"{key} ({there[key]} there, {here[key]} here)" for key in here if here[key] != there[key]
     )
-
-
-def describe_machine() -> dict[str, Any]:
-    """Versions, commit, hardware and command, for the record."""
-    return {
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "powergrad": __version__,
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "command": command_line(),
-    }
-
-
-def plain_name(words: str) -> str:
-    """Words as part of a folder's name: what may not stand there becomes ``-``."""
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in words)
-
-
-def command_line() -> str:
-    """The command of this process, as it can be given again."""
-    name = Path(sys.argv[0]).name
-    return shlex.join(["powergrad" if name == "__main__.py" else name, *sys.argv[1:]])
-
-
-def _commit() -> str | None:
-    """The commit of the checkout that powergrad runs from, if it runs from one."""
-    here = Path(__file__).parent
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-        tracked = subprocess.run(
-            ["git", "ls-files", "--error-unmatch", __file__],
-            cwd=here,
-            capture_output=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() if found.returncode == 0 == tracked.returncode else None
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def open_run(folder: str | os.PathLike[str]) -> Run:
