@@ -21,6 +21,7 @@ from powergrad.clipping import ClipHandle, Thresholds
 from powergrad.lab.config import Recipe
 from powergrad.lab.data import Datasets, Split
 from powergrad.lab.distributed import Processes
+from powergrad.lab.losses import training_loss
 from powergrad.lab.models import create_model
 from powergrad.lab.schedules import alpha_at, learning_rate_at
 
@@ -71,10 +72,7 @@ class Session:
         self.forward: Callable[[Tensor], Tensor] = self.distributed or self.model
         if options.compile:
             self.forward = torch.compile(self.forward)
-        smoothing = recipe.loss.label_smoothing
-        if recipe.loss.smoothing == "paper":
-            smoothing = powergrad.paper_smoothing(smoothing, len(data.classes))
-        self.smoothing = float(smoothing)
+        self.loss = training_loss(recipe.loss, len(data.classes))
         self.losses, self.right = torch.zeros(2, device=processes.device)  # sums of this epoch
         self.monitor: powergrad.FilterMonitor | None = None
         self.monitor_state: dict[str, Tensor] = {}
@@ -195,7 +193,7 @@ class Session:
         """The gradients of one of so many parts; its share of the loss."""
         with autocast:
             logits = self.forward(images)
-            loss = self._loss(logits, labels)
+            loss = self.loss(logits, labels, self.alpha)
         if of > 1:
             loss = loss / of
         self.scaler.scale(loss).backward()
@@ -204,21 +202,6 @@ class Session:
         self.losses.add_(loss)
         self.right.add_((logits.detach().argmax(1) == answers).sum())
         return loss
-
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        if self.recipe.loss.form == "as_published":
-            from powergrad.lab.paper.as_published import as_published_cross_entropy
-
-            return as_published_cross_entropy(
-                logits, labels, alpha=self.alpha, label_smoothing=self.smoothing
-            )
-        scale = self.recipe.loss.logit_scale
-        return powergrad.cross_entropy(
-            logits if scale == 1 else logits * scale,
-            labels,
-            alpha=self.alpha,
-            label_smoothing=self.smoothing,
-        )
 
     def _without_sync(self) -> contextlib.AbstractContextManager[Any]:
         if self.distributed is not None:
