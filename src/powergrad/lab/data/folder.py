@@ -2,9 +2,9 @@
 
 An image is read once: `draft` lets libjpeg decode it at a half, a quarter or an eighth of its size
 where the crop is that much larger than what is wanted; then the crop is cut and resized in one
-step, bilinear with antialiasing. PyTorch's resize of bytes gives Pillow's values to one level of
-255, and is the faster one where the CPU has AVX2. Bytes travel between processes; batches are
-normalised where they arrive.
+step, bilinear with antialiasing. PyTorch's resize of bytes is, like Pillow's, within one level of
+255 of the exact filter, and is the faster one where the CPU has AVX2. Bytes travel between
+processes; batches are normalised where they arrive.
 
 EXIF orientation is ignored, as torchvision and timm ignore it; transparency is dropped.
 """
