@@ -25,15 +25,15 @@ def run(tmp_path):
         yield run
 
 
-def test_what_a_run_is_begun_with(run):
+def test_a_new_run_has_its_recipe_and_environment(run):
     assert open_run(run.folder).recipe() == Recipe()
-    found = run.environment()
-    assert found["torch"] == torch.__version__
-    assert found["seed"] == 0
-    assert {"python", "powergrad", "processor", "threads", "command", "time"} <= found.keys()
+    environment = run.environment()
+    assert environment["torch"] == torch.__version__
+    assert environment["seed"] == 0
+    assert {"python", "powergrad", "processor", "threads", "command", "time"} <= environment.keys()
 
 
-def test_a_run_that_is_taken_up_again_says_with_what(tmp_path):
+def test_every_resumption_is_recorded(tmp_path):
     for _ in range(3):
         with Run(tmp_path).open(Recipe()):
             pass
@@ -62,11 +62,11 @@ def test_a_second_process_is_refused(run):
             print(error)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "another process is running it" in found.stdout
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "another process is running it" in process.stdout
 
 
-def test_checkpoints_come_back_the_last_first_and_two_are_kept(run):
+def test_the_last_checkpoint_is_loaded_and_two_are_kept(run):
     for step in (5, 10, 15):
         run.save_checkpoint({**STATE, "step": step}, step=step)
     assert sorted(path.name for path in run.checkpoints.iterdir()) == [
@@ -92,7 +92,7 @@ def empty(path):
 
 def flip_a_bit(path):
     with zipfile.ZipFile(path) as archive:
-        info = next(each for each in archive.infolist() if each.filename.endswith("data/0"))
+        info = next(info for info in archive.infolist() if info.filename.endswith("data/0"))
     data = bytearray(path.read_bytes())
     place = data.index(torch.arange(6.0).numpy().tobytes(), info.header_offset)
     data[place + 5] ^= 1
@@ -151,7 +151,7 @@ def test_the_last_good_checkpoint_is_used(run, harm, message):
 
 
 @pytest.mark.parametrize(("harm", "message"), HARMS)
-def test_with_no_good_checkpoint_left_nothing_starts_afresh(run, harm, message):
+def test_without_a_good_checkpoint_nothing_starts_over(run, harm, message):
     run.save_checkpoint(STATE, step=5)
     harm(run.checkpoints / "step-0000000005.pt")
     with pytest.raises(RunError, match=message):
@@ -205,7 +205,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_a_kill_left_over_is_removed(tmp_path):
+def test_temporary_files_of_a_killed_process_are_removed(tmp_path):
     with Run(tmp_path).open(Recipe()) as run:
         (run.checkpoints / ".step-5.pt.1.tmp").write_text("half")
     with run.open(Recipe()):
@@ -235,7 +235,7 @@ def test_a_run_is_finished_when_it_has_a_result(run):
     assert (run.folder / "result.json").read_text() == '{\n "format": 1,\n "nll": NaN\n}\n'
 
 
-def test_no_run_at_all(tmp_path):
+def test_a_folder_without_a_run(tmp_path):
     with pytest.raises(RunError, match=r"to be a run's folder, but got no config.yaml"):
         open_run(tmp_path)
 

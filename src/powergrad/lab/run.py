@@ -1,8 +1,8 @@
 """The run folder: what a training run leaves, written so that a kill at any moment loses nothing.
 
-    config.yaml           the recipe, complete
-    environment.json      versions, commit, hardware, command; what it was resumed with
-    metrics.csv           a row an epoch
+    config.yaml           the complete recipe
+    environment.json      versions, commit, hardware and command; the same for every resumption
+    metrics.csv           one row per epoch
     classes.json          the names of the classes
     norms/                the recording of a FilterMonitor, if asked for
     checkpoint/           step-NNNNNNNNNN.pt, the last two; best.safetensors
@@ -10,7 +10,7 @@
     test.safetensors      the final logits and labels of the test set
     result.json           the final metrics: the run is finished
 
-A file is written under a temporary name, synced, and renamed: it is there whole, or not at all.
+A file is written under a temporary name, synced, and renamed: it is complete, or not there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import fcntl
+import functools
 import json
 import os
 import pickle
@@ -35,6 +36,7 @@ from powergrad.lab.config import Recipe, RecipeError, flatten
 from powergrad.lab.environment import command_line, describe_machine  # noqa: F401 (moved)
 from powergrad.lab.files import (
     FileError,
+    csv_text,
     explain_os_error,
     write_atomically,
     write_json,
@@ -42,48 +44,32 @@ from powergrad.lab.files import (
 )
 from powergrad.lab.words import slug as plain_name  # noqa: F401 (moved)
 
-__all__ = ["Run", "RunBusyError", "RunError", "open_run"]
+__all__ = ["COLUMNS", "Run", "RunBusyError", "RunError", "open_run"]
 
 FORMAT = 1
-KEPT = 2  # checkpoints: the last, and the one before, should the last not be readable
+KEPT = 2  # checkpoints: the last, and the one before in case the last cannot be read
 
-# What metrics.csv has, in order. A cell is empty where nothing was measured.
+# The columns of metrics.csv, in order. A cell is empty where nothing was measured.
 COLUMNS = (
-    "epoch",
-    "step",
-    "lr",
-    "alpha",
-    "train_loss",
-    "train_accuracy",
-    "test_accuracy",
-    "test_top5",
-    "nll",
-    "nll_scaled",
-    "ece",
-    "ece_scaled",
-    "logit_norm",
-    "gradient_norm",
-    "clip_rate",
-    "dead_units",
-    "loss_scale",
-    "seconds",
-    "images_per_second",
+    *("epoch", "step", "lr", "alpha", "train_loss", "train_accuracy", "test_accuracy", "test_top5"),
+    *("nll", "nll_scaled", "ece", "ece_scaled", "logit_norm", "gradient_norm", "clip_rate"),
+    *("dead_units", "loss_scale", "seconds", "images_per_second"),
 )
 
 
 class RunError(FileError):
-    """A run folder that cannot be used, or written; the message says what to do."""
+    """A run folder that cannot be used; the message says what to do."""
 
 
 class RunBusyError(RunError):
-    """Another process is doing the run."""
+    """Another process holds the run's folder."""
 
 
 class Run:
-    """A run's folder.
+    """The folder of a run.
 
     Args:
-        folder: Where it is, or is to be.
+        folder: Its path; it need not exist yet.
 
     Example:
         >>> import tempfile
@@ -97,20 +83,17 @@ class Run:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.checkpoints = self.folder / "checkpoint"
-        self._key: str | None = None
 
-    # What anyone may read ------------------------------------------------------------------------
+    # Reading: any process ------------------------------------------------------------------------
 
     def exists(self) -> bool:
         """Whether a run was begun here."""
         return (self.folder / "config.yaml").is_file()
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """The key of the run's recipe."""
-        if self._key is None:
-            self._key = self.recipe().key
-        return self._key
+        return self.recipe().key
 
     def recipe(self) -> Recipe:
         """The recipe of the run."""
@@ -125,38 +108,32 @@ class Run:
 
     def result(self) -> dict[str, Any] | None:
         """The final metrics, or None where the run is not finished."""
+        path = self.folder / "result.json"
         try:
-            result = json.loads((self.folder / "result.json").read_text())
+            result = json.loads(path.read_text())
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise RunError(f"Expected JSON in {self.folder / 'result.json'}: {error}") from None
+            raise RunError(f"Expected {path} to hold JSON, but got: {error}") from None
         if not isinstance(result, dict):
-            raise RunError(
-                f"Expected a run's metrics in {self.folder / 'result.json'}, but got a "
-                f"{type(result).__name__}."
-            )
-        if result.get("format", 0) > FORMAT:
-            raise RunError(
-                f"Expected a run of format {FORMAT} or earlier, but got {result['format']} in "
-                f"{str(self.folder)!r}; a newer powergrad reads it."
-            )
+            kind = type(result).__name__
+            raise RunError(f"Expected a run's metrics in {path}, but got a {kind}.")
+        _check_format(result, "a run", self.folder)
         return result
 
     def metrics(self) -> list[dict[str, float | None]]:
-        """The rows of metrics.csv so far; a last line cut short is left out."""
+        """The rows of metrics.csv so far, without an incomplete last line."""
         path = self.folder / "metrics.csv"
         if not path.exists():
             return []
-        text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1].splitlines()
+        complete_lines, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
         return [
             {key: float(cell) if cell else None for key, cell in row.items()}
-            for row in csv.DictReader(whole)
+            for row in csv.DictReader(complete_lines.splitlines())
         ]
 
     def environment(self) -> dict[str, Any]:
-        """What environment.json holds."""
+        """The content of environment.json."""
         path = self.folder / "environment.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -165,14 +142,15 @@ class Run:
         path = self.folder / "test.safetensors"
         return load_file(path) if path.exists() else None
 
-    # What only the one process that holds the folder does ----------------------------------------
+    # Writing: only the process that holds the folder ---------------------------------------------
 
     @contextlib.contextmanager
     def open(self, recipe: Recipe) -> Iterator[Run]:
-        """Hold the folder for the run of `recipe`: make it, or go on with what it has.
+        """Hold the folder for the run of `recipe`, a new one or one to be resumed.
 
         Raises:
-            RunError: If another process holds it, it holds another run, or cannot be written.
+            RunError: If another process holds the folder, it holds another run, or cannot be
+                written.
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -186,48 +164,49 @@ class Run:
                 raise RunBusyError(
                     f"Expected {str(self.folder)!r} to be free, but another process is running it."
                 ) from None
-            self._take(recipe)
+            for temporary in [*self.folder.glob(".*.tmp"), *self.checkpoints.glob(".*.tmp")]:
+                temporary.unlink()
+            if self.exists():
+                self.check_recipe(recipe)
+                environment = self.environment()
+                environment.setdefault("resumed", []).append(describe_machine())
+            else:
+                environment = {"format": FORMAT, "seed": recipe.seed, **describe_machine()}
+            write_json(self.folder / "environment.json", environment)
+            write_text(self.folder / "config.yaml", recipe.to_yaml())
             yield self
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Refuse another run than this one.
+        """Check that the folder holds the run of `recipe`.
 
         Raises:
-            RunError: If the folder holds the run of another recipe.
+            RunError: If it holds the run of another recipe.
         """
-        found = self.recipe()
-        if found.key != recipe.key:
-            raise RunError(
-                f"Expected {str(self.folder)!r} to hold the run of this recipe, but got "
-                f"another one's, which differs in {_difference(found, recipe)}."
-            )
-
-    def _take(self, recipe: Recipe) -> None:
-        for left_over in [*self.folder.glob(".*.tmp"), *self.checkpoints.glob(".*.tmp")]:
-            left_over.unlink()
-        if self.exists():
-            self.check_recipe(recipe)
-            environment = self.environment()
-            environment.setdefault("resumed", []).append(describe_machine())
-        else:
-            environment = {"format": FORMAT, "seed": recipe.seed, **describe_machine()}
-        write_json(self.folder / "environment.json", environment)
-        write_text(self.folder / "config.yaml", recipe.to_yaml())
+        stored = self.recipe()
+        if stored.key == recipe.key:
+            return
+        there, here = (dict(flatten(r.model_dump(exclude={"machine"}))) for r in (stored, recipe))
+        differences = ", ".join(
+            f"{key} ({there[key]} there, {value} here)"
+            for key, value in here.items()
+            if value != there[key]
+        )
+        raise RunError(
+            f"Expected {str(self.folder)!r} to hold the run of this recipe, but got another one's, "
+            f"which differs in {differences}."
+        )
 
     def save_classes(self, names: Sequence[str]) -> None:
-        """Keep the names of the classes."""
+        """Write the names of the classes."""
         write_json(self.folder / "classes.json", list(names))
 
     def save_checkpoint(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Keep `state`; of the earlier ones only the last stays."""
+        """Write a checkpoint and remove all earlier ones but the last."""
         state = {"format": FORMAT, "key": self.key, **state}
         path = self.checkpoints / f"step-{step:010d}.pt"
         write_atomically(path, lambda file: torch.save(state, file))
-        for old in self._saved()[KEPT:]:
+        for old in self._checkpoint_paths()[KEPT:]:
             old.unlink(missing_ok=True)
-
-    def _saved(self) -> list[Path]:
-        return sorted(self.checkpoints.glob("step-*.pt"), reverse=True)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """The last good checkpoint, or None where none was written yet.
@@ -236,101 +215,51 @@ class Run:
             RunError: If there are checkpoints, and none of them can be used.
         """
         faults = []
-        for path in self._saved():
+        for path in self._checkpoint_paths():
             try:
                 state = _load(path, self.key)
             except RunError as error:
                 faults.append(str(error))
                 continue
             for fault in faults:
-                warnings.warn(f"{fault} Going on from {path.name}.", stacklevel=2)
+                warnings.warn(f"{fault} Resuming from {path.name}.", stacklevel=2)
             return state
         if faults:
             raise RunError(" ".join(faults) + " No other checkpoint is left.")
         return None
 
+    def _checkpoint_paths(self) -> list[Path]:
+        """The checkpoints, the latest first."""
+        return sorted(self.checkpoints.glob("step-*.pt"), reverse=True)
+
     def save_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:
         """Write tensors as the safetensors file `name` of the folder."""
-        plain = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
-        write_atomically(self.folder / name, lambda file: file.write(save(plain)))
+        data = save({key: value.detach().cpu().contiguous() for key, value in weights.items()})
+        write_atomically(self.folder / name, lambda file: file.write(data))
 
     def cut_metrics(self, step: int) -> None:
-        """Drop the rows after `step`, which are going to be made again."""
-        rows = [row for row in self.metrics() if (row["step"] or 0) <= step]
-        lines = [",".join(COLUMNS)] + [_line(row) for row in rows]
-        write_text(self.folder / "metrics.csv", "".join(f"{line}\n" for line in lines))
+        """Drop the rows after `step`, the step from which the run resumes."""
+        rows = [_cells(row) for row in self.metrics() if (row["step"] or 0) <= step]
+        write_text(self.folder / "metrics.csv", csv_text(COLUMNS, rows))
 
     def add_metrics(self, row: Mapping[str, float | None]) -> None:
-        """Append a row."""
+        """Append a row to metrics.csv."""
+        path = self.folder / "metrics.csv"
+        _, _, line = csv_text(COLUMNS, [_cells(row)]).partition("\n")
         try:
-            with open(self.folder / "metrics.csv", "a", encoding="utf-8") as file:
-                file.write(_line(row) + "\n")
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(line)
         except OSError as error:
-            raise RunError(explain_os_error(error, self.folder / "metrics.csv")) from error
+            raise RunError(explain_os_error(error, path)) from error
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the final metrics: from now on the run is finished."""
-        text = json.dumps(
-            {"format": FORMAT, **result}, indent=1
-        )  # with NaN, as earlier versions wrote it
+        text = json.dumps({"format": FORMAT, **result}, indent=1)  # NaN stays NaN in this file
         write_text(self.folder / "result.json", text + "\n")
 
 
-def _line(row: Mapping[str, float | None]) -> str:
-    cells = []
-    for column in COLUMNS:
-        value = row.get(column)
-        if value is None:
-            cells.append("")
-        elif float(value).is_integer() and abs(value) < 1e15:
-            cells.append(str(int(value)))
-        else:
-            cells.append(repr(float(value)))
-    return ",".join(cells)
-
-
-def _load(path: Path, key: str) -> dict[str, Any]:
-    """A checkpoint, read without executing anything that is in it."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
-        if broken is not None:
-            raise RunError(f"Expected {str(path)!r} to be whole, but {broken!r} in it is damaged.")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, zipfile.BadZipFile) as error:
-        raise RunError(f"Expected {str(path)!r} to be a checkpoint, but got: {error}.") from None
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        if isinstance(error, RunError):
-            raise
-        why = str(error).splitlines()[0]
-        raise RunError(
-            f"Expected {str(path)!r} to hold tensors and numbers only, but refused: {why}"
-        ) from None
-    if not isinstance(state, dict) or not {"format", "key", "step"} <= state.keys():
-        raise RunError(f"Expected {str(path)!r} to be a checkpoint of a run, but got another file.")
-    if state["format"] > FORMAT:
-        raise RunError(
-            f"Expected a checkpoint of format {FORMAT} or earlier, but got {state['format']} in "
-            f"{str(path)!r}; a newer powergrad reads it."
-        )
-    if state["key"] != key:
-        raise RunError(
-            f"Expected {str(path)!r} to be of run {key}, but got one of run {state['key']}."
-        )
-    return state
-
-
-def _difference(found: Recipe, wanted: Recipe) -> str:
-    """The dotted keys in which two recipes differ."""
-    there = dict(flatten(found.model_dump(exclude={"machine"})))
-    here = dict(flatten(wanted.model_dump(exclude={"machine"})))
-    return ", ".join(
-        f"{key} ({there[key]} there, {here[key]} here)" for key in here if here[key] != there[key]
-    )
-
-
 def open_run(folder: str | os.PathLike[str]) -> Run:
-    """The run in `folder`, which must be there.
+    """The existing run in `folder`.
 
     Raises:
         RunError: If there is none.
@@ -341,3 +270,44 @@ def open_run(folder: str | os.PathLike[str]) -> Run:
     except RecipeError as error:
         raise RunError(str(error)) from None
     return run
+
+
+def _cells(row: Mapping[str, float | None]) -> dict[str, float | None]:
+    """A row for metrics.csv: whole numbers have no decimal point."""
+    return {
+        key: int(value) if value is not None and value % 1 == 0 and abs(value) < 1e15 else value
+        for key, value in row.items()
+    }
+
+
+def _load(path: Path, key: str) -> dict[str, Any]:
+    """A checkpoint, read without executing anything that is in it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        state = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, zipfile.BadZipFile) as error:
+        raise RunError(f"Expected {str(path)!r} to be a checkpoint, but got: {error}.") from None
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise RunError(
+            f"Expected {str(path)!r} to hold tensors and numbers only, but refused: {reason}"
+        ) from None
+    if damaged:
+        raise RunError(f"Expected {str(path)!r} to be whole, but {damaged!r} in it is damaged.")
+    if not isinstance(state, dict) or not {"format", "key", "step"} <= state.keys():
+        raise RunError(f"Expected {str(path)!r} to be a checkpoint of a run, but got another file.")
+    _check_format(state, "a checkpoint", path)
+    if state["key"] != key:
+        raise RunError(
+            f"Expected {str(path)!r} to be of run {key}, but got one of run {state['key']}."
+        )
+    return state
+
+
+def _check_format(content: Mapping[str, Any], kind: str, path: Path) -> None:
+    if content.get("format", 0) > FORMAT:
+        raise RunError(
+            f"Expected {kind} of format {FORMAT} or earlier, but got {content['format']} in "
+            f"{str(path)!r}; a newer powergrad reads it."
+        )
