@@ -300,9 +300,7 @@ def test_zero_init_residual_makes_each_block_its_shortcut(name, norm) -> None:
     assert is_shortcut(model)
     assert not is_shortcut(plain)
     zero = [n for n, p in model.named_parameters() if n.endswith("weight") and not p.any()]
-    blocks = [
-        n for n, m in model.named_modules() if type(m).__name__ in ("BasicBlock", "Bottleneck")
-    ]
+    blocks = [n for n, m in model.named_modules() if isinstance(m, models.Block)]
     last = "bn3" if name == "resnet50" else "bn2"
     assert zero == [f"{block}.{last}.weight" for block in blocks]
 
