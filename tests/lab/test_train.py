@@ -16,7 +16,7 @@ import powergrad
 from powergrad.lab.config import Recipe
 from powergrad.lab.data import load_data
 from powergrad.lab.distributed import Processes
-from powergrad.lab.progress import Lines, Progress
+from powergrad.lab.progress import Bar, Lines, Progress
 from powergrad.lab.run import Run, RunError
 from powergrad.lab.session import Session, right_answers, score
 from powergrad.lab.train import Interrupted, train
@@ -313,11 +313,20 @@ def test_a_device_that_is_not_here(tmp_path):
 
 def test_progress_in_lines(tmp_path, capsys):
     train(SMALL, tmp_path, progress=Lines(every=0.0))
-    said = capsys.readouterr().err
-    assert "resnet8 on digits, alpha 0.5, seed 0; steps: 12" in said
-    assert "images/s" in said
-    assert "left" in said
-    assert "finished: epoch 3, train" in said
+    text = capsys.readouterr().err
+    assert "resnet8 on digits, alpha 0.5, seed 0; steps: 12" in text
+    assert "images/s" in text
+    assert "left" in text
+    assert "finished: epoch 3, train" in text
+
+
+def test_progress_as_a_bar(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    monkeypatch.setattr(Bar, "every", 0.0)
+    train(SMALL, tmp_path, progress=Bar())
+    text = capsys.readouterr().err
+    assert "resnet8 on digits, alpha 0.5, seed 0" in text
+    assert "finished: epoch 3, train" in text
 
 
 # Processes that are killed ------------------------------------------------------------------------
