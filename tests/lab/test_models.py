@@ -104,13 +104,13 @@ def assert_equal_networks(
     assert {k for k, _ in ours.named_parameters()} == {k for k, _ in theirs.named_parameters()}
     upstream = torch.randn(len(x), ours.get_submodule("fc").out_features, dtype=x.dtype)  # pyright: ignore
     for training in (True, False):
-        found, expected = ours.train(training)(x), theirs.train(training)(x)
-        assert_close(found, expected, tolerance, "output")
+        output, expected = ours.train(training)(x), theirs.train(training)(x)
+        assert_close(output, expected, tolerance, "output")
         assert expected.std() > 0
         if gradients:
             ours.zero_grad()
             theirs.zero_grad()
-            (found * upstream).sum().backward()
+            (output * upstream).sum().backward()
             (expected * upstream).sum().backward()
             grads = dict(theirs.named_parameters())
             for name, parameter in ours.named_parameters():
@@ -119,11 +119,11 @@ def assert_equal_networks(
 
 
 def assert_close(
-    found: Tensor | None, expected: Tensor | None, tolerance: float, name: str
+    actual: Tensor | None, expected: Tensor | None, tolerance: float, name: str
 ) -> None:
-    assert found is not None
+    assert actual is not None
     assert expected is not None
-    assert (found - expected).abs().max() <= tolerance * expected.abs().max(), name
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max(), name
 
 
 @pytest.mark.parametrize("norm", ["batch", "group", "none"])
@@ -388,11 +388,11 @@ def test_arguments_that_do_not_apply() -> None:
 
 def test_any_network_of_timm(timm) -> None:
     torch.manual_seed(0)
-    found = create_model("timm:mobilenetv3_small_050", num_classes=4, in_channels=1)
+    network = create_model("timm:mobilenetv3_small_050", num_classes=4, in_channels=1)
     torch.manual_seed(0)
     expected = timm.create_model("mobilenetv3_small_050", num_classes=4, in_chans=1)
     x = torch.randn(2, 1, 32, 32)
-    assert torch.equal(found.eval()(x), expected.eval()(x))
+    assert torch.equal(network.eval()(x), expected.eval()(x))
 
 
 def test_names_that_timm_does_not_have(timm) -> None:

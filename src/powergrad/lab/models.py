@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from powergrad.lab.words import did_you_mean
 
-__all__ = ["ResNet", "create_model", "model_names"]
+__all__ = ["create_model", "model_names"]
 
 Norm = Literal["batch", "group", "none"]
 Stem = Literal["imagenet", "small"]
+Layer = tuple[int, int, int]  # output channels, kernel and stride of a convolution
 
 CIFAR_DEPTHS = (8, 14, 20, 32, 44, 56, 110)  # those with a name; any other 6 n + 2 works as well
 
@@ -134,13 +135,11 @@ def create_model(
     return ResNet(
         layers,
         blocks,
+        style=Style(NORMS[norm], se=match[1] is not None, project=not is_cifar),
         num_classes=num_classes,
         in_channels=in_channels,
         width=width or (16 if is_cifar else 64),
-        norm=norm,
         stem=stem or ("small" if is_cifar else "imagenet"),
-        se=match[1] is not None,
-        project=not is_cifar,
         zero_init_residual=zero_init_residual,
     )
 
@@ -148,14 +147,10 @@ def create_model(
 def _from_timm(name: str, num_classes: int, in_channels: int) -> nn.Module:
     try:
         timm = importlib.import_module("timm")
-    except ModuleNotFoundError as error:
+    except (ImportError, RuntimeError) as error:  # missing, or torchvision is for another torch
         raise ImportError(
-            f"Expected timm to be installed for 'timm:{name}', but there is no module "
-            f"{error.name!r}; install it with `pip install timm`."
-        ) from error
-    except (ImportError, RuntimeError) as error:  # such as torchvision built for another torch
-        raise ImportError(
-            f"Expected timm to be importable for 'timm:{name}', but got: {error}"
+            f"Expected timm to be importable for 'timm:{name}' (`pip install timm`), but got: "
+            f"{error}"
         ) from error
     if not timm.is_model(name):
         raise ValueError(
@@ -171,35 +166,23 @@ def _from_timm(name: str, num_classes: int, in_channels: int) -> nn.Module:
 class ResNet(nn.Module):
     """A stem, stages of residual blocks (``layer1``, ``layer2``, ...) and a classifier (``fc``).
 
-    Args:
-        layers: The convolutions of a block, as a function of its width and stride.
-        blocks: The number of blocks in each stage.
-        num_classes: This and what follows as in :func:`create_model`.
-        in_channels: The channels of an image.
-        width: The channels of the first stage.
-        norm: The normalisation.
-        stem: The stem.
-        se: Whether blocks have squeeze-and-excitation.
-        project: Whether a shortcut between shapes is a convolution; else it pads with zeros.
-        zero_init_residual: Whether the last gain of each block starts at 0.
+    The arguments are those of :func:`create_model`, the convolutions of a block as a function of
+    its width and stride, and the number of blocks in each stage.
     """
 
     def __init__(
         self,
-        layers: Callable[[int, int], list[tuple[int, int, int]]],
+        layers: Callable[[int, int], list[Layer]],
         blocks: Sequence[int],
         *,
+        style: Style,
         num_classes: int,
         in_channels: int,
         width: int,
-        norm: Norm,
         stem: Stem,
-        se: bool = False,
-        project: bool = True,
-        zero_init_residual: bool = False,
+        zero_init_residual: bool,
     ) -> None:
         super().__init__()
-        style = Style(NORMS[norm], se, project)
         self.is_large_stem = stem == "imagenet"
         self.conv1 = _conv(in_channels, width, *((7, 2) if self.is_large_stem else (3, 1)))
         self.bn1 = style.normalise(width)
@@ -244,20 +227,14 @@ class Style(NamedTuple):
     """What all blocks of a network have in common."""
 
     normalise: Callable[[int], nn.Module]
-    se: bool
-    project: bool
+    se: bool  # squeeze-and-excitation
+    project: bool  # whether a shortcut between shapes is a convolution; else it pads with zeros
 
 
 class Block(nn.Module):
-    """A branch of convolutions (``conv1``, ``bn1``, ``conv2``, ...), and its input added to it.
+    """A branch of convolutions (``conv1``, ``bn1``, ``conv2``, ...), and its input added to it."""
 
-    Args:
-        channels: The channels of the input.
-        layers: Output channels, kernel and stride of each convolution.
-        style: What all blocks have in common.
-    """
-
-    def __init__(self, channels: int, layers: Sequence[tuple[int, int, int]], style: Style) -> None:
+    def __init__(self, channels: int, layers: Sequence[Layer], style: Style) -> None:
         super().__init__()
         self.depth, out = len(layers), channels
         for number, (width, kernel, stride) in enumerate(layers, start=1):
@@ -284,12 +261,12 @@ class Block(nn.Module):
         return F.relu(y + (x if self.downsample is None else self.downsample(x)), inplace=True)
 
 
-def basic_layers(width: int, stride: int) -> list[tuple[int, int, int]]:
+def basic_layers(width: int, stride: int) -> list[Layer]:
     """Two 3x3 convolutions."""
     return [(width, 3, stride), (width, 3, 1)]
 
 
-def bottleneck_layers(width: int, stride: int) -> list[tuple[int, int, int]]:
+def bottleneck_layers(width: int, stride: int) -> list[Layer]:
     """A 3x3 convolution between two 1x1 ones, the last four times as wide.
 
     The 3x3 convolution has the stride, as in torchvision and timm ("ResNet v1.5"); in the original

@@ -248,11 +248,6 @@ class Reader(Dataset[Chunk]):
     An image that cannot be read is left out in testing. In training, if bad images are to be
     skipped, the next readable one of the listing, mostly of the same class, takes its place, with
     the augmentation of that place.
-
-    Args:
-        listing: The files.
-        size: Side of the images.
-        config: How they are augmented, and what to do with bad ones.
     """
 
     def __init__(self, listing: Listing, size: int, config: Data) -> None:
@@ -294,19 +289,14 @@ class Reader(Dataset[Chunk]):
 
 
 class FolderSplit(Split):
-    """Images in files.
+    """Images in files, read by `workers` processes, or by this one.
 
-    Args:
-        reader: Reads them.
-        mixing: How training batches are mixed.
-        workers: Processes that read ahead; 0 reads in this one. They live as long as an epoch's
-            iterator, and end when this process ends.
+    The processes live as long as an epoch's iterator, and end when this process ends.
     """
 
     def __init__(self, reader: Reader, mixing: Mixing, workers: int) -> None:
         super().__init__(torch.from_numpy(reader.listing.labels), mixing)
-        self.reader = reader
-        self.workers = workers
+        self.reader, self.workers = reader, workers
         self._reported: set[int] = set()
 
     def _train(self, rows: NDArray[np.int64], seed: int, epoch: int) -> Iterator[Batch]:

@@ -17,16 +17,10 @@ BLOCK = 2**20  # pixel values prepared at once: 4 MB, so that small batches have
 
 
 class MemorySplit(Split):
-    """Images held as bytes.
+    """Images held as bytes, (N, C, H, W), normalised with the mean and deviation of each channel.
 
-    Args:
-        images: uint8 (N, C, H, W).
-        labels: int64 (N,).
-        mean: The mean of the pixel values of each channel, for normalisation.
-        std: The standard deviation of the pixel values of each channel.
-        mixing: How training batches are mixed.
-        padding: Training: pad by this many pixels of 0, then crop the original size at random.
-        flip: Training: mirror every image with probability 1/2.
+    In training they are padded by `padding` pixels of 0 and cropped to their size at random, and
+    with `flip` mirrored with probability 1/2.
     """
 
     def __init__(
@@ -44,8 +38,7 @@ class MemorySplit(Split):
         self.shape = images.shape[1:]
         self.mean = torch.tensor(mean).view(-1, 1, 1)
         self.scale = 1 / torch.tensor(std).view(-1, 1, 1)
-        self.padding = padding
-        self.flip = flip
+        self.padding, self.flip = padding, flip
         self._pixels = F.pad(images, 4 * [padding]).flatten()
 
     def _train(self, rows: NDArray[np.int64], seed: int, epoch: int) -> Iterator[Batch]:
