@@ -185,11 +185,11 @@ class Run:
         stored = self.recipe()
         if stored.key == recipe.key:
             return
-        there, here = (dict(flatten(r.model_dump(exclude={"machine"}))) for r in (stored, recipe))
+        before, now = (dict(flatten(r.model_dump(exclude={"machine"}))) for r in (stored, recipe))
         differences = ", ".join(
-            f"{key} ({there[key]} there, {value} here)"
-            for key, value in here.items()
-            if value != there[key]
+            f"{key} ({before[key]} there, {value} here)"
+            for key, value in now.items()
+            if value != before[key]
         )
         raise RunError(
             f"Expected {str(self.folder)!r} to hold the run of this recipe, but got another one's, "

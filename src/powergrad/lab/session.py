@@ -32,19 +32,18 @@ AGREE_EVERY = 10  # steps between the questions that several processes ask each 
 
 
 class Session:
-    """The network in training: everything that a checkpoint holds, and the steps themselves.
-
-    Args:
-        recipe: What to do.
-        data: The examples.
-        processes: This process among those of the run.
-    """
+    """The network in training: everything that a checkpoint holds, and the steps themselves."""
 
     def __init__(self, recipe: Recipe, data: Datasets, processes: Processes) -> None:
         self.recipe, self.data, self.processes = recipe, data, processes
         options, device = recipe.train, processes.device
         self.steps_per_epoch = data.train.steps(options.batch_size)
-        _check_batches(recipe, data, processes.world)
+        parts = processes.world * options.accumulate
+        if options.batch_size % parts:
+            raise ValueError(
+                f"Expected `train.batch_size` to be divided by {processes.world} processes times "
+                f"`train.accumulate`, {parts}, but got {options.batch_size}."
+            )
         self.steps = self.steps_per_epoch * options.epochs
 
         torch.manual_seed(_stream(recipe.seed, "weights"))
@@ -307,20 +306,6 @@ def _seed(number: int, device: torch.device) -> None:
 
 
 # The parts of a session ---------------------------------------------------------------------------
-
-
-def _check_batches(recipe: Recipe, data: Datasets, world: int) -> None:
-    batch, parts = recipe.train.batch_size, world * recipe.train.accumulate
-    if batch > len(data.train):
-        raise ValueError(
-            f"Expected `train.batch_size` to be at most the {len(data.train)} training examples, "
-            f"but got {batch}."
-        )
-    if batch % parts:
-        raise ValueError(
-            f"Expected `train.batch_size` to be divided by {world} processes times "
-            f"`train.accumulate`, {parts}, but got {batch}."
-        )
 
 
 def _make_model(

@@ -30,22 +30,25 @@ class Mixing(NamedTuple):
 
 
 class Split(ABC):
-    """Labelled images, in batches that are functions of (seed, epoch, index) alone.
-
-    Args:
-        labels: The classes, int64 (N,).
-        mixing: How training batches are mixed, if they are.
-    """
+    """Labelled images, in batches that are functions of (seed, epoch, index) alone."""
 
     def __init__(self, labels: Tensor, mixing: Mixing) -> None:
-        self.labels = labels
-        self.mixing = mixing
+        self.labels, self.mixing = labels, mixing
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def steps(self, batch_size: int) -> int:
-        """The whole batches of a training epoch."""
+        """The number of batches of a training epoch.
+
+        Raises:
+            ValueError: If `batch_size` is more than the examples.
+        """
+        if batch_size > len(self):
+            raise ValueError(
+                f"Expected `batch_size` to be at most the {len(self)} training examples, but got "
+                f"{batch_size}."
+            )
         return len(self) // batch_size
 
     def train_batches(
@@ -77,11 +80,6 @@ class Split(ABC):
         """
         steps, part = self.steps(batch_size), batch_size // world
         is_mixed = self.mixing.mixup or self.mixing.cutmix
-        if not steps:
-            raise ValueError(
-                f"Expected `batch_size` to be at most the {len(self)} training examples, but got "
-                f"{batch_size}."
-            )
         if batch_size % world:
             raise ValueError(
                 f"Expected `batch_size` to be a multiple of the {world} processes, but got "
