@@ -123,9 +123,9 @@ def test_balanced_subset_takes_classes_in_turn(labels: np.ndarray, count: int):
     assert len(kept) == min(count, len(labels))
     assert (np.diff(kept) > 0).all()
     taken = np.bincount(labels[kept], minlength=5)
-    there = np.bincount(labels, minlength=5)
+    available = np.bincount(labels, minlength=5)
     # A class that is not exhausted has no fewer than any other, but for the turn that was cut.
-    assert all(taken[c] == there[c] or taken[c] >= taken.max() - 1 for c in range(5))
+    assert all(taken[c] == available[c] or taken[c] >= taken.max() - 1 for c in range(5))
     assert set(kept) <= set(balanced_subset(labels, count + 1))
 
 
@@ -395,8 +395,8 @@ def test_fashion_mnist_is_read_from_either_place(tmp_path: Path, monkeypatch: py
         np.testing.assert_allclose(images[:, 0], expected, rtol=0, atol=1e-5)
         assert labels.tolist() == arrays[f"{part}-labels-idx1-ubyte.gz"].tolist()
     monkeypatch.setenv("POWERGRAD_DATA", str(tmp_path))
-    found = load_data(Data(name="fashion-mnist"), data_dir=str(tmp_path / "nowhere"))
-    assert torch.equal(everything(found.test)[0], everything(data.test)[0])
+    again = load_data(Data(name="fashion-mnist"), data_dir=str(tmp_path / "nowhere"))
+    assert torch.equal(everything(again.test)[0], everything(data.test)[0])
 
 
 DAMAGES = {

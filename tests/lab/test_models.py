@@ -104,13 +104,13 @@ def assert_equal_networks(
     assert {k for k, _ in ours.named_parameters()} == {k for k, _ in theirs.named_parameters()}
     upstream = torch.randn(len(x), ours.get_submodule("fc").out_features, dtype=x.dtype)  # pyright: ignore
     for training in (True, False):
-        found, expected = ours.train(training)(x), theirs.train(training)(x)
-        assert_close(found, expected, tolerance, "output")
+        output, expected = ours.train(training)(x), theirs.train(training)(x)
+        assert_close(output, expected, tolerance, "output")
         assert expected.std() > 0
         if gradients:
             ours.zero_grad()
             theirs.zero_grad()
-            (found * upstream).sum().backward()
+            (output * upstream).sum().backward()
             (expected * upstream).sum().backward()
             grads = dict(theirs.named_parameters())
             for name, parameter in ours.named_parameters():
@@ -119,11 +119,11 @@ def assert_equal_networks(
 
 
 def assert_close(
-    found: Tensor | None, expected: Tensor | None, tolerance: float, name: str
+    actual: Tensor | None, expected: Tensor | None, tolerance: float, name: str
 ) -> None:
-    assert found is not None
+    assert actual is not None
     assert expected is not None
-    assert (found - expected).abs().max() <= tolerance * expected.abs().max(), name
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max(), name
 
 
 @pytest.mark.parametrize("norm", ["batch", "group", "none"])
@@ -300,9 +300,7 @@ def test_zero_init_residual_makes_each_block_its_shortcut(name, norm) -> None:
     assert is_shortcut(model)
     assert not is_shortcut(plain)
     zero = [n for n, p in model.named_parameters() if n.endswith("weight") and not p.any()]
-    blocks = [
-        n for n, m in model.named_modules() if type(m).__name__ in ("BasicBlock", "Bottleneck")
-    ]
+    blocks = [n for n, m in model.named_modules() if isinstance(m, models.Block)]
     last = "bn3" if name == "resnet50" else "bn2"
     assert zero == [f"{block}.{last}.weight" for block in blocks]
 
@@ -356,7 +354,7 @@ def test_unknown_names(name, suggestion) -> None:
     with pytest.raises(ValueError, match="Expected `name`") as error:
         create_model(name, num_classes=10)
     assert repr(name) in str(error.value)
-    assert ("Did you mean" in str(error.value)) == (suggestion is not None)
+    assert ("did you mean" in str(error.value)) == (suggestion is not None)
     assert suggestion is None or suggestion in str(error.value)
 
 
@@ -390,15 +388,15 @@ def test_arguments_that_do_not_apply() -> None:
 
 def test_any_network_of_timm(timm) -> None:
     torch.manual_seed(0)
-    found = create_model("timm:mobilenetv3_small_050", num_classes=4, in_channels=1)
+    network = create_model("timm:mobilenetv3_small_050", num_classes=4, in_channels=1)
     torch.manual_seed(0)
     expected = timm.create_model("mobilenetv3_small_050", num_classes=4, in_chans=1)
     x = torch.randn(2, 1, 32, 32)
-    assert torch.equal(found.eval()(x), expected.eval()(x))
+    assert torch.equal(network.eval()(x), expected.eval()(x))
 
 
 def test_names_that_timm_does_not_have(timm) -> None:
-    with pytest.raises(ValueError, match=r"Did you mean.*'convnext_tiny'"):
+    with pytest.raises(ValueError, match=r"did you mean.*'convnext_tiny'"):
         create_model("timm:convnext_tinny", num_classes=4)
 
 

@@ -1,24 +1,21 @@
+import multiprocessing
 import os
 import pickle
 import resource
 import signal
-import subprocess
 import sys
-import textwrap
 import zipfile
 
 import pytest
 import torch
 
 from powergrad.lab.config import Recipe
-from powergrad.lab.run import (
-    COLUMNS,
-    Run,
-    RunError,
-    describe_machine,
-    open_run,
-    write_atomically,
-)
+from powergrad.lab.environment import describe_machine
+from powergrad.lab.files import FileError, write_atomically
+from powergrad.lab.run import COLUMNS, Run, RunBusyError, RunError, open_run
+
+# Python 3.12 and later warn of forks beside threads.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 
 STATE = {"step": 5, "model": {"weight": torch.arange(6.0)}}
 
@@ -30,15 +27,15 @@ def run(tmp_path):
         yield run
 
 
-def test_what_a_run_is_begun_with(run):
+def test_a_new_run_has_its_recipe_and_environment(run):
     assert open_run(run.folder).recipe() == Recipe()
-    found = run.environment()
-    assert found["torch"] == torch.__version__
-    assert found["seed"] == 0
-    assert {"python", "powergrad", "processor", "threads", "command", "time"} <= found.keys()
+    environment = run.environment()
+    assert environment["torch"] == torch.__version__
+    assert environment["seed"] == 0
+    assert {"python", "powergrad", "processor", "threads", "command", "time"} <= environment.keys()
 
 
-def test_a_run_that_is_taken_up_again_says_with_what(tmp_path):
+def test_every_resumption_is_recorded(tmp_path):
     for _ in range(3):
         with Run(tmp_path).open(Recipe()):
             pass
@@ -56,22 +53,24 @@ def test_the_folder_of_another_recipe_is_refused(tmp_path):
     assert Run(tmp_path).recipe() == Recipe()
 
 
+def open_and_report(folder, report):
+    try:
+        with Run(folder).open(Recipe()):
+            report.send("opened")
+    except RunBusyError as error:
+        report.send(str(error))
+
+
 def test_a_second_process_is_refused(run):
-    code = f"""
-        from powergrad.lab.run import Run, RunError
-        from powergrad.lab.config import Recipe
-        try:
-            with Run({str(run.folder)!r}).open(Recipe()):
-                print("opened")
-        except RunError as error:
-            print(error)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "another process is running it" in found.stdout
+    fork = multiprocessing.get_context("fork")  # which does not inherit locks
+    receiver, sender = fork.Pipe()
+    process = fork.Process(target=open_and_report, args=(run.folder, sender))
+    process.start()
+    process.join(60)
+    assert "another process is running it" in receiver.recv()
 
 
-def test_checkpoints_come_back_the_last_first_and_two_are_kept(run):
+def test_the_last_checkpoint_is_loaded_and_two_are_kept(run):
     for step in (5, 10, 15):
         run.save_checkpoint({**STATE, "step": step}, step=step)
     assert sorted(path.name for path in run.checkpoints.iterdir()) == [
@@ -97,7 +96,7 @@ def empty(path):
 
 def flip_a_bit(path):
     with zipfile.ZipFile(path) as archive:
-        info = next(each for each in archive.infolist() if each.filename.endswith("data/0"))
+        info = next(info for info in archive.infolist() if info.filename.endswith("data/0"))
     data = bytearray(path.read_bytes())
     place = data.index(torch.arange(6.0).numpy().tobytes(), info.header_offset)
     data[place + 5] ^= 1
@@ -156,7 +155,7 @@ def test_the_last_good_checkpoint_is_used(run, harm, message):
 
 
 @pytest.mark.parametrize(("harm", "message"), HARMS)
-def test_with_no_good_checkpoint_left_nothing_starts_afresh(run, harm, message):
+def test_without_a_good_checkpoint_nothing_starts_over(run, harm, message):
     run.save_checkpoint(STATE, step=5)
     harm(run.checkpoints / "step-0000000005.pt")
     with pytest.raises(RunError, match=message):
@@ -177,7 +176,7 @@ def full_disk():
 
 def test_a_full_disk_keeps_the_last_good_checkpoint(run, full_disk):
     run.save_checkpoint(STATE, step=5)
-    with pytest.raises(RunError, match=r"but the disk is full; what was there before is intact"):
+    with pytest.raises(FileError, match=r"but the disk is full; what was there before is intact"):
         run.save_checkpoint({"step": 10, "model": torch.zeros(100_000)}, step=10)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-0000000005.pt"]
     assert run.load_checkpoint()["step"] == 5
@@ -210,7 +209,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_a_kill_left_over_is_removed(tmp_path):
+def test_temporary_files_of_a_killed_process_are_removed(tmp_path):
     with Run(tmp_path).open(Recipe()) as run:
         (run.checkpoints / ".step-5.pt.1.tmp").write_text("half")
     with run.open(Recipe()):
@@ -236,9 +235,11 @@ def test_a_run_is_finished_when_it_has_a_result(run):
     assert run.result() is None
     run.finish({"test_accuracy": 98.0})
     assert run.result() == {"format": 1, "test_accuracy": 98.0}
+    run.finish({"nll": float("nan")})
+    assert (run.folder / "result.json").read_text() == '{\n "format": 1,\n "nll": NaN\n}\n'
 
 
-def test_no_run_at_all(tmp_path):
+def test_a_folder_without_a_run(tmp_path):
     with pytest.raises(RunError, match=r"to be a run's folder, but got no config.yaml"):
         open_run(tmp_path)
 

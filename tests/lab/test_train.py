@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -13,13 +14,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import powergrad
+import powergrad_cli
 from powergrad.lab.config import Recipe
 from powergrad.lab.data import load_data
 from powergrad.lab.distributed import Processes
-from powergrad.lab.progress import Lines, Progress
+from powergrad.lab.progress import Bar, Lines, Progress
 from powergrad.lab.run import Run, RunError
 from powergrad.lab.session import Session, right_answers, score
-from powergrad.lab.train import Interrupted, train
+from powergrad.lab.signals import Interrupted
+from powergrad.lab.train import train
 
 SMALL = Recipe().override(
     {
@@ -34,6 +37,11 @@ SMALL = Recipe().override(
         "machine.threads": 1,
     }
 )
+# A process that begins at once, without importing anything; Python 3.12 and later warn of forks
+# beside threads.
+FORK = multiprocessing.get_context("fork")
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+
 ALONE = Processes(0, 1, torch.device("cpu"))
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 
@@ -195,7 +203,8 @@ def test_a_network_of_timm(tmp_path):
 
     declare_torchvision_schemas()
     recipe = SMALL.override({"model.name": "timm:resnet10t", "model.norm": "batch",
-                             "model.width": None, "data.size": 32, "train.epochs": 2})  # fmt: skip
+                             "model.width": None, "data.size": 32, "train.epochs": 1,
+                             "schedule.warmup_epochs": 0})  # fmt: skip
     run = train(recipe, tmp_path)
     assert weights(run.folder)["fc.weight"].shape[0] == 10
 
@@ -269,9 +278,9 @@ def test_nan_is_no_answer_and_a_tie_is_one():
     labels = torch.tensor([0, 0, 6, 3])
     right = right_answers(logits, labels)
     assert right.tolist() == [False, *(logits[1:].argmax(1) == labels[1:]).tolist()]
-    found = score(logits, labels, alpha=0.5)
-    assert found["test_accuracy"] == 100 * right.double().mean().item()
-    assert found["test_top5"] in (25.0, 50.0, 75.0)  # never the row of NaN
+    scores = score(logits, labels, alpha=0.5)
+    assert scores["test_accuracy"] == 100 * right.double().mean().item()
+    assert scores["test_top5"] in (25.0, 50.0, 75.0)  # never the row of NaN
 
 
 def test_scores_against_torchmetrics():
@@ -287,37 +296,46 @@ def test_scores_against_torchmetrics():
     logits = 3 * torch.randn(500, 12, generator=generator)
     labels = torch.randint(0, 12, (500,), generator=generator)
     labels[:250] = logits[:250].argmax(1)
-    found = score(logits, labels, alpha=0.3)
+    scores = score(logits, labels, alpha=0.3)
     for k, name in ((1, "test_accuracy"), (5, "test_top5")):
         wanted = multiclass_accuracy(logits, labels, 12, average="micro", top_k=k)
-        assert found[name] == pytest.approx(100 * wanted.item(), rel=1e-6)
+        assert scores[name] == pytest.approx(100 * wanted.item(), rel=1e-6)
     for factor, suffix in ((1.0, ""), (0.3, "_scaled")):
         p = (factor * logits).softmax(1)
         wanted = multiclass_calibration_error(p, labels, 12, n_bins=15, norm="l1")
-        assert found["ece" + suffix] == pytest.approx(wanted.item(), abs=1e-6)
+        assert scores["ece" + suffix] == pytest.approx(wanted.item(), abs=1e-6)
         wanted = F.cross_entropy(factor * logits, labels)
-        assert found["nll" + suffix] == pytest.approx(wanted.item(), rel=1e-6)
+        assert scores["nll" + suffix] == pytest.approx(wanted.item(), rel=1e-6)
 
 
 def test_a_batch_that_does_not_fit_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"`train.batch_size` to be at most the 128"):
+    with pytest.raises(ValueError, match=r"`batch_size` to be at most the 128"):
         train(SMALL.override({"train.batch_size": 512}), tmp_path)
     with pytest.raises(ValueError, match=r"divided by 3 processes times"):
         Session(SMALL, load_data(SMALL.data), dataclasses.replace(ALONE, world=3))
 
 
 def test_a_device_that_is_not_here(tmp_path):
-    with pytest.raises(ValueError, match=r"`machine.device` to be a device .* 'warp'"):
+    with pytest.raises(ValueError, match=r"`machine.device` to be an available device, .* 'warp'"):
         train(SMALL.override({"machine.device": "warp"}), tmp_path)
 
 
 def test_progress_in_lines(tmp_path, capsys):
     train(SMALL, tmp_path, progress=Lines(every=0.0))
-    said = capsys.readouterr().err
-    assert "resnet8 on digits, alpha 0.5, seed 0; steps: 12" in said
-    assert "images/s" in said
-    assert "left" in said
-    assert "finished: epoch 3, train" in said
+    text = capsys.readouterr().err
+    assert "resnet8 on digits, alpha 0.5, seed 0; steps: 12" in text
+    assert "images/s" in text
+    assert "left" in text
+    assert "finished: epoch 3, train" in text
+
+
+def test_progress_as_a_bar(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    monkeypatch.setattr(Bar, "every", 0.0)
+    train(SMALL, tmp_path, progress=Bar())
+    text = capsys.readouterr().err
+    assert "resnet8 on digits, alpha 0.5, seed 0" in text
+    assert "finished: epoch 3, train" in text
 
 
 # Processes that are killed ------------------------------------------------------------------------
@@ -327,6 +345,13 @@ def command(folder, recipe, *options):
     file = folder.parent / f"{folder.name}.yaml"
     file.write_text(recipe.to_yaml())
     return ["-m", "powergrad", "train", str(file), "--folder", str(folder), *options]
+
+
+def wait_until(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def start(arguments, **options):
@@ -341,49 +366,58 @@ def start(arguments, **options):
 
 def test_killed_at_random_moments_and_resumed(tmp_path):
     """SIGKILL while it computes or writes a checkpoint, which here it does at every step."""
-    recipe = SMALL.override({"train.epochs": 40, "machine.checkpoint_steps": 1,
+    kills, epochs = (20, 40) if DEEP else (3, 16)
+    recipe = SMALL.override({"train.epochs": epochs, "machine.checkpoint_steps": 1,
                              "train.test_every": 8, "monitor.every": 5})  # fmt: skip
     train(recipe, tmp_path / "whole")
+    run = Run(tmp_path / "parts")
     rng = random.Random(20)
-    kills = 20 if DEEP else 3
     last = -1
     for _ in range(kills):
-        process = start(command(tmp_path / "parts", recipe))
-        assert process.stderr is not None
-        process.stderr.readline()  # it has begun
+        process = FORK.Process(target=train, args=(recipe, run.folder))
+        process.start()
+        wait_until(lambda: (run.folder / "metrics.csv").exists())  # it has begun
         time.sleep(rng.uniform(0, 0.35))
         process.kill()
-        process.wait()
-        process.stderr.close()
-        assert process.returncode in (0, -signal.SIGKILL)
-        if process.returncode == 0:
-            break
-        saved = Run(tmp_path / "parts").load_checkpoint()  # always readable, never behind
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
+        saved = run.load_checkpoint()  # always readable, never behind
         if saved is not None:
             assert saved["step"] >= last
             last = saved["step"]
-    process = start(command(tmp_path / "parts", recipe))
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    assert last > 0
+    train(recipe, run.folder)
+    assert_same_run(tmp_path / "whole", run.folder)
 
 
-def test_a_folder_in_use_is_refused_by_the_command(tmp_path):
-    with Run(tmp_path / "run").open(SMALL):
-        process = start(command(tmp_path / "run", SMALL))
-        _, said = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert "another process is running it" in said
-    assert "Traceback" not in said
+def hold(folder, held, done):
+    with Run(folder).open(SMALL):
+        held.set()
+        done.wait(60)
 
 
-def test_two_processes_are_one(tmp_path):
+def test_a_folder_in_use_is_refused_by_the_command(tmp_path, capsys):
+    held, done = FORK.Event(), FORK.Event()
+    process = FORK.Process(target=hold, args=(tmp_path / "run", held, done))
+    process.start()
+    assert held.wait(60)
+    _, _, *arguments = command(tmp_path / "run", SMALL)
+    assert powergrad_cli.main(arguments) == 2
+    text = capsys.readouterr().err
+    assert "another process is running it" in text
+    assert "Traceback" not in text
+    done.set()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_two_processes_are_one(tmp_path, monkeypatch):
     """Float32, without batch normalisation, the same global batch: 20 steps."""
     recipe = SMALL.override({"train.epochs": 5, "data.mixup": 0.2, "train.accumulate": 2})
     train(recipe, tmp_path / "one")
-    process = start(command(tmp_path / "two", recipe, "--processes", "2"))
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 0, said
+    _, _, *arguments = command(tmp_path / "two", recipe, "--processes", "2")
+    monkeypatch.setattr(sys, "argv", ["powergrad", *arguments])
+    assert powergrad_cli.main(arguments) == 0
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-5)
@@ -393,30 +427,28 @@ def test_two_processes_are_one(tmp_path):
 
 
 def children(pid):
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(each) for each in found.stdout.split()]
+    command = ["ps", "-o", "pid=", "--ppid", str(pid)]
+    listed = subprocess.run(command, capture_output=True, text=True)
+    return [int(child) for child in listed.stdout.split()]
 
 
 @pytest.mark.skipif(not DEEP, reason="gloo reconnects slowly: make test-deep runs it")
 def test_a_killed_worker_starts_again_from_the_last_checkpoint(tmp_path):
     recipe = SMALL.override({"train.epochs": 60, "machine.checkpoint_steps": 5})
     whole = start(command(tmp_path / "whole", recipe, "--processes", "2"))
-    _, said = whole.communicate(timeout=240)
-    assert whole.returncode == 0, said
+    _, errors = whole.communicate(timeout=240)
+    assert whole.returncode == 0, errors
     arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
                  "--max-restarts=5", *command(tmp_path / "two", recipe)]  # fmt: skip
     process = start(arguments, start_new_session=True)
     try:
-        deadline = time.monotonic() + 200
         run = Run(tmp_path / "two")
-        while not list(run.checkpoints.glob("step-*.pt")):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: list(run.checkpoints.glob("step-*.pt")), seconds=200)
         victims = children(process.pid)
         assert len(victims) == 2
         os.kill(victims[1], signal.SIGKILL)
-        _, said = process.communicate(timeout=240)
-        assert process.returncode == 0, said
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

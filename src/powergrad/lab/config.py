@@ -1,15 +1,15 @@
-"""What a run is: a typed, closed recipe, from YAML and dotted overrides.
+"""What a run does: a typed recipe, from YAML and dotted overrides.
 
-A recipe file holds only what it changes, below a header that says its command, its hardware and
-what to expect. ``base: NAME`` starts from another recipe. Every other key is a field of
-:class:`Recipe`; an unknown one is refused with the nearest known one, and all errors of a file come
-at once.
+A recipe file holds only what it changes, below a header with its command, its hardware and the
+expected result. ``base: NAME`` starts from another recipe. Every other key is a field of
+:class:`Recipe`. Unknown keys are rejected with a suggestion; all errors are reported together.
 """
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
@@ -19,22 +19,33 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-__all__ = ["Recipe", "RecipeError", "load_recipe", "recipe_names"]
+from powergrad.lab.words import did_you_mean
+
+__all__ = ["Recipe", "RecipeError", "flatten", "load_recipe", "nest", "recipe_names"]
 
 FORMAT = 1
+RECIPES = resources.files("powergrad.lab") / "recipes"
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Unit = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Natural = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
+Range = tuple[Positive, Positive]
 
 
 class RecipeError(ValueError):
-    """A recipe or an override that cannot be used; the message names every fault."""
+    """A recipe or an override that cannot be used; the message lists every error."""
+
+
+# The keys of a recipe -----------------------------------------------------------------------------
+# The text in a field's annotation is what `powergrad train --keys` prints.
 
 
 class Section(BaseModel):
-    """A closed part of a recipe: it has no other keys, and does not change once made."""
+    """A part of a recipe: it accepts no other keys, and does not change once made."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
@@ -42,73 +53,52 @@ class Section(BaseModel):
 class Data(Section):
     """Which examples, and how they are augmented."""
 
-    name: str = Field(default="digits", description="digits, fashion-mnist, cifar10 or folder:PATH")
-    size: Count | None = Field(
-        default=None, description="side of an image (default: as stored; 224)"
-    )
-    crop_padding: int = Field(
-        default=0, ge=0, description="random crop after padding by so many pixels"
-    )
-    flip: bool = Field(default=False, description="mirror at random")
-    scale: tuple[Positive, Positive] = Field(
-        default=(0.08, 1.0),
-        description="folders: area of the random crop, as fractions of the image",
-    )
-    ratio: tuple[Positive, Positive] = Field(
-        default=(3 / 4, 4 / 3), description="folders: aspect of the random crop"
-    )
-    test_crop: float = Field(
-        default=0.875, gt=0, le=1, description="folders: centre crop in testing"
-    )
-    mixup: NotNegative = Field(default=0.0, description="mixup's Beta parameter; 0 is off")
-    cutmix: NotNegative = Field(default=0.0, description="cutmix's Beta parameter; 0 is off")
-    bad_images: Literal["refuse", "skip"] = Field(
-        default="refuse", description="what to do with an image that cannot be read"
-    )
-    hold_out: float = Field(
-        default=0.0, ge=0, lt=1, description="test on this fraction of the training data instead"
-    )
-    limit: Count | None = Field(default=None, description="use only so many training examples")
+    name: Annotated[str, "digits, fashion-mnist, cifar10 or folder:PATH"] = "digits"
+    size: Annotated[Count | None, "side of an image (default: as stored; folders: 224)"] = None
+    crop_padding: Annotated[Natural, "pad by this many pixels, then crop at random"] = 0
+    flip: Annotated[bool, "mirror at random"] = False
+    scale: Annotated[Range, "folders: area of the random crop, as fractions"] = (0.08, 1.0)
+    ratio: Annotated[Range, "folders: aspect ratio of the random crop"] = (3 / 4, 4 / 3)
+    test_crop: Annotated[Share, "folders: side of the centre crop in tests, as a fraction"] = 0.875
+    mixup: Annotated[NotNegative, "mixup's Beta parameter; 0 is off"] = 0.0
+    cutmix: Annotated[NotNegative, "cutmix's Beta parameter; 0 is off"] = 0.0
+    bad_images: Annotated[Literal["refuse", "skip"], "what to do with unreadable images"] = "refuse"
+    hold_out: Annotated[BelowOne, "test on this fraction of the training data instead"] = 0.0
+    limit: Annotated[Count | None, "use only this many training examples"] = None
 
 
 class Model(Section):
     """Which network."""
 
-    name: str = Field(
-        default="resnet8", description="resnet18, seresnet50, resnet20, timm:NAME, ..."
-    )
-    width: Count | None = Field(default=None, description="channels of the first stage")
-    norm: Literal["batch", "group", "none"] = Field(default="batch", description="normalisation")
-    stem: Literal["imagenet", "small"] | None = Field(
-        default=None, description="first layers (default: as the family has them)"
-    )
-    zero_init_residual: bool = Field(default=False, description="branches begin at zero")
-    head_scale: Positive = Field(
-        default=1.0, description="multiplies the classifier's first weights"
-    )
+    name: Annotated[str, "resnet18, seresnet50, resnet20, timm:NAME, ..."] = "resnet8"
+    width: Annotated[Count | None, "channels of the first stage"] = None
+    norm: Annotated[Literal["batch", "group", "none"], "normalisation"] = "batch"
+    stem: Annotated[Literal["imagenet", "small"] | None, "first layers (default: family's)"] = None
+    zero_init_residual: Annotated[bool, "residual branches begin at zero"] = False
+    head_scale: Annotated[Positive, "factor of the classifier's initial weights"] = 1.0
 
 
 class Factors(Section):
-    """What a parameter group's settings are multiplied by."""
+    """Factors for the settings of a parameter group."""
 
-    lr: Positive = Field(default=1.0, description="factor of the learning rate")
-    weight_decay: NotNegative = Field(default=1.0, description="factor of the weight decay")
-    eps: Positive = Field(default=1.0, description="factor of Adam's eps")
+    lr: Annotated[Positive, "factor of the learning rate"] = 1.0
+    weight_decay: Annotated[NotNegative, "factor of the weight decay"] = 1.0
+    eps: Annotated[Positive, "factor of Adam's eps"] = 1.0
 
 
 class Optimizer(Section):
-    """How weights move."""
+    """The optimizer; its settings are multiplied by the factors of the parameter group."""
 
-    name: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="which optimizer")
-    lr: Positive = Field(default=0.4, description="peak learning rate")
-    weight_decay: NotNegative = Field(default=5e-4, description="weight decay")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="SGD's momentum")
-    nesterov: bool = Field(default=True, description="Nesterov's form of momentum")
-    betas: tuple[Unit, Unit] = Field(default=(0.9, 0.999), description="Adam's betas")
-    eps: Positive = Field(default=1e-8, description="Adam's eps")
-    decay_all: bool = Field(default=True, description="decay biases and normalisations too")
-    backbone: Factors = Field(default=Factors(), description="factors for all layers but the last")
-    head: Factors = Field(default=Factors(), description="factors for the last layer")
+    name: Annotated[Literal["sgd", "adam", "adamw"], "which optimizer"] = "sgd"
+    lr: Annotated[Positive, "peak learning rate"] = 0.4
+    weight_decay: Annotated[NotNegative, "weight decay"] = 5e-4
+    momentum: Annotated[BelowOne, "SGD's momentum"] = 0.9
+    nesterov: Annotated[bool, "Nesterov's form of momentum"] = True
+    betas: Annotated[tuple[Unit, Unit], "Adam's betas"] = (0.9, 0.999)
+    eps: Annotated[Positive, "Adam's eps"] = 1e-8
+    decay_all: Annotated[bool, "decay biases and normalisations too"] = True
+    backbone: Factors = Factors()
+    head: Factors = Factors()
 
     @property
     def backbone_decay(self) -> float:
@@ -123,93 +113,78 @@ class Optimizer(Section):
 
 
 class Schedule(Section):
-    """How the learning rate goes over the epochs; it changes at every step."""
+    """The learning rate over the epochs; it changes at every step."""
 
-    name: Literal["cosine", "step", "constant"] = Field(default="cosine", description="its shape")
-    warmup_epochs: NotNegative = Field(default=5.0, description="linear warm-up")
-    warmup_start: NotNegative = Field(default=4e-4, description="learning rate at the first step")
-    milestones: tuple[Positive, ...] = Field(
-        default=(30, 60, 90), description="epochs of the steps"
-    )
-    gamma: Positive = Field(default=0.1, description="factor at each step")
-    floor: NotNegative = Field(default=0.0, description="cosine: where the learning rate ends")
+    name: Annotated[Literal["cosine", "step", "constant"], "its shape"] = "cosine"
+    warmup_epochs: Annotated[NotNegative, "epochs of linear warm-up"] = 5.0
+    warmup_start: Annotated[NotNegative, "learning rate at the first step"] = 4e-4
+    milestones: Annotated[tuple[Positive, ...], "step: epochs at which it drops"] = (30, 60, 90)
+    gamma: Annotated[Positive, "step: factor at each drop"] = 0.1
+    floor: Annotated[NotNegative, "cosine: final learning rate"] = 0.0
 
 
 class Loss(Section):
-    """Cross-entropy, and what is altered in its backward pass."""
+    """Cross-entropy, and how its backward pass is altered."""
 
-    alpha: Unit = Field(default=1.0, description="PGT's alpha; 1 is plain cross-entropy")
-    alpha_schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="how alpha goes to 1 over the epochs, if it does"
-    )
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="mass taken from the label")
-    smoothing: Literal["pytorch", "paper"] = Field(
-        default="pytorch", description="spread over all classes, or over the wrong ones"
-    )
-    form: Literal["exact", "as_published"] = Field(
-        default="exact", description="the equation, or the authors' hook (needs float16)"
-    )
-    logit_scale: Positive = Field(
-        default=1.0, description="the loss is of so many times the logits"
-    )
+    alpha: Annotated[Unit, "PGT's alpha; 1 is plain cross-entropy"] = 1.0
+    alpha_schedule: Annotated[
+        Literal["constant", "linear", "cosine"], "how alpha rises to 1 over the epochs, if it does"
+    ] = "constant"
+    label_smoothing: Annotated[BelowOne, "mass taken from the label"] = 0.0
+    smoothing: Annotated[Literal["pytorch", "paper"], "over all or the wrong classes"] = "pytorch"
+    form: Annotated[
+        Literal["exact", "as_published"], "the equation, or the authors' hook (needs float16)"
+    ] = "exact"
+    logit_scale: Annotated[Positive, "factor of the logits in the loss"] = 1.0
 
 
 class Clip(Section):
-    """What is done to gradients before a step, in this order; nothing by default."""
+    """How gradients are clipped before a step, in this order; not at all by default."""
 
-    value: Positive | None = Field(default=None, description="largest entry")
-    tensor_norm: Positive | None = Field(default=None, description="largest norm of each tensor")
-    norm: Positive | None = Field(
-        default=None, description="largest norm of all gradients together"
-    )
-    agc: Positive | None = Field(
-        default=None, description="adaptive: largest ratio to the weight's norm"
-    )
-    agc_eps: NotNegative = Field(default=1e-3, description="AGC's floor of the weight's norm")
+    value: Annotated[Positive | None, "largest entry"] = None
+    tensor_norm: Annotated[Positive | None, "largest norm of each tensor"] = None
+    norm: Annotated[Positive | None, "largest norm of all gradients together"] = None
+    agc: Annotated[Positive | None, "adaptive: largest ratio to the weight's norm"] = None
+    agc_eps: Annotated[NotNegative, "AGC's floor of the weight's norm"] = 1e-3
 
 
 class Train(Section):
     """How long, in what batches, in which precision."""
 
-    epochs: Count = Field(default=100, description="passes over the training data")
-    batch_size: Count = Field(default=1024, description="examples a step, over all processes")
-    accumulate: Count = Field(default=1, description="backward passes a step")
-    precision: Literal["float64", "float32", "bfloat16", "float16"] = Field(
-        default="float32", description="of the forward pass; float16 with a GradScaler"
-    )
-    ema: float | None = Field(default=None, gt=0, lt=1, description="decay of averaged weights")
-    channels_last: bool = Field(default=False, description="memory format of images and weights")
-    compile: bool = Field(default=False, description="torch.compile")
-    test_every: Count = Field(
-        default=1, description="epochs between tests; the last is always tested"
-    )
-    test_batch_size: Count | None = Field(default=None, description="default: batch_size")
+    epochs: Annotated[Count, "passes over the training data"] = 100
+    batch_size: Annotated[Count, "examples per step, over all processes"] = 1024
+    accumulate: Annotated[Count, "backward passes per step"] = 1
+    precision: Annotated[
+        Literal["float64", "float32", "bfloat16", "float16"],
+        "precision of the forward pass; float16 with a GradScaler",
+    ] = "float32"
+    ema: Annotated[float | None, Field(gt=0, lt=1), "decay of averaged weights"] = None
+    channels_last: Annotated[bool, "memory format of images and weights"] = False
+    compile: Annotated[bool, "torch.compile"] = False
+    test_every: Annotated[Count, "epochs between tests; the last is always tested"] = 1
+    test_batch_size: Annotated[Count | None, "default: batch_size"] = None
 
 
 class Monitor(Section):
-    """What is recorded of the filters."""
+    """What is recorded about the filters."""
 
-    every: int = Field(
-        default=0, ge=0, description="steps between records of filter norms; 0 is off"
-    )
-    gradients: bool = Field(default=False, description="also the norms of gradients")
-    features: bool = Field(default=False, description="also the features before the classifier")
-    gains: bool = Field(default=False, description="also the gains of normalisations")
+    every: Annotated[Natural, "steps between records of filter norms; 0 is off"] = 0
+    gradients: Annotated[bool, "also the norms of gradients"] = False
+    features: Annotated[bool, "also the features before the classifier"] = False
+    gains: Annotated[bool, "also the gains of normalisations"] = False
 
 
 class Machine(Section):
-    """Where it runs: nothing here changes what a run is, so it is not part of its name."""
+    """Where it runs. Nothing here changes the result, so it is not part of the run's key."""
 
-    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, ...")
-    threads: Count | None = Field(default=None, description="threads of each process")
-    workers: int = Field(
-        default=0, ge=0, description="processes that decode images, for each process"
-    )
-    data_dir: str | None = Field(default=None, description="where the data files are")
-    checkpoint_seconds: NotNegative = Field(default=60.0, description="time between checkpoints")
-    checkpoint_steps: Count | None = Field(default=None, description="steps between checkpoints")
-    keep_best: bool = Field(default=True, description="keep the weights of the best test accuracy")
-    tensorboard: bool = Field(default=False, description="also write TensorBoard's files")
+    device: Annotated[str, "auto, cpu, cuda, cuda:1, ..."] = "auto"
+    threads: Annotated[Count | None, "threads of each process"] = None
+    workers: Annotated[Natural, "processes that decode images, for each process"] = 0
+    data_dir: Annotated[str | None, "where the data files are"] = None
+    checkpoint_seconds: Annotated[NotNegative, "seconds between checkpoints"] = 60.0
+    checkpoint_steps: Annotated[Count | None, "steps between checkpoints"] = None
+    keep_best: Annotated[bool, "keep the weights of the best test accuracy"] = True
+    tensorboard: Annotated[bool, "also write TensorBoard's files"] = False
 
 
 class Recipe(Section):
@@ -223,56 +198,61 @@ class Recipe(Section):
         0.1
     """
 
-    data: Data = Field(default=Data(), description="examples")
-    model: Model = Field(default=Model(), description="network")
-    optimizer: Optimizer = Field(default=Optimizer(), description="optimizer")
-    schedule: Schedule = Field(default=Schedule(), description="learning rate over time")
-    loss: Loss = Field(default=Loss(), description="loss")
-    clip: Clip = Field(default=Clip(), description="clipping")
-    train: Train = Field(default=Train(), description="training")
-    monitor: Monitor = Field(default=Monitor(), description="records of filters")
-    machine: Machine = Field(default=Machine(), description="machine")
-    seed: int = Field(default=0, ge=0, lt=2**31, description="initialisation, order, augmentation")
+    data: Data = Data()
+    model: Model = Model()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    loss: Loss = Loss()
+    clip: Clip = Clip()
+    train: Train = Train()
+    monitor: Monitor = Monitor()
+    machine: Machine = Machine()
+    seed: Annotated[int, Field(ge=0, lt=2**31), "initialisation, order, augmentation"] = 0
 
     @model_validator(mode="after")
-    def _parts_agree(self) -> Recipe:
-        faults = []
-        if self.schedule.warmup_epochs >= self.train.epochs and self.schedule.warmup_epochs > 0:
-            faults.append(
-                f"schedule.warmup_epochs: expected less than train.epochs, {self.train.epochs}, "
-                f"but got {self.schedule.warmup_epochs:g}"
-            )
-        if self.train.batch_size % self.train.accumulate:
-            faults.append(
-                f"train.accumulate: expected a divisor of train.batch_size, "
-                f"{self.train.batch_size}, but got {self.train.accumulate}"
-            )
-        if self.data.mixup and self.data.cutmix:
-            faults.append("data.cutmix: expected 0 where data.mixup is given, but got both")
-        if self.model.name.startswith("timm:") and self.model.norm != "batch":
-            faults.append("model.norm: expected no norm for a timm model, which has its own")
-        if self.loss.form == "as_published" and self.train.precision != "float16":
-            faults.append(
+    def _sections_agree(self) -> Recipe:
+        data, model, train, warmup = self.data, self.model, self.train, self.schedule.warmup_epochs
+        decay, agc = self.optimizer.backbone_decay, self.clip.agc
+        checks = [
+            (
+                0 < warmup >= train.epochs,
+                f"schedule.warmup_epochs: expected less than train.epochs, {train.epochs}, but got "
+                f"{warmup:g}",
+            ),
+            (
+                train.batch_size % train.accumulate,
+                f"train.accumulate: expected a divisor of train.batch_size, {train.batch_size}, "
+                f"but got {train.accumulate}",
+            ),
+            (
+                data.mixup and data.cutmix,
+                "data.cutmix: expected 0 where data.mixup is given, but got both",
+            ),
+            (
+                model.name.startswith("timm:") and model.norm != "batch",
+                "model.norm: expected no norm for a timm model, which has its own",
+            ),
+            (
+                self.loss.form == "as_published" and train.precision != "float16",
                 "loss.form: expected train.precision float16 with as_published, which is right at "
-                f"one loss scale only, but got {self.train.precision}"
-            )
-        decay, clip = self.optimizer.backbone_decay, self.clip.agc
-        if clip is not None and clip <= decay and self.optimizer.name == "sgd":
-            faults.append(
+                f"one loss scale only, but got {train.precision}",
+            ),
+            (
+                agc is not None and agc <= decay and self.optimizer.name == "sgd",
                 f"clip.agc: expected more than optimizer.weight_decay of the backbone, {decay:g}, "
-                "which otherwise outweighs every gradient until all weights vanish, but got "
-                f"{clip:g}"
-            )
-        if faults:
+                f"which otherwise outweighs every gradient until all weights vanish, but got {agc}",
+            ),
+        ]
+        if faults := [fault for is_wrong, fault in checks if is_wrong]:
             raise ValueError("\n".join(faults))
         return self
 
     @property
     def key(self) -> str:
-        """The name of the run that this recipe makes: a hash of what is not a default.
+        """The name of the run that this recipe makes: a hash of all values that are not defaults.
 
         `machine` is left out. A new key with a neutral default leaves the names of older runs as
-        they are; a default that changes needs a new `FORMAT`.
+        they are; a changed default needs a new `FORMAT`.
         """
         described = self.model_dump(mode="json", exclude={"machine"}, exclude_defaults=True)
         canonical = json.dumps(described, sort_keys=True, separators=(",", ":"))
@@ -291,10 +271,10 @@ class Recipe(Section):
 
     def override(self, changes: Mapping[str, Any]) -> Recipe:
         """This recipe with dotted keys changed: ``{"loss.alpha": 0.3}``."""
-        return _validate(_merge(self.model_dump(), _nest(changes)), "the overrides")
+        return _validate(_merge(self.model_dump(), nest(changes)), "the overrides")
 
     def to_yaml(self) -> str:
-        """The recipe, complete."""
+        """The complete recipe as YAML."""
         return yaml.safe_dump({"format": FORMAT, **self.model_dump(mode="json")}, sort_keys=False)
 
     @classmethod
@@ -310,9 +290,23 @@ class Recipe(Section):
         return _validate(values, source)
 
 
+def describe_keys(section: type[Section] = Recipe) -> Iterator[tuple[str, str, Any]]:
+    """Every dotted key, its meaning, and its default."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.default, Section):
+            for key, meaning, default in describe_keys(type(field.default)):
+                yield f"{name}.{key}", meaning, default
+        else:
+            meaning = next(text for text in field.metadata if isinstance(text, str))
+            yield name, meaning, field.default
+
+
+# Recipes from files and command lines -------------------------------------------------------------
+
+
 def recipe_names() -> list[str]:
     """The recipes that come with the package."""
-    return sorted(path.name.removesuffix(".yaml") for path in _shipped() if path.is_file())
+    return sorted(file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.is_file())
 
 
 def load_recipe(source: str | Path, changes: Mapping[str, Any] | None = None) -> Recipe:
@@ -332,19 +326,15 @@ def load_recipe(source: str | Path, changes: Mapping[str, Any] | None = None) ->
         >>> load_recipe("digits", {"loss.alpha": 0.5}).loss.alpha
         0.5
     """
-    values = _merge(_read(str(source), ()), _nest(changes or {}))
+    values = _merge(_read(str(source), ()), nest(changes or {}))
     return _validate(values, f"recipe {str(source)!r}")
 
 
 def header(name: str) -> str:
     """The comment at the top of a recipe that comes with the package."""
     lines = _find(name).read_text().splitlines()
-    comment = []
-    for line in lines:
-        if not line.startswith("#"):
-            break
-        comment.append(line.removeprefix("#").strip())
-    return "\n".join(comment)
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return "\n".join(line.removeprefix("#").strip() for line in comment)
 
 
 def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
@@ -355,36 +345,21 @@ def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
         {'loss.alpha': 0.3, 'train.compile': True, 'seed': 4}
     """
     changes: dict[str, Any] = {}
-    rest = list(tokens)
-    while rest:
-        token = rest.pop(0)
-        name, equals, value = token.removeprefix("--").partition("=")
+    remaining = iter(tokens)
+    for token in remaining:
+        key, equals, text = token.removeprefix("--").partition("=")
         if not equals:
-            if not token.startswith("--") or not rest:
+            value = next(remaining, None) if token.startswith("--") else None
+            if value is None:
                 raise RecipeError(
                     f"Expected overrides as `--key value` or `key=value`, but got {token!r}."
                 )
-            value = rest.pop(0)
+            text = value
         try:
-            changes[name] = yaml.safe_load(value)
+            changes[key] = _with_numbers(yaml.safe_load(text))
         except yaml.YAMLError:
-            changes[name] = value
-        if isinstance(changes[name], str):
-            changes[name] = _number(changes[name])
+            changes[key] = text
     return changes
-
-
-def describe_keys() -> Iterator[tuple[str, str, Any]]:
-    """Every dotted key, what it means, and its default."""
-    yield from _describe(Recipe, "")
-
-
-def _describe(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, Any]]:
-    for name, field in section.model_fields.items():
-        if isinstance(field.default, Section):
-            yield from _describe(type(field.default), f"{prefix}{name}.")
-        else:
-            yield prefix + name, field.description or "", field.default
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -401,23 +376,43 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + key, value
 
 
-def _shipped() -> Iterator[Any]:
-    yield from resources.files("powergrad.lab").joinpath("recipes").iterdir()
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values from dotted keys: the inverse of :func:`flatten`.
+
+    Raises:
+        RecipeError: If a key is both a value and a section.
+
+    Example:
+        >>> nest({"loss.alpha": 0.3, "seed": 1})
+        {'loss': {'alpha': 0.3}, 'seed': 1}
+    """
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *path, last = key.split(".")
+        section = nested
+        for name in path:
+            section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise RecipeError(
+                    f"Expected either {name!r} or keys in it, but got {name!r} and {key!r}."
+                )
+        section[last] = value
+    return nested
 
 
 def _find(source: str) -> Any:
+    """The file of a recipe that comes with the package, or the user's file."""
     path = Path(source)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
-        if not path.is_file():
-            raise RecipeError(f"Expected a recipe at {source!r}, but got no such file.")
+    if path.is_file():
         return path
-    for shipped in _shipped():
-        if shipped.name == f"{source}.yaml":
-            return shipped
-    raise RecipeError(
-        f"Expected a recipe's name or a YAML file, but got {source!r}"
-        f"{did_you_mean(source, recipe_names())}"
-    )
+    if path.suffix in (".yaml", ".yml"):
+        raise RecipeError(f"Expected a recipe at {source!r}, but got no such file.")
+    if source not in recipe_names():
+        raise RecipeError(
+            f"Expected a recipe's name or a YAML file, but got {source!r}"
+            f"{did_you_mean(source, recipe_names())}"
+        )
+    return RECIPES / f"{source}.yaml"
 
 
 def _read(source: str, readers: tuple[str, ...]) -> dict[str, Any]:
@@ -442,79 +437,51 @@ def _parse(text: str, source: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise RecipeError(f"Expected {source} to be YAML, but got: {error}") from None
     if not isinstance(values, dict):
-        raise RecipeError(
-            f"Expected {source} to hold keys and values, but got {type(values).__name__}."
-        )
+        kind = type(values).__name__
+        raise RecipeError(f"Expected {source} to hold keys and values, but got {kind}.")
     return values
 
 
-def _nest(changes: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for dotted, value in changes.items():
-        *path, last = dotted.split(".")
-        place = nested
-        for name in path:
-            place = place.setdefault(name, {})
-            if not isinstance(place, dict):
-                raise RecipeError(
-                    f"Expected either {name!r} or keys in it, but got {name!r} and {dotted!r}."
-                )
-        place[last] = value
-    return nested
-
-
 def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(under)
-    for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = (
-            _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-        )
-    return merged
+    """`under` with the values of `over`, section by section."""
+    sections = {
+        key: _merge(under[key], value)
+        for key, value in over.items()
+        if isinstance(value, Mapping) and isinstance(under.get(key), Mapping)
+    }
+    return {**under, **over, **sections}
 
 
 def _validate(values: Mapping[str, Any], source: str) -> Recipe:
     try:
-        return Recipe.model_validate(_numbers(values))
-    except ValidationError as error:
-        faults = [fault for each in error.errors() for fault in _explain(each)]
-        listed = "\n".join(f"  {fault}" for fault in faults)
-        many = f"{len(faults)} faults" if len(faults) > 1 else "a fault"
-        raise RecipeError(f"Found {many} in {source}:\n{listed}") from None
+        return Recipe.model_validate(_with_numbers(values))
+    except ValidationError as invalid:
+        faults = [fault for error in invalid.errors() for fault in _explain(error)]
+        count = f"{len(faults)} faults" if len(faults) > 1 else "a fault"
+        raise RecipeError("\n  ".join([f"Found {count} in {source}:", *faults])) from None
 
 
 def _explain(error: Any) -> Iterable[str]:
-    """A pydantic error as: dotted key: what was expected, and what came."""
+    """A pydantic error as lines: the dotted key, what was expected, and what was given."""
     key = ".".join(str(part) for part in error["loc"])
-    came = error["input"]
     if error["type"] == "extra_forbidden":
         known = [name for name, *_ in describe_keys()]
         yield f"{key}: expected a known key, but got this one{did_you_mean(key, known)}"
     elif error["type"] == "value_error":
         for line in str(error["ctx"]["error"]).splitlines():
-            yield line if not key else f"{key}: {line}"
+            yield f"{key}: {line}" if key else line
     else:
         wanted = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
-        yield f"{key}: expected {wanted}, but got {came!r}"
+        yield f"{key}: expected {wanted}, but got {error['input']!r}"
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error's sentence: the nearest known word, if one is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else "."
-
-
-def _numbers(values: Any) -> Any:
-    """YAML 1.1 reads 1e-3 as text: read it as the number that was meant."""
+def _with_numbers(values: Any) -> Any:
+    """`values` with numbers for text such as ``1e-3``, which YAML 1.1 does not read as a number."""
     if isinstance(values, Mapping):
-        return {key: _numbers(value) for key, value in values.items()}
+        return {key: _with_numbers(value) for key, value in values.items()}
     if isinstance(values, list):
-        return [_numbers(value) for value in values]
-    return _number(values) if isinstance(values, str) else values
-
-
-def _number(text: str) -> Any:
-    try:
-        return float(text) if any(c.isdigit() for c in text) else text
-    except ValueError:
-        return text
+        return [_with_numbers(value) for value in values]
+    if isinstance(values, str) and any(character.isdigit() for character in values):
+        with contextlib.suppress(ValueError):
+            return float(values)
+    return values

@@ -17,25 +17,19 @@ __all__ = ["Processes", "join_processes"]
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of the run.
+    """This process among those of the run."""
 
-    Attributes:
-        rank: Its number, from 0.
-        world: How many there are.
-        device: Where it computes.
-    """
-
-    rank: int
-    world: int
+    rank: int  # from 0
+    world: int  # the number of processes
     device: torch.device
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that writes."""
+        """Whether this is the process that writes."""
         return self.rank == 0
 
     def wait(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all processes call this."""
         if self.world > 1:
             dist.barrier()
 
@@ -53,11 +47,7 @@ class Processes:
 
     def agree(self, number: int) -> bool:
         """Whether `number` is the same in all processes."""
-        if self.world == 1:
-            return True
-        low = torch.tensor([number, -number], device=self.device)
-        dist.all_reduce(low, op=dist.ReduceOp.MIN)
-        return bool(low[0] == -low[1])
+        return bool((self.concatenate(torch.tensor([number], device=self.device)) == number).all())
 
     def concatenate(self, tensor: Tensor) -> Tensor:
         """The rows of all processes, one after another."""
@@ -78,11 +68,11 @@ def join_processes(device: str) -> Iterator[Processes]:
     """Join the processes that torchrun started, or be the only one.
 
     Args:
-        device: ``"auto"``, or what :class:`torch.device` takes. On several GPUs each process takes
-            the one of its local rank.
+        device: ``"auto"``, or an argument of :class:`torch.device`. With several GPUs, each process
+            takes the one of its local rank.
 
     Raises:
-        ValueError: If there is no such device here.
+        ValueError: If there is no such device.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -90,9 +80,9 @@ def join_processes(device: str) -> Iterator[Processes]:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError) as error:
-        why = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         raise ValueError(
-            f"Expected `machine.device` to be a device that is here, but got {device!r}: {why}"
+            f"Expected `machine.device` to be an available device, but got {device!r}: {reason}"
         ) from None
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1 or "RANK" not in os.environ:

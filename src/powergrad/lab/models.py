@@ -2,13 +2,13 @@ r"""The paper's networks: ResNets, with and without squeeze-and-excitation or no
 
 Two families. **ImageNet's** (He et al., 2015, table 1) has four stages, 18 to 152 layers, and
 projects a shortcut whose shape changes. **CIFAR's** (section 4.2 there) has three stages of ``n``
-basic blocks, ``6 n + 2`` layers, and its shortcuts have no parameters at all: option A, which takes
-every other pixel and fills the new channels with zeros. (50 and 152 are of the form ``6 n + 2``
-too; those names are ImageNet's.)
+basic blocks, ``6 n + 2`` layers, and shortcuts without parameters: option A, which takes every
+other pixel and fills the new channels with zeros. (50 and 152 are of the form ``6 n + 2`` too;
+those names are ImageNet's.)
 
 Parameters are named as in timm and torchvision, so that their weights load. Modules are registered
-in timm's order, a block's downsampling convolution after its others: `powergrad.census` numbers
-layers so, and for ResNet-18 that is the paper's numbering.
+in timm's order, a block's downsampling convolution last. `powergrad.census` numbers layers in that
+order, which for ResNet-18 is the paper's numbering.
 
 References: He, Zhang, Ren, Sun, *Deep Residual Learning for Image Recognition*, 2015. Hu, Shen,
 Sun, *Squeeze-and-Excitation Networks*, 2018. Wu, He, *Group Normalization*, 2018.
@@ -16,34 +16,36 @@ Sun, *Squeeze-and-Excitation Networks*, 2018. Wu, He, *Group Normalization*, 201
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["ResNet", "create_model", "model_names"]
+from powergrad.lab.words import did_you_mean
+
+__all__ = ["create_model", "model_names"]
 
 Norm = Literal["batch", "group", "none"]
 Stem = Literal["imagenet", "small"]
+Layer = tuple[int, int, int]  # output channels, kernel and stride of a convolution
 
-IMAGENET_DEPTHS = (18, 34, 50, 101, 152)
 CIFAR_DEPTHS = (8, 14, 20, 32, 44, 56, 110)  # those with a name; any other 6 n + 2 works as well
 
 
 def model_names() -> list[str]:
     """The networks that `create_model` makes by name.
 
-    Beside them it makes any other depth ``6 n + 2`` of the CIFAR family, and ``timm:NAME``.
+    It also makes any other depth ``6 n + 2`` of the CIFAR family, and ``timm:NAME``.
 
     Example:
         >>> [name for name in model_names() if name.endswith("18")]
         ['resnet18', 'seresnet18']
     """
-    return [f"{se}resnet{n}" for se in ("", "se") for n in (*IMAGENET_DEPTHS, *CIFAR_DEPTHS)]
+    depths = (*IMAGENET_LAYOUTS, *CIFAR_DEPTHS)
+    return [f"{prefix}resnet{depth}" for prefix in ("", "se") for depth in depths]
 
 
 def create_model(
@@ -61,16 +63,16 @@ def create_model(
     Args:
         name: One of :func:`model_names`, ``resnetN`` or ``seresnetN`` with N = 6 n + 2, or
             ``timm:NAME`` for any network of timm, where that is installed.
-        num_classes: How many logits.
+        num_classes: The number of logits.
         in_channels: The channels of an image.
-        width: The channels of the first stage, by default 64, and 16 for the CIFAR family. Each
-            stage has twice those of the one before; a bottleneck block's output four times those.
-        norm: ``"batch"``; ``"group"``, of 32 groups, or as many as the largest divisor of the
-            channels that is not above 32 (up to 32 channels that is one a channel, which takes
-            a map of one pixel to zero); or ``"none"``, where convolutions have no bias either.
+        width: The channels of the first stage, by default 64, and 16 for the CIFAR family. Every
+            stage doubles them; the output of a bottleneck block has four times as many.
+        norm: ``"batch"``; ``"group"``, with 32 groups, or the largest divisor of the channels that
+            is not above 32 (up to 32 channels that is one group per channel, which takes a map of
+            one pixel to zero); or ``"none"``, where convolutions have no bias either.
         stem: ``"imagenet"`` is a 7x7 convolution of stride 2 and a max-pooling, for large images;
             ``"small"`` a 3x3 convolution that keeps the size. By default the family's own. The
-            CIFAR family has no other than ``"small"``.
+            CIFAR family has only ``"small"``.
         zero_init_residual: Whether the last gain of each block starts at 0.
 
     Returns:
@@ -88,13 +90,16 @@ def create_model(
         >>> model(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])
     """
-    _check_choice(norm, "norm", ("batch", "group", "none"))
-    _check_choice(stem, "stem", (None, "imagenet", "small"))
-    for argument, value in {
-        "num_classes": num_classes,
-        "in_channels": in_channels,
-        "width": 1 if width is None else width,
-    }.items():
+    choices = {"norm": (norm, tuple(NORMS)), "stem": (stem, (None, "imagenet", "small"))}
+    for argument, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ValueError(
+                f"Expected `{argument}` to be one of {', '.join(map(repr, allowed))}, but got "
+                f"{value!r}."
+            )
+    counts = {"num_classes": num_classes, "in_channels": in_channels}
+    counts |= {} if width is None else {"width": width}
+    for argument, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"Expected `{argument}` to be a positive integer, but got {value!r}.")
     if zero_init_residual and norm == "none":
@@ -118,27 +123,41 @@ def create_model(
 
     match = re.fullmatch(r"(se)?resnet([1-9]\d*)", name)
     depth = int(match[2]) if match else 0
-    is_cifar = depth not in IMAGENET_DEPTHS
+    is_cifar = depth not in IMAGENET_LAYOUTS
     if not match or (is_cifar and (depth < 8 or depth % 6 != 2)):
         raise ValueError(
             "Expected `name` to be one of `model_names()`, (se)resnetN with N = 6 n + 2, or "
-            f"'timm:NAME', but got {name!r}.{_did_you_mean(name, model_names())}"
+            f"'timm:NAME', but got {name!r}{did_you_mean(name, model_names(), most=3)}"
         )
     if is_cifar and stem == "imagenet":
         raise ValueError(f"Expected `stem` to be 'small' for {name}, but got 'imagenet'.")
-    block, blocks = _LAYOUTS.get(depth, (BasicBlock, ((depth - 2) // 6,) * 3))
+    layers, blocks = IMAGENET_LAYOUTS.get(depth, (basic_layers, ((depth - 2) // 6,) * 3))
     return ResNet(
-        block,
+        layers,
         blocks,
+        style=Style(NORMS[norm], se=match[1] is not None, project=not is_cifar),
         num_classes=num_classes,
         in_channels=in_channels,
         width=width or (16 if is_cifar else 64),
-        norm=norm,
         stem=stem or ("small" if is_cifar else "imagenet"),
-        se=match[1] is not None,
-        project=not is_cifar,
         zero_init_residual=zero_init_residual,
     )
+
+
+def _from_timm(name: str, num_classes: int, in_channels: int) -> nn.Module:
+    try:
+        timm = importlib.import_module("timm")
+    except (ImportError, RuntimeError) as error:  # missing, or torchvision is for another torch
+        raise ImportError(
+            f"Expected timm to be importable for 'timm:{name}' (`pip install timm`), but got: "
+            f"{error}"
+        ) from error
+    if not timm.is_model(name):
+        raise ValueError(
+            f"Expected a model of timm {timm.__version__} after 'timm:', but got {name!r}"
+            f"{did_you_mean(name, timm.list_models(), most=3)}"
+        )
+    return timm.create_model(name, num_classes=num_classes, in_chans=in_channels)
 
 
 # The network -------------------------------------------------------------------------------------
@@ -147,48 +166,35 @@ def create_model(
 class ResNet(nn.Module):
     """A stem, stages of residual blocks (``layer1``, ``layer2``, ...) and a classifier (``fc``).
 
-    Args:
-        block: `BasicBlock` or `Bottleneck`.
-        blocks: How many of them each stage has.
-        num_classes: As in :func:`create_model`, and so are those that follow.
-        in_channels: The channels of an image.
-        width: The channels of the first stage.
-        norm: The normalisation.
-        stem: The stem.
-        se: Whether blocks have squeeze-and-excitation.
-        project: Whether a shortcut between shapes is a convolution; else it pads with zeros.
-        zero_init_residual: Whether the last gain of each block starts at 0.
+    The arguments are those of :func:`create_model`, the convolutions of a block as a function of
+    its width and stride, and the number of blocks in each stage.
     """
 
     def __init__(
         self,
-        block: type[BasicBlock] | type[Bottleneck],
+        layers: Callable[[int, int], list[Layer]],
         blocks: Sequence[int],
         *,
+        style: Style,
         num_classes: int,
         in_channels: int,
         width: int,
-        norm: Norm,
         stem: Stem,
-        se: bool = False,
-        project: bool = True,
-        zero_init_residual: bool = False,
+        zero_init_residual: bool,
     ) -> None:
         super().__init__()
-        normalise = _NORMS[norm]
         self.is_large_stem = stem == "imagenet"
-        kernel, stride = (7, 2) if self.is_large_stem else (3, 1)
-        self.conv1 = _conv(in_channels, width, kernel, stride)
-        self.bn1 = normalise(width)
+        self.conv1 = _conv(in_channels, width, *((7, 2) if self.is_large_stem else (3, 1)))
+        self.bn1 = style.normalise(width)
         channels = width
         self.stages = tuple(f"layer{stage + 1}" for stage in range(len(blocks)))
         for stage, count in enumerate(blocks):
-            layers = []
-            for i in range(count):
-                stride = 2 if stage > 0 and i == 0 else 1
-                layers.append(block(channels, width << stage, stride, normalise, se, project))
-                channels = (width << stage) * block.expansion
-            self.add_module(self.stages[stage], nn.Sequential(*layers))
+            sequence = nn.Sequential()
+            for number in range(count):
+                convolutions = layers(width << stage, 2 if stage > 0 and number == 0 else 1)
+                sequence.append(Block(channels, convolutions, style))
+                channels, _, _ = convolutions[-1]
+            self.add_module(self.stages[stage], sequence)
         self.fc = nn.Linear(channels, num_classes)
         self._initialise(zero_init_residual)
 
@@ -213,85 +219,66 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif zero_init_residual and isinstance(module, (BasicBlock, Bottleneck)):
-                last = module.bn3 if isinstance(module, Bottleneck) else module.bn2
-                nn.init.zeros_(last.get_parameter("weight"))
+            elif zero_init_residual and isinstance(module, Block):
+                nn.init.zeros_(module.get_parameter(f"bn{module.depth}.weight"))
 
 
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions, around which the input is added."""
+class Style(NamedTuple):
+    """What all blocks of a network have in common."""
 
-    expansion = 1
+    normalise: Callable[[int], nn.Module]
+    se: bool  # squeeze-and-excitation
+    project: bool  # whether a shortcut between shapes is a convolution; else it pads with zeros
 
-    def __init__(
-        self,
-        channels: int,
-        width: int,
-        stride: int,
-        normalise: Callable[[int], nn.Module],
-        se: bool,
-        project: bool,
-    ) -> None:
+
+class Block(nn.Module):
+    """A branch of convolutions (``conv1``, ``bn1``, ``conv2``, ...), and its input added to it."""
+
+    def __init__(self, channels: int, layers: Sequence[Layer], style: Style) -> None:
         super().__init__()
-        self.conv1 = _conv(channels, width, 3, stride)
-        self.bn1 = normalise(width)
-        self.conv2 = _conv(width, width, 3)
-        self.bn2 = normalise(width)
-        self.se = SqueezeExcite(width) if se else None
-        self.downsample = _shortcut(channels, width, stride, normalise, project)
+        self.depth, out = len(layers), channels
+        for number, (width, kernel, stride) in enumerate(layers, start=1):
+            self.add_module(f"conv{number}", _conv(out, width, kernel, stride))
+            self.add_module(f"bn{number}", style.normalise(width))
+            out = width
+        self.se = SqueezeExcite(out) if style.se else None
+        self.downsample = None
+        stride = max(stride for _, _, stride in layers)
+        if (stride > 1 or channels != out) and style.project:
+            self.downsample = nn.Sequential(_conv(channels, out, 1, stride), style.normalise(out))
+        elif stride > 1 or channels != out:
+            self.downsample = ZeroPad(out - channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         # Only the sum is rectified in place: in place on a module's output, hooks that replace it
         # (`powergrad.alter_output`, full backward hooks) would be refused by autograd.
-        y = F.relu(self.bn1(self.conv1(x)))
-        y = self.bn2(self.conv2(y))
+        y = x
+        for number in range(1, self.depth + 1):
+            y = F.relu(y) if number > 1 else y
+            y = getattr(self, f"bn{number}")(getattr(self, f"conv{number}")(y))
         if self.se is not None:
             y = self.se(y)
         return F.relu(y + (x if self.downsample is None else self.downsample(x)), inplace=True)
 
 
-class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1 ones, the last four times as wide; the input is added.
+def basic_layers(width: int, stride: int) -> list[Layer]:
+    """Two 3x3 convolutions."""
+    return [(width, 3, stride), (width, 3, 1)]
+
+
+def bottleneck_layers(width: int, stride: int) -> list[Layer]:
+    """A 3x3 convolution between two 1x1 ones, the last four times as wide.
 
     The 3x3 convolution has the stride, as in torchvision and timm ("ResNet v1.5"); in the original
     paper the first 1x1 one has it.
     """
-
-    expansion = 4
-
-    def __init__(
-        self,
-        channels: int,
-        width: int,
-        stride: int,
-        normalise: Callable[[int], nn.Module],
-        se: bool,
-        project: bool,
-    ) -> None:
-        super().__init__()
-        out = width * self.expansion
-        self.conv1 = _conv(channels, width, 1)
-        self.bn1 = normalise(width)
-        self.conv2 = _conv(width, width, 3, stride)
-        self.bn2 = normalise(width)
-        self.conv3 = _conv(width, out, 1)
-        self.bn3 = normalise(out)
-        self.se = SqueezeExcite(out) if se else None
-        self.downsample = _shortcut(channels, out, stride, normalise, project)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))
-        y = F.relu(self.bn2(self.conv2(y)))
-        y = self.bn3(self.conv3(y))
-        if self.se is not None:
-            y = self.se(y)
-        return F.relu(y + (x if self.downsample is None else self.downsample(x)), inplace=True)
+    return [(width, 1, 1), (width, 3, stride), (4 * width, 1, 1)]
 
 
 class SqueezeExcite(nn.Module):
     """Multiplies each channel by a gate in (0, 1) that it computes from all channels' means.
 
-    In between are a sixteenth of the channels, rounded to a multiple of 8, and at least 8.
+    The hidden layer has a sixteenth of the channels, rounded to a multiple of 8, and at least 8.
     """
 
     def __init__(self, channels: int) -> None:
@@ -310,25 +297,14 @@ class ZeroPad(nn.Module):
 
     def __init__(self, new_channels: int, stride: int) -> None:
         super().__init__()
-        self.new_channels = new_channels
-        self.stride = stride
+        self.new_channels, self.stride = new_channels, stride
 
     def forward(self, x: Tensor) -> Tensor:
         x = x[:, :, :: self.stride, :: self.stride]
         return F.pad(x, (0, 0, 0, 0, 0, self.new_channels))
 
 
-def _shortcut(
-    channels: int, out: int, stride: int, normalise: Callable[[int], nn.Module], project: bool
-) -> nn.Module | None:
-    if stride == 1 and channels == out:
-        return None
-    if not project:
-        return ZeroPad(out - channels, stride)
-    return nn.Sequential(_conv(channels, out, 1, stride), normalise(out))
-
-
-def _conv(channels: int, out: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+def _conv(channels: int, out: int, kernel: int, stride: int) -> nn.Conv2d:
     return nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, bias=False)
 
 
@@ -337,49 +313,15 @@ def _group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(groups, channels)
 
 
-_NORMS: dict[str, Callable[[int], nn.Module]] = {
+NORMS: dict[str, Callable[[int], nn.Module]] = {
     "batch": nn.BatchNorm2d,
     "group": _group_norm,
     "none": lambda channels: nn.Identity(),
 }
-_LAYOUTS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] = {
-    18: (BasicBlock, (2, 2, 2, 2)),
-    34: (BasicBlock, (3, 4, 6, 3)),
-    50: (Bottleneck, (3, 4, 6, 3)),
-    101: (Bottleneck, (3, 4, 23, 3)),
-    152: (Bottleneck, (3, 8, 36, 3)),
+IMAGENET_LAYOUTS = {
+    18: (basic_layers, (2, 2, 2, 2)),
+    34: (basic_layers, (3, 4, 6, 3)),
+    50: (bottleneck_layers, (3, 4, 6, 3)),
+    101: (bottleneck_layers, (3, 4, 23, 3)),
+    152: (bottleneck_layers, (3, 8, 36, 3)),
 }
-
-
-# timm, and names ---------------------------------------------------------------------------------
-
-
-def _from_timm(name: str, num_classes: int, in_channels: int) -> nn.Module:
-    try:
-        timm = importlib.import_module("timm")
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"Expected timm to be installed for 'timm:{name}', but there is no module "
-            f"{error.name!r}; install it with `pip install timm`."
-        ) from error
-    except (ImportError, RuntimeError) as error:  # such as torchvision built for another torch
-        raise ImportError(
-            f"Expected timm to be importable for 'timm:{name}', but got: {error}"
-        ) from error
-    if not timm.is_model(name):
-        raise ValueError(
-            f"Expected a model of timm {timm.__version__} after 'timm:', but got {name!r}."
-            f"{_did_you_mean(name, timm.list_models())}"
-        )
-    return timm.create_model(name, num_classes=num_classes, in_chans=in_channels)
-
-
-def _did_you_mean(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=3)
-    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-
-
-def _check_choice(value: object, argument: str, choices: tuple[str | None, ...]) -> None:
-    if value not in choices:
-        allowed = ", ".join(map(repr, choices))
-        raise ValueError(f"Expected `{argument}` to be one of {allowed}, but got {value!r}.")

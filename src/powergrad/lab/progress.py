@@ -12,14 +12,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from powergrad.lab.config import Recipe
+from powergrad.lab.words import duration
 
-__all__ = ["Bar", "Lines", "Progress", "Silent", "duration", "for_terminal"]
+__all__ = ["Bar", "Lines", "Progress", "Row", "Silent", "for_terminal"]
 
-Row = Mapping[str, float | None]
+Row = Mapping[str, float | None]  # the metrics of an epoch
 
 
 class Progress:
-    """Told what a run does, in this order."""
+    """Hears from a run, in this order."""
 
     def begin(self, recipe: Recipe, step: int, steps: int, folder: Path) -> None:
         """The run goes from `step` to `steps`."""
@@ -34,33 +35,53 @@ class Progress:
         """The run is finished."""
 
     def close(self) -> None:
-        """Nothing more will be told, whether or not the run is finished."""
+        """Nothing more will come, whether or not the run is finished."""
 
 
 class Silent(Progress):
-    """Says nothing."""
+    """Shows nothing."""
 
 
-def duration(seconds: float) -> str:
-    """A time for people.
+class _Text(Progress):
+    """Progress as text, at most once in `every` seconds."""
 
-    Example:
-        >>> duration(4.2), duration(200), duration(7500)
-        ('4 s', '3 min 20 s', '2 h 05 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min"
+    every: float
 
+    def _print(self, text: str) -> None:
+        raise NotImplementedError
 
-def _title(recipe: Recipe) -> str:
-    alpha = "" if recipe.loss.alpha == 1 else f", alpha {recipe.loss.alpha:g}"
-    return f"{recipe.model.name} on {recipe.data.name}{alpha}, seed {recipe.seed}"
+    def _show(self, step: int, text: str) -> None:
+        raise NotImplementedError
+
+    @override
+    def begin(self, recipe: Recipe, step: int, steps: int, folder: Path) -> None:
+        self.batch_size, self.first, self.steps = recipe.train.batch_size, step, steps
+        self.began = self.shown = time.monotonic()
+        alpha = "" if recipe.loss.alpha == 1 else f", alpha {recipe.loss.alpha:g}"
+        resumed = f"resuming at step {step} of" if step else "steps:"
+        self._print(
+            f"{recipe.model.name} on {recipe.data.name}{alpha}, seed {recipe.seed}; {resumed} "
+            f"{steps}; {folder}"
+        )
+
+    @override
+    def step(self, step: int, loss: Tensor, lr: float) -> None:
+        now = time.monotonic()
+        if now - self.shown < self.every:
+            return
+        self.shown = now
+        seconds = (now - self.began) / max(step - self.first, 1)  # per step
+        left = duration(seconds * (self.steps - step))
+        self._show(
+            step,
+            f"step {step}/{self.steps}  loss {float(loss):.4f}  lr {lr:.4g}  "
+            f"{self.batch_size / seconds:.0f} images/s  {left} left",
+        )
+
+    @override
+    def end(self, row: Row) -> None:
+        self.close()
+        self._print(f"finished: {_results(row)}, {duration(row['seconds'] or 0)}")
 
 
 def _results(row: Row) -> str:
@@ -73,23 +94,8 @@ def _results(row: Row) -> str:
     return ", ".join(parts)
 
 
-class _Speed(Progress):
-    """Keeps what both kinds of progress show."""
-
-    @override
-    def begin(self, recipe: Recipe, step: int, steps: int, folder: Path) -> None:
-        self.recipe, self.folder = recipe, folder
-        self.first, self.steps = step, steps
-        self.began = self.shown = time.monotonic()
-
-    def rate(self, step: int) -> tuple[float, float]:
-        """Images a second, and the seconds that are left."""
-        each = (time.monotonic() - self.began) / max(step - self.first, 1)
-        return self.recipe.train.batch_size / each, each * (self.steps - step)
-
-
-class Lines(_Speed):
-    """A line every so many seconds, for files and pipes.
+class Lines(_Text):
+    """A line every few seconds, for files and pipes.
 
     Args:
         every: Seconds between lines.
@@ -99,47 +105,32 @@ class Lines(_Speed):
     def __init__(self, every: float = 10.0, file: TextIO | None = None) -> None:
         self.every, self.file = every, file
 
-    def _say(self, text: str) -> None:
+    @override
+    def _print(self, text: str) -> None:
         print(text, file=self.file or sys.stderr, flush=True)
 
     @override
-    def begin(self, recipe: Recipe, step: int, steps: int, folder: Path) -> None:
-        super().begin(recipe, step, steps, folder)
-        doing = f"going on at step {step} of" if step else "steps:"
-        self._say(f"{_title(recipe)}; {doing} {steps}; {folder}")
-
-    @override
-    def step(self, step: int, loss: Tensor, lr: float) -> None:
-        now = time.monotonic()
-        if now - self.shown >= self.every:
-            self.shown = now
-            speed, left = self.rate(step)
-            self._say(
-                f"step {step}/{self.steps}  loss {float(loss):.4f}  lr {lr:.4g}  "
-                f"{speed:.0f} images/s  {duration(left)} left"
-            )
+    def _show(self, step: int, text: str) -> None:
+        self._print(text)
 
     @override
     def epoch(self, row: Row) -> None:
         if row.get("test_accuracy") is not None and time.monotonic() - self.shown >= 1:
-            self._say(_results(row))
-
-    @override
-    def end(self, row: Row) -> None:
-        self._say(f"finished: {_results(row)}, {duration(row['seconds'] or 0)}")
+            self._print(_results(row))
 
 
-class Bar(_Speed):
-    """A bar of rich."""
+class Bar(_Text):
+    """A progress bar of rich."""
+
+    every = 0.2
 
     @override
     def begin(self, recipe: Recipe, step: int, steps: int, folder: Path) -> None:
         from rich import progress
         from rich.console import Console
 
-        super().begin(recipe, step, steps, folder)
         self.console = Console(stderr=True)
-        self.console.print(f"{_title(recipe)}  ->  {folder}", markup=False, highlight=False)
+        super().begin(recipe, step, steps, folder)
         self.bar: Any = progress.Progress(
             progress.TextColumn("{task.percentage:>3.0f}%"),
             progress.BarColumn(bar_width=24),
@@ -152,26 +143,16 @@ class Bar(_Speed):
         self.bar.start()
 
     @override
-    def step(self, step: int, loss: Tensor, lr: float) -> None:
-        now = time.monotonic()
-        if now - self.shown >= 0.2:
-            self.shown = now
-            speed, left = self.rate(step)
-            text = (
-                f"{step}/{self.steps}  loss {float(loss):.3f}  lr {lr:.3g}  {speed:.0f} images/s  "
-                f"{duration(left)} left  {self.results}"
-            )
-            self.bar.update(self.task, completed=step, text=text)
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False)
+
+    @override
+    def _show(self, step: int, text: str) -> None:
+        self.bar.update(self.task, completed=step, text=f"{text}  {self.results}")
 
     @override
     def epoch(self, row: Row) -> None:
         self.results = _results(row)
-
-    @override
-    def end(self, row: Row) -> None:
-        self.close()
-        text = f"finished: {_results(row)}, {duration(row['seconds'] or 0)}"
-        self.console.print(text, markup=False, highlight=False)
 
     @override
     def close(self) -> None:
@@ -180,5 +161,5 @@ class Bar(_Speed):
 
 
 def for_terminal() -> Progress:
-    """A bar where a person looks, lines where not."""
+    """A bar if standard error is a terminal, else lines."""
     return Bar() if sys.stderr.isatty() else Lines()

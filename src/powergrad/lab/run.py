@@ -1,8 +1,8 @@
 """The run folder: what a training run leaves, written so that a kill at any moment loses nothing.
 
-    config.yaml           the recipe, complete
-    environment.json      versions, commit, hardware, command; what it was resumed with
-    metrics.csv           a row an epoch
+    config.yaml           the complete recipe
+    environment.json      versions, commit, hardware and command; the same for every resumption
+    metrics.csv           one row per epoch
     classes.json          the names of the classes
     norms/                the recording of a FilterMonitor, if asked for
     checkpoint/           step-NNNNNNNNNN.pt, the last two; best.safetensors
@@ -10,129 +10,65 @@
     test.safetensors      the final logits and labels of the test set
     result.json           the final metrics: the run is finished
 
-A file is written under a temporary name, synced, and renamed: it is there whole, or not at all.
+A file is written under a temporary name, synced, and renamed: it is complete, or not there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
-import errno
 import fcntl
+import functools
 import json
 import os
 import pickle
-import platform
-import shlex
-import subprocess
-import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from powergrad import __version__
 from powergrad.lab.config import Recipe, RecipeError, flatten
-from powergrad.lab.files import FileError
+from powergrad.lab.environment import describe_machine
+from powergrad.lab.files import (
+    FileError,
+    csv_text,
+    explain_os_error,
+    write_atomically,
+    write_json,
+    write_text,
+)
 
-__all__ = ["Run", "RunBusyError", "RunError", "write_atomically"]
+__all__ = ["COLUMNS", "Run", "RunBusyError", "RunError", "open_run"]
 
 FORMAT = 1
-KEPT = 2  # checkpoints: the last, and the one before, should the last not be readable
+KEPT = 2  # checkpoints: the last, and the one before in case the last cannot be read
 
-# What metrics.csv has, in order. A cell is empty where nothing was measured.
+# The columns of metrics.csv, in order. A cell is empty where nothing was measured.
 COLUMNS = (
-    "epoch",
-    "step",
-    "lr",
-    "alpha",
-    "train_loss",
-    "train_accuracy",
-    "test_accuracy",
-    "test_top5",
-    "nll",
-    "nll_scaled",
-    "ece",
-    "ece_scaled",
-    "logit_norm",
-    "gradient_norm",
-    "clip_rate",
-    "dead_units",
-    "loss_scale",
-    "seconds",
-    "images_per_second",
+    *("epoch", "step", "lr", "alpha", "train_loss", "train_accuracy", "test_accuracy", "test_top5"),
+    *("nll", "nll_scaled", "ece", "ece_scaled", "logit_norm", "gradient_norm", "clip_rate"),
+    *("dead_units", "loss_scale", "seconds", "images_per_second"),
 )
 
 
 class RunError(FileError):
-    """A run folder that cannot be used, or written; the message says what to do."""
+    """A run folder that cannot be used; the message says what to do."""
 
 
 class RunBusyError(RunError):
-    """Another process is doing the run."""
-
-
-def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Make `path` hold what `write` writes, or leave it as it was.
-
-    Args:
-        path: The file.
-        write: Called with a file that is open for writing bytes.
-
-    Raises:
-        RunError: If the disk is full, or the folder may not be written.
-    """
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(fresh, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-        _sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:
-        # torch.save fails once more while it closes, and so hides what the system said.
-        said = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(said, OSError):
-            raise
-        raise RunError(_explain(said, path)) from error
-    finally:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _explain(error: OSError, path: Path) -> str:
-    kept = "what was there before is intact"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"Expected room for {str(path)!r}, but the disk is full; {kept}."
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"Expected to be allowed to write {str(path)!r}, but got: {error.strerror}."
-    return f"Expected to write {str(path)!r}, but got: {error}; {kept}."
-
-
-def _write_json(path: Path, value: Any) -> None:
-    write_atomically(path, lambda file: file.write((json.dumps(value, indent=1) + "\n").encode()))
+    """Another process holds the run's folder."""
 
 
 class Run:
-    """A run's folder.
+    """The folder of a run.
 
     Args:
-        folder: Where it is, or is to be.
+        folder: Its path; it need not exist yet.
 
     Example:
         >>> import tempfile
@@ -146,20 +82,17 @@ class Run:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.checkpoints = self.folder / "checkpoint"
-        self._key: str | None = None
 
-    # What anyone may read ------------------------------------------------------------------------
+    # Reading: any process ------------------------------------------------------------------------
 
     def exists(self) -> bool:
         """Whether a run was begun here."""
         return (self.folder / "config.yaml").is_file()
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """The key of the run's recipe."""
-        if self._key is None:
-            self._key = self.recipe().key
-        return self._key
+        return self.recipe().key
 
     def recipe(self) -> Recipe:
         """The recipe of the run."""
@@ -174,38 +107,32 @@ class Run:
 
     def result(self) -> dict[str, Any] | None:
         """The final metrics, or None where the run is not finished."""
+        path = self.folder / "result.json"
         try:
-            result = json.loads((self.folder / "result.json").read_text())
+            result = json.loads(path.read_text())
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise RunError(f"Expected JSON in {self.folder / 'result.json'}: {error}") from None
+            raise RunError(f"Expected {path} to hold JSON, but got: {error}") from None
         if not isinstance(result, dict):
-            raise RunError(
-                f"Expected a run's metrics in {self.folder / 'result.json'}, but got a "
-                f"{type(result).__name__}."
-            )
-        if result.get("format", 0) > FORMAT:
-            raise RunError(
-                f"Expected a run of format {FORMAT} or earlier, but got {result['format']} in "
-                f"{str(self.folder)!r}; a newer powergrad reads it."
-            )
+            kind = type(result).__name__
+            raise RunError(f"Expected a run's metrics in {path}, but got a {kind}.")
+        _check_format(result, "a run", self.folder)
         return result
 
     def metrics(self) -> list[dict[str, float | None]]:
-        """The rows of metrics.csv so far; a last line cut short is left out."""
+        """The rows of metrics.csv so far, without an incomplete last line."""
         path = self.folder / "metrics.csv"
         if not path.exists():
             return []
-        text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1].splitlines()
+        complete_lines, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
         return [
             {key: float(cell) if cell else None for key, cell in row.items()}
-            for row in csv.DictReader(whole)
+            for row in csv.DictReader(complete_lines.splitlines())
         ]
 
     def environment(self) -> dict[str, Any]:
-        """What environment.json holds."""
+        """The content of environment.json."""
         path = self.folder / "environment.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -214,20 +141,21 @@ class Run:
         path = self.folder / "test.safetensors"
         return load_file(path) if path.exists() else None
 
-    # What only the one process that holds the folder does ----------------------------------------
+    # Writing: only the process that holds the folder ---------------------------------------------
 
     @contextlib.contextmanager
     def open(self, recipe: Recipe) -> Iterator[Run]:
-        """Hold the folder for the run of `recipe`: make it, or go on with what it has.
+        """Hold the folder for the run of `recipe`, a new one or one to be resumed.
 
         Raises:
-            RunError: If another process holds it, it holds another run, or cannot be written.
+            RunError: If another process holds the folder, it holds another run, or cannot be
+                written.
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             lock = open(self.folder / "lock", "a")  # noqa: SIM115 (closed below)
         except OSError as error:
-            raise RunError(_explain(error, self.folder)) from error
+            raise RunError(explain_os_error(error, self.folder)) from error
         with lock:
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -235,49 +163,49 @@ class Run:
                 raise RunBusyError(
                     f"Expected {str(self.folder)!r} to be free, but another process is running it."
                 ) from None
-            self._take(recipe)
+            for temporary in [*self.folder.glob(".*.tmp"), *self.checkpoints.glob(".*.tmp")]:
+                temporary.unlink()
+            if self.exists():
+                self.check_recipe(recipe)
+                environment = self.environment()
+                environment.setdefault("resumed", []).append(describe_machine())
+            else:
+                environment = {"format": FORMAT, "seed": recipe.seed, **describe_machine()}
+            write_json(self.folder / "environment.json", environment)
+            write_text(self.folder / "config.yaml", recipe.to_yaml())
             yield self
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Refuse another run than this one.
+        """Check that the folder holds the run of `recipe`.
 
         Raises:
-            RunError: If the folder holds the run of another recipe.
+            RunError: If it holds the run of another recipe.
         """
-        found = self.recipe()
-        if found.key != recipe.key:
-            raise RunError(
-                f"Expected {str(self.folder)!r} to hold the run of this recipe, but got "
-                f"another one's, which differs in {_difference(found, recipe)}."
-            )
-
-    def _take(self, recipe: Recipe) -> None:
-        for left_over in [*self.folder.glob(".*.tmp"), *self.checkpoints.glob(".*.tmp")]:
-            left_over.unlink()
-        if self.exists():
-            self.check_recipe(recipe)
-            environment = self.environment()
-            environment.setdefault("resumed", []).append(describe_machine())
-        else:
-            environment = {"format": FORMAT, "seed": recipe.seed, **describe_machine()}
-        _write_json(self.folder / "environment.json", environment)
-        text = recipe.to_yaml().encode()
-        write_atomically(self.folder / "config.yaml", lambda file: file.write(text))
+        stored = self.recipe()
+        if stored.key == recipe.key:
+            return
+        before, now = (dict(flatten(r.model_dump(exclude={"machine"}))) for r in (stored, recipe))
+        differences = ", ".join(
+            f"{key} ({before[key]} there, {value} here)"
+            for key, value in now.items()
+            if value != before[key]
+        )
+        raise RunError(
+            f"Expected {str(self.folder)!r} to hold the run of this recipe, but got another one's, "
+            f"which differs in {differences}."
+        )
 
     def save_classes(self, names: Sequence[str]) -> None:
-        """Keep the names of the classes."""
-        _write_json(self.folder / "classes.json", list(names))
+        """Write the names of the classes."""
+        write_json(self.folder / "classes.json", list(names))
 
     def save_checkpoint(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Keep `state`; of the earlier ones only the last stays."""
+        """Write a checkpoint and remove all earlier ones but the last."""
         state = {"format": FORMAT, "key": self.key, **state}
         path = self.checkpoints / f"step-{step:010d}.pt"
         write_atomically(path, lambda file: torch.save(state, file))
-        for old in self._saved()[KEPT:]:
+        for old in self._checkpoint_paths()[KEPT:]:
             old.unlink(missing_ok=True)
-
-    def _saved(self) -> list[Path]:
-        return sorted(self.checkpoints.glob("step-*.pt"), reverse=True)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """The last good checkpoint, or None where none was written yet.
@@ -286,160 +214,51 @@ class Run:
             RunError: If there are checkpoints, and none of them can be used.
         """
         faults = []
-        for path in self._saved():
+        for path in self._checkpoint_paths():
             try:
                 state = _load(path, self.key)
             except RunError as error:
                 faults.append(str(error))
                 continue
             for fault in faults:
-                warnings.warn(f"{fault} Going on from {path.name}.", stacklevel=2)
+                warnings.warn(f"{fault} Resuming from {path.name}.", stacklevel=2)
             return state
         if faults:
             raise RunError(" ".join(faults) + " No other checkpoint is left.")
         return None
 
+    def _checkpoint_paths(self) -> list[Path]:
+        """The checkpoints, the latest first."""
+        return sorted(self.checkpoints.glob("step-*.pt"), reverse=True)
+
     def save_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:
         """Write tensors as the safetensors file `name` of the folder."""
-        plain = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
-        data = save(plain)
+        data = save({key: value.detach().cpu().contiguous() for key, value in weights.items()})
         write_atomically(self.folder / name, lambda file: file.write(data))
 
     def cut_metrics(self, step: int) -> None:
-        """Drop the rows after `step`, which are going to be made again."""
-        rows = [row for row in self.metrics() if (row["step"] or 0) <= step]
-        lines = [",".join(COLUMNS)] + [_line(row) for row in rows]
-        text = "".join(f"{line}\n" for line in lines).encode()
-        write_atomically(self.folder / "metrics.csv", lambda file: file.write(text))
+        """Drop the rows after `step`, the step from which the run resumes."""
+        rows = [_cells(row) for row in self.metrics() if (row["step"] or 0) <= step]
+        write_text(self.folder / "metrics.csv", csv_text(COLUMNS, rows))
 
     def add_metrics(self, row: Mapping[str, float | None]) -> None:
-        """Append a row."""
+        """Append a row to metrics.csv."""
+        path = self.folder / "metrics.csv"
+        _, _, line = csv_text(COLUMNS, [_cells(row)]).partition("\n")
         try:
-            with open(self.folder / "metrics.csv", "a", encoding="utf-8") as file:
-                file.write(_line(row) + "\n")
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(line)
         except OSError as error:
-            raise RunError(_explain(error, self.folder / "metrics.csv")) from error
+            raise RunError(explain_os_error(error, path)) from error
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the final metrics: from now on the run is finished."""
-        _write_json(self.folder / "result.json", {"format": FORMAT, **result})
-
-
-def _line(row: Mapping[str, float | None]) -> str:
-    cells = []
-    for column in COLUMNS:
-        value = row.get(column)
-        if value is None:
-            cells.append("")
-        elif float(value).is_integer() and abs(value) < 1e15:
-            cells.append(str(int(value)))
-        else:
-            cells.append(repr(float(value)))
-    return ",".join(cells)
-
-
-def _load(path: Path, key: str) -> dict[str, Any]:
-    """A checkpoint, read without executing anything that is in it."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
-        if broken is not None:
-            raise RunError(f"Expected {str(path)!r} to be whole, but {broken!r} in it is damaged.")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, zipfile.BadZipFile) as error:
-        raise RunError(f"Expected {str(path)!r} to be a checkpoint, but got: {error}.") from None
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        if isinstance(error, RunError):
-            raise
-        why = str(error).splitlines()[0]
-        raise RunError(
-            f"Expected {str(path)!r} to hold tensors and numbers only, but refused: {why}"
-        ) from None
-    if not isinstance(state, dict) or not {"format", "key", "step"} <= state.keys():
-        raise RunError(f"Expected {str(path)!r} to be a checkpoint of a run, but got another file.")
-    if state["format"] > FORMAT:
-        raise RunError(
-            f"Expected a checkpoint of format {FORMAT} or earlier, but got {state['format']} in "
-            f"{str(path)!r}; a newer powergrad reads it."
-        )
-    if state["key"] != key:
-        raise RunError(
-            f"Expected {str(path)!r} to be of run {key}, but got one of run {state['key']}."
-        )
-    return state
-
-
-def _difference(found: Recipe, wanted: Recipe) -> str:
-    """The dotted keys in which two recipes differ."""
-    there = dict(flatten(found.model_dump(exclude={"machine"})))
-    here = dict(flatten(wanted.model_dump(exclude={"machine"})))
-    return ", ".join(
-        f"{key} ({there[key]} there, {here[key]} here)" for key in here if here[key] != there[key]
-    )
-
-
-def describe_machine() -> dict[str, Any]:
-    """Versions, commit, hardware and command, for the record."""
-    return {
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "powergrad": __version__,
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "command": command_line(),
-    }
-
-
-def plain_name(words: str) -> str:
-    """Words as part of a folder's name: what may not stand there becomes ``-``."""
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in words)
-
-
-def command_line() -> str:
-    """The command of this process, as it can be given again."""
-    name = Path(sys.argv[0]).name
-    return shlex.join(["powergrad" if name == "__main__.py" else name, *sys.argv[1:]])
-
-
-def _commit() -> str | None:
-    """The commit of the checkout that powergrad runs from, if it runs from one."""
-    here = Path(__file__).parent
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-        tracked = subprocess.run(
-            ["git", "ls-files", "--error-unmatch", __file__],
-            cwd=here,
-            capture_output=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() if found.returncode == 0 == tracked.returncode else None
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        text = json.dumps({"format": FORMAT, **result}, indent=1)  # NaN stays NaN in this file
+        write_text(self.folder / "result.json", text + "\n")
 
 
 def open_run(folder: str | os.PathLike[str]) -> Run:
-    """The run in `folder`, which must be there.
+    """The existing run in `folder`.
 
     Raises:
         RunError: If there is none.
@@ -450,3 +269,44 @@ def open_run(folder: str | os.PathLike[str]) -> Run:
     except RecipeError as error:
         raise RunError(str(error)) from None
     return run
+
+
+def _cells(row: Mapping[str, float | None]) -> dict[str, float | None]:
+    """A row for metrics.csv: whole numbers have no decimal point."""
+    return {
+        key: int(value) if value is not None and value % 1 == 0 and abs(value) < 1e15 else value
+        for key, value in row.items()
+    }
+
+
+def _load(path: Path, key: str) -> dict[str, Any]:
+    """A checkpoint, read without executing anything that is in it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        state = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, zipfile.BadZipFile) as error:
+        raise RunError(f"Expected {str(path)!r} to be a checkpoint, but got: {error}.") from None
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise RunError(
+            f"Expected {str(path)!r} to hold tensors and numbers only, but refused: {reason}"
+        ) from None
+    if damaged:
+        raise RunError(f"Expected {str(path)!r} to be whole, but {damaged!r} in it is damaged.")
+    if not isinstance(state, dict) or not {"format", "key", "step"} <= state.keys():
+        raise RunError(f"Expected {str(path)!r} to be a checkpoint of a run, but got another file.")
+    _check_format(state, "a checkpoint", path)
+    if state["key"] != key:
+        raise RunError(
+            f"Expected {str(path)!r} to be of run {key}, but got one of run {state['key']}."
+        )
+    return state
+
+
+def _check_format(content: Mapping[str, Any], kind: str, path: Path) -> None:
+    if content.get("format", 0) > FORMAT:
+        raise RunError(
+            f"Expected {kind} of format {FORMAT} or earlier, but got {content['format']} in "
+            f"{str(path)!r}; a newer powergrad reads it."
+        )

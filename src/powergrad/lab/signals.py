@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a wish to stop, which whoever works looks at between two steps."""
+"""SIGINT and SIGTERM as a flag that a loop checks between two steps."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ class Interrupted(Exception):  # noqa: N818 (it is not an error)
 
 @contextlib.contextmanager
 def watching_signals(*, second_interrupts: bool) -> Iterator[Callable[[], bool]]:
-    """Whether SIGINT or SIGTERM came since it was entered.
+    """A function that says whether SIGINT or SIGTERM came since the context was entered.
 
     Args:
         second_interrupts: Whether a second SIGINT raises KeyboardInterrupt at once.
     """
     came = False
 
-    def note(number: int, frame: Any) -> None:
+    def handle(number: int, frame: Any) -> None:
         nonlocal came
         if second_interrupts and came and number == signal.SIGINT:
             raise KeyboardInterrupt
         came = True
 
     try:
-        before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
+        before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
     except ValueError:  # not in the main thread: signals are not ours to watch
         before = {}
     try:
         yield lambda: came
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,9 +1,9 @@
 """One training run, from a recipe to a finished run folder.
 
-Everything random is a pure function of the seed and of where the run is: initialisation of the
-seed, order of (seed, epoch), augmentation of (seed, epoch, index), dropout of (seed, rank, step).
-So a checkpoint needs no generator's state, and a run that was killed and resumed has the weights of
-one that was not, bit for bit.
+Everything random is a pure function of the seed and of the position in the run: the initialisation
+of the seed, the order of (seed, epoch), augmentation of (seed, epoch, index), dropout of (seed,
+rank, step). So a checkpoint needs no generator's state, and a run that was killed and resumed has
+the same weights, bit for bit, as one that was not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,55 +20,49 @@ import powergrad
 from powergrad.lab.config import Recipe
 from powergrad.lab.data import load_data
 from powergrad.lab.distributed import Processes, join_processes
-from powergrad.lab.progress import Progress, Silent
+from powergrad.lab.progress import Progress, Row, Silent
 from powergrad.lab.run import Run, RunError
 from powergrad.lab.session import Session
 from powergrad.lab.signals import Interrupted, watching_signals
 
 __all__ = ["train"]
 
-KEPT_LOGITS = 5_000_000  # so many numbers of the last test are kept
+KEPT_LOGITS = 5_000_000  # the outputs of the last test are kept up to this many numbers
 
 
 def train(recipe: Recipe, folder: str | Path, *, progress: Progress | None = None) -> Run:
-    """Do the run of `recipe` in `folder`; go on where it stopped; return it if it is finished.
+    """Do the run of `recipe` in `folder`, resume it, or return it if it is finished.
 
     Args:
         recipe: What to do.
         folder: The run's folder, made if missing.
-        progress: Who is told how far it is; nobody by default.
+        progress: Shows how far the run is; by default nothing does.
 
     Returns:
-        The run, finished.
+        The finished run.
 
     Raises:
         Interrupted: If SIGINT or SIGTERM came: the run is saved.
-        RunError: If the folder cannot be used.
-        ValueError: If the recipe asks for what is not there: data, a device, a network.
+        FileError: If the folder cannot be used or written.
+        ValueError: If the recipe asks for data, a device or a network that is not available.
     """
     run = Run(folder)
     if recipe.machine.threads is not None:
         torch.set_num_threads(recipe.machine.threads)
-    with join_processes(recipe.machine.device) as processes:
-        if not processes.first:
-            processes.wait()  # until the first one has the folder
-            _train(recipe, run, processes, Silent())
-            return run
-        with run.open(recipe):
-            processes.wait()
-            if run.result() is None:
-                _train(recipe, run, processes, progress or Silent())
+    with (
+        join_processes(recipe.machine.device) as processes,
+        run.open(recipe) if processes.first else contextlib.nullcontext(),
+    ):
+        processes.wait()  # for the first one, which holds the folder and shows progress
+        if run.result() is None:
+            shown = progress if processes.first else None
+            _train(recipe, run, processes, shown or Silent())
     return run
 
 
 def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -> None:
-    if run.result() is not None:
-        return
-    data = load_data(
-        recipe.data,
-        data_dir=recipe.machine.data_dir,
-        workers=recipe.machine.workers,
-    )
+    machine = recipe.machine
+    data = load_data(recipe.data, data_dir=machine.data_dir, workers=machine.workers)
     session = Session(recipe, data, processes)
     state = run.load_checkpoint()
     if state is not None:
@@ -82,31 +75,33 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
     if processes.first:
         run.cut_metrics(session.step)
         run.save_classes(data.classes)
-    row: dict[str, float | None] = run.metrics()[-1] if session.done else {}
+
+    row: Row = run.metrics()[-1] if session.done else {}
     outputs = None
     with (
         watching_signals(second_interrupts=True) as stopping,
-        _monitor(recipe, run, session) as record,
-        _board(recipe, run, session) as write_to_board,
+        _filter_monitor(recipe, run, session) as record,
+        _tensorboard(recipe, run, session) as write_to_board,
     ):
         progress.begin(recipe, session.step, session.steps, run.folder)
-        save = _Saver(run, session)
+        checkpoints = _Checkpoints(run, session)
         while not session.done:
             for loss in session.run_epoch():
                 record(session.step)
                 progress.step(session.step, loss, session.lr)
                 if not session.at_end_of_epoch:
-                    save.if_due(stopping())
+                    checkpoints.save_if_due(stopping())
             row, outputs = session.finish_epoch()
             if processes.first:
                 run.add_metrics(row)
                 write_to_board(row)
                 progress.epoch(row)
-                if recipe.machine.keep_best and session.is_best:
+                if machine.keep_best and session.is_best:
                     run.save_weights("checkpoint/best.safetensors", session.weights())
             if not session.done:
-                save.if_due(stopping())
-        save()
+                checkpoints.save_if_due(stopping())
+        checkpoints.save()
+
     outputs = outputs or session.test(data.test)
     if processes.first:
         run.save_weights("model.safetensors", session.weights())
@@ -116,51 +111,43 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
         progress.end(row)
 
 
-class _Saver:
-    """Writes checkpoints: now, or if the time or the step has come. All processes call it."""
+class _Checkpoints:
+    """Writes checkpoints. All processes call it: a state holds sums over all of them."""
 
     def __init__(self, run: Run, session: Session) -> None:
         self.run, self.session = run, session
-        self.last = time.monotonic()
+        self.saved_at = time.monotonic()
 
-    def __call__(self) -> None:
+    def save(self) -> None:
         state = self.session.state()
         if self.session.processes.first:
             self.run.save_checkpoint(state, step=self.session.step)
-        self.last = time.monotonic()
+        self.saved_at = time.monotonic()
 
-    def if_due(self, stopping: bool) -> None:
+    def save_if_due(self, stopping: bool) -> None:
         """Save if it is time to; save and raise :class:`Interrupted` if the run is to stop."""
-        options, session = self.session.recipe.machine, self.session
-        if session.all_agree(stopping):
-            self()
+        machine, session = self.session.recipe.machine, self.session
+        if session.any_process(stopping):
+            self.save()
             raise Interrupted(f"stopped at step {session.step} of {session.steps}")
-        every, seconds = options.checkpoint_steps, time.monotonic() - self.last
-        by_step = every is not None and session.step % every == 0
-        if by_step or session.all_agree(seconds >= options.checkpoint_seconds):
-            self()
-
-
-# What goes on beside the training -----------------------------------------------------------------
+        by_step = machine.checkpoint_steps and session.step % machine.checkpoint_steps == 0
+        by_time = time.monotonic() - self.saved_at >= machine.checkpoint_seconds
+        if by_step or session.any_process(by_time):
+            self.save()
 
 
 @contextlib.contextmanager
-def _monitor(recipe: Recipe, run: Run, session: Session) -> Iterator[Callable[[int], None]]:
-    options, folder = recipe.monitor, run.folder / "norms"
-    if options.every == 0 or not session.processes.first:
+def _filter_monitor(recipe: Recipe, run: Run, session: Session) -> Iterator[Callable[[int], None]]:
+    """A function that records the filters at a step, if the recipe asks for it."""
+    folder = run.folder / "norms"
+    options = recipe.monitor.model_dump()
+    if not options["every"] or not session.processes.first:
         yield lambda step: None
         return
     if session.step == 0 and folder.exists():  # of a run that was killed before it saved anything
         shutil.rmtree(folder)
-    with powergrad.FilterMonitor(
-        session.model,
-        folder,
-        every=options.every,
-        gradients=options.gradients,
-        features=options.features,
-        gains=options.gains,
-        resume=session.step or None,
-    ) as monitor:
+    resume = session.step or None
+    with powergrad.FilterMonitor(session.model, folder, **options, resume=resume) as monitor:
         if session.step == 0:
             monitor.step(0)
         else:
@@ -170,8 +157,8 @@ def _monitor(recipe: Recipe, run: Run, session: Session) -> Iterator[Callable[[i
 
 
 @contextlib.contextmanager
-def _board(recipe: Recipe, run: Run, session: Session) -> Iterator[Callable[[Any], None]]:
-    """TensorBoard's files, if asked for."""
+def _tensorboard(recipe: Recipe, run: Run, session: Session) -> Iterator[Callable[[Row], None]]:
+    """A function that writes an epoch's metrics for TensorBoard, if the recipe asks for it."""
     if not recipe.machine.tensorboard or not session.processes.first:
         yield lambda row: None
         return
@@ -179,7 +166,7 @@ def _board(recipe: Recipe, run: Run, session: Session) -> Iterator[Callable[[Any
 
     with SummaryWriter(str(run.folder / "tensorboard"), purge_step=session.step + 1) as writer:
 
-        def write(row: dict[str, float | None]) -> None:
+        def write(row: Row) -> None:
             for name, value in row.items():
                 if value is not None and name not in ("epoch", "step"):
                     writer.add_scalar(name, value, int(row["step"] or 0))

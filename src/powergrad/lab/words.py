@@ -26,15 +26,15 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error's sentence: the nearest known word, if one is near.
+def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
+    """The end of an error's sentence: the nearest known words, at most `most`, if any is near.
 
     Example:
         >>> did_you_mean("digit", ["digits", "cifar10"]), did_you_mean("x", ["digits"])
         ("; did you mean 'digits'?", '.')
     """
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else "."
+    near = difflib.get_close_matches(word, list(known), n=most, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
 
 
 def slug(text: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from powergrad.lab.config import Data
@@ -21,6 +22,12 @@ from powergrad.lab.data.split import Batch, Mixing, Split
 from powergrad.lab.data.streams import balanced_subset, held_out
 
 __all__ = ["Batch", "Datasets", "Split", "load_data"]
+
+SETS = {
+    "digits": sets.load_digits,
+    "fashion-mnist": sets.load_fashion_mnist,
+    "cifar10": sets.load_cifar10,
+}
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,8 @@ class Datasets:
 def load_data(config: Data, *, data_dir: str | None = None, workers: int = 0) -> Datasets:
     """The examples that a recipe names.
 
-    With `hold_out`, a fixed fraction of each class of the training data takes the place of the test
-    data, unaugmented. With `limit`, what is left is cut to a fixed subset with all classes alike.
+    With `hold_out`, a fixed fraction of each class of the training data replaces the test data,
+    unaugmented. With `limit`, what is left is cut to a fixed, balanced subset of all classes.
     Neither depends on a seed.
 
     Args:
@@ -51,8 +58,8 @@ def load_data(config: Data, *, data_dir: str | None = None, workers: int = 0) ->
         The training and test splits.
 
     Raises:
-        FileNotFoundError: If the files are not there; says where they were looked for and how to
-            get them.
+        FileNotFoundError: If the files are missing; says where they were looked for and how to get
+            them.
         ValueError: If the name is unknown, a file is not what it should be, or options do not fit.
 
     Example:
@@ -63,27 +70,18 @@ def load_data(config: Data, *, data_dir: str | None = None, workers: int = 0) ->
         >>> images.shape, labels.shape
         (torch.Size([64, 1, 8, 8]), torch.Size([64]))
     """
-    if config.name == "digits":
-        return _in_memory(config, sets.load_digits())
-    if config.name == "fashion-mnist":
-        return _in_memory(config, sets.load_fashion_mnist(data_dir))
-    if config.name == "cifar10":
-        return _in_memory(config, sets.load_cifar10(data_dir))
+    if config.name in SETS:
+        return _from_memory(config, SETS[config.name](data_dir))
     if config.name.startswith("folder:"):
         return _from_folder(config, data_dir, workers)
     raise ValueError(
-        "Expected `data.name` to be digits, fashion-mnist, cifar10 or folder:PATH, but got "
-        f"{config.name!r}."
+        f"Expected `data.name` to be {', '.join(SETS)} or folder:PATH, but got {config.name!r}."
     )
 
 
-def _in_memory(config: Data, stored: sets.ImageSet) -> Datasets:
-    kept, tested = _choose(stored.train.labels, config)
-    train = sets.Examples(*(each[kept] for each in stored.train))
-    test = stored.test
-    if config.hold_out:
-        test = sets.Examples(*(each[tested] for each in stored.train))
-    mixing = Mixing(config.mixup, config.cutmix, len(stored.classes))
+def _from_memory(config: Data, stored: sets.ImageSet) -> Datasets:
+    kept, held = _choose(stored.train.labels.numpy(), config)
+    test = stored.train.subset(held) if config.hold_out else stored.test
 
     def split(examples: sets.Examples, *, padding: int = 0, flip: bool = False) -> MemorySplit:
         return MemorySplit(
@@ -91,19 +89,14 @@ def _in_memory(config: Data, stored: sets.ImageSet) -> Datasets:
             examples.labels,
             mean=stored.mean,
             std=stored.std,
-            mixing=mixing,
+            mixing=Mixing(config.mixup, config.cutmix, len(stored.classes)),
             padding=padding,
             flip=flip,
         )
 
     channels, size = stored.train.images.shape[1:3]
-    return Datasets(
-        split(train, padding=config.crop_padding, flip=config.flip),
-        split(test),
-        stored.classes,
-        channels,
-        config.size or size,
-    )
+    train = split(stored.train.subset(kept), padding=config.crop_padding, flip=config.flip)
+    return Datasets(train, split(test), stored.classes, channels, config.size or size)
 
 
 def _from_folder(config: Data, data_dir: str | None, workers: int) -> Datasets:
@@ -121,45 +114,45 @@ def _from_folder(config: Data, data_dir: str | None, workers: int) -> Datasets:
                 f"{', at most 1' if most == 1 else ''}, but got {low} and {high}."
             )
     path = Path(config.name.removeprefix("folder:")).expanduser()
-    places = [path, *(root / path for root in sets.roots(data_dir))]
-    root = next((place for place in places if place.is_dir()), None)
+    candidates = [path, *(root / path for root in sets.roots(data_dir))]
+    root = next((candidate for candidate in candidates if candidate.is_dir()), None)
     if root is None:
+        places = " or ".join(repr(str(candidate)) for candidate in dict.fromkeys(candidates))
         raise FileNotFoundError(
-            f"Expected a folder with train/ and val/, but got none at "
-            f"{' or '.join(repr(str(place)) for place in dict.fromkeys(places))}."
+            f"Expected a folder with train/ and val/, but got none at {places}."
         )
     train, test, classes = folder.list_folder(root)
-    kept, tested = _choose(torch.from_numpy(train.labels), config)
-    if config.hold_out:
-        test = train.subset(tested)
+    kept, held = _choose(train.labels, config)
     size = config.size or 224
-    mixing = Mixing(config.mixup, config.cutmix, len(classes))
 
     def split(listing: folder.Listing) -> folder.FolderSplit:
+        mixing = Mixing(config.mixup, config.cutmix, len(classes))
         return folder.FolderSplit(folder.Reader(listing, size, config), mixing, workers)
 
+    test = train.subset(held) if config.hold_out else test
     return Datasets(split(train.subset(kept)), split(test), classes, 3, size)
 
 
-def _choose(labels: Tensor, config: Data) -> tuple[np.ndarray, np.ndarray]:
+def _choose(labels: NDArray[np.int64], config: Data) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The indices to train on, and those held out."""
-    classes = labels.numpy()
-    held = held_out(classes, config.hold_out)
-    kept, tested = np.flatnonzero(~held), np.flatnonzero(held)
-    if config.hold_out and not (len(kept) and len(tested)):
+    is_held = held_out(labels, config.hold_out)
+    kept, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
+    if config.hold_out and not (len(kept) and len(held)):
         raise ValueError(
             f"Expected `data.hold_out` to leave examples to train and to test on, but got "
-            f"{config.hold_out}: {len(kept)} and {len(tested)} of {len(classes)}."
+            f"{config.hold_out}: {len(kept)} and {len(held)} of {len(labels)}."
         )
     if config.limit is not None:
-        kept = kept[balanced_subset(classes[kept], config.limit)]
-    return kept, tested
+        kept = kept[balanced_subset(labels[kept], config.limit)]
+    return kept, held
 
 
 def _resized(images: Tensor, size: int | None) -> Tensor:
     """Bytes resized to a square of `size`, bilinear with antialiasing, if they are not."""
     if size is None or images.shape[2:] == (size, size):
         return images
-    shape = (size, size)
-    parts = images.split(1024)
-    return torch.cat([F.interpolate(p, shape, mode="bilinear", antialias=True) for p in parts])
+    parts = (
+        F.interpolate(part, (size, size), mode="bilinear", antialias=True)
+        for part in images.split(1024)
+    )
+    return torch.cat(list(parts))

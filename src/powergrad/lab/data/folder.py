@@ -1,10 +1,10 @@
-"""Folders of images, a folder a class, decoded with Pillow in worker processes.
+"""Folders of images, one folder per class, decoded with Pillow in worker processes.
 
 An image is read once: `draft` lets libjpeg decode it at a half, a quarter or an eighth of its size
-where the crop is that much larger than what is wanted; then the crop is cut and resized in one
-step, bilinear with antialiasing. PyTorch's resize of bytes gives Pillow's values to one level of
-255, and is the faster one where the CPU has AVX2. Bytes travel between processes; batches are
-normalised where they arrive.
+where the crop is that much larger than the result; then the crop is cut and resized in one
+step, bilinear with antialiasing. PyTorch's resize of bytes is, like Pillow's, within one level of
+255 of the exact filter, and is the faster one where the CPU has AVX2. Bytes travel between
+processes; batches are normalised where they arrive.
 
 EXIF orientation is ignored, as torchvision and timm ignore it; transparency is dropped.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import math
 import multiprocessing
 import os
@@ -59,12 +60,12 @@ class Listing(NamedTuple):
     labels: NDArray[np.int64]
 
     def path(self, index: int) -> bytes:
-        """Where an image is."""
+        """The path of an image."""
         return os.path.join(self.root, self.paths[index])
 
-    def subset(self, keep: NDArray[np.int64]) -> Listing:
+    def subset(self, indices: NDArray[np.int64]) -> Listing:
         """The images of the given indices."""
-        return Listing(self.root, self.paths[keep], self.labels[keep])
+        return Listing(self.root, self.paths[indices], self.labels[indices])
 
 
 def list_folder(root: Path) -> tuple[Listing, Listing, tuple[str, ...]]:
@@ -82,7 +83,8 @@ def list_folder(root: Path) -> tuple[Listing, Listing, tuple[str, ...]]:
     for folder, names in ((train_folder, "train/"), (test_folder, "val/ or test/")):
         if not folder.is_dir():
             raise FileNotFoundError(
-                f"Expected a folder {names} in {str(root)!r}, with a folder a class, but got none."
+                f"Expected a folder {names} in {str(root)!r}, with one folder per class, but got "
+                "none."
             )
     classes = _subfolders(train_folder)
     unknown = sorted(set(_subfolders(test_folder)) - set(classes))
@@ -92,14 +94,14 @@ def list_folder(root: Path) -> tuple[Listing, Listing, tuple[str, ...]]:
             f"{_some(unknown)} too."
         )
     train, test = (_list_images(folder, classes) for folder in (train_folder, test_folder))
-    counts = np.bincount(train.labels, minlength=len(classes))
-    empty = [name for name, count in zip(classes, counts, strict=True) if not count]
-    for folder, nothing in ((train_folder, not len(train.labels)), (test_folder, not len(test[1]))):
-        if nothing:
+    for folder, listing in ((train_folder, train), (test_folder, test)):
+        if not len(listing.labels):
             raise FileNotFoundError(
-                f"Expected images ({', '.join(EXTENSIONS)}) in {str(folder)!r}, in a folder a "
+                f"Expected images ({', '.join(EXTENSIONS)}) in {str(folder)!r}, in one folder per "
                 "class, but got none."
             )
+    counts = np.bincount(train.labels, minlength=len(classes))
+    empty = [name for name, count in zip(classes, counts, strict=True) if not count]
     if empty:
         raise FileNotFoundError(
             f"Expected images in every class of {str(train_folder)!r}, but got none in "
@@ -109,24 +111,21 @@ def list_folder(root: Path) -> tuple[Listing, Listing, tuple[str, ...]]:
 
 
 def _list_images(folder: Path, classes: Sequence[str]) -> Listing:
-    paths: list[bytes] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        found = sorted(_images_below(folder / name, folder))
-        paths += found
-        labels += [label] * len(found)
-    return Listing(os.fsencode(folder), np.array(paths, np.bytes_), np.array(labels, np.int64))
+    paths = [sorted(_images_below(folder / name, folder)) for name in classes]
+    labels = np.repeat(np.arange(len(classes)), [len(group) for group in paths])
+    images = list(itertools.chain.from_iterable(paths))
+    return Listing(os.fsencode(folder), np.array(images, np.bytes_), labels)
 
 
 def _images_below(folder: Path, root: Path) -> Iterator[bytes]:
     """Paths relative to `root`."""
-    seen = set()
+    visited = set()
     for parent, folders, files in os.walk(folder, followlinks=True):
         place = os.path.realpath(parent)
-        if place in seen:  # a link to a folder above it
+        if place in visited:  # a link to a folder above it
             folders.clear()
             continue
-        seen.add(place)
+        visited.add(place)
         inside = os.path.relpath(parent, root)
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
@@ -140,7 +139,7 @@ def _subfolders(folder: Path) -> list[str]:
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first of `names`; `repr` shows any character."""
+    """The first five of `names`; `repr` shows any character."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(map(repr, names[:5])) + more
 
@@ -155,17 +154,18 @@ def random_box(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> Box:
-    """The box of a random resized crop: its area and aspect uniform and log-uniform, as usual.
+    """The box of a random resized crop: its area uniform and its aspect ratio log-uniform.
 
     Args:
-        width: Of the image.
-        height: Of the image.
-        draws: Numbers in [0, 1): where from left and top, then area and aspect of each attempt.
+        width: The width of the image.
+        height: The height of the image.
+        draws: Numbers in [0, 1): position from left and top, then area and aspect of each attempt.
         scale: The least and largest area, as fractions of the image's.
         ratio: The least and largest width / height.
 
     Returns:
-        The box of the first attempt that fits; else the largest in the centre of such an aspect.
+        The box of the first attempt that fits; else the largest of the nearest aspect ratio, in the
+        centre.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for area, aspect in zip(draws[2::2], draws[3::2], strict=True):
@@ -182,9 +182,9 @@ def random_box(
 
 
 def centre_box(width: int, height: int, fraction: float) -> Box:
-    """The square in the centre, of `fraction` of the shorter side.
+    """The square in the centre whose side is `fraction` of the shorter side.
 
-    Resizing it is resizing the shorter side to ``size / fraction`` and cutting ``size`` of it.
+    Resizing it is resizing the shorter side to ``size / fraction`` and cutting ``size`` out of it.
     """
     side = max(1, round(min(width, height) * fraction))
     left, top = (width - side) // 2, (height - side) // 2
@@ -192,7 +192,7 @@ def centre_box(width: int, height: int, fraction: float) -> Box:
 
 
 def read_image(path: bytes | str | Path, choose: Callable[[int, int], Box], size: int) -> Tensor:
-    """The part of an image that ``choose(width, height)`` names, resized to `size`.
+    """The box ``choose(width, height)`` of an image, resized to `size`.
 
     Returns:
         uint8 (3, size, size), or (1, size, size) of a grey image.
@@ -200,17 +200,14 @@ def read_image(path: bytes | str | Path, choose: Callable[[int, int], Box], size
     with Image.open(path, formats=FORMATS) as image:
         width, height = image.size
         left, top, right, bottom = choose(width, height)
-        # No smaller than what leaves `size` pixels in the box.
-        least = (
-            math.ceil(width * size / (right - left)),
-            math.ceil(height * size / (bottom - top)),
-        )
+        # Decoded so small that at least `size` pixels are left in the box.
+        least = math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))
         image.draft(None, least)
         x, y = image.width / width, image.height / height
-        edges = (left * x, top * y, right * x, bottom * y)
+        edges = left * x, top * y, right * x, bottom * y
         left, top, right, bottom = (int(edge + 0.5) for edge in edges)
         crop = image.crop((left, top, right, bottom))
-    # Permuted as a batch, which PyTorch knows as channels-last and resizes as it is.
+    # As a permuted batch of one, which PyTorch treats as channels-last and need not copy.
     pixels = torch.from_numpy(np.atleast_3d(_bytes(crop)))[None].permute(0, 3, 1, 2)
     return F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)[0]
 
@@ -231,15 +228,15 @@ def _bytes(image: Image.Image) -> NDArray[np.uint8]:
 
 
 class Chunk(NamedTuple):
-    """What a worker hands over: images, uint8 (n, 3, S, S), their indices, and what was bad."""
+    """What a worker hands over: images, uint8 (n, 3, S, S), their indices, and the bad ones."""
 
     images: Tensor
     indices: Tensor
-    bad: list[tuple[int, str]]
+    bad: list[tuple[int, str]]  # index and reason
 
 
 class Task(NamedTuple):
-    """Indices to read, and the seed and epoch of their augmentation (None: testing)."""
+    """Indices to read, and the (seed, epoch) of their augmentation (None: testing)."""
 
     indices: NDArray[np.int64]
     moment: tuple[int, int] | None
@@ -249,29 +246,22 @@ class Reader(Dataset[Chunk]):
     """Reads chunks; a pure function of tasks, so any process may have any of them.
 
     An image that cannot be read is left out in testing. In training, if bad images are to be
-    skipped, the next readable one of the listing, mostly of the same class, takes its place,
-    augmented as the place would be.
-
-    Args:
-        listing: The files.
-        size: Side of the images.
-        config: How they are augmented, and what becomes of bad ones.
+    skipped, the next readable one of the listing, mostly of the same class, takes its place, with
+    the augmentation of that place.
     """
 
     def __init__(self, listing: Listing, size: int, config: Data) -> None:
-        self.listing = listing
-        self.size = size
-        self.config = config
+        self.listing, self.size, self.config = listing, size, config
         self.skip = config.bad_images == "skip"
 
     def __getitem__(self, task: Task) -> Chunk:
         images = torch.empty(len(task.indices), 3, self.size, self.size, dtype=torch.uint8)
-        read: list[int] = []
+        indices: list[int] = []
         bad: list[tuple[int, str]] = []
+        count = len(self.listing.labels)
+        attempts = count if task.moment and self.skip else 1
         for index, choose, mirrored in self._plans(task):
-            candidates = len(self.listing.labels) if task.moment and self.skip else 1
-            for candidate in range(index, index + candidates):
-                candidate %= len(self.listing.labels)
+            for candidate in (i % count for i in range(index, index + attempts)):
                 try:
                     image = read_image(self.listing.path(candidate), choose, self.size)
                 except MemoryError:
@@ -279,16 +269,16 @@ class Reader(Dataset[Chunk]):
                 except Exception as error:  # whatever a decoder makes of a damaged file
                     bad.append((candidate, f"{type(error).__name__}: {error}"))
                 else:
-                    images[len(read)] = image.flip(2) if mirrored else image
-                    read.append(candidate)
+                    images[len(indices)] = image.flip(2) if mirrored else image
+                    indices.append(candidate)
                     break
-        return Chunk(images[: len(read)], torch.tensor(read, dtype=torch.int64), bad)
+        return Chunk(images[: len(indices)], torch.tensor(indices, dtype=torch.int64), bad)
 
     def _plans(self, task: Task) -> Iterator[tuple[int, Callable[[int, int], Box], bool]]:
         """For each index: how its box is chosen, and whether it is mirrored."""
         if task.moment is None:
-            for index in task.indices.tolist():
-                yield index, lambda w, h: centre_box(w, h, self.config.test_crop), False
+            choose = functools.partial(centre_box, fraction=self.config.test_crop)
+            yield from ((index, choose, False) for index in task.indices.tolist())
             return
         scale, ratio = self.config.scale, self.config.ratio
         columns = np.arange(3 + 2 * ATTEMPTS)
@@ -299,19 +289,14 @@ class Reader(Dataset[Chunk]):
 
 
 class FolderSplit(Split):
-    """Images in files.
+    """Images in files, read by `workers` processes, or by this one.
 
-    Args:
-        reader: Reads them.
-        mixing: How training batches are mixed.
-        workers: Processes that read ahead; 0 reads in this one. They live as long as an epoch's
-            iterator, and end by themselves if this process does.
+    The processes live as long as an epoch's iterator, and end when this process ends.
     """
 
     def __init__(self, reader: Reader, mixing: Mixing, workers: int) -> None:
         super().__init__(torch.from_numpy(reader.listing.labels), mixing)
-        self.reader = reader
-        self.workers = workers
+        self.reader, self.workers = reader, workers
         self._reported: set[int] = set()
 
     def _train(self, rows: NDArray[np.int64], seed: int, epoch: int) -> Iterator[Batch]:
@@ -330,17 +315,15 @@ class FolderSplit(Split):
         self, rows: Sequence[NDArray[np.int64]], moment: tuple[int, int] | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The normalised images of each row of indices, and which they are."""
-        pieces = [range(0, len(row), CHUNK) for row in rows]
+        tasks = [
+            [Task(row[i : i + CHUNK], moment) for i in range(0, len(row), CHUNK)] for row in rows
+        ]
         loader = DataLoader(
             self.reader,
-            sampler=[
-                Task(row[i : i + CHUNK], moment)
-                for row, starts in zip(rows, pieces, strict=True)
-                for i in starts
-            ],
+            sampler=list(itertools.chain.from_iterable(tasks)),
             batch_size=None,
             num_workers=self.workers,
-            collate_fn=_as_it_is,
+            collate_fn=_unchanged,
             worker_init_fn=functools.partial(_begin_worker, os.getpid()),
             generator=torch.Generator(),  # else it draws a seed from the global one
         )
@@ -349,15 +332,13 @@ class FolderSplit(Split):
         mean = 255 * torch.tensor(MEAN).view(3, 1, 1)
         factor = 1 / (255 * torch.tensor(STD).view(3, 1, 1))
         try:
-            for row, starts in zip(rows, pieces, strict=True):
+            for row, row_tasks in zip(rows, tasks, strict=True):
                 images = torch.empty(len(row), 3, self.reader.size, self.reader.size)
-                indices = []
-                count = 0
-                for _ in starts:
-                    chunk: Chunk = next(held[0])
+                indices, count = [], 0
+                for chunk in itertools.islice(held[0], len(row_tasks)):
                     self._report(chunk.bad)
-                    here = images[count : count + len(chunk.indices)]
-                    here.copy_(chunk.images).sub_(mean).mul_(factor)
+                    rows_read = images[count : count + len(chunk.indices)]
+                    rows_read.copy_(chunk.images).sub_(mean).mul_(factor)
                     count += len(chunk.indices)
                     indices.append(chunk.indices)
                 yield images[:count], torch.cat(indices)
@@ -378,17 +359,17 @@ class FolderSplit(Split):
                 warnings.warn(f"Skipped {path!r}: {reason}", stacklevel=2)
 
 
-def _as_it_is(chunk: Any) -> Any:
+def _unchanged(chunk: Any) -> Any:
     return chunk
 
 
 def _begin_worker(main: int, worker: int) -> None:
-    """Let the main process decide what a signal to all of them means.
+    """Leave the reaction to a signal to the main process.
 
     A worker that dies at once makes PyTorch raise in the main process, which may be saving its
-    state. Ctrl-C is none of its business; after SIGTERM, which also comes from an exiting main
-    process that no longer hands out work, it has ten seconds left. Where the main process was
-    killed before this worker began, PyTorch's watch over it would never notice: it ends here.
+    state. So a worker ignores Ctrl-C, and lives for ten seconds after SIGTERM, which an exiting
+    main process sends too. If the main process was killed before this worker began, PyTorch's own
+    watch would never notice it: the worker ends here.
     """
     if multiprocessing.get_start_method() == "fork" and os.getppid() != main:
         os._exit(1)

@@ -13,20 +13,14 @@ from torch import Tensor
 from powergrad.lab.data.split import Batch, Mixing, Split
 from powergrad.lab.data.streams import Stream, uniform
 
-BLOCK = 2**20  # pixel values that are prepared at once: 4 MB, so that small batches cost little
+BLOCK = 2**20  # pixel values prepared at once: 4 MB, so that small batches have little overhead
 
 
 class MemorySplit(Split):
-    """Images held as bytes.
+    """Images held as bytes, (N, C, H, W), normalised with the mean and deviation of each channel.
 
-    Args:
-        images: uint8 (N, C, H, W).
-        labels: int64 (N,).
-        mean: Of the pixel values, a channel; images are normalised with it.
-        std: Their standard deviation.
-        mixing: How training batches are mixed.
-        padding: Training: random crop, of the original size, after padding by so many pixels of 0.
-        flip: Training: mirror one in two.
+    In training they are padded by `padding` pixels of 0 and cropped to their size at random, and
+    with `flip` mirrored with probability 1/2.
     """
 
     def __init__(
@@ -44,17 +38,16 @@ class MemorySplit(Split):
         self.shape = images.shape[1:]
         self.mean = torch.tensor(mean).view(-1, 1, 1)
         self.scale = 1 / torch.tensor(std).view(-1, 1, 1)
-        self.padding = padding
-        self.flip = flip
+        self.padding, self.flip = padding, flip
         self._pixels = F.pad(images, 4 * [padding]).flatten()
 
     def _train(self, rows: NDArray[np.int64], seed: int, epoch: int) -> Iterator[Batch]:
-        part = rows.shape[1]
-        at_once = max(1, BLOCK // (part * self.shape.numel()))
-        for first in range(0, len(rows), at_once):
-            index = torch.from_numpy(rows[first : first + at_once].reshape(-1))
-            images = self._normalised(self._augmented(index, seed, epoch)).split(part)
-            labels = self.labels.index_select(0, index).split(part)
+        size = rows.shape[1]
+        block = max(1, BLOCK // (size * self.shape.numel()))  # batches
+        for first in range(0, len(rows), block):
+            index = torch.from_numpy(rows[first : first + block].reshape(-1))
+            images = self._normalised(self._augmented(index, seed, epoch)).split(size)
+            labels = self.labels.index_select(0, index).split(size)
             yield from map(Batch, images, labels)
 
     def _test(self, rows: Sequence[NDArray[np.int64]]) -> Iterator[tuple[Batch, Tensor]]:
@@ -79,8 +72,8 @@ class MemorySplit(Split):
     def _crops(self, index: Tensor, top: Tensor, left: Tensor) -> Tensor:
         """Crops of images at offsets (B,) or () of the padded images.
 
-        A row of a crop is `width` neighbours among all pixels, so it is a row of a view of them
-        that overlaps itself; `index_select` copies rows whole.
+        A row of a crop is `width` consecutive pixels of the flat store, and so a row of an
+        overlapping view of it; `index_select` copies whole rows.
         """
         channels, height, width = self.shape
         high, wide = height + 2 * self.padding, width + 2 * self.padding

@@ -24,6 +24,10 @@ class Examples(NamedTuple):
     images: Tensor
     labels: Tensor
 
+    def subset(self, indices: NDArray[np.int64]) -> Examples:
+        """The examples of the given indices."""
+        return Examples(self.images[indices], self.labels[indices])
+
 
 class ImageSet(NamedTuple):
     """A set as it is stored, with the mean and standard deviation of its training pixels."""
@@ -35,34 +39,31 @@ class ImageSet(NamedTuple):
     std: tuple[float, ...]
 
 
-def load_digits() -> ImageSet:
-    """scikit-learn's 1,797 handwritten digits of 8x8.
+def load_digits(data_dir: str | None = None) -> ImageSet:
+    """scikit-learn's 1,797 handwritten digits of 8x8; `data_dir` is not needed.
 
     A fixed fifth of each class is for testing (359 images; 1,438 for training). The 17 levels are
-    multiplied by 15 to fill a byte, which normalisation takes back.
+    multiplied by 15 to fill a byte, which normalisation undoes.
     """
     from sklearn import datasets
 
     values, labels = datasets.load_digits(return_X_y=True)
-    images = torch.from_numpy(15 * values.reshape(-1, 1, 8, 8).astype(np.uint8))
-    targets = torch.from_numpy(labels.astype(np.int64))
-    test = torch.from_numpy(held_out(targets.numpy(), 0.2))
-    train = images[~test].double()
-    return ImageSet(
-        Examples(images[~test], targets[~test]),
-        Examples(images[test], targets[test]),
-        tuple("0123456789"),
-        (train.mean().item(),),
-        (train.std(correction=0).item(),),
-    )
+    images = 15 * values.reshape(-1, 1, 8, 8).astype(np.uint8)
+    examples = Examples(torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64)))
+    is_test = held_out(labels, 0.2)
+    train = examples.subset(np.flatnonzero(~is_test))
+    test = examples.subset(np.flatnonzero(is_test))
+    pixels = train.images.double()
+    mean, std = pixels.mean().item(), pixels.std(correction=0).item()
+    return ImageSet(train, test, tuple("0123456789"), (mean,), (std,))
 
 
 # Fashion-MNIST -----------------------------------------------------------------------------------
 
-FASHION_FILES = {
-    "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
-    "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
-}
+FASHION_FILES = (
+    *("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
+    *("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
+)
 FASHION_CLASSES = (
     *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
     *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
@@ -76,10 +77,10 @@ FASHION_HELP = (
 
 def load_fashion_mnist(data_dir: str | None) -> ImageSet:
     """70,000 garments of 28x28, grey: the four gzip files in IDX format."""
-    names = [name for pair in FASHION_FILES.values() for name in pair]
     places = [*_places(data_dir, (".", "fashion-mnist")), Path("/usr/share/datasets/fashion-mnist")]
-    folder = _find("Fashion-MNIST", [names], places, FASHION_HELP)
-    train, test = (_idx_pair(folder / i, folder / k) for i, k in FASHION_FILES.values())
+    folder = _find("Fashion-MNIST", [FASHION_FILES], places, FASHION_HELP)
+    train_images, train_labels, test_images, test_labels = (folder / f for f in FASHION_FILES)
+    train, test = _idx_pair(train_images, train_labels), _idx_pair(test_images, test_labels)
     return ImageSet(train, test, FASHION_CLASSES, (0.2860 * 255,), (0.3530 * 255,))
 
 
@@ -97,7 +98,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     """An array of bytes from a gzip file in IDX format: 0, 0, 8, dimensions, sizes, values.
 
     Raises:
-        ValueError: If it is something else or its length is not what its sizes say.
+        ValueError: If it is something else, or its length does not match its sizes.
     """
     try:
         content = gzip.decompress(path.read_bytes())
@@ -145,31 +146,30 @@ def load_cifar10(data_dir: str | None) -> ImageSet:
     places = _places(data_dir, subfolders)
     folder = _find("CIFAR-10", [binaries, [*sheets, *CIFAR_LABELS]], places, CIFAR_HELP)
     if (folder / binaries[0]).is_file():
-        parts = [_read_binary(folder / name) for name in binaries]
-        *train, test = (_examples(images, labels, folder) for images, labels in parts)
-        train = Examples(*(torch.cat(each) for each in zip(*train, strict=True)))
-    else:
-        *parts, last = (_read_sheet(folder / name) for name in sheets)
-        train_labels, test_labels = (folder / name for name in CIFAR_LABELS)
-        train = _examples(np.concatenate(parts), _read_labels(train_labels, 5), train_labels)
-        test = _examples(last, _read_labels(test_labels, 1), test_labels)
+        parts = [_examples(*_read_binary(folder / name), folder) for name in binaries]
+        train = Examples(*map(torch.cat, zip(*parts[:-1], strict=True)))
+        return ImageSet(train, parts[-1], CIFAR_CLASSES, CIFAR_MEAN, CIFAR_STD)
+    *images, test_images = (_read_sheet(folder / name) for name in sheets)
+    train_labels, test_labels = (folder / name for name in CIFAR_LABELS)
+    train = _examples(np.concatenate(images), _read_labels(train_labels, 5), train_labels)
+    test = _examples(test_images, _read_labels(test_labels, 1), test_labels)
     return ImageSet(train, test, CIFAR_CLASSES, CIFAR_MEAN, CIFAR_STD)
 
 
 def _read_binary(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Records of a label and 3,072 values, channel after channel."""
-    content = np.fromfile(path, np.uint8)
-    if content.size != CIFAR_PER_FILE * 3073:
+    content, size = np.fromfile(path, np.uint8), CIFAR_PER_FILE * 3073
+    if content.size != size:
         raise ValueError(
-            f"Expected {path} to be of {CIFAR_PER_FILE * 3073} bytes, {CIFAR_PER_FILE} records of "
-            f"3073, but got {content.size}."
+            f"Expected {path} to be of {size} bytes, {CIFAR_PER_FILE} records of 3073, but got "
+            f"{content.size}."
         )
     records = content.reshape(-1, 3073)
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]
 
 
 def _read_sheet(path: Path) -> NDArray[np.uint8]:
-    """A PNG of which each row of 1,024 pixels is an image."""
+    """A PNG file with one image per row of 1,024 pixels."""
     from PIL import Image
 
     try:
@@ -197,7 +197,7 @@ def _read_labels(path: Path, files: int) -> NDArray[np.uint8]:
     return labels
 
 
-# What they share ---------------------------------------------------------------------------------
+# What the sets share -----------------------------------------------------------------------------
 
 
 def _examples(images: NDArray[np.uint8], labels: NDArray[np.uint8], source: Path) -> Examples:
@@ -220,14 +220,13 @@ def _places(data_dir: str | None, subfolders: Sequence[str]) -> list[Path]:
     return [root / sub for root in roots(data_dir) for sub in subfolders]
 
 
-def _find(name: str, choices: Sequence[list[str]], places: Sequence[Path], advice: str) -> Path:
+def _find(name: str, choices: Sequence[Sequence[str]], places: Sequence[Path], advice: str) -> Path:
     """The first of `places` that has all files of one of `choices`."""
     for place in places:
-        for files in choices:
-            if all((place / file).is_file() for file in files):
-                return place
+        if any(all((place / file).is_file() for file in files) for files in choices):
+            return place
     wanted = "; or ".join(", ".join(files) for files in choices)
-    looked = ", ".join(map(str, places)) or "no folder, since none is given"
+    searched = ", ".join(map(str, places)) or "no folder, since none is given"
     raise FileNotFoundError(
-        f"Expected the files of {name} ({wanted}), but got none; looked in: {looked}. {advice}"
+        f"Expected the files of {name} ({wanted}), but got none; looked in: {searched}. {advice}"
     )

@@ -1,4 +1,4 @@
-"""What every set of examples does: order, parts of processes, mixing."""
+"""What all splits share: the order of examples, the part of each process, mixing."""
 
 from __future__ import annotations
 
@@ -30,22 +30,25 @@ class Mixing(NamedTuple):
 
 
 class Split(ABC):
-    """Labelled images, in batches that are functions of (seed, epoch, index) alone.
-
-    Args:
-        labels: The classes, int64 (N,).
-        mixing: How training batches are mixed, if they are.
-    """
+    """Labelled images, in batches that are functions of (seed, epoch, index) alone."""
 
     def __init__(self, labels: Tensor, mixing: Mixing) -> None:
-        self.labels = labels
-        self.mixing = mixing
+        self.labels, self.mixing = labels, mixing
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def steps(self, batch_size: int) -> int:
-        """The whole batches of a training epoch."""
+        """The number of batches of a training epoch.
+
+        Raises:
+            ValueError: If `batch_size` is more than the examples.
+        """
+        if batch_size > len(self):
+            raise ValueError(
+                f"Expected `batch_size` to be at most the {len(self)} training examples, but got "
+                f"{batch_size}."
+            )
         return len(self) // batch_size
 
     def train_batches(
@@ -61,11 +64,11 @@ class Split(ABC):
         """The batches of an epoch from number `start` on, augmented; what is left over is dropped.
 
         Args:
-            batch_size: Examples a batch, over all processes.
-            seed: Of order and augmentation, which are separate streams.
+            batch_size: Examples per batch, over all processes.
+            seed: The seed of order and augmentation, which are separate streams.
             epoch: Counted from 0.
-            rank: Which contiguous part of each batch to give.
-            world: How many parts there are.
+            rank: Which contiguous part of each batch to return.
+            world: The number of parts.
             start: The first batch's number within the epoch.
 
         Returns:
@@ -75,12 +78,8 @@ class Split(ABC):
             ValueError: If `batch_size` is more than the examples or not a multiple of `world`, if a
                 part is odd and mixed, or if `start` is beyond the epoch.
         """
-        steps = self.steps(batch_size)
-        if not steps:
-            raise ValueError(
-                f"Expected `batch_size` to be at most the {len(self)} training examples, but got "
-                f"{batch_size}."
-            )
+        steps, part = self.steps(batch_size), batch_size // world
+        is_mixed = self.mixing.mixup or self.mixing.cutmix
         if batch_size % world:
             raise ValueError(
                 f"Expected `batch_size` to be a multiple of the {world} processes, but got "
@@ -88,9 +87,7 @@ class Split(ABC):
             )
         if not 0 <= start <= steps:
             raise ValueError(f"Expected `start` to be in [0, {steps}], but got {start}.")
-        part = batch_size // world
-        mixed = self.mixing.mixup or self.mixing.cutmix
-        if mixed and part % 2:
+        if is_mixed and part % 2:
             raise ValueError(
                 "Expected an even number of examples in each process's part of a batch, since "
                 f"mixup and cutmix mix neighbours, but got {part}."
@@ -98,7 +95,7 @@ class Split(ABC):
         order = permutation(len(self), seed, epoch)[: steps * batch_size]
         rows = order.reshape(steps, batch_size)[start:, rank * part : (rank + 1) * part]
         batches = self._train(rows, seed, epoch)
-        return self._mixed(batches, seed, epoch, range(start, steps)) if mixed else batches
+        return self._mixed(batches, seed, epoch, range(start, steps)) if is_mixed else batches
 
     def test_batches(
         self, batch_size: int, *, rank: int = 0, world: int = 1
@@ -106,29 +103,28 @@ class Split(ABC):
         """Every example once, in order and unaugmented, with its index in this split.
 
         Ranks have contiguous ranges of the whole split, so their numbers of batches may differ by
-        one. The last batch may be smaller; so is one with images that are skipped as unreadable,
-        which no batch holds: count what comes, not ``len``.
+        one. The last batch may be smaller, and so may be batches with unreadable images, which are
+        left out.
 
         Args:
-            batch_size: Examples a batch, over all processes.
-            rank: Which range to give.
-            world: How many ranges there are.
+            batch_size: Examples per batch, over all processes.
+            rank: Which range to return.
+            world: The number of ranges.
 
         Returns:
             Batches with their indices (B,).
         """
         low, high = (r * len(self) // world for r in (rank, rank + 1))
-        each = -(-batch_size // world)
-        rows = [np.arange(i, min(i + each, high)) for i in range(low, high, each)]
-        return self._test(rows)
+        part = -(-batch_size // world)
+        return self._test([np.arange(i, min(i + part, high)) for i in range(low, high, part)])
 
     @abstractmethod
     def _train(self, rows: NDArray[np.int64], seed: int, epoch: int) -> Iterator[Batch]:
-        """An augmented batch for each row of indices."""
+        """The augmented batch of each row of indices."""
 
     @abstractmethod
     def _test(self, rows: Sequence[NDArray[np.int64]]) -> Iterator[tuple[Batch, Tensor]]:
-        """A plain batch for each array of indices, with those that it holds."""
+        """The unaugmented batch of each array of indices, with the indices that could be read."""
 
     def _mixed(
         self, batches: Iterator[Batch], seed: int, epoch: int, numbers: range
@@ -148,20 +144,20 @@ class Split(ABC):
 def mixup(batch: Batch, lam: float) -> Batch:
     """``lam x_i + (1 - lam) x_j`` of images and of probabilities, with ``j = i ^ 1``.
 
-    Neighbours mix, so that parts of a batch can mix alone; the order is random, so they are random
-    partners. There is one ``lam ~ Beta(a, a)`` a batch, as in the paper.
+    Neighbours mix, so that processes can mix their parts of a batch; since the order is random, so
+    are the partners. There is one ``lam ~ Beta(a, a)`` per batch, as in the paper.
 
     References:
         Zhang, Cisse, Dauphin, Lopez-Paz, *mixup: Beyond Empirical Risk Minimization*, ICLR 2018.
     """
-    return Batch(*(torch.lerp(_partners(each), each, lam) for each in batch))
+    return Batch(*(torch.lerp(_partners(tensor), tensor, lam) for tensor in batch))
 
 
 def cutmix(batch: Batch, lam: float, centre: tuple[float, float]) -> Batch:
     """Paste a box of image ``j = i ^ 1``, of ``1 - lam`` of the area, into image ``i``.
 
-    Probabilities mix as the areas of the box as cut at the border. There is one ``lam`` and one box
-    a batch, its `centre` (y, x) uniform, as in the paper's code.
+    Probabilities mix in proportion to the areas, after the box is cut at the border. There is one
+    ``lam`` and one box per batch, its `centre` (y, x) uniform, as in the paper's code.
 
     References:
         Yun et al., *CutMix: Regularization Strategy to Train Strong Classifiers with Localizable

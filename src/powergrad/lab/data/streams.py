@@ -1,9 +1,9 @@
-"""Randomness without state: each number is a function of what it is for.
+"""Randomness without state: each number is a function of its purpose.
 
-A counter-based hash (the finaliser of splitmix64, chained over its arguments) stands where a
-generator would: what example 17 gets in epoch 3 depends on the seed, 3 and 17, and on nothing that
-was drawn before. So a run can begin anywhere, and any number of processes agree. The arithmetic is
-that of whole numbers: the same on every machine and with every version of every library.
+A counter-based hash (the finaliser of splitmix64, chained over its arguments) replaces a generator:
+the numbers of example 17 in epoch 3 depend on the seed, 3 and 17, and on nothing drawn before. So a
+run can begin anywhere, and any number of processes agree. The arithmetic is integer arithmetic: the
+same on every machine and with every version of every library.
 
 Reference: Steele, Lea, Flood, *Fast splittable pseudorandom number generators*, OOPSLA 2014.
 """
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 
 class Stream(IntEnum):
-    """What numbers are for: streams of one seed have nothing to do with each other."""
+    """The purpose of numbers: the streams of one seed are independent."""
 
     ORDER = 1
     AUGMENT = 2
@@ -53,19 +53,19 @@ def permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def held_out(labels: NDArray[np.int64], fraction: float) -> NDArray[np.bool_]:
-    """Which examples a fixed split takes: `fraction` of each class, rounded; no seed changes it."""
+    """Which examples a fixed split takes: `fraction` of each class, rounded, whatever the seed."""
     ranks, _ = _ranks_in_class(labels)
     return ranks < np.rint(fraction * np.bincount(labels))[labels]
 
 
 def balanced_subset(labels: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """The first `count` of a fixed shuffle that takes an example of each class in turn, sorted."""
+    """The first `count` of a fixed shuffle that takes the classes in turn; sorted."""
     ranks, keys = _ranks_in_class(labels)
     return np.sort(np.lexsort((keys, ranks))[:count])
 
 
 def _ranks_in_class(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Where a fixed shuffle puts each example within its class, and the shuffle's keys."""
+    """The position of each example within its class in a fixed shuffle, and the shuffle's keys."""
     keys = hashed(Stream.SPLIT, np.arange(len(labels)))
     order = np.lexsort((keys, labels))  # by class, then by key
     counts = np.bincount(labels)

@@ -1,0 +1,122 @@
+"""The losses that a recipe can train with: the equation, and the hook that the authors published.
+
+The authors' hook is here to reproduce their runs only. It rebuilds the probabilities from the
+gradient at the logits, and divides that gradient by the batch size where it should multiply. It is
+right only where the loss scale is the square of the rows per device, and in float16 it takes small
+probabilities for 0 (see docs/audit.md). So it makes sense with ``train.precision: float16`` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import powergrad
+from powergrad.lab.config import Loss
+
+__all__ = ["as_published_cross_entropy", "published_hook", "training_loss"]
+
+
+def training_loss(config: Loss, num_classes: int) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """The loss that a recipe asks for.
+
+    Args:
+        config: The recipe's section.
+        num_classes: How many classes there are, for the paper's form of label smoothing.
+
+    Returns:
+        The function ``(logits, labels, alpha) -> loss``, a mean over the rows.
+
+    Example:
+        >>> loss = training_loss(Loss(label_smoothing=0.1), num_classes=10)
+        >>> round(loss(torch.zeros(4, 10), torch.tensor([0, 1, 2, 3]), 0.3).item(), 4)
+        2.3026
+    """
+    smoothing = config.label_smoothing
+    if config.smoothing == "paper":
+        smoothing = float(powergrad.paper_smoothing(smoothing, num_classes))
+    scale = config.logit_scale
+
+    def as_published(logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
+        return as_published_cross_entropy(logits, labels, alpha=alpha, label_smoothing=smoothing)
+
+    def exact(logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
+        scaled = logits if scale == 1 else logits * scale
+        return powergrad.cross_entropy(scaled, labels, alpha=alpha, label_smoothing=smoothing)
+
+    return as_published if config.form == "as_published" else exact
+
+
+def published_hook(grad: Tensor, targets: Tensor, alpha: float) -> Tensor:
+    """The authors' hook, operation for operation.
+
+    Args:
+        grad: The gradient at the logits, ``(rows, classes)``: ``S / rows * (p - q)`` for
+            mean-reduced cross-entropy under a loss scale S.
+        targets: ``q``, ``(rows, classes)``, in the dtype of `grad`.
+        alpha: The exponent.
+
+    Returns:
+        The altered gradient, in the dtype of `grad`.
+    """
+    rows = grad.shape[0]
+    pred = (grad / rows + targets) ** alpha
+    pred = pred / pred.sum(-1, keepdim=True)
+    return (pred - targets) * rows
+
+
+def as_published_cross_entropy(
+    logits: Tensor, labels: Tensor, *, alpha: float, label_smoothing: float = 0.0
+) -> Tensor:
+    """Mean cross-entropy whose gradient goes through the authors' hook.
+
+    As in the authors' code, the hook sees the gradient with every factor that a loss scaler or
+    gradient accumulation multiplied in. Logits of 16 bits are widened for the loss, as autocast
+    does on CUDA, so that the gradient is rounded to 16 bits just before the hook.
+
+    Args:
+        logits: ``(rows, classes)``.
+        labels: Class indices, ``(rows,)``.
+        alpha: Above 0; 1 is cross-entropy, without the hook.
+        label_smoothing: Mass that is spread over all classes.
+
+    Returns:
+        The mean of the cross-entropies, a scalar.
+
+    Raises:
+        ValueError: If `alpha` is 0, which in the authors' code means no hook, or outside of (0, 1];
+            or if `labels` are not class indices, which the hook does not support.
+
+    Example:
+        >>> logits = torch.zeros(4, 10, requires_grad=True)
+        >>> loss = as_published_cross_entropy(logits, torch.tensor([0, 1, 2, 3]), alpha=0.3)
+        >>> (4**2 * loss).backward()  # the scale at which the hook is right
+        >>> round(logits.grad[0, 1].item(), 6)  # 4**2 / 4 * (1 / 10 - 0)
+        0.4
+
+    References:
+        https://github.com/bishshoy/power-grad-transform, timm/models/resnet.py at f3f0983.
+    """
+    if not 0 < alpha <= 1:
+        raise ValueError(f"Expected `alpha` to be above 0 and at most 1, but got {alpha}.")
+    if labels.dim() != 1 or labels.is_floating_point():
+        raise ValueError(
+            "Expected `labels` to be class indices of shape (rows,), the only labels that the "
+            f"authors' hook supports, but got {labels.dtype} of shape {tuple(labels.shape)}."
+        )
+    if alpha < 1 and logits.requires_grad:
+        classes = logits.shape[-1]
+
+        def hook(grad: Tensor) -> Tensor:
+            one_hot = F.one_hot(labels, classes).to(grad.dtype)
+            targets = (1 - label_smoothing) * one_hot + label_smoothing / classes
+            return published_hook(grad, targets, alpha)
+
+        logits = logits.view_as(logits)  # the hook stays off the caller's tensor
+        logits.register_hook(hook)
+    with torch.autocast(logits.device.type, enabled=False):
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(wide, labels, label_smoothing=label_smoothing)
