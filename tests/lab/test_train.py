@@ -354,13 +354,12 @@ def wait_until(condition, seconds=60.0):
         time.sleep(0.01)
 
 
-def start(arguments, **options):
+def start(arguments):
     return subprocess.Popen(
         [sys.executable, *arguments],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        **options,
     )
 
 
@@ -440,7 +439,7 @@ def test_a_killed_worker_starts_again_from_the_last_checkpoint(tmp_path):
     assert whole.returncode == 0, errors
     arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
                  "--max-restarts=5", *command(tmp_path / "two", recipe)]  # fmt: skip
-    process = start(arguments, start_new_session=True)
+    process = start(arguments)
     try:
         run = Run(tmp_path / "two")
         wait_until(lambda: list(run.checkpoints.glob("step-*.pt")), seconds=200)
@@ -450,8 +449,10 @@ def test_a_killed_worker_starts_again_from_the_last_checkpoint(tmp_path):
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        for pid in children(process.pid):  # in sessions of their own
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.communicate()
     assert run.environment()["resumed"]
     for name in ("model.safetensors", "test.safetensors"):
         assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
