@@ -153,7 +153,7 @@ CHANGES = [
     ("identity.py", ") -> Optimizer:", ") -> Any:", "equivalent_training"),
     ("monitor/__init__.py", '    "Thresholds",\n', "", "monitor.Thresholds"),
     ("monitor/recording.py", "def close(self)", "def finish(self)", "FilterMonitor.finish"),
-    ("clipping.py", "(NamedTuple):", "(NamedTuple):\n    more: int", "clipping.LayerClip.more"),
+    ("_clip.py", "(NamedTuple):", "(NamedTuple):\n    more: int", "clipping.LayerClip.more"),
     ("jax.py", "axis: int = -1, *, alpha", "axis: int = 0, *, alpha", "jax.log_softmax"),
     ("lightning.py", "every: int = 10", "every: int = 1", "lightning.PowerGradCallback.__init__"),
     ("lab/cli.py", "    delta: float,", "    gap: float,", "$ powergrad plan"),

@@ -7,6 +7,7 @@ host wait; under ``torch.compile``, ``vmap`` or export there are no values to re
 
 from __future__ import annotations
 
+import math
 import numbers
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -130,13 +131,30 @@ def check_alpha(alpha: float | Tensor, tensor: Tensor, dim: int | None) -> Tenso
 
 
 def check_number(alpha: float) -> float:
-    if type(alpha) is not float and (
-        isinstance(alpha, bool) or not isinstance(alpha, (numbers.Real, torch.SymFloat))
-    ):
-        raise TypeError(f"Expected `alpha` to be a number, but got {type(alpha).__name__}.")
-    if not 0 <= alpha <= 1:
+    number = alpha if type(alpha) is float else _real(alpha, "alpha")
+    if not 0 <= number <= 1:
         raise ValueError(f"Expected `alpha` to be in [0, 1], but got {alpha}.")
-    return float(alpha)
+    return number
+
+
+def check_threshold(value: object, name: str) -> float:
+    threshold = _real(value, name)
+    if not threshold > 0:  # NaN is not
+        raise ValueError(
+            f"Expected `{name}` to be positive (infinity clips nothing), but got {value}."
+        )
+    return threshold
+
+
+def _real(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat)):
+        raise TypeError(f"Expected `{name}` to be a number, but got {type(value).__name__}.")
+    return float(value)
+
+
+def check_eps(eps: float) -> None:
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"Expected `eps` to be finite and at least 0, but got {eps}.")
 
 
 def is_one(alpha: float | Tensor) -> bool:
