@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 RECORD, CHANGELOG = ROOT / "tests" / "api.txt", ROOT / "CHANGELOG.md"
 MODULES = ["", "alter", "calibration", "clipping", "identity", "monitor", "jax", "lightning"]
 SPECIAL = {"__init__", "__call__", "__enter__", "__exit__"}
-KEYWORDS = "clipping.Thresholds"  # those of clip_grads_before_step
+KEYWORDS = "clipping.ClipThresholds"  # those of clip_grads_before_step
 HOW_TO_ANNOUNCE = """
 The public API is not what tests/api.txt says:
 

@@ -49,7 +49,7 @@ Head = nn.Module | str | None
 _WHOLE_TENSORS = {"norm": clip_total, "tensor_norm": clip_units, "value": clip_values}
 
 
-class Thresholds(TypedDict, total=False):
+class ClipThresholds(TypedDict, total=False):
     """The methods of :func:`clip_grads_before_step`, each with its threshold."""
 
     agc: float
@@ -198,7 +198,7 @@ def clip_grads_before_step(
     *,
     eps: float = 1e-3,
     head: Head = "auto",
-    **thresholds: Unpack[Thresholds],
+    **thresholds: Unpack[ClipThresholds],
 ) -> ClipHandle:
     r"""Clip the gradients of an optimizer each time that it steps, just before it does.
 
@@ -240,9 +240,9 @@ def clip_grads_before_step(
             "Expected `optimizer` to be a torch.optim.Optimizer, but got "
             f"{type(optimizer).__name__}."
         )
-    known = ", ".join(Thresholds.__annotations__)
+    known = ", ".join(ClipThresholds.__annotations__)
     for method in thresholds:
-        if method not in Thresholds.__annotations__:
+        if method not in ClipThresholds.__annotations__:
             raise TypeError(f"Expected thresholds for {known}, but got `{method}`.")
     if not thresholds:
         raise TypeError(f"Expected one or more thresholds for {known}, but got none.")

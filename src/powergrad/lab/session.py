@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import powergrad
 from powergrad import calibration
 from powergrad._head import find_head
-from powergrad.clipping import ClipHandle, Thresholds
+from powergrad.clipping import ClipHandle, ClipThresholds
 from powergrad.lab.config import Recipe
 from powergrad.lab.data import Datasets, Split
 from powergrad.lab.distributed import Processes
@@ -425,7 +425,7 @@ def _attach_clipping(
     recipe: Recipe, optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> ClipHandle | None:
     options = recipe.clip
-    wanted: Thresholds = {}
+    wanted: ClipThresholds = {}
     if options.value is not None:
         wanted["value"] = options.value
     if options.tensor_norm is not None:
