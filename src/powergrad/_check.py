@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active as transforming  # pyright: ignore
-from torch._C._functorch import (  # pyright: ignore[reportMissingImports]
+
+from powergrad._compat import (
     is_functorch_wrapped_tensor,
     is_legacy_batchedtensor,
+    transforms_active,
 )
-from torch.autograd import forward_ad
+
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # the numbers are PyTorch's
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
@@ -28,7 +30,7 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
 
 def is_plain(*tensors: Tensor) -> bool:
     """Whether `tensors` hold values and ordinary autograd is all that looks at them."""
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or transforming():
+    if torch.compiler.is_compiling() or transforms_active():
         return False
     for t in tensors:  # noqa: SIM110 (a generator costs as much as the loss of a small tensor)
         if type(t) not in _PLAIN or is_functorch_wrapped_tensor(t):
@@ -171,7 +173,7 @@ def extremes(tensor: Tensor) -> str:
 
 
 def check_reduction(reduction: str) -> None:
-    if reduction not in ("mean", "sum", "none"):
+    if reduction not in REDUCTIONS:
         raise ValueError(
             f"Expected `reduction` to be 'mean', 'sum' or 'none', but got {reduction!r}."
         )

@@ -10,9 +10,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, _foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
+from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from powergrad._compat import foreach_mul_
 from powergrad._native.norms import scale_units_
 from powergrad._units import Gradient, unit_norms
 
@@ -183,7 +184,7 @@ def clip_total(gradients: Sequence[Gradient], threshold: float, guard: Guard) ->
     finite = guard.check(gradients, [total])
     factor = torch.where(finite.to(total.device), (threshold / (total + 1e-6)).clamp(max=1), 1)
     for batch in _batches(gradients) if threshold < math.inf else ():
-        _foreach_mul_([g.tensor for g in batch], factor.to(batch[0].tensor.device))
+        foreach_mul_([g.tensor for g in batch], factor.to(batch[0].tensor.device))
     part = _Measured(["total"], [1], total.view(1), torch.ones_like(total).view(1))
     return ClipReport(threshold, part.names, [part], finite)
 

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from powergrad._check import nonzero, without_autocast
+from powergrad._compat import unaltered_log_softmax
 
 # A large tensor is worked on in blocks, of which so many elements stay in the cache from the first
 # operation to the last. Below `LARGE` that saves less than the splitting costs.
@@ -252,9 +253,9 @@ def _power(log_p: Tensor, alpha: float | Tensor) -> Tensor:
 def _log_p(z: Tensor, out: Tensor | None) -> Tensor:
     """The log-probabilities in float32 or wider: in `out`, if there is one that suits."""
     if z.dtype.itemsize < 4:
-        return torch._log_softmax(z.float(), 1, False)  # pyright: ignore
+        return unaltered_log_softmax(z.float(), 1, False)
     if out is None:
-        return torch._log_softmax(z, 1, False)  # pyright: ignore
+        return unaltered_log_softmax(z, 1, False)
     return torch.log_softmax(z, 1, out=out)
 
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
-from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
 from powergrad._native import norms as native
 
 Dims = tuple[int, ...]
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 # Units --------------------------------------------------------------------------------------------
@@ -22,7 +22,7 @@ Dims = tuple[int, ...]
 
 def transposed_groups(module: nn.Module | None) -> int | None:
     """The groups of a transposed convolution, None for any other module."""
-    return module.groups if isinstance(module, _ConvTransposeNd) else None
+    return module.groups if isinstance(module, TRANSPOSED) else None
 
 
 def by_unit(tensor: Tensor, groups: int | None = None) -> tuple[Tensor, Dims]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from powergrad._check import check_floating, shape_of
+from powergrad._compat import tree_map
 
 __all__ = ["alter_gradient", "alter_output"]
 

@@ -117,7 +117,7 @@ def _own_parameters(model: nn.Module, head: nn.Module | str | None) -> list[nn.P
             "Expected `head` to be a linear layer or a convolution, but got a "
             f"{type(layer).__name__}."
         )
-    if parametrize.is_parametrized(layer) or "weight" not in layer._parameters:
+    if parametrize.is_parametrized(layer) or "weight" not in dict(layer.named_parameters()):
         raise ValueError("Expected `head` to hold its weight itself, but got one parametrised.")
     own = list(layer.parameters())
     for parameter in own:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn._reduction import get_enum
 
 from powergrad import _native
 from powergrad._check import (
+    REDUCTIONS,
     autocasting,
     check_alpha,
     check_broadcasts,
@@ -33,6 +33,7 @@ from powergrad._check import (
     shape_of,
     values_readable,
 )
+from powergrad._compat import direct_apply
 from powergrad._rows import loss_and_gradient, reduced
 from powergrad.transform import LogSigmoid, log_softmax
 
@@ -98,7 +99,7 @@ def cross_entropy(
     if is_one(alpha):
         check_labels(target, input.shape[class_dim], ignore_index)
         return torch.ops.aten.cross_entropy_loss(
-            input, target, weight, get_enum(reduction), ignore_index, label_smoothing
+            input, target, weight, REDUCTIONS[reduction], ignore_index, label_smoothing
         )
     if _one_visit_suffices(input, target, weight):
         loss = _visit_once(input, (target, weight, alpha, options))
@@ -275,10 +276,7 @@ class _OneVisit(torch.autograd.Function):
         return gradient if gradient.dtype == dtype else gradient.to(dtype), None
 
 
-# `_OneVisit.apply`, but for a layer of Python that serves the transforms of `torch.func`, of which
-# none is active where `is_plain` holds.
-_visit_once: Callable[[Tensor, Case], Tensor]
-_visit_once = super(torch.autograd.Function, _OneVisit).apply  # pyright: ignore
+_visit_once: Callable[[Tensor, Case], Tensor] = direct_apply(_OneVisit)  # where `is_plain` holds
 
 
 def _loss_and_gradient(

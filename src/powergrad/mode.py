@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
-from collections.abc import Callable, Iterator
-from types import FrameType, MethodType
+from collections.abc import Callable
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn._reduction import legacy_get_string
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from powergrad._check import check_number
+from powergrad._compat import (
+    legacy_reduction,
+    legacy_softmax_dim,
+    let_dynamo_see_module_losses,
+    recomputed_later,
+)
 from powergrad.linear import linear_cross_entropy
 from powergrad.loss import cross_entropy
 from powergrad.transform import log_softmax
@@ -71,9 +74,9 @@ class PowerGrad(TorchFunctionMode):
         self._outer: list[set[int]] = []  # for each entry, what was already under way around it
 
     def __enter__(self) -> PowerGrad:
-        _let_dynamo_see_module_losses()
+        let_dynamo_see_module_losses()
         if not torch.compiler.is_compiling():
-            self._outer.append({id(frame) for frame in _recomputed_later()})
+            self._outer.append({id(frame) for frame in recomputed_later()})
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
@@ -121,7 +124,7 @@ class PowerGrad(TorchFunctionMode):
         return altered(self.alpha, *args, **kwargs)
 
     def _refuse_recomputation(self, func: Any) -> None:
-        for frame in _recomputed_later():
+        for frame in recomputed_later():
             if id(frame) not in self._outer[-1]:
                 raise RuntimeError(
                     f"Expected `{func.__name__}` under PowerGrad to be called outside checkpoints "
@@ -130,30 +133,6 @@ class PowerGrad(TorchFunctionMode):
                     "function enter PowerGrad itself, `checkpoint(PowerGrad(alpha)(function), "
                     "...)`, or call `powergrad.cross_entropy` in it."
                 )
-
-
-_CHECKPOINT = inspect.unwrap(checkpoint).__code__
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore
-
-
-def _recomputed_later() -> Iterator[FrameType]:
-    """The callers of this one whose backward pass will run it again, or something in its place.
-
-    With gradients on, that is a non-reentrant checkpoint. In the forward of a custom autograd
-    function, such as the reentrant checkpoint, they are off; there it is one whose arguments need a
-    gradient, so that it has a backward pass at all.
-    """
-    grad_enabled = torch.is_grad_enabled()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if grad_enabled:
-            if frame.f_code is _CHECKPOINT:
-                yield frame
-        elif frame.f_code is _APPLY:
-            arguments = frame.f_locals["args"]
-            if any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
-                yield frame
-        frame = frame.f_back
 
 
 # What stands in for each function: the same arguments, after alpha. ------------------------------
@@ -171,7 +150,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     if size_average is not None or reduce is not None:
-        reduction = legacy_get_string(size_average, reduce)
+        reduction = legacy_reduction(size_average, reduce)
     return cross_entropy(
         input,
         target,
@@ -241,43 +220,8 @@ def _functional_log_softmax(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     if dim is None:  # PyTorch's old habit, with its warning
-        dim = F._get_softmax_dim("log_softmax", input.dim(), _stacklevel + 1)  # pyright: ignore
-    return log_softmax(input, int(dim), alpha=alpha, dtype=dtype)  # pyright: ignore
-
-
-# torch.compile -----------------------------------------------------------------------------------
-
-
-def _let_dynamo_see_module_losses() -> None:
-    """Make an ``nn.CrossEntropyLoss()`` that a compiled function constructs call `F.cross_entropy`.
-
-    TorchDynamo traces modes like this one, with one exception: that constructor is replaced by a
-    graph node that no mode sees. Here the node is made by an ordinary call, which gives the same
-    graph where no mode is active. Nothing happens before TorchDynamo is loaded.
-    """
-    if "torch._dynamo.variables.user_defined" not in sys.modules:
-        return
-    from torch._dynamo.variables.base import VariableTracker
-    from torch._dynamo.variables.misc import LambdaVariable
-    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
-
-    def ordinary_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-        options = {**dict(zip(names, args, strict=False)), **kwargs}
-        function = VariableTracker.build(tx, F.cross_entropy)
-
-        def call(input: Any, target: Any) -> Any:
-            return function.call_function(tx, [input, target], options)
-
-        return LambdaVariable(call)
-
-    if hasattr(UserDefinedClassVariable, "_call_cross_entropy_loss"):
-        UserDefinedClassVariable._call_cross_entropy_loss = ordinary_call
-
-
-# What `torch.compiler.assume_constant_result` sets, without loading TorchDynamo here: where the
-# `with` block itself is compiled, TorchDynamo runs the function instead of tracing it.
-_let_dynamo_see_module_losses._dynamo_marked_constant = True  # pyright: ignore
+        dim = legacy_softmax_dim(input.dim(), _stacklevel + 1)
+    return log_softmax(input, dim, alpha=alpha, dtype=dtype)
 
 
 _CROSS_ENTROPIES: dict[Any, Callable[..., Tensor]] = {F.cross_entropy: _cross_entropy}

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from powergrad._check import check_labels, values_readable
+from powergrad._check import REDUCTIONS, check_labels, values_readable
 
 __all__ = ["available", "best_level", "cross_entropy"]
 
@@ -31,7 +31,6 @@ _SIGNATURES = {  # what is returned, then the arguments
     "powergrad_scale": (None, ctypes.c_char_p, *[ctypes.c_int64] * 3),
 }
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
 def load(path: Path) -> ctypes.CDLL | None:
@@ -151,7 +150,7 @@ def cross_entropy(
         label_smoothing,
         0 if alphas is None else alphas.data_ptr(),
         alpha,
-        _REDUCTIONS[reduction],
+        REDUCTIONS[reduction],
         value.data_ptr(),
         grad.data_ptr(),
         torch.get_num_threads() if threads is None else threads,
