@@ -1,9 +1,10 @@
 /* The Euclidean norms of the units of tensors, with the bits of PyTorch's, and scaling by unit.
  *
  * PyTorch sums the squares of a contiguous row in the lanes of one vector, adds the lanes in order,
- * then the elements that do not fill a vector. How wide the vector is, and which of these last
- * products are rounded before they are added, depends on how and for which CPU it was compiled: a
- * caller tries which of the orders here, if any, gives its bits.
+ * then the elements that do not fill a vector. The norm of a single element is its absolute value.
+ * How wide the vector is, and which of the last products are rounded before they are added, depends
+ * on how and for which CPU PyTorch was compiled: the caller tries which of the orders here, if any,
+ * gives its bits.
  */
 
 #include <math.h>

@@ -24,7 +24,7 @@ __all__ = ["scale_units_", "serves", "unit_norms"]
 # but for whole groups of 4, or none, or all.
 _GROUPS = (4, 1, 1 << 62)
 # A row alone and several; each number of elements that do not fill a vector; no whole vector, one,
-# many; more elements than PyTorch leaves to one thread.
+# many; more elements than PyTorch leaves to one thread. (And elements whose squares underflow.)
 _SHAPES = [(64, size) for size in (*range(1, 34), 63, 147, 1003)] + [(1, 577), (1, 70_001)]
 
 
@@ -62,6 +62,7 @@ def _order() -> tuple[int, ...]:
     generator = torch.Generator("cpu").manual_seed(0)
     made = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     tensors = [torch.randn(shape, **made) for shape in _SHAPES]
+    tensors.append(torch.tensor([[1e-30], [1e30]], dtype=torch.float32, device="cpu"))
     counts = [len(t) for t in tensors]
     wanted = torch.cat([torch.linalg.vector_norm(t, dim=1) for t in tensors])
     for level in range(kernel.powergrad_best_level(), -1, -1):
