@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -197,15 +197,20 @@ def check_broadcasts(factor: Tensor | None, input: Tensor, name: str) -> None:
         )
 
 
-def check_cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> int:
-    """Check what `cross_entropy` was given, but for the labels; return the class dimension."""
+class Arguments(NamedTuple):
+    """The arguments of `cross_entropy` after the logits, in the order that the C kernel has."""
+
+    target: Tensor
+    weight: Tensor | None
+    alpha: float | Tensor
+    ignore_index: int
+    label_smoothing: float
+    reduction: str
+
+
+def check_cross_entropy(input: Tensor, arguments: Arguments) -> tuple[int, Arguments]:
+    """Check all but the values of labels; return the class dimension, and int64 labels."""
+    target, weight, alpha, ignore_index, label_smoothing, reduction = arguments
     check_floating(input, "input")
     check_reduction(reduction)
     check_smoothing(label_smoothing)
@@ -216,12 +221,12 @@ def check_cross_entropy(
     num_classes = shape[class_dim]
     if num_classes == 0:
         raise ValueError(f"Expected `input` to have classes, but got shape {shape_of(input)}.")
-    check_target(target, shape, class_dim, ignore_index)
+    _check_target(target, shape, class_dim, ignore_index)
     if weight is not None:
         check_floating(weight, "weight")
         if shape_of(weight) != (num_classes,):
             raise ValueError(
-                f"Expected `weight` to have shape ({num_classes},), one a class, "
+                f"Expected `weight` to have shape ({num_classes},), one per class, "
                 f"but got {shape_of(weight)}."
             )
         if (
@@ -233,10 +238,17 @@ def check_cross_entropy(
                 f"Expected `weight` to have the dtype of `input`, {input.dtype}, "
                 f"but got {weight.dtype}."
             )
-    return class_dim
+    if isinstance(alpha, Tensor):
+        check_alpha(alpha, input, class_dim)
+    else:
+        alpha = check_number(alpha)
+    if target.dtype == torch.uint8:  # among bytes, 156 equals -100
+        target = target.long()
+    arguments = Arguments(target, weight, alpha, ignore_index, label_smoothing, reduction)
+    return class_dim, arguments
 
 
-def check_target(target: Tensor, shape: torch.Size, class_dim: int, ignore_index: int) -> None:
+def _check_target(target: Tensor, shape: torch.Size, class_dim: int, ignore_index: int) -> None:
     if not isinstance(target, Tensor):
         raise TypeError(f"Expected `target` to be a tensor, but got {type(target).__name__}.")
     if target.is_floating_point():
@@ -262,11 +274,6 @@ def check_target(target: Tensor, shape: torch.Size, class_dim: int, ignore_index
             f"Expected `target` of class indices to have shape {tuple(positions)} for `input` of "
             f"shape {tuple(shape)}, but got {shape_of(target)}."
         )
-
-
-def indices(target: Tensor) -> Tensor:
-    """`target`, class indices of one byte as int64: among bytes, 156 equals -100."""
-    return target.long() if target.dtype == torch.uint8 else target
 
 
 def check_labels(target: Tensor, num_classes: int, ignore_index: int) -> bool:

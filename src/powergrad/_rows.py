@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powergrad._check import nonzero, without_autocast
+from powergrad._check import Arguments, nonzero, without_autocast
 from powergrad._compat import unaltered_log_softmax
 
 # A large tensor is worked on in blocks, of which so many elements stay in the cache from the first
@@ -36,42 +36,33 @@ NEVER = -(1 << 62)  # a label to be ignored that does not occur
 
 
 def loss_and_gradient(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    *,
-    out: Tensor | None = None,
-    all_count: bool = False,
+    logits: Tensor, arguments: Arguments, *, out: Tensor | None = None, all_count: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None, float | Tensor | None]:
     """The loss of logits (N, C), for class indices (N) or probabilities (N, C); and its gradient.
 
-    `alpha` is a number, or a tensor of one or of N. `out` is the buffer to use, and may be `logits`
-    itself; sum(e) is not left to the divisor then. `all_count` says that every label is a class and
-    none is `ignore_index`; if that is not so, and nothing is smoothed, an IndexError on CPU.
+    A tensor alpha has one element, or N. `out` is the buffer to use, and may be `logits` itself;
+    sum(e) is not left to the divisor then. `all_count` says that every label is a class and none is
+    `ignore_index`; if that is not so, and nothing is smoothed, an IndexError on CPU.
 
     Returns:
         The loss, reduced; the buffer; factors and divisors: the gradient of row i is
         ``factor[i] / divisor[i] * buffer[i]``. Both are (N, 1) or one number, or None for 1.
     """
+    target, weight, alpha, ignore_index, label_smoothing, reduction = arguments
     if isinstance(alpha, Tensor):
-        alpha = _column(alpha, logits)
+        arguments = arguments._replace(alpha=_column(alpha, logits))
     if target.is_floating_point() or (all_count and weight is None):
         count = max(1, logits.shape[0]) if reduction == "mean" else 1
-        loss, buffer, divisor = _visit(
-            logits, target, weight, alpha, reduction, label_smoothing, out, count
-        )
+        loss, buffer, divisor = _visit(logits, arguments, out, count)
         return loss, buffer, None, divisor
 
     kept = None if all_count else target != ignore_index
     labels = target if kept is None else target.where(kept, 0)
     weight = None if weight is None else weight.to(_wide(logits))
-    losses, buffer, divisor = _visit(logits, labels, weight, alpha, "none", label_smoothing, out, 1)
+    arguments = arguments._replace(target=labels, weight=weight, reduction="none")
+    losses, buffer, divisor = _visit(logits, arguments, out, 1)
     factor = torch.ones_like(losses) if kept is None else kept.to(losses.dtype)
-    counted = factor if weight is None else factor * weight[labels.long()]
+    counted = factor if weight is None else factor * weight[labels]
     if label_smoothing == 0:  # else the weights are in the buffer and the losses
         factor = counted
     if kept is not None:  # where class 0 is masked, an ignored row has an infinite loss so far
@@ -86,46 +77,41 @@ def loss_and_gradient(
 
 
 def _column(alpha: Tensor, logits: Tensor) -> Tensor:
-    """One alpha a row. It is rounded to the dtype of log p only after its product with log2(e)."""
-    wide = _wide(logits)
-    exact = alpha.to(logits.device, torch.promote_types(alpha.dtype, wide))
+    """One alpha per row. It is rounded to log p's dtype only after its product with log2(e)."""
+    exact = alpha.to(logits.device, torch.promote_types(alpha.dtype, _wide(logits)))
     return exact.reshape(-1, 1).expand(logits.shape[0], 1)
 
 
-def _visit(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    reduction: str,
-    label_smoothing: float,
-    out: Tensor | None,
-    count: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The loss, where all rows count alike; the buffer; the divisors. In blocks, if large.
+# A loss, reduced if all rows count alike; the buffer; and divisors of its rows, if there are.
+Visited = tuple[Tensor, Tensor, "Tensor | None"]
+
+
+def _visit(logits: Tensor, arguments: Arguments, out: Tensor | None, count: int) -> Visited:
+    """All rows, in blocks if they are many.
 
     The gradient is also divided by `count`, in the buffer or in the divisors.
     """
+    target, alpha = arguments.target, arguments.alpha
     if target.is_floating_point():
         work = _of_probabilities
     else:
-        work = _of_labels if label_smoothing == 0 else _of_smoothed_labels
-        target = target.long()
+        work = _of_labels if arguments.label_smoothing == 0 else _of_smoothed_labels
     n, c = logits.shape
     if out is None and n * c < LARGE:
-        return work(logits, target, weight, alpha, reduction, label_smoothing, None, count)
+        return work(_log_p(logits, None), arguments, count)
     # float16 would lose a p' of 1e-8, so its buffer is wider; bfloat16 has float32's range.
     kept = torch.float32 if logits.dtype == torch.float16 else logits.dtype
     buffer = logits.new_empty(n, c, dtype=kept) if out is None else out
     divided = out is not None or kept == torch.bfloat16
-    narrow = logits.dtype.itemsize < 4  # which a block is a wider copy of
+    narrow = logits.dtype.itemsize < 4  # then a block is a wider copy
     rows = max(1, (BLOCK // 2 if narrow else BLOCK) // c)
     alphas = alpha.split(rows) if isinstance(alpha, Tensor) else repeat(alpha)
     losses: list[Tensor] = []
     divisors: list[Tensor] = []
     tensors = (t.split(rows) for t in (logits, target, buffer))
     for z, y, block, a in zip(*tensors, alphas, strict=False):
-        values, grad, sums = work(z, y, weight, a, "none", label_smoothing, block, count)
+        part = arguments._replace(target=y, alpha=a, reduction="none")
+        values, grad, sums = work(_log_p(z, block), part, count)
         losses.append(values)
         if sums is not None and divided:
             grad.mul_(sums.reciprocal_())  # in half the time of div_
@@ -133,20 +119,19 @@ def _visit(
             divisors.append(sums)
         if grad is not block:
             block.copy_(grad)
-    loss = reduced(torch.cat(losses), reduction)
+    loss = reduced(torch.cat(losses), arguments.reduction)
     return loss, buffer, torch.cat(divisors) if divisors else None
 
 
-def mass_of(
-    target: Tensor, weight: Tensor | None, ignore_index: int, all_count: bool
-) -> float | Tensor:
+def mass_of(arguments: Arguments, all_count: bool) -> float | Tensor:
     """What a mean is divided by."""
+    target, weight = arguments.target, arguments.weight
     if target.is_floating_point() or (all_count and weight is None):
         return target.shape[0]
-    kept = target != ignore_index
+    kept = target != arguments.ignore_index
     if weight is None:
         return kept.sum()
-    return (weight.to(_wide(weight))[target.long().where(kept, 0)] * kept).sum()
+    return (weight.to(_wide(weight))[target.where(kept, 0)] * kept).sum()
 
 
 def reduced(losses: Tensor, reduction: str) -> Tensor:
@@ -155,20 +140,14 @@ def reduced(losses: Tensor, reduction: str) -> Tensor:
     return losses.mean() if reduction == "mean" else losses.sum()
 
 
-def _of_labels(
-    z: Tensor,
-    y: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    reduction: str,
-    label_smoothing: float,
-    out: Tensor | None,
-    count: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+# One block. In each, log p (N, C) becomes the gradient, in place.
+
+
+def _of_labels(log_p: Tensor, arguments: Arguments, count: int) -> Visited:
     """Without smoothing and weights: these are factors of the rows."""
-    log_p, label = _log_p(z, out), y.unsqueeze(1)
-    loss = F.nll_loss(log_p, y, ignore_index=NEVER, reduction=reduction)
-    e, own, others = _powers(log_p, label, alpha)
+    y, label = arguments.target, arguments.target.unsqueeze(1)
+    loss = F.nll_loss(log_p, y, ignore_index=NEVER, reduction=arguments.reduction)
+    e, own, others = _powers(log_p, label, arguments.alpha)
     divisor = own.add_(others)
     if count > 1:  # in half the time of mul_, which would make a tensor of the number
         divisor.add_(divisor, alpha=count - 1)
@@ -176,27 +155,19 @@ def _of_labels(
     return loss, e.scatter_(1, label, -others), divisor
 
 
-def _of_smoothed_labels(
-    z: Tensor,
-    y: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    reduction: str,
-    label_smoothing: float,
-    out: Tensor | None,
-    count: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    log_p, label = _log_p(z, out), y.unsqueeze(1)
-    share = label_smoothing / z.shape[1]
+def _of_smoothed_labels(log_p: Tensor, arguments: Arguments, count: int) -> Visited:
+    label, weight = arguments.target.unsqueeze(1), arguments.weight
+    classes, label_smoothing = log_p.shape[1], arguments.label_smoothing
+    share = label_smoothing / classes
     if weight is None:
-        w, own_w, total, every = 1.0, 1.0, z.shape[1], log_p.sum(1)
+        w, own_w, total, every = 1.0, 1.0, classes, log_p.sum(1)
     else:
         w, own_w, total = weight, weight[label], weight.sum()
-        with without_autocast(z):
+        with without_autocast(log_p):
             every = log_p @ weight
     of_label = own_w * (1 - label_smoothing)
     losses = every.mul_(-share).sub_((log_p.gather(1, label) * of_label).squeeze(1))
-    e, own, others = _powers(log_p, label, alpha)
+    e, own, others = _powers(log_p, label, arguments.alpha)
     sums = own + others
     share, of_label = share / count, of_label / count
     scale = (of_label + share * total) / sums
@@ -205,23 +176,14 @@ def _of_smoothed_labels(
     by_others = share * (total - own_w) - scale * others
     grad = e.mul_(scale).sub_(share * w)
     grad.scatter_(1, label, torch.where(own < others, direct, by_others))
-    return reduced(losses, reduction), grad, None
+    return reduced(losses, arguments.reduction), grad, None
 
 
-def _of_probabilities(
-    z: Tensor,
-    q: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    reduction: str,
-    label_smoothing: float,
-    out: Tensor | None,
-    count: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    log_p = _log_p(z, out)
+def _of_probabilities(log_p: Tensor, arguments: Arguments, count: int) -> Visited:
+    q, weight, alpha, _, label_smoothing, reduction = arguments
     q = q.to(log_p.dtype)
     if label_smoothing > 0:
-        q = q * (1 - label_smoothing) + label_smoothing / z.shape[1]
+        q = q * (1 - label_smoothing) + label_smoothing / log_p.shape[1]
     if weight is not None:
         q = q * weight.to(q.dtype)
     losses = (log_p * q).sum(1).neg_()

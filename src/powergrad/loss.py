@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from powergrad import _native
 from powergrad._check import (
     REDUCTIONS,
+    Arguments,
     autocasting,
     check_alpha,
     check_broadcasts,
@@ -26,7 +27,6 @@ from powergrad._check import (
     check_number,
     check_reduction,
     check_smoothing,
-    indices,
     is_batched,
     is_one,
     is_plain,
@@ -87,92 +87,65 @@ def cross_entropy(
         >>> logits.grad
         tensor([[ 0.4810, -0.7082,  0.2272]])
     """
-    options = (ignore_index, reduction, label_smoothing)
-    if _is_ordinary(input, target, weight, alpha, reduction, label_smoothing):
-        return _visit_once(input, (target, weight, alpha, options))
-    class_dim = check_cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing)
-    target = indices(target)
-    if isinstance(alpha, Tensor):
-        check_alpha(alpha, input, class_dim)
-    else:
-        alpha = check_number(alpha)
-    if is_one(alpha):
+    arguments = Arguments(target, weight, alpha, ignore_index, label_smoothing, reduction)
+    return loss_of(input, arguments)
+
+
+def loss_of(input: Tensor, arguments: Arguments) -> Tensor:
+    """:func:`cross_entropy`, its arguments in one piece."""
+    if _is_ordinary(input, arguments):
+        return _visit_once(input, arguments)
+    class_dim, arguments = check_cross_entropy(input, arguments)
+    target, weight, alpha, ignore_index, label_smoothing, reduction = arguments
+    one_visit = not is_one(alpha) and _one_visit_suffices(input, target, weight)
+    if not one_visit:
         check_labels(target, input.shape[class_dim], ignore_index)
+    if is_one(alpha):
         return torch.ops.aten.cross_entropy_loss(
             input, target, weight, REDUCTIONS[reduction], ignore_index, label_smoothing
         )
-    if _one_visit_suffices(input, target, weight):
-        loss = _visit_once(input, (target, weight, alpha, options))
-    else:
-        check_labels(target, input.shape[class_dim], ignore_index)
-        loss = _by_primitive(input, target, weight, alpha, *options)
-    narrow = _loss_dtype(input, target)
-    return loss if loss.dtype == narrow or autocasting(input) else loss.to(narrow)
-
-
-def _loss_dtype(input: Tensor, target: Tensor) -> torch.dtype:
+    loss = (_visit_once if one_visit else _by_primitive)(input, arguments)
     soft = target.is_floating_point()
-    return torch.promote_types(input.dtype, target.dtype) if soft else input.dtype
+    dtype = torch.promote_types(input.dtype, target.dtype) if soft else input.dtype
+    return loss if loss.dtype == dtype or autocasting(input) else loss.to(dtype)
 
 
 # The reference: an ordinary loss of log p, right for every option and under every transform. ------
 
 
-def _by_primitive(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> Tensor:
+def _by_primitive(input: Tensor, arguments: Arguments) -> Tensor:
     class_dim = 0 if input.dim() == 1 else 1
     # 16-bit logits are widened here, once: 1/N and smoothing's 1/C then fit into u = dL/dlog p, and
     # p'/N is rounded to 16 bits only after the incoming loss scale has met it.
     wide = torch.promote_types(input.dtype, torch.float32)
-    log_p = log_softmax(input, class_dim, alpha=alpha, dtype=wide)
-    weight = None if weight is None else weight.to(wide)
-    if target.is_floating_point():
-        return _of_probabilities(log_p, target, weight, class_dim, reduction, label_smoothing)
-    return _of_labels(log_p, target, weight, class_dim, ignore_index, reduction, label_smoothing)
+    log_p = log_softmax(input, class_dim, alpha=arguments.alpha, dtype=wide)
+    if arguments.weight is not None:
+        arguments = arguments._replace(weight=arguments.weight.to(wide))
+    soft = arguments.target.is_floating_point()
+    return (_of_probabilities if soft else _of_labels)(log_p, class_dim, arguments)
 
 
-def _of_labels(
-    log_p: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    class_dim: int,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> Tensor:
-    if label_smoothing == 0:
+def _of_labels(log_p: Tensor, class_dim: int, arguments: Arguments) -> Tensor:
+    target, weight, _, ignore_index, eps, reduction = arguments
+    if eps == 0:
         return F.nll_loss(log_p, target, weight, ignore_index=ignore_index, reduction=reduction)
     ignored = target == ignore_index
     true = F.nll_loss(log_p, target, weight, ignore_index=ignore_index, reduction="none")
     every = -_weighted(log_p, weight, class_dim).sum(class_dim).masked_fill(ignored, 0)
-    eps = label_smoothing
     loss = (1 - eps) * true + eps / log_p.shape[class_dim] * every
     if reduction != "mean":
         return reduced(loss, reduction)
     if weight is None:
         return loss.sum() / (~ignored).sum()
-    label = target.long().masked_fill(ignored, 0)
+    label = target.masked_fill(ignored, 0)
     return loss.sum() / weight[label].masked_fill(ignored, 0).sum()
 
 
-def _of_probabilities(
-    log_p: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    class_dim: int,
-    reduction: str,
-    label_smoothing: float,
-) -> Tensor:
+def _of_probabilities(log_p: Tensor, class_dim: int, arguments: Arguments) -> Tensor:
+    target, weight, _, _, eps, reduction = arguments
     target = target.to(torch.promote_types(target.dtype, log_p.dtype))
-    if label_smoothing > 0:
-        target = target * (1 - label_smoothing) + label_smoothing / log_p.shape[class_dim]
+    if eps > 0:
+        target = target * (1 - eps) + eps / log_p.shape[class_dim]
     loss = -_weighted(log_p * target, weight, class_dim).sum(class_dim)
     return reduced(loss, reduction)
 
@@ -186,22 +159,12 @@ def _weighted(values: Tensor, weight: Tensor | None, class_dim: int) -> Tensor:
 # The fast path: in eager mode, for rows of logits, the gradient is made with the value. -----------
 
 
-# Target, class weights, alpha; and of the options: ignore_index, reduction, label_smoothing.
-Case = tuple[Tensor, "Tensor | None", "float | Tensor", tuple[int, str, float]]
-
-
-def _is_ordinary(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    reduction: str,
-    label_smoothing: float,
-) -> bool:
+def _is_ordinary(input: Tensor, arguments: Arguments) -> bool:
     """Whether this is what most calls are, and nothing but the labels is left to be checked.
 
     The checks one by one, which name what is wrong, take 5% of the time of a small loss.
     """
+    target, weight, alpha, _, label_smoothing, reduction = arguments
     return (
         weight is None
         and type(alpha) is float
@@ -238,21 +201,15 @@ class _OneVisit(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, case: Case) -> Tensor:
-        target, weight, alpha, options = case
-        ctx.save_for_backward(input, target, weight)
-        ignore_index, reduction, label_smoothing = options
+    def forward(ctx: Any, input: Tensor, arguments: Arguments) -> Tensor:
+        ctx.save_for_backward(input, arguments.target, arguments.weight)
         factor = divisor = None
-        native = _native.cross_entropy(
-            input, target, weight, alpha, ignore_index, label_smoothing, reduction
-        )
+        native = _native.cross_entropy(input, *arguments)
         if native is not None:
             value, buffer = native
         else:
-            value, buffer, factor, divisor = _loss_and_gradient(
-                input, target, weight, alpha, *options
-            )
-        ctx.again = alpha, options
+            value, buffer, factor, divisor = _loss_and_gradient(input, arguments)
+        ctx.again = arguments[2:]
         ctx.made = buffer, factor, divisor, input.dtype
         return value
 
@@ -276,38 +233,32 @@ class _OneVisit(torch.autograd.Function):
         return gradient if gradient.dtype == dtype else gradient.to(dtype), None
 
 
-_visit_once: Callable[[Tensor, Case], Tensor] = direct_apply(_OneVisit)  # where `is_plain` holds
+_visit_once: Callable[[Tensor, Arguments], Tensor] = direct_apply(_OneVisit)  # if `is_plain`
 
 
 def _loss_and_gradient(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    input: Tensor, arguments: Arguments
 ) -> tuple[Tensor, Tensor, Tensor | None, float | Tensor | None]:
     """Check the labels, then as in `_rows`."""
-    arguments = (input, target, weight, alpha, ignore_index, reduction, label_smoothing)
+    target, ignore_index, classes = arguments.target, arguments.ignore_index, input.shape[1]
     # A look at the labels takes a tenth of the time of a small loss. There, they are all taken for
     # classes, which `nll_loss` finds out for nothing, and looked at only if they are not.
-    plain = target.is_cpu and not target.is_floating_point() and label_smoothing == 0
-    if plain and input.numel() < SMALL and not 0 <= ignore_index < input.shape[1]:
+    plain = target.is_cpu and not target.is_floating_point() and arguments.label_smoothing == 0
+    if plain and input.numel() < SMALL and not 0 <= ignore_index < classes:
         try:
-            return loss_and_gradient(*arguments, all_count=True)
+            return loss_and_gradient(input, arguments, all_count=True)
         except IndexError:
             pass
-    all_count = check_labels(target, input.shape[1], ignore_index)
-    return loss_and_gradient(*arguments, all_count=all_count)
+    all_count = check_labels(target, classes, ignore_index)
+    return loss_and_gradient(input, arguments, all_count=all_count)
 
 
 def _gradient_by_primitive(ctx: Any, grad: Tensor) -> Tensor:
-    (logits, target, weight), (alpha, options) = ctx.saved_tensors, ctx.again
+    logits, target, weight = ctx.saved_tensors
     differentiated = torch.is_grad_enabled()
     with torch.enable_grad():
         leaf = logits if differentiated else logits.detach().requires_grad_()
-        loss = _by_primitive(leaf, target, weight, alpha, *options)
+        loss = _by_primitive(leaf, Arguments(target, weight, *ctx.again))
         return torch.autograd.grad(loss, leaf, grad, create_graph=differentiated)[0]
 
 

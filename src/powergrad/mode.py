@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from powergrad._check import check_number
+from powergrad._check import Arguments, check_number
 from powergrad._compat import (
     legacy_reduction,
     legacy_softmax_dim,
@@ -21,7 +21,7 @@ from powergrad._compat import (
     recomputed_later,
 )
 from powergrad.linear import linear_cross_entropy
-from powergrad.loss import cross_entropy
+from powergrad.loss import loss_of
 from powergrad.transform import log_softmax
 
 __all__ = ["PowerGrad"]
@@ -151,15 +151,8 @@ def _cross_entropy(
 ) -> Tensor:
     if size_average is not None or reduce is not None:
         reduction = legacy_reduction(size_average, reduce)
-    return cross_entropy(
-        input,
-        target,
-        weight,
-        alpha=alpha,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
+    arguments = Arguments(target, weight, alpha, ignore_index, label_smoothing, reduction)
+    return loss_of(input, arguments)
 
 
 def _linear_cross_entropy(
@@ -175,35 +168,23 @@ def _linear_cross_entropy(
     label_smoothing: float = 0.0,
     options: Any = None,
 ) -> Tensor:
-    ignore_index = -100 if ignore_index is None else ignore_index
+    arguments = Arguments(
+        target,
+        weight,
+        alpha,
+        -100 if ignore_index is None else ignore_index,
+        label_smoothing,
+        reduction,
+    )
     if options is not None and linear_weight.dim() == 2:  # asked for in blocks
-        return cast(
-            Tensor,
-            linear_cross_entropy(
-                input,
-                linear_weight,
-                target,
-                alpha=alpha,
-                linear_bias=linear_bias,
-                weight=weight,
-                ignore_index=ignore_index,
-                reduction=reduction,
-                label_smoothing=label_smoothing,
-            ),
+        loss = linear_cross_entropy(
+            input, linear_weight, linear_bias=linear_bias, **arguments._asdict()
         )
+        return cast(Tensor, loss)  # without an accuracy
     # (..., in) times (C, d1, ..., in) to (..., C, d1, ...), as in PyTorch.
     bias = None if linear_bias is None else linear_bias.flatten()
     logits = F.linear(input, linear_weight.flatten(0, -2), bias)
-    logits = logits.unflatten(-1, linear_weight.shape[:-1])
-    return cross_entropy(
-        logits,
-        target,
-        weight,
-        alpha=alpha,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
+    return loss_of(logits.unflatten(-1, linear_weight.shape[:-1]), arguments)
 
 
 def _log_softmax(
