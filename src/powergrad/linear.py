@@ -1,13 +1,13 @@
-r"""The classifier head and its loss at once, in blocks of rows: logits are never whole in memory.
+r"""The classifier head and its loss in blocks of rows: the logits are never all in memory.
 
-For hidden states ``h`` (N, H) and a head ``W`` (C, H), ``b`` (C), a block of rows at a time:
+For hidden states ``h`` (N, H) and a head ``W`` (C, H), ``b`` (C), one block of rows at a time:
 
     z = h W^T + b                            a block of logits, in one buffer
     z <- m p' - w q                          their gradient, in its place (`powergrad._rows`)
     dh = z W,   dW += z^T h,   db += sum z
 
-The forward pass thus makes the gradients, up to the factor that arrives in the backward pass. It
-needs memory for dW and dh, which the optimizer needs anyway, and for one block.
+So the forward pass computes the gradients, up to the factor that the backward pass is given. It
+needs memory for dW and dh, which are needed anyway, and for one block.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from powergrad.loss import loss_of
 
 __all__ = ["linear_cross_entropy"]
 
-BLOCK_BYTES = 22 << 20  # of logits at most,
-LEAST_ROWS = 128  # but so many rows at least, because each block rewrites dW,
-MULTIPLE = 16  # and so many at a time, which the products of matrices are tuned for
+BLOCK_BYTES = 22 << 20  # of logits in a block, at most,
+LEAST_ROWS = 128  # but at least so many rows, because each block rewrites dW,
+MULTIPLE = 16  # in multiples of this, for which matrix products are tuned
 
 
 def linear_cross_entropy(
@@ -57,10 +57,10 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""``cross_entropy(F.linear(input, linear_weight, linear_bias), target)``, logits in blocks.
 
-    Made for large vocabularies: time is that of the matrix products, and the memory above the
-    inputs is that of the gradients of head and input and one block of logits. With
-    ``reduction="none"`` the backward pass computes the logits again. Higher derivatives,
-    ``torch.func`` transforms and ``torch.compile`` work, with all logits in memory.
+    Made for large vocabularies: it takes the time of the matrix products, and the memory of the
+    gradients of head and input and of one block of logits. With ``reduction="none"`` the backward
+    pass computes the logits again. Higher derivatives, ``torch.func`` transforms and
+    ``torch.compile`` work, with all logits in memory.
 
     Args:
         input: Hidden states, of shape (..., H).
@@ -68,13 +68,13 @@ def linear_cross_entropy(
         target: Class indices, of shape (...); or class probabilities, of shape (..., C).
         alpha: A number in [0, 1]; or a tensor of them: 0-d, or of shape (...).
         linear_bias: The bias of the head, of shape (C).
-        weight: One weight a class, of shape (C).
-        ignore_index: Class index whose positions count for nothing.
+        weight: One weight per class, of shape (C).
+        ignore_index: Class index whose positions are left out of value and gradient.
         reduction: "mean", "sum" or "none".
         label_smoothing: The mass of the target that is spread evenly over all classes.
-        chunk_rows: Rows in a block. By default 22 MB of logits, and 128 rows at least.
-        return_accuracy: Whether to return the share of the counted rows whose likeliest class is
-            the target's, which costs a look at the logits that are there anyway.
+        chunk_rows: Rows in a block. By default 22 MB of logits, and at least 128 rows.
+        return_accuracy: Whether to return also the top-1 accuracy over non-ignored rows, which
+            needs one more pass over each block of logits.
 
     Returns:
         The loss: 0-d, or for "none" of shape (...). With `return_accuracy` also that, 0-d.
@@ -116,13 +116,14 @@ def linear_cross_entropy(
             )
         alpha = alpha.reshape(rows)
     arguments = Arguments(target, weight, alpha, ignore_index, label_smoothing, reduction)
-    likeness = hidden.new_empty(1, 1).expand(rows, classes)  # of the logits
-    _, arguments = check_cross_entropy(likeness, arguments)
-    all_count = check_labels(arguments.target, classes, ignore_index)
+    logits_like = hidden.new_empty(1, 1).expand(rows, classes)
+    _, arguments = check_cross_entropy(logits_like, arguments)
+    all_valid = check_labels(arguments.target, classes, ignore_index)
 
-    most = BLOCK_BYTES // (classes * hidden.dtype.itemsize)
-    size = chunk_rows or max(LEAST_ROWS, most // MULTIPLE * MULTIPLE)
-    layer, plan = (hidden, linear_weight, linear_bias), Plan(size, all_count, return_accuracy)
+    fitting = BLOCK_BYTES // (classes * hidden.dtype.itemsize)
+    block_rows = chunk_rows or max(LEAST_ROWS, fitting // MULTIPLE * MULTIPLE)
+    plan = Plan(block_rows, all_valid, return_accuracy)
+    layer = (hidden, linear_weight, linear_bias)
     constants = [t for t in (target, weight) if t is not None]
     tensors = [*constants, *(t for t in layer if t is not None)]
     if any(t.requires_grad for t in constants) or not is_plain(*tensors):
@@ -137,10 +138,10 @@ def linear_cross_entropy(
 
 
 class Plan(NamedTuple):
-    """How the blocks are made."""
+    """What the pass over the blocks does."""
 
-    rows: int  # in a block
-    all_count: bool  # whether it is known that no label is ignored
+    rows: int  # per block
+    all_valid: bool  # whether it is known that no label is `ignore_index`
     with_accuracy: bool
 
 
@@ -191,18 +192,18 @@ def _whole(
 
 
 def _correct(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """How many rows are right, and how many count."""
+    """The number of rows whose likeliest class is the target's, and of rows not ignored."""
     if target.is_floating_point():
-        right = logits.argmax(1) == target.argmax(1)
-        return right.sum(), torch.ones_like(right).sum()
+        correct = logits.argmax(1) == target.argmax(1)
+        return correct.sum(), torch.ones_like(correct).sum()
     counted = target != ignore_index
     return ((logits.argmax(1) == target) & counted).sum(), counted.sum()
 
 
 class _InBlocks(torch.autograd.Function):
-    """The gradients are made with the value, except for "none", where each row has its own scale.
+    """Computes the gradients with the value, except for "none", where each row has its own scale.
 
-    They serve once, as in `powergrad.loss`.
+    They are used once, as in `powergrad.loss`.
     """
 
     @staticmethod
@@ -215,60 +216,64 @@ class _InBlocks(torch.autograd.Function):
         plan: Plan,
     ) -> tuple[Tensor, Tensor | None]:
         reduction = arguments.reduction
-        at_once = reduction != "none" and any(ctx.needs_input_grad[:3])
-        needed = ctx.needs_input_grad[:3] if at_once else (False,) * 3
+        in_forward = reduction != "none" and any(ctx.needs_input_grad[:3])
+        needed = ctx.needs_input_grad[:3] if in_forward else (False,) * 3
         with without_autocast(hidden):
-            losses, accuracy, gradients = _visit((hidden, head, bias), arguments, plan, needed)
+            losses, accuracy, gradients = _over_blocks(
+                (hidden, head, bias), arguments, plan, needed
+            )
         ctx.save_for_backward(hidden, head, bias, arguments.target, arguments.weight)
-        ctx.again, ctx.plan = arguments[2:], plan
-        ctx.gradients = gradients if at_once else None
+        ctx.options, ctx.plan = arguments[2:], plan
+        ctx.gradients = gradients if in_forward else None
         if accuracy is not None:
             ctx.mark_non_differentiable(accuracy)
         if reduction == "none":
             return losses, accuracy
         if reduction == "mean":
-            ctx.mass = mass_of(arguments, plan.all_count)
+            ctx.mass = mass_of(arguments, plan.all_valid)
             return losses.sum() / ctx.mass, accuracy
         return losses.sum(), accuracy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         grad, needed = grads[0], ctx.needs_input_grad[:3]
-        layer, arguments = ctx.saved_tensors[:3], Arguments(*ctx.saved_tensors[3:], *ctx.again)
+        layer, arguments = ctx.saved_tensors[:3], Arguments(*ctx.saved_tensors[3:], *ctx.options)
         if torch.is_grad_enabled() or is_batched(grad):
             results = iter(_gradients_of_whole(layer, arguments, needed, grad))
-            return *(next(results) if n else None for n in needed), None, None
+            return *(next(results) if need else None for need in needed), None, None
         gradients, ctx.gradients = ctx.gradients, None
         if arguments.reduction == "mean":
             grad = grad / nonzero(ctx.mass)
         if gradients is None:
             plan = ctx.plan._replace(with_accuracy=False)
             with without_autocast(grad):
-                _, _, gradients = _visit(layer, arguments, plan, needed, grad)
+                _, _, gradients = _over_blocks(layer, arguments, plan, needed, grad)
         else:
-            for g in gradients:
-                if g is not None:
-                    g.mul_(grad)
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(grad)
         dtype = layer[0].dtype
-        return *(None if g is None else g.to(dtype) for g in gradients), None, None
+        return *(None if tensor is None else tensor.to(dtype) for tensor in gradients), None, None
 
 
 def _gradients_of_whole(
     layer: Layer, arguments: Arguments, needed: tuple[bool, ...], grad: Tensor
 ) -> tuple[Tensor, ...]:
-    """Where the gradients are differentiated themselves, or several are wanted at once."""
+    """For gradients that are themselves differentiated, and for a batch of them."""
     differentiated = torch.is_grad_enabled()
     with torch.enable_grad():
         if not differentiated:
-            pairs = zip(layer, needed, strict=True)
-            leaves = (t if t is None else t.detach().requires_grad_(n) for t, n in pairs)
+            leaves = (
+                None if tensor is None else tensor.detach().requires_grad_(need)
+                for tensor, need in zip(layer, needed, strict=True)
+            )
             layer = cast(Layer, tuple(leaves))
-        wanted = [t for t, n in zip(layer, needed, strict=True) if n and t is not None]
+        wanted = [t for t, need in zip(layer, needed, strict=True) if need and t is not None]
         loss, _ = _whole(layer, arguments)
         return torch.autograd.grad(loss, wanted, grad, create_graph=differentiated)
 
 
-def _visit(
+def _over_blocks(
     layer: Layer,
     arguments: Arguments,
     plan: Plan,
@@ -277,15 +282,15 @@ def _visit(
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """One pass over the blocks: losses, accuracy, and the gradients that are `needed`.
 
-    `scale` multiplies the gradient of each row, or of all; without it they are unscaled.
+    `scale` is a factor for the gradient of each row, or one for all; None is 1.
     """
     hidden, head, bias = layer
     target, alpha, ignore_index = arguments.target, arguments.alpha, arguments.ignore_index
-    # float16 would lose small p' in the products: it is widened. bfloat16 is not.
+    # float16, in which small p' would underflow, is widened; bfloat16 is not.
     dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
     hidden, head = hidden.to(dtype), head.to(dtype)
     bias = None if bias is None else bias.to(dtype)
-    # The gradients of the head are collected in float32 or wider.
+    # The gradients of the head are accumulated in float32 or wider.
     wide = torch.promote_types(dtype, torch.float32)
     d_hidden = torch.empty_like(hidden) if needed[0] else None
     d_head = torch.zeros_like(head, dtype=wide) if needed[1] else None
@@ -302,16 +307,16 @@ def _visit(
         else:
             torch.addmm(bias, h, head.t(), out=z)
         if plan.with_accuracy:
-            right, counts = _correct(z, y, ignore_index)
-            correct, counted = correct + right, counted + counts
+            block_correct, block_counted = _correct(z, y, ignore_index)
+            correct, counted = correct + block_correct, counted + block_counted
         a = alpha[part] if isinstance(alpha, Tensor) and alpha.dim() else alpha
-        in_block = arguments._replace(target=y, alpha=a, reduction="none")
-        losses[part], factor = _block(z, in_block, plan.all_count)
+        block_arguments = arguments._replace(target=y, alpha=a, reduction="none")
+        losses[part], factor = _block(z, block_arguments, plan.all_valid)
         if not any(needed):
             continue
         if scale is not None:
-            s = scale[part].unsqueeze(1) if scale.dim() else scale.expand(h.shape[0], 1)
-            factor = s if factor is None else s * factor
+            row_scale = scale[part].unsqueeze(1) if scale.dim() else scale.expand(h.shape[0], 1)
+            factor = row_scale if factor is None else row_scale * factor
         factor = None if factor is None else factor.to(dtype)
         if d_hidden is not None:
             torch.mm(z, head, out=d_hidden[part])
@@ -330,10 +335,10 @@ def _visit(
     return losses, accuracy, [d_hidden, d_head, d_bias]
 
 
-def _block(z: Tensor, arguments: Arguments, all_count: bool) -> tuple[Tensor, Tensor | None]:
-    """Losses and factors of the rows; their gradients in place of `z`. By the C kernel if there."""
+def _block(z: Tensor, arguments: Arguments, all_valid: bool) -> tuple[Tensor, Tensor | None]:
+    """The losses of the rows, and factors of their gradients, which replace the logits `z`."""
     native = _native.cross_entropy(z, *arguments, out=z)
     if native is not None:
         return native[0], None
-    losses, _, factor, _ = loss_and_gradient(z, arguments, out=z, all_count=all_count)
+    losses, _, factor, _ = loss_and_gradient(z, arguments, out=z, all_valid=all_valid)
     return losses, factor

@@ -1,4 +1,4 @@
-"""`PowerGrad`: the cross-entropies that anyone's code calls inside it use PowerGrad Transform."""
+"""`PowerGrad`, a context in which PyTorch's own cross-entropies use PowerGrad Transform."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class PowerGrad(TorchFunctionMode):
     names (``F.log_softmax``, ``torch.log_softmax``, ``torch.special.log_softmax``,
     ``Tensor.log_softmax``, and PyTorch's modules over them, such as ``nn.CrossEntropyLoss``),
     therefore also ``F.nll_loss``, ``F.kl_div`` or ``F.ctc_loss`` of a log-softmax taken inside.
-    Values do not change. The innermost of several holds; ``PowerGrad(1.0)`` switches it off again
-    for a part. Only the calls matter: ``backward()`` may run inside or outside.
+    Values do not change. Of nested contexts the innermost decides; ``PowerGrad(1.0)`` switches the
+    transform off inside it. Only the calls matter: ``backward()`` may run inside or outside.
 
     It does **not** alter: a softmax followed by a logarithm, ``logsumexp``,
     ``F.binary_cross_entropy_with_logits`` and other losses; calls of ``torch.ops.aten`` operators
@@ -46,9 +46,9 @@ class PowerGrad(TorchFunctionMode):
     checkpoint recomputes after the block has ended cannot be altered: a loss inside
     ``torch.utils.checkpoint``, or in the forward of another custom autograd function, raises.
 
-    Every torch call inside pays about a microsecond, so put it around the loss, not the model. That
-    also leaves a ``log_softmax`` inside the model alone; ``log_softmax=False`` does so where the
-    model computes its own loss.
+    Every torch call inside takes about a microsecond longer, so put it around the loss, not the
+    model. That also leaves a ``log_softmax`` inside the model alone; ``log_softmax=False`` does so
+    where the model computes its own loss.
 
     Args:
         alpha: As in :func:`powergrad.cross_entropy`.
@@ -71,7 +71,7 @@ class PowerGrad(TorchFunctionMode):
         super().__init__()
         self.alpha = alpha if isinstance(alpha, Tensor) else check_number(alpha)
         self.log_softmax = log_softmax
-        self._outer: list[set[int]] = []  # for each entry, what was already under way around it
+        self._outer: list[set[int]] = []  # for each entry, the recomputed frames around it
 
     def __enter__(self) -> PowerGrad:
         let_dynamo_see_module_losses()
@@ -104,24 +104,24 @@ class PowerGrad(TorchFunctionMode):
             return MethodType(self(function.__func__), function.__self__)  # pyright: ignore
 
         @functools.wraps(function)
-        def inside(*args: Any, **kwargs: Any) -> Any:
+        def decorated(*args: Any, **kwargs: Any) -> Any:
             with PowerGrad(self.alpha, log_softmax=self.log_softmax):
                 return function(*args, **kwargs)
 
-        return inside  # pyright: ignore[reportReturnType]
+        return decorated  # pyright: ignore[reportReturnType]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        altered = _CROSS_ENTROPIES.get(func)
-        if altered is None and self.log_softmax and "out" not in kwargs:
-            altered = _LOG_SOFTMAXES.get(func)
-        if altered is None:
+        replacement = _CROSS_ENTROPIES.get(func)
+        if replacement is None and self.log_softmax and "out" not in kwargs:
+            replacement = _LOG_SOFTMAXES.get(func)
+        if replacement is None:
             return func(*args, **kwargs)
         if not torch.compiler.is_compiling():
             self._refuse_recomputation(func)
-        return altered(self.alpha, *args, **kwargs)
+        return replacement(self.alpha, *args, **kwargs)
 
     def _refuse_recomputation(self, func: Any) -> None:
         for frame in recomputed_later():
@@ -135,7 +135,7 @@ class PowerGrad(TorchFunctionMode):
                 )
 
 
-# What stands in for each function: the same arguments, after alpha. ------------------------------
+# The replacement of each function takes alpha and the same arguments ------------------------------
 
 
 def _cross_entropy(
@@ -176,11 +176,11 @@ def _linear_cross_entropy(
         label_smoothing,
         reduction,
     )
-    if options is not None and linear_weight.dim() == 2:  # asked for in blocks
+    if options is not None and linear_weight.dim() == 2:  # the caller asks for blocks
         loss = linear_cross_entropy(
             input, linear_weight, linear_bias=linear_bias, **arguments._asdict()
         )
-        return cast(Tensor, loss)  # without an accuracy
+        return cast(Tensor, loss)
     # (..., in) times (C, d1, ..., in) to (..., C, d1, ...), as in PyTorch.
     bias = None if linear_bias is None else linear_bias.flatten()
     logits = F.linear(input, linear_weight.flatten(0, -2), bias)
@@ -200,7 +200,7 @@ def _functional_log_softmax(
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if dim is None:  # PyTorch's old habit, with its warning
+    if dim is None:  # deprecated; PyTorch warns
         dim = legacy_softmax_dim(input.dim(), _stacklevel + 1)
     return log_softmax(input, dim, alpha=alpha, dtype=dtype)
 
