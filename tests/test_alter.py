@@ -149,7 +149,9 @@ def test_outputs_with_structure_and_nesting(device):
 
 def test_bad_names_are_named(device):
     model = network(device)
-    with pytest.raises(ValueError, match=r"`name` to be a module .* got 'fc'; there are: '', '0'"):
+    with pytest.raises(
+        ValueError, match=r"`name` to be a module .* got 'fc'; the modules are: '', '0'"
+    ):
         alter_output(model, "fc", squash)
     with pytest.raises(TypeError, match="`fn` to be callable"):
         alter_output(model, "1", None)  # pyright: ignore

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 RECORD, CHANGELOG = ROOT / "tests" / "api.txt", ROOT / "CHANGELOG.md"
 MODULES = ["", "alter", "calibration", "clipping", "identity", "monitor", "jax", "lightning"]
 SPECIAL = {"__init__", "__call__", "__enter__", "__exit__"}
-KEYWORDS = "clipping.Thresholds"  # those of clip_grads_before_step
+KEYWORDS = "clipping.ClipThresholds"  # those of clip_grads_before_step
 HOW_TO_ANNOUNCE = """
 The public API is not what tests/api.txt says:
 
@@ -159,7 +159,7 @@ CHANGES = [
     ("identity.py", ") -> Optimizer:", ") -> Any:", "equivalent_training"),
     ("monitor/__init__.py", '    "Thresholds",\n', "", "monitor.Thresholds"),
     ("monitor/recording.py", "def close(self)", "def finish(self)", "FilterMonitor.finish"),
-    ("clipping.py", "(NamedTuple):", "(NamedTuple):\n    more: int", "clipping.LayerClip.more"),
+    ("_clip.py", "(NamedTuple):", "(NamedTuple):\n    more: int", "clipping.LayerClip.more"),
     ("jax.py", "axis: int = -1, *, alpha", "axis: int = 0, *, alpha", "jax.log_softmax"),
     ("lightning.py", "every: int = 10", "every: int = 1", "lightning.PowerGradCallback.__init__"),
     ("lab/cli.py", "    delta: float,", "    gap: float,", "$ powergrad plan"),

@@ -542,6 +542,18 @@ def test_norms_and_scaling_are_pytorchs_to_the_bit(data: st.DataObject) -> None:
 
 
 @norms_native
+@pytest.mark.parametrize("size", [1, 2, 9, 33])
+def test_norms_of_special_values_are_pytorchs(size: int) -> None:
+    """PyTorch's norm of one element is its absolute value, whose square may underflow."""
+    x = torch.zeros(len(SPECIAL), size)
+    x[:, -1] = torch.tensor(SPECIAL)
+    expected = torch.linalg.vector_norm(x, dim=1)
+    for rows, count in ([x], len(x)), (list(x), 1):
+        found = norms.unit_norms(rows, [count] * len(rows))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@norms_native
 def test_norms_of_whole_tensors_and_of_filters_are_pytorchs() -> None:
     x = torch.randn(40, 3, 7, 7)
     assert torch.equal(norms.unit_norms([x], [40]), torch.linalg.vector_norm(x, dim=(1, 2, 3)))

@@ -1,24 +1,27 @@
-"""Argument checks shared by the public functions: each names what was expected and what came.
+"""Argument checks of the public functions. Each error says what was expected and what was given.
 
 Checks of shape, dtype and plain numbers always run. Checks that read the values of a tensor run
-only where that is free of surprises: on CPU, in eager mode. On an accelerator they would make the
-host wait; under ``torch.compile``, ``vmap`` or export there are no values to read.
+only on CPU in eager mode: on an accelerator they would make the host wait, and under
+``torch.compile``, ``vmap`` or export there are no values to read.
 """
 
 from __future__ import annotations
 
+import math
 import numbers
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active as transforming  # pyright: ignore
-from torch._C._functorch import (  # pyright: ignore[reportMissingImports]
+
+from powergrad._compat import (
     is_functorch_wrapped_tensor,
     is_legacy_batchedtensor,
+    transforms_active,
 )
-from torch.autograd import forward_ad
+
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # the numbers are PyTorch's
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
@@ -26,11 +29,11 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Whether `tensors` hold values and ordinary autograd is all that looks at them."""
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or transforming():
+    """Whether `tensors` hold values, and nothing but ordinary autograd traces them."""
+    if torch.compiler.is_compiling() or transforms_active():
         return False
-    for t in tensors:  # noqa: SIM110 (a generator costs as much as the loss of a small tensor)
-        if type(t) not in _PLAIN or is_functorch_wrapped_tensor(t):
+    for tensor in tensors:  # a generator would take as long as a small loss
+        if type(tensor) not in _PLAIN or is_functorch_wrapped_tensor(tensor):
             return False
     return True
 
@@ -39,20 +42,20 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_batched(grad: Tensor) -> bool:
-    """Whether a gradient stands for several, as ``is_grads_batched`` makes it."""
+    """Whether `grad` is a batch of gradients, as ``is_grads_batched`` makes it."""
     return is_legacy_batchedtensor(grad)
 
 
 def values_readable(*tensors: Tensor) -> bool:
-    """Whether looking at the values of `tensors` costs no synchronisation and breaks no trace."""
-    for t in tensors:
-        if not t.is_cpu:
+    """Whether reading the values of `tensors` needs no synchronisation and breaks no trace."""
+    for tensor in tensors:
+        if not tensor.is_cpu:
             return False
     return is_plain(*tensors)
 
 
 def nonzero(divisor: float | Tensor) -> float | Tensor:
-    """`divisor`, or 1 for 0: what is divided is 0 then."""
+    """`divisor`, with 1 in place of 0, where the dividend is 0 too."""
     if isinstance(divisor, Tensor):
         return divisor.where(divisor != 0, 1)
     return divisor or 1
@@ -64,7 +67,7 @@ def autocasting(tensor: Tensor) -> bool:
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Where products keep the dtype of their factors, whatever autocast is around."""
+    """A context in which products keep the dtype of their factors."""
     if not autocasting(tensor):
         return nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
@@ -101,7 +104,7 @@ def check_probabilities(p: Tensor, name: str) -> Tensor:
 def check_alpha(alpha: float | Tensor, tensor: Tensor, dim: int | None) -> Tensor:
     """`alpha` as a tensor that broadcasts over `tensor` and is constant along `dim`.
 
-    With `dim` None there is no class dimension: one alpha an element is allowed.
+    With `dim` None there is no class dimension: one alpha per element is allowed.
     """
     if not isinstance(alpha, Tensor):
         return torch.tensor(check_number(alpha), dtype=torch.float64, device="cpu")
@@ -125,18 +128,36 @@ def check_alpha(alpha: float | Tensor, tensor: Tensor, dim: int | None) -> Tenso
         return alpha if dim is None else alpha.unsqueeze(dim)
     if shape_of(alpha) == per_example:
         return alpha.reshape(-1, *[1] * (tensor.dim() - 1))
-    allowed = " or ".join(str(s) for s in dict.fromkeys([(), per_example, per_position]))
+    shapes = dict.fromkeys([(), per_example, per_position])
+    allowed = " or ".join(map(str, shapes))
     raise ValueError(f"Expected `alpha` to have shape {allowed}, but got {shape_of(alpha)}.")
 
 
 def check_number(alpha: float) -> float:
-    if type(alpha) is not float and (
-        isinstance(alpha, bool) or not isinstance(alpha, (numbers.Real, torch.SymFloat))
-    ):
-        raise TypeError(f"Expected `alpha` to be a number, but got {type(alpha).__name__}.")
-    if not 0 <= alpha <= 1:
+    number = alpha if type(alpha) is float else _real(alpha, "alpha")
+    if not 0 <= number <= 1:
         raise ValueError(f"Expected `alpha` to be in [0, 1], but got {alpha}.")
-    return float(alpha)
+    return number
+
+
+def check_threshold(value: object, name: str) -> float:
+    threshold = _real(value, name)
+    if not threshold > 0:  # NaN is not
+        raise ValueError(
+            f"Expected `{name}` to be positive (infinity clips nothing), but got {value}."
+        )
+    return threshold
+
+
+def _real(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat)):
+        raise TypeError(f"Expected `{name}` to be a number, but got {type(value).__name__}.")
+    return float(value)
+
+
+def check_eps(eps: float) -> None:
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"Expected `eps` to be finite and at least 0, but got {eps}.")
 
 
 def is_one(alpha: float | Tensor) -> bool:
@@ -153,7 +174,7 @@ def extremes(tensor: Tensor) -> str:
 
 
 def check_reduction(reduction: str) -> None:
-    if reduction not in ("mean", "sum", "none"):
+    if reduction not in REDUCTIONS:
         raise ValueError(
             f"Expected `reduction` to be 'mean', 'sum' or 'none', but got {reduction!r}."
         )
@@ -168,24 +189,28 @@ def check_broadcasts(factor: Tensor | None, input: Tensor, name: str) -> None:
     if factor is None:
         return
     check_floating(factor, name)
-    shape, whole = shape_of(factor), shape_of(input)
-    trailing = whole[len(whole) - len(shape) :]
-    fits = all(a in (1, b) for a, b in zip(shape, trailing, strict=False))
-    if len(shape) > len(whole) or not fits:
+    shape, input_shape = shape_of(factor), shape_of(input)
+    sizes = zip(reversed(shape), reversed(input_shape), strict=False)
+    if len(shape) > len(input_shape) or any(size not in (1, whole) for size, whole in sizes):
         raise ValueError(
-            f"Expected `{name}` to broadcast over `input` of shape {whole}, but got {shape}."
+            f"Expected `{name}` to broadcast over `input` of shape {input_shape}, but got {shape}."
         )
 
 
-def check_cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> int:
-    """Check what `cross_entropy` was given, but for the labels; return the class dimension."""
+class Arguments(NamedTuple):
+    """The arguments of `cross_entropy` after the logits, in the order that the C kernel has."""
+
+    target: Tensor
+    weight: Tensor | None
+    alpha: float | Tensor
+    ignore_index: int
+    label_smoothing: float
+    reduction: str
+
+
+def check_cross_entropy(input: Tensor, arguments: Arguments) -> tuple[int, Arguments]:
+    """Check all but the values of labels; return the class dimension, and labels as int64."""
+    target, weight, alpha, ignore_index, label_smoothing, reduction = arguments
     check_floating(input, "input")
     check_reduction(reduction)
     check_smoothing(label_smoothing)
@@ -196,12 +221,12 @@ def check_cross_entropy(
     num_classes = shape[class_dim]
     if num_classes == 0:
         raise ValueError(f"Expected `input` to have classes, but got shape {shape_of(input)}.")
-    check_target(target, shape, class_dim, ignore_index)
+    _check_target(target, shape, class_dim, ignore_index)
     if weight is not None:
         check_floating(weight, "weight")
         if shape_of(weight) != (num_classes,):
             raise ValueError(
-                f"Expected `weight` to have shape ({num_classes},), one a class, "
+                f"Expected `weight` to have shape ({num_classes},), one per class, "
                 f"but got {shape_of(weight)}."
             )
         if (
@@ -213,10 +238,17 @@ def check_cross_entropy(
                 f"Expected `weight` to have the dtype of `input`, {input.dtype}, "
                 f"but got {weight.dtype}."
             )
-    return class_dim
+    if isinstance(alpha, Tensor):
+        check_alpha(alpha, input, class_dim)
+    else:
+        alpha = check_number(alpha)
+    if target.dtype == torch.uint8:  # as a byte, -100 is 156
+        target = target.long()
+    arguments = Arguments(target, weight, alpha, ignore_index, label_smoothing, reduction)
+    return class_dim, arguments
 
 
-def check_target(target: Tensor, shape: torch.Size, class_dim: int, ignore_index: int) -> None:
+def _check_target(target: Tensor, shape: torch.Size, class_dim: int, ignore_index: int) -> None:
     if not isinstance(target, Tensor):
         raise TypeError(f"Expected `target` to be a tensor, but got {type(target).__name__}.")
     if target.is_floating_point():
@@ -244,15 +276,10 @@ def check_target(target: Tensor, shape: torch.Size, class_dim: int, ignore_index
         )
 
 
-def indices(target: Tensor) -> Tensor:
-    """`target`, class indices of one byte as int64: among bytes, 156 equals -100."""
-    return target.long() if target.dtype == torch.uint8 else target
-
-
 def check_labels(target: Tensor, num_classes: int, ignore_index: int) -> bool:
-    """Check the values of class indices, where they can be read; return whether all of them count.
+    """Check the values of class indices, where they can be read.
 
-    (False where that is not known.)
+    Returns whether it is known that none is `ignore_index`.
     """
     if target.is_floating_point() or not values_readable(target) or not target.numel():
         return False

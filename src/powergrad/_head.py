@@ -1,4 +1,4 @@
-"""Finding the classifier head: the last layer, whose outputs are the logits."""
+"""Finding the classifier head: the layer whose outputs are the logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LINEAR_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def find_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Module:
-    """The module of `model` that makes the logits: as given, by name, or by the libraries' habits.
+    """The module of `model` that makes the logits: `head`, the module of that name, or found.
 
     Without `head`, it is what timm's ``get_classifier()`` or transformers'
     ``get_output_embeddings()`` return, else the last module with parameters of its own, if that is
@@ -47,13 +47,13 @@ def find_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Modul
 
 
 def find_heads(model: nn.Module) -> Sequence[nn.Module]:
-    """The same, where there may be several, as in timm's distilled transformers."""
-    for habit in ("get_classifier", "get_output_embeddings"):
-        found = getattr(model, habit, lambda: None)()
-        heads = found if isinstance(found, (tuple, list)) else [found]
-        linear = [head for head in heads if isinstance(head, LINEAR_LAYERS)]
-        if linear:
-            return linear
+    """All heads of `model`; timm's distilled transformers have two."""
+    for method in ("get_classifier", "get_output_embeddings"):
+        result = getattr(model, method, lambda: None)()
+        modules = result if isinstance(result, (tuple, list)) else [result]
+        heads = [module for module in modules if isinstance(module, LINEAR_LAYERS)]
+        if heads:
+            return heads
     owners = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
     if owners and isinstance(owners[-1], LINEAR_LAYERS):
         return [owners[-1]]

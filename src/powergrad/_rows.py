@@ -1,17 +1,17 @@
-r"""One visit to each row of logits: its loss, and its gradient in one buffer.
+r"""Loss and gradient of each row of logits in one pass and one buffer, in eager PyTorch.
 
-`powergrad.loss` and `powergrad.linear` share this. From logits (N, C) it makes the losses (N) and
-the gradients ``m p' - w q`` with ``m = sum(w q)``, in place:
+`powergrad.loss` and `powergrad.linear` share this. From logits (N, C) it computes the losses (N)
+and, in one buffer, the gradients ``m p' - w q`` with ``m = sum(w q)``:
 
-    log p                    the value is taken here
+    log p                    gives the loss
     e = p^alpha              as 2^(alpha log2 p): faster than softmax, and not less exact
-    e - onehot sum(e)        p' - onehot, but for the divisor sum(e)
+    e - onehot sum(e)        p' - onehot, times sum(e)
 
-No power overflows, since p is at most 1, and sum(e) is between 1 and C. The divisor waits for what
-else multiplies a row in the backward pass, and costs no pass of its own. Where it cannot wait, as
-with label smoothing, the 1/N of a mean goes with it: then nothing is left to do if 1 arrives, as it
-does from ``loss.backward()``. The buffer has the range of float32, also for float16: neither 1/N
-nor a loss scale, which comes later, can push it below the smallest number.
+No power overflows, since p is at most 1, and sum(e) is between 1 and C. The division by sum(e) is
+left to the backward pass, which multiplies each row by a factor anyway. With label smoothing it has
+to be done here, and the 1/N of a mean with it: then ``loss.backward()``, which passes in 1, has
+nothing left to do. The buffer has the range of float32, also for float16, so that neither 1/N nor a
+loss scale can make it underflow.
 """
 
 from __future__ import annotations
@@ -23,57 +23,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powergrad._check import nonzero, without_autocast
+from powergrad._check import Arguments, nonzero, without_autocast
+from powergrad._compat import unaltered_log_softmax
 
-# A large tensor is worked on in blocks, of which so many elements stay in the cache from the first
-# operation to the last. Below `LARGE` that saves less than the splitting costs.
+# A large tensor is processed in blocks of so many elements, which stay in the cache from the first
+# operation to the last. Below `LARGE` elements, splitting costs more than that saves.
 BLOCK = 1 << 19
 LARGE = 1 << 21
 
 LOG2_E = math.log2(math.e)
-NEVER = -(1 << 62)  # a label to be ignored that does not occur
+NEVER = -(1 << 62)  # an `ignore_index` that no label has
 
 
 def loss_and_gradient(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    *,
-    out: Tensor | None = None,
-    all_count: bool = False,
+    logits: Tensor, arguments: Arguments, *, out: Tensor | None = None, all_valid: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None, float | Tensor | None]:
     """The loss of logits (N, C), for class indices (N) or probabilities (N, C); and its gradient.
 
-    `alpha` is a number, or a tensor of one or of N. `out` is the buffer to use, and may be `logits`
-    itself; sum(e) is not left to the divisor then. `all_count` says that every label is a class and
-    none is `ignore_index`; if that is not so, and nothing is smoothed, an IndexError on CPU.
+    A tensor alpha has one element, or N. `out` is the buffer to use, which may be `logits` itself;
+    it is then divided by sum(e). `all_valid` says that every label is a class and none is
+    `ignore_index`; if that is wrong, and nothing is smoothed, IndexError is raised on CPU.
 
     Returns:
         The loss, reduced; the buffer; factors and divisors: the gradient of row i is
         ``factor[i] / divisor[i] * buffer[i]``. Both are (N, 1) or one number, or None for 1.
     """
+    target, weight, alpha, ignore_index, label_smoothing, reduction = arguments
     if isinstance(alpha, Tensor):
-        alpha = _column(alpha, logits)
-    if target.is_floating_point() or (all_count and weight is None):
+        arguments = arguments._replace(alpha=_column(alpha, logits))
+    if target.is_floating_point() or (all_valid and weight is None):
         count = max(1, logits.shape[0]) if reduction == "mean" else 1
-        loss, buffer, divisor = _visit(
-            logits, target, weight, alpha, reduction, label_smoothing, out, count
-        )
+        loss, buffer, divisor = _compute(logits, arguments, out, count)
         return loss, buffer, None, divisor
 
-    kept = None if all_count else target != ignore_index
+    kept = None if all_valid else target != ignore_index
     labels = target if kept is None else target.where(kept, 0)
     weight = None if weight is None else weight.to(_wide(logits))
-    losses, buffer, divisor = _visit(logits, labels, weight, alpha, "none", label_smoothing, out, 1)
+    arguments = arguments._replace(target=labels, weight=weight, reduction="none")
+    losses, buffer, divisor = _compute(logits, arguments, out, 1)
     factor = torch.ones_like(losses) if kept is None else kept.to(losses.dtype)
-    counted = factor if weight is None else factor * weight[labels.long()]
-    if label_smoothing == 0:  # else the weights are in the buffer and the losses
+    counted = factor if weight is None else factor * weight[labels]
+    if label_smoothing == 0:  # otherwise the weights are in the buffer and the losses
         factor = counted
-    if kept is not None:  # where class 0 is masked, an ignored row has an infinite loss so far
+    if kept is not None:  # where class 0 is masked, the loss of an ignored row is infinite here
         losses = losses.masked_fill(~kept, 0)
     loss, mass = losses * factor, counted.sum()
     if reduction != "none":
@@ -85,67 +77,58 @@ def loss_and_gradient(
 
 
 def _column(alpha: Tensor, logits: Tensor) -> Tensor:
-    """One alpha a row. It is rounded to the dtype of log p only after its product with log2(e)."""
-    wide = _wide(logits)
-    exact = alpha.to(logits.device, torch.promote_types(alpha.dtype, wide))
+    """One alpha per row, not rounded to log p's dtype before it is multiplied by log2(e)."""
+    exact = alpha.to(logits.device, torch.promote_types(alpha.dtype, _wide(logits)))
     return exact.reshape(-1, 1).expand(logits.shape[0], 1)
 
 
-def _visit(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    reduction: str,
-    label_smoothing: float,
-    out: Tensor | None,
-    count: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The loss, where all rows count alike; the buffer; the divisors. In blocks, if large.
+# The loss, the buffer, and the divisors of its rows, None for 1.
+Result = tuple[Tensor, Tensor, "Tensor | None"]
 
-    The gradient is also divided by `count`, in the buffer or in the divisors.
-    """
+
+def _compute(logits: Tensor, arguments: Arguments, out: Tensor | None, count: int) -> Result:
+    """All rows, in blocks if they are many; their gradients are also divided by `count`."""
+    target, alpha = arguments.target, arguments.alpha
     if target.is_floating_point():
-        work = _of_probabilities
+        compute = _of_probabilities
     else:
-        work = _of_labels if label_smoothing == 0 else _of_smoothed_labels
-        target = target.long()
+        compute = _of_labels if arguments.label_smoothing == 0 else _of_smoothed_labels
     n, c = logits.shape
     if out is None and n * c < LARGE:
-        return work(logits, target, weight, alpha, reduction, label_smoothing, None, count)
+        return compute(_log_p(logits, None), arguments, count)
     # float16 would lose a p' of 1e-8, so its buffer is wider; bfloat16 has float32's range.
-    kept = torch.float32 if logits.dtype == torch.float16 else logits.dtype
-    buffer = logits.new_empty(n, c, dtype=kept) if out is None else out
-    divided = out is not None or kept == torch.bfloat16
-    narrow = logits.dtype.itemsize < 4  # which a block is a wider copy of
+    dtype = torch.float32 if logits.dtype == torch.float16 else logits.dtype
+    buffer = logits.new_empty(n, c, dtype=dtype) if out is None else out
+    divide = out is not None or dtype == torch.bfloat16
+    narrow = logits.dtype.itemsize < 4  # then a block is a wider copy
     rows = max(1, (BLOCK // 2 if narrow else BLOCK) // c)
     alphas = alpha.split(rows) if isinstance(alpha, Tensor) else repeat(alpha)
     losses: list[Tensor] = []
     divisors: list[Tensor] = []
     tensors = (t.split(rows) for t in (logits, target, buffer))
     for z, y, block, a in zip(*tensors, alphas, strict=False):
-        values, grad, sums = work(z, y, weight, a, "none", label_smoothing, block, count)
+        part = arguments._replace(target=y, alpha=a, reduction="none")
+        values, grad, sums = compute(_log_p(z, block), part, count)
         losses.append(values)
-        if sums is not None and divided:
-            grad.mul_(sums.reciprocal_())  # in half the time of div_
+        if sums is not None and divide:
+            grad.mul_(sums.reciprocal_())  # takes half the time of div_
         elif sums is not None:
             divisors.append(sums)
         if grad is not block:
             block.copy_(grad)
-    loss = reduced(torch.cat(losses), reduction)
+    loss = reduced(torch.cat(losses), arguments.reduction)
     return loss, buffer, torch.cat(divisors) if divisors else None
 
 
-def mass_of(
-    target: Tensor, weight: Tensor | None, ignore_index: int, all_count: bool
-) -> float | Tensor:
-    """What a mean is divided by."""
-    if target.is_floating_point() or (all_count and weight is None):
+def mass_of(arguments: Arguments, all_valid: bool) -> float | Tensor:
+    """The divisor of a mean: the number of counted rows, or the sum of their weights."""
+    target, weight = arguments.target, arguments.weight
+    if target.is_floating_point() or (all_valid and weight is None):
         return target.shape[0]
-    kept = target != ignore_index
+    kept = target != arguments.ignore_index
     if weight is None:
         return kept.sum()
-    return (weight.to(_wide(weight))[target.long().where(kept, 0)] * kept).sum()
+    return (weight.to(_wide(weight))[target.where(kept, 0)] * kept).sum()
 
 
 def reduced(losses: Tensor, reduction: str) -> Tensor:
@@ -154,73 +137,50 @@ def reduced(losses: Tensor, reduction: str) -> Tensor:
     return losses.mean() if reduction == "mean" else losses.sum()
 
 
-def _of_labels(
-    z: Tensor,
-    y: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    reduction: str,
-    label_smoothing: float,
-    out: Tensor | None,
-    count: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Without smoothing and weights: these are factors of the rows."""
-    log_p, label = _log_p(z, out), y.unsqueeze(1)
-    loss = F.nll_loss(log_p, y, ignore_index=NEVER, reduction=reduction)
-    e, own, others = _powers(log_p, label, alpha)
+# One block: log p (N, C) becomes the gradient, in place.
+
+
+def _of_labels(log_p: Tensor, arguments: Arguments, count: int) -> Result:
+    """Without smoothing; weights are left to the caller, as factors of the rows."""
+    y, label = arguments.target, arguments.target.unsqueeze(1)
+    loss = F.nll_loss(log_p, y, ignore_index=NEVER, reduction=arguments.reduction)
+    e, own, others = _powers(log_p, label, arguments.alpha)
     divisor = own.add_(others)
-    if count > 1:  # in half the time of mul_, which would make a tensor of the number
+    if count > 1:  # takes half the time of mul_, which would make a tensor of the number
         divisor.add_(divisor, alpha=count - 1)
-    # At the label, p' - 1 is minus the others' sum: p' may round to 1, and nothing would be left.
+    # At the label, p' - 1 is minus the sum of the others: p' may round to 1.
     return loss, e.scatter_(1, label, -others), divisor
 
 
-def _of_smoothed_labels(
-    z: Tensor,
-    y: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    reduction: str,
-    label_smoothing: float,
-    out: Tensor | None,
-    count: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    log_p, label = _log_p(z, out), y.unsqueeze(1)
-    share = label_smoothing / z.shape[1]
+def _of_smoothed_labels(log_p: Tensor, arguments: Arguments, count: int) -> Result:
+    label, weight = arguments.target.unsqueeze(1), arguments.weight
+    classes, label_smoothing = log_p.shape[1], arguments.label_smoothing
+    share = label_smoothing / classes
     if weight is None:
-        w, own_w, total, every = 1.0, 1.0, z.shape[1], log_p.sum(1)
+        w, own_w, total, log_p_sum = 1.0, 1.0, classes, log_p.sum(1)
     else:
         w, own_w, total = weight, weight[label], weight.sum()
-        with without_autocast(z):
-            every = log_p @ weight
+        with without_autocast(log_p):
+            log_p_sum = log_p @ weight
     of_label = own_w * (1 - label_smoothing)
-    losses = every.mul_(-share).sub_((log_p.gather(1, label) * of_label).squeeze(1))
-    e, own, others = _powers(log_p, label, alpha)
+    losses = log_p_sum.mul_(-share).sub_((log_p.gather(1, label) * of_label).squeeze(1))
+    e, own, others = _powers(log_p, label, arguments.alpha)
     sums = own + others
     share, of_label = share / count, of_label / count
     scale = (of_label + share * total) / sums
-    # At the label, m p' - w_y q_y: by the others' sum where p' is nearly 1.
+    # At the label, m p' - w_y q_y: from the sum of the others where p' is nearly 1.
     direct = scale * own - (of_label + share * own_w)
     by_others = share * (total - own_w) - scale * others
     grad = e.mul_(scale).sub_(share * w)
     grad.scatter_(1, label, torch.where(own < others, direct, by_others))
-    return reduced(losses, reduction), grad, None
+    return reduced(losses, arguments.reduction), grad, None
 
 
-def _of_probabilities(
-    z: Tensor,
-    q: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    reduction: str,
-    label_smoothing: float,
-    out: Tensor | None,
-    count: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    log_p = _log_p(z, out)
+def _of_probabilities(log_p: Tensor, arguments: Arguments, count: int) -> Result:
+    q, weight, alpha, _, label_smoothing, reduction = arguments
     q = q.to(log_p.dtype)
     if label_smoothing > 0:
-        q = q * (1 - label_smoothing) + label_smoothing / z.shape[1]
+        q = q * (1 - label_smoothing) + label_smoothing / log_p.shape[1]
     if weight is not None:
         q = q * weight.to(q.dtype)
     losses = (log_p * q).sum(1).neg_()
@@ -232,7 +192,7 @@ def _of_probabilities(
 
 
 def _powers(log_p: Tensor, label: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``p^alpha`` in place of log p, with 0 at the label; what it is there; and the sum of it."""
+    """``p^alpha`` in place of log p, with 0 at the label; its value there; its sum elsewhere."""
     e = _power(log_p, alpha)
     own = e.gather(1, label)
     return e.scatter_(1, label, 0.0), own, e.sum(1, keepdim=True)
@@ -245,16 +205,16 @@ def _power(log_p: Tensor, alpha: float | Tensor) -> Tensor:
         masked = log_p == -torch.inf
         log_p.mul_(exponent).masked_fill_(masked, -torch.inf)
     else:
-        F.leaky_relu_(log_p, exponent)  # a product, as log p <= 0; mul_ makes a tensor of a number
+        F.leaky_relu_(log_p, exponent)  # a product, as log p <= 0; faster than mul_ by a number
     return log_p.exp2_()
 
 
 def _log_p(z: Tensor, out: Tensor | None) -> Tensor:
-    """The log-probabilities in float32 or wider: in `out`, if there is one that suits."""
+    """The log-probabilities in float32 or wider; in `out`, if its dtype is theirs."""
     if z.dtype.itemsize < 4:
-        return torch._log_softmax(z.float(), 1, False)  # pyright: ignore
+        return unaltered_log_softmax(z.float(), 1, False)
     if out is None:
-        return torch._log_softmax(z, 1, False)  # pyright: ignore
+        return unaltered_log_softmax(z, 1, False)
     return torch.log_softmax(z, 1, out=out)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from powergrad._check import check_floating, shape_of
+from powergrad._compat import tree_map
 
 __all__ = ["alter_gradient", "alter_output"]
 
@@ -18,9 +18,9 @@ __all__ = ["alter_gradient", "alter_output"]
 def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     r"""Return `tensor` unchanged, whose gradient passes through `fn` on its way back.
 
-    Everything before this point of the graph sees ``fn(grad)`` in place of ``grad``; what else uses
-    `tensor` itself is not affected. PowerGrad Transform is one such alteration, at the logits;
-    for that one use :func:`powergrad.cross_entropy`, which does not need the labels.
+    Everything before this point of the graph receives ``fn(grad)`` in place of ``grad``; other uses
+    of `tensor` itself are not affected. PowerGrad Transform is such an alteration at the logits;
+    for it use :func:`powergrad.cross_entropy`, which does not need the labels.
 
     Args:
         tensor: A floating-point tensor of any shape.
@@ -28,7 +28,7 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
             of differentiable operations, higher derivatives go through it as well.
 
     Returns:
-        A view of `tensor`. PyTorch refuses to change it in place; ``clone()`` it for that.
+        A view of `tensor`. To change it in place, which PyTorch refuses, ``clone()`` it first.
 
     Raises:
         TypeError: If `tensor` is not floating-point or `fn` cannot be called; in the backward pass,
@@ -57,7 +57,7 @@ def alter_output(model: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) ->
         model: The network.
         name: The module in it whose output is altered; "" is `model` itself.
         fn: As in :func:`alter_gradient`; applied to every floating-point tensor of the output, in
-            whatever tuples, lists and dictionaries it comes.
+            nested tuples, lists and dictionaries too.
 
     Returns:
         A handle, which is a context manager.
@@ -79,14 +79,13 @@ def alter_output(model: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) ->
     if name not in modules:
         raise ValueError(
             f"Expected `name` to be a module of `model`, but got {name!r}; "
-            f"there are: {', '.join(repr(n) for n in modules)}."
+            f"the modules are: {', '.join(map(repr, modules))}."
         )
 
     def alter(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        # The view that alter_gradient returns takes no operation in place, such as the ReLU that
-        # may follow.
+        # PyTorch refuses in-place operations, such as a ReLU, on the view of alter_gradient.
         return alter_gradient(value, fn).clone()
 
     return modules[name].register_forward_hook(lambda _, __, output: tree_map(alter, output))

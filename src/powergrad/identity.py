@@ -1,4 +1,4 @@
-r"""What PowerGrad Transform is made of: an ordinary training with two parameter groups.
+r"""PowerGrad Transform is equal to ordinary training with two parameter groups.
 
 Let the last layer be linear with parameters of its own, ``z = W a + b``, and put ``V = alpha W``,
 ``c = alpha b``, so that ``u = V a + c = alpha z``. PGT's gradient at the logits is
@@ -8,19 +8,21 @@ Let the last layer be linear with parameters of its own, ``z = W a + b``, and pu
     the gradient of every other parameter, W^T(...) = V^T(...) / alpha, is the plain one / alpha;
     a step dW of the head is a step alpha * dW of V.
 
-So one multiplies the head's rate by alpha and the backbone's gradient by 1/alpha. Where the update
-is linear in the gradient (SGD) the latter is a rate times 1/alpha; where it is not changed by its
-scale (Adam) it is an eps times alpha. Decay that is added to the gradient has to follow it.
+So the head's learning rate is multiplied by alpha and the backbone's gradient by 1/alpha. Where the
+update is linear in the gradient (SGD) the latter is a learning rate times 1/alpha; where the update
+does not depend on the gradient's scale (Adam) it is an eps times alpha. Weight decay that is added
+to the gradient is scaled with it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
+from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -28,8 +30,6 @@ from powergrad._check import check_number
 from powergrad._head import LINEAR_LAYERS, find_head
 
 __all__ = ["equivalent_training"]
-
-Group = dict[str, Any]
 
 
 def equivalent_training(
@@ -52,8 +52,8 @@ def equivalent_training(
     AdamW                    eps * alpha                  lr * alpha, decay / alpha
     =======================  ===========================  ==========================
 
-    It holds for a linear last layer with parameters of its own, one loss term, and an alpha that
-    stays. Clipping by the global norm breaks it; per-tensor and adaptive clipping keep it with the
+    It holds for a linear last layer with parameters of its own, one loss term, and a constant
+    alpha. Clipping by the global norm breaks it; per-tensor and adaptive clipping keep it with the
     backbone's threshold times alpha. A learning-rate schedule must act on the returned optimizer
     and scale each group, its warm-up start and its floor included. The derivation is in
     `docs/theory.md`.
@@ -86,27 +86,42 @@ def equivalent_training(
         raise ValueError(
             "Expected `alpha` to be in (0, 1], but got 0: no plain training equals it."
         )
-    rescale = _RESCALE.get(type(optimizer))
-    if rescale is None:
+    if type(optimizer) not in _BACKBONE:
         raise TypeError(
             "Expected `optimizer` to be torch.optim.SGD, Adam or AdamW, "
             f"but got {type(optimizer).__name__}."
         )
     own = set(_own_parameters(model, head))
-    groups, states = _split(optimizer, own, set(model.parameters()))
-    for group, is_head in groups:
-        rescale(group, alpha, is_head)
+    groups = _split(optimizer, own, set(model.parameters()), alpha)
     with torch.no_grad():
         for parameter in own:
             parameter.mul_(alpha)
     accepted = inspect.signature(type(optimizer)).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-    result = type(optimizer)([group for group, _ in groups], **defaults)
-    for parameter, state in states.items():
-        if parameter not in own:
-            state = {key: _rescaled_state(key, value, alpha) for key, value in state.items()}
-        result.state[parameter] = state
+    result = type(optimizer)(groups, **defaults)
+    for parameter, state in optimizer.state.items():
+        powers = {} if parameter in own else _MOMENTS
+        result.state[parameter] = _scaled(state, powers, alpha)
     return result
+
+
+# The power of alpha that multiplies each option, and each moment of the backbone's gradients, which
+# are alpha times what they were.
+_HEAD = {"lr": 1, "initial_lr": 1, "weight_decay": -1}
+_BACKBONE: dict[type[Optimizer], dict[str, int]] = {
+    SGD: {"lr": -1, "initial_lr": -1, "weight_decay": 1},
+    Adam: {"eps": 1, "weight_decay": 1},
+    AdamW: {"eps": 1},
+}
+_MOMENTS = {"momentum_buffer": 1, "exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
+
+
+def _scaled(options: Mapping[str, Any], powers: Mapping[str, int], alpha: float) -> dict[str, Any]:
+    factors = {-1: 1 / alpha, 1: alpha, 2: alpha**2}
+    return {
+        key: value * factors[powers[key]] if key in powers and value is not None else value
+        for key, value in options.items()
+    }
 
 
 def _own_parameters(model: nn.Module, head: nn.Module | str | None) -> list[nn.Parameter]:
@@ -117,7 +132,7 @@ def _own_parameters(model: nn.Module, head: nn.Module | str | None) -> list[nn.P
             "Expected `head` to be a linear layer or a convolution, but got a "
             f"{type(layer).__name__}."
         )
-    if parametrize.is_parametrized(layer) or "weight" not in layer._parameters:
+    if parametrize.is_parametrized(layer) or "weight" not in dict(layer.named_parameters()):
         raise ValueError("Expected `head` to hold its weight itself, but got one parametrised.")
     own = list(layer.parameters())
     for parameter in own:
@@ -131,11 +146,10 @@ def _own_parameters(model: nn.Module, head: nn.Module | str | None) -> list[nn.P
 
 
 def _split(
-    optimizer: Optimizer, own: set[nn.Parameter], known: Iterable[nn.Parameter]
-) -> tuple[list[tuple[Group, bool]], dict[nn.Parameter, dict[str, Any]]]:
-    known = set(known)
+    optimizer: Optimizer, own: set[nn.Parameter], known: set[nn.Parameter], alpha: float
+) -> list[dict[str, Any]]:
+    """The groups of the new optimizer."""
     groups = []
-    states = {}
     for group in optimizer.param_groups:
         foreign = [p for p in group["params"] if p not in known]
         if foreign:
@@ -143,54 +157,12 @@ def _split(
                 "Expected `optimizer` to hold parameters of `model` only, but got one of shape "
                 f"{tuple(foreign[0].shape)} that is not."
             )
+        kind = AdamW if group.get("decoupled_weight_decay") else type(optimizer)
         for is_head in (False, True):
-            params = [p for p in group["params"] if (p in own) == is_head]
-            if params:
-                part = {**group, "params": params}
-                if "param_names" in group:
-                    named = zip(group["param_names"], group["params"], strict=True)
-                    part["param_names"] = [name for name, p in named if (p in own) == is_head]
-                groups.append((part, is_head))
-                states.update({p: dict(optimizer.state[p]) for p in params if p in optimizer.state})
-    return groups, states
-
-
-def _rescale_sgd(group: Group, alpha: float, is_head: bool) -> None:
-    _multiply(group, ("lr", "initial_lr"), alpha if is_head else 1 / alpha)
-    _multiply(group, ("weight_decay",), 1 / alpha if is_head else alpha)
-
-
-def _rescale_adamw(group: Group, alpha: float, is_head: bool) -> None:
-    if is_head:
-        _multiply(group, ("lr", "initial_lr"), alpha)
-        _multiply(group, ("weight_decay",), 1 / alpha)
-    else:
-        _multiply(group, ("eps",), alpha)
-
-
-def _rescale_adam(group: Group, alpha: float, is_head: bool) -> None:
-    _rescale_adamw(group, alpha, is_head)
-    if not is_head and not group.get("decoupled_weight_decay", False):
-        _multiply(group, ("weight_decay",), alpha)
-
-
-_RESCALE: dict[type[Optimizer], Callable[[Group, float, bool], None]] = {
-    SGD: _rescale_sgd,
-    Adam: _rescale_adam,
-    AdamW: _rescale_adamw,
-}
-
-
-def _multiply(group: Group, keys: tuple[str, ...], factor: float) -> None:
-    for key in keys:
-        if key in group:
-            group[key] = group[key] * factor
-
-
-def _rescaled_state(key: str, value: Any, alpha: float) -> Any:
-    """The backbone's moments, of a gradient that is now alpha times what it was."""
-    if key in ("momentum_buffer", "exp_avg") and isinstance(value, Tensor):
-        return value * alpha
-    if key in ("exp_avg_sq", "max_exp_avg_sq"):
-        return value * alpha**2
-    return value
+            chosen = [(p in own) == is_head for p in group["params"]]
+            if any(chosen):
+                part = _scaled(group, _HEAD if is_head else _BACKBONE[kind], alpha)
+                for key in part.keys() & {"params", "param_names"}:
+                    part[key] = list(compress(group[key], chosen))
+                groups.append(part)
+    return groups

@@ -1,13 +1,13 @@
-r"""The classifier head and its loss at once, in blocks of rows: logits are never whole in memory.
+r"""The classifier head and its loss in blocks of rows: the logits are never all in memory.
 
-For hidden states ``h`` (N, H) and a head ``W`` (C, H), ``b`` (C), a block of rows at a time:
+For hidden states ``h`` (N, H) and a head ``W`` (C, H), ``b`` (C), one block of rows at a time:
 
     z = h W^T + b                            a block of logits, in one buffer
     z <- m p' - w q                          their gradient, in its place (`powergrad._rows`)
     dh = z W,   dW += z^T h,   db += sum z
 
-The forward pass thus makes the gradients, up to the factor that arrives in the backward pass. It
-needs memory for dW and dh, which the optimizer needs anyway, and for one block.
+So the forward pass computes the gradients, up to the factor that the backward pass is given. It
+needs memory for dW and dh, which are needed anyway, and for one block.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from torch import Tensor
 
 from powergrad import _native
 from powergrad._check import (
+    Arguments,
     autocasting,
-    check_alpha,
     check_cross_entropy,
     check_floating,
     check_labels,
-    indices,
     is_batched,
     is_plain,
     nonzero,
@@ -33,13 +32,13 @@ from powergrad._check import (
     without_autocast,
 )
 from powergrad._rows import loss_and_gradient, mass_of
-from powergrad.loss import cross_entropy
+from powergrad.loss import loss_of
 
 __all__ = ["linear_cross_entropy"]
 
-BLOCK_BYTES = 22 << 20  # of logits at most,
-LEAST_ROWS = 128  # but so many rows at least, because each block rewrites dW,
-MULTIPLE = 16  # and so many at a time, which the products of matrices are tuned for
+BLOCK_BYTES = 22 << 20  # of logits in a block, at most,
+LEAST_ROWS = 128  # but at least so many rows, because each block rewrites dW,
+MULTIPLE = 16  # in multiples of this, for which matrix products are tuned
 
 
 def linear_cross_entropy(
@@ -58,10 +57,10 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""``cross_entropy(F.linear(input, linear_weight, linear_bias), target)``, logits in blocks.
 
-    Made for large vocabularies: time is that of the matrix products, and the memory above the
-    inputs is that of the gradients of head and input and one block of logits. With
-    ``reduction="none"`` the backward pass computes the logits again. Higher derivatives,
-    ``torch.func`` transforms and ``torch.compile`` work, with all logits in memory.
+    Made for large vocabularies: it takes the time of the matrix products, and the memory of the
+    gradients of head and input and of one block of logits. With ``reduction="none"`` the backward
+    pass computes the logits again. Higher derivatives, ``torch.func`` transforms and
+    ``torch.compile`` work, with all logits in memory.
 
     Args:
         input: Hidden states, of shape (..., H).
@@ -69,13 +68,13 @@ def linear_cross_entropy(
         target: Class indices, of shape (...); or class probabilities, of shape (..., C).
         alpha: A number in [0, 1]; or a tensor of them: 0-d, or of shape (...).
         linear_bias: The bias of the head, of shape (C).
-        weight: One weight a class, of shape (C).
-        ignore_index: Class index whose positions count for nothing.
+        weight: One weight per class, of shape (C).
+        ignore_index: Class index whose positions are left out of value and gradient.
         reduction: "mean", "sum" or "none".
         label_smoothing: The mass of the target that is spread evenly over all classes.
-        chunk_rows: Rows in a block. By default 22 MB of logits, and 128 rows at least.
-        return_accuracy: Whether to return the share of the counted rows whose likeliest class is
-            the target's, which costs a look at the logits that are there anyway.
+        chunk_rows: Rows in a block. By default 22 MB of logits, and at least 128 rows.
+        return_accuracy: Whether to return also the top-1 accuracy over non-ignored rows, which
+            needs one more pass over each block of logits.
 
     Returns:
         The loss: 0-d, or for "none" of shape (...). With `return_accuracy` also that, 0-d.
@@ -116,21 +115,21 @@ def linear_cross_entropy(
                 f"Expected `alpha` to have shape () or {leading}, but got {shape_of(alpha)}."
             )
         alpha = alpha.reshape(rows)
-    likeness = hidden.new_empty(1, 1).expand(rows, classes)  # of the logits
-    check_cross_entropy(likeness, target, weight, ignore_index, reduction, label_smoothing)
-    target = indices(target)
-    all_count = check_labels(target, classes, ignore_index)
-    check_alpha(alpha, likeness, 1)
+    arguments = Arguments(target, weight, alpha, ignore_index, label_smoothing, reduction)
+    logits_like = hidden.new_empty(1, 1).expand(rows, classes)
+    _, arguments = check_cross_entropy(logits_like, arguments)
+    all_valid = check_labels(arguments.target, classes, ignore_index)
 
-    most = BLOCK_BYTES // (classes * hidden.dtype.itemsize)
-    size = chunk_rows or max(LEAST_ROWS, most // MULTIPLE * MULTIPLE)
-    options = Options(alpha, ignore_index, reduction, label_smoothing, size, all_count)
-    tensors = (hidden, linear_weight, linear_bias, target, weight)
-    differentiable = any(t is not None and t.requires_grad for t in (weight, target))
-    if differentiable or not is_plain(*(t for t in tensors if t is not None)):
-        loss, accuracy = _whole(tensors, options, return_accuracy)
+    fitting = BLOCK_BYTES // (classes * hidden.dtype.itemsize)
+    block_rows = chunk_rows or max(LEAST_ROWS, fitting // MULTIPLE * MULTIPLE)
+    plan = Plan(block_rows, all_valid, return_accuracy)
+    layer = (hidden, linear_weight, linear_bias)
+    constants = [t for t in (target, weight) if t is not None]
+    tensors = [*constants, *(t for t in layer if t is not None)]
+    if any(t.requires_grad for t in constants) or not is_plain(*tensors):
+        loss, accuracy = _whole(layer, arguments, return_accuracy)
     else:
-        loss, accuracy = _InBlocks.apply(*tensors, options, return_accuracy)
+        loss, accuracy = _InBlocks.apply(*layer, arguments, plan)
     if reduction == "none":
         loss = loss.reshape(leading)
     if not autocasting(input):
@@ -138,19 +137,15 @@ def linear_cross_entropy(
     return loss if accuracy is None else (loss, accuracy)
 
 
-class Options(NamedTuple):
-    """The arguments of `cross_entropy` that are not tensors of the graph; and of the blocks."""
+class Plan(NamedTuple):
+    """What the pass over the blocks does."""
 
-    alpha: float | Tensor
-    ignore_index: int
-    reduction: str
-    label_smoothing: float
-    rows: int
-    all_count: bool
+    rows: int  # per block
+    all_valid: bool  # whether it is known that no label is `ignore_index`
+    with_accuracy: bool
 
 
-# Hidden states, head, bias, target and class weights.
-Tensors = tuple[Tensor, Tensor, "Tensor | None", Tensor, "Tensor | None"]
+Layer = tuple[Tensor, Tensor, "Tensor | None"]  # hidden states, head, bias
 
 
 def _check_head(
@@ -184,38 +179,31 @@ def _check_head(
     return shape_of(input)[:-1]
 
 
-def _whole(tensors: Tensors, options: Options, with_accuracy: bool) -> tuple[Tensor, Tensor | None]:
+def _whole(
+    layer: Layer, arguments: Arguments, with_accuracy: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """The definition: all logits at once."""
-    hidden, head, bias, target, weight = tensors
-    logits = F.linear(hidden, head, bias)
-    loss = cross_entropy(
-        logits,
-        target,
-        weight,
-        alpha=options.alpha,
-        ignore_index=options.ignore_index,
-        reduction=options.reduction,
-        label_smoothing=options.label_smoothing,
-    )
+    logits = F.linear(*layer)
+    loss = loss_of(logits, arguments)
     if not with_accuracy:
         return loss, None
-    correct, counted = _correct(logits, target, options.ignore_index)
+    correct, counted = _correct(logits, arguments.target, arguments.ignore_index)
     return loss, correct / counted
 
 
 def _correct(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """How many rows are right, and how many count."""
+    """The number of rows whose likeliest class is the target's, and of rows not ignored."""
     if target.is_floating_point():
-        right = logits.argmax(1) == target.argmax(1)
-        return right.sum(), torch.ones_like(right).sum()
+        correct = logits.argmax(1) == target.argmax(1)
+        return correct.sum(), torch.ones_like(correct).sum()
     counted = target != ignore_index
     return ((logits.argmax(1) == target) & counted).sum(), counted.sum()
 
 
 class _InBlocks(torch.autograd.Function):
-    """The gradients are made with the value, except for "none", where each row has its own scale.
+    """Computes the gradients with the value, except for "none", where each row has its own scale.
 
-    They serve once, as in `powergrad.loss`.
+    They are used once, as in `powergrad.loss`.
     """
 
     @staticmethod
@@ -224,109 +212,111 @@ class _InBlocks(torch.autograd.Function):
         hidden: Tensor,
         head: Tensor,
         bias: Tensor | None,
-        target: Tensor,
-        weight: Tensor | None,
-        options: Options,
-        with_accuracy: bool,
+        arguments: Arguments,
+        plan: Plan,
     ) -> tuple[Tensor, Tensor | None]:
-        tensors, reduction = (hidden, head, bias, target, weight), options.reduction
-        at_once = reduction != "none" and any(ctx.needs_input_grad[:3])
-        needed = ctx.needs_input_grad[:3] if at_once else (False,) * 3
+        reduction = arguments.reduction
+        in_forward = reduction != "none" and any(ctx.needs_input_grad[:3])
+        needed = ctx.needs_input_grad[:3] if in_forward else (False,) * 3
         with without_autocast(hidden):
-            losses, accuracy, gradients = _visit(tensors, options, needed, None, with_accuracy)
-        ctx.save_for_backward(*tensors)
-        ctx.options = options
-        ctx.gradients = gradients if at_once else None
+            losses, accuracy, gradients = _over_blocks(
+                (hidden, head, bias), arguments, plan, needed
+            )
+        ctx.save_for_backward(hidden, head, bias, arguments.target, arguments.weight)
+        ctx.options, ctx.plan = arguments[2:], plan
+        ctx.gradients = gradients if in_forward else None
         if accuracy is not None:
             ctx.mark_non_differentiable(accuracy)
         if reduction == "none":
             return losses, accuracy
         if reduction == "mean":
-            ctx.mass = mass_of(target, weight, options.ignore_index, options.all_count)
+            ctx.mass = mass_of(arguments, plan.all_valid)
             return losses.sum() / ctx.mass, accuracy
         return losses.sum(), accuracy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        grad, tensors, needed = grads[0], ctx.saved_tensors, ctx.needs_input_grad[:3]
-        nothing = (None,) * 4
+        grad, needed = grads[0], ctx.needs_input_grad[:3]
+        layer, arguments = ctx.saved_tensors[:3], Arguments(*ctx.saved_tensors[3:], *ctx.options)
         if torch.is_grad_enabled() or is_batched(grad):
-            found = iter(_gradients_of_whole(tensors, ctx.options, needed, grad))
-            return *(next(found) if n else None for n in needed), *nothing
+            results = iter(_gradients_of_whole(layer, arguments, needed, grad))
+            return *(next(results) if need else None for need in needed), None, None
         gradients, ctx.gradients = ctx.gradients, None
-        if ctx.options.reduction == "mean":
+        if arguments.reduction == "mean":
             grad = grad / nonzero(ctx.mass)
         if gradients is None:
-            with without_autocast(tensors[0]):
-                _, _, gradients = _visit(tensors, ctx.options, needed, grad, False)
+            plan = ctx.plan._replace(with_accuracy=False)
+            with without_autocast(grad):
+                _, _, gradients = _over_blocks(layer, arguments, plan, needed, grad)
         else:
-            for g in gradients:
-                if g is not None:
-                    g.mul_(grad)
-        dtype = tensors[0].dtype
-        return *(None if g is None else g.to(dtype) for g in gradients), *nothing
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(grad)
+        dtype = layer[0].dtype
+        return *(None if tensor is None else tensor.to(dtype) for tensor in gradients), None, None
 
 
 def _gradients_of_whole(
-    tensors: Tensors, options: Options, needed: tuple[bool, ...], grad: Tensor
+    layer: Layer, arguments: Arguments, needed: tuple[bool, ...], grad: Tensor
 ) -> tuple[Tensor, ...]:
-    """Where the gradients are differentiated themselves, or several are wanted at once."""
+    """For gradients that are themselves differentiated, and for a batch of them."""
     differentiated = torch.is_grad_enabled()
     with torch.enable_grad():
         if not differentiated:
-            hidden, head, bias = (
-                t if t is None else t.detach().requires_grad_(n)
-                for t, n in zip(tensors[:3], needed, strict=True)
+            leaves = (
+                None if tensor is None else tensor.detach().requires_grad_(need)
+                for tensor, need in zip(layer, needed, strict=True)
             )
-            tensors = cast(Tensors, (hidden, head, bias, *tensors[3:]))
-        wanted = [t for t, n in zip(tensors, needed, strict=False) if n and t is not None]
-        loss, _ = _whole(tensors, options, False)
+            layer = cast(Layer, tuple(leaves))
+        wanted = [t for t, need in zip(layer, needed, strict=True) if need and t is not None]
+        loss, _ = _whole(layer, arguments)
         return torch.autograd.grad(loss, wanted, grad, create_graph=differentiated)
 
 
-def _visit(
-    tensors: Tensors,
-    options: Options,
+def _over_blocks(
+    layer: Layer,
+    arguments: Arguments,
+    plan: Plan,
     needed: tuple[bool, ...],
-    scale: Tensor | None,
-    with_accuracy: bool,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """One pass over the blocks: losses, accuracy, and the gradients that are `needed`.
 
-    `scale` multiplies the gradient of each row, or of all; without it they are unscaled.
+    `scale` is a factor for the gradient of each row, or one for all; None is 1.
     """
-    hidden, head, bias, target, weight = tensors
-    # float16 would lose small p' in the products: it is widened. bfloat16 is not.
+    hidden, head, bias = layer
+    target, alpha, ignore_index = arguments.target, arguments.alpha, arguments.ignore_index
+    # float16, in which small p' would underflow, is widened; bfloat16 is not.
     dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
     hidden, head = hidden.to(dtype), head.to(dtype)
     bias = None if bias is None else bias.to(dtype)
-    # The gradients of the head are collected in float32 or wider.
+    # The gradients of the head are accumulated in float32 or wider.
     wide = torch.promote_types(dtype, torch.float32)
     d_hidden = torch.empty_like(hidden) if needed[0] else None
     d_head = torch.zeros_like(head, dtype=wide) if needed[1] else None
     d_bias = torch.zeros_like(bias, dtype=wide) if needed[2] and bias is not None else None
     losses = hidden.new_empty(hidden.shape[0], dtype=wide)
-    block = hidden.new_empty(min(options.rows, hidden.shape[0]), head.shape[0])
+    block = hidden.new_empty(min(plan.rows, hidden.shape[0]), head.shape[0])
     correct = counted = torch.zeros((), dtype=torch.int64, device=hidden.device)
-    alpha = options.alpha
-    for start in range(0, hidden.shape[0], options.rows):
-        part = slice(start, start + options.rows)
+    for start in range(0, hidden.shape[0], plan.rows):
+        part = slice(start, start + plan.rows)
         h, y = hidden[part], target[part]
         z = block[: h.shape[0]]
         if bias is None:
             torch.mm(h, head.t(), out=z)
         else:
             torch.addmm(bias, h, head.t(), out=z)
-        if with_accuracy:
-            right, counts = _correct(z, y, options.ignore_index)
-            correct, counted = correct + right, counted + counts
+        if plan.with_accuracy:
+            block_correct, block_counted = _correct(z, y, ignore_index)
+            correct, counted = correct + block_correct, counted + block_counted
         a = alpha[part] if isinstance(alpha, Tensor) and alpha.dim() else alpha
-        losses[part], factor = _rows(z, y, weight, a, options)
+        block_arguments = arguments._replace(target=y, alpha=a, reduction="none")
+        losses[part], factor = _block(z, block_arguments, plan.all_valid)
         if not any(needed):
             continue
         if scale is not None:
-            s = scale[part].unsqueeze(1) if scale.dim() else scale.expand(h.shape[0], 1)
-            factor = s if factor is None else s * factor
+            row_scale = scale[part].unsqueeze(1) if scale.dim() else scale.expand(h.shape[0], 1)
+            factor = row_scale if factor is None else row_scale * factor
         factor = None if factor is None else factor.to(dtype)
         if d_hidden is not None:
             torch.mm(z, head, out=d_hidden[part])
@@ -341,19 +331,14 @@ def _visit(
         if d_bias is not None:
             ones = z.new_ones(h.shape[0], 1) if factor is None else factor
             d_bias.add_((z.t() @ ones).squeeze(1))
-    accuracy = correct / counted if with_accuracy else None
+    accuracy = correct / counted if plan.with_accuracy else None
     return losses, accuracy, [d_hidden, d_head, d_bias]
 
 
-def _rows(
-    z: Tensor, y: Tensor, weight: Tensor | None, alpha: float | Tensor, options: Options
-) -> tuple[Tensor, Tensor | None]:
-    """Losses and factors of the rows; their gradients in place of `z`. By the C kernel if there."""
-    ignore_index, eps = options.ignore_index, options.label_smoothing
-    native = _native.cross_entropy(z, y, weight, alpha, ignore_index, eps, "none", out=z)
+def _block(z: Tensor, arguments: Arguments, all_valid: bool) -> tuple[Tensor, Tensor | None]:
+    """The losses of the rows, and factors of their gradients, which replace the logits `z`."""
+    native = _native.cross_entropy(z, *arguments, out=z)
     if native is not None:
         return native[0], None
-    losses, _, factor, _ = loss_and_gradient(
-        z, y, weight, alpha, ignore_index, "none", eps, out=z, all_count=options.all_count
-    )
+    losses, _, factor, _ = loss_and_gradient(z, arguments, out=z, all_valid=all_valid)
     return losses, factor

@@ -1,7 +1,7 @@
-"""Cross-entropy with PowerGrad Transform in its backward pass: `torch.nn.functional`'s, altered.
+"""Cross-entropy as in `torch.nn.functional`, with PowerGrad Transform in its backward pass.
 
-Everything here is an ordinary loss of the log-probabilities that `powergrad.log_softmax` returns.
-That primitive alters the gradient, whatever is done with its output.
+Each loss here is an ordinary function of the log-probabilities that `powergrad.log_softmax`
+returns. That primitive alters the gradient. A faster path computes the same for rows of logits.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn._reduction import get_enum
 
 from powergrad import _native
 from powergrad._check import (
+    REDUCTIONS,
+    Arguments,
     autocasting,
     check_alpha,
     check_broadcasts,
@@ -26,19 +27,19 @@ from powergrad._check import (
     check_number,
     check_reduction,
     check_smoothing,
-    indices,
     is_batched,
     is_one,
     is_plain,
     shape_of,
     values_readable,
 )
+from powergrad._compat import direct_apply
 from powergrad._rows import loss_and_gradient, reduced
 from powergrad.transform import LogSigmoid, log_softmax
 
 __all__ = ["CrossEntropyLoss", "binary_cross_entropy_with_logits", "cross_entropy"]
 
-SMALL = 1 << 18  # elements of the logits
+SMALL = 1 << 18  # elements of logits, below which labels are checked by `nll_loss`
 
 
 def cross_entropy(
@@ -65,10 +66,10 @@ def cross_entropy(
         input: Logits, of shape (C), (N, C) or (N, C, d1, ..., dk).
         target: Class indices, of the shape of ``input`` without C; or class probabilities, of the
             shape of ``input``.
-        weight: One weight a class, of shape (C).
-        alpha: A number in [0, 1]; or a tensor of them: 0-d, one an example (N), or one a position
-            (N, d1, ..., dk). The float 1.0 calls PyTorch's own function.
-        ignore_index: Class index whose positions count for nothing.
+        weight: One weight per class, of shape (C).
+        alpha: A number in [0, 1]; or a tensor of them: 0-d, one per example (N), or one per
+            position (N, d1, ..., dk). The float 1.0 calls PyTorch's own function.
+        ignore_index: Class index whose positions are left out of value and gradient.
         reduction: "mean", "sum" or "none".
         label_smoothing: The mass of the target that is spread evenly over all classes.
 
@@ -86,92 +87,65 @@ def cross_entropy(
         >>> logits.grad
         tensor([[ 0.4810, -0.7082,  0.2272]])
     """
-    options = (ignore_index, reduction, label_smoothing)
-    if _is_ordinary(input, target, weight, alpha, reduction, label_smoothing):
-        return _visit_once(input, (target, weight, alpha, options))
-    class_dim = check_cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing)
-    target = indices(target)
-    if isinstance(alpha, Tensor):
-        check_alpha(alpha, input, class_dim)
-    else:
-        alpha = check_number(alpha)
+    arguments = Arguments(target, weight, alpha, ignore_index, label_smoothing, reduction)
+    return loss_of(input, arguments)
+
+
+def loss_of(input: Tensor, arguments: Arguments) -> Tensor:
+    """:func:`cross_entropy` of `arguments`."""
+    if _is_common_case(input, arguments):
+        return _fused_loss(input, arguments)
+    class_dim, arguments = check_cross_entropy(input, arguments)
+    target, weight, alpha, ignore_index, label_smoothing, reduction = arguments
+    fused = not is_one(alpha) and _can_fuse(input, target, weight)
+    if not fused:
+        check_labels(target, input.shape[class_dim], ignore_index)
     if is_one(alpha):
-        check_labels(target, input.shape[class_dim], ignore_index)
         return torch.ops.aten.cross_entropy_loss(
-            input, target, weight, get_enum(reduction), ignore_index, label_smoothing
+            input, target, weight, REDUCTIONS[reduction], ignore_index, label_smoothing
         )
-    if _one_visit_suffices(input, target, weight):
-        loss = _visit_once(input, (target, weight, alpha, options))
-    else:
-        check_labels(target, input.shape[class_dim], ignore_index)
-        loss = _by_primitive(input, target, weight, alpha, *options)
-    narrow = _loss_dtype(input, target)
-    return loss if loss.dtype == narrow or autocasting(input) else loss.to(narrow)
-
-
-def _loss_dtype(input: Tensor, target: Tensor) -> torch.dtype:
+    loss = (_fused_loss if fused else _by_primitive)(input, arguments)
     soft = target.is_floating_point()
-    return torch.promote_types(input.dtype, target.dtype) if soft else input.dtype
+    dtype = torch.promote_types(input.dtype, target.dtype) if soft else input.dtype
+    return loss if loss.dtype == dtype or autocasting(input) else loss.to(dtype)
 
 
-# The reference: an ordinary loss of log p, right for every option and under every transform. ------
+# The reference: an ordinary loss of log p, correct for every option and under every transform -----
 
 
-def _by_primitive(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> Tensor:
+def _by_primitive(input: Tensor, arguments: Arguments) -> Tensor:
     class_dim = 0 if input.dim() == 1 else 1
     # 16-bit logits are widened here, once: 1/N and smoothing's 1/C then fit into u = dL/dlog p, and
-    # p'/N is rounded to 16 bits only after the incoming loss scale has met it.
+    # p'/N is rounded to 16 bits only after it was multiplied by the loss scale.
     wide = torch.promote_types(input.dtype, torch.float32)
-    log_p = log_softmax(input, class_dim, alpha=alpha, dtype=wide)
-    weight = None if weight is None else weight.to(wide)
-    if target.is_floating_point():
-        return _of_probabilities(log_p, target, weight, class_dim, reduction, label_smoothing)
-    return _of_labels(log_p, target, weight, class_dim, ignore_index, reduction, label_smoothing)
+    log_p = log_softmax(input, class_dim, alpha=arguments.alpha, dtype=wide)
+    if arguments.weight is not None:
+        arguments = arguments._replace(weight=arguments.weight.to(wide))
+    soft = arguments.target.is_floating_point()
+    return (_of_probabilities if soft else _of_labels)(log_p, class_dim, arguments)
 
 
-def _of_labels(
-    log_p: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    class_dim: int,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> Tensor:
-    if label_smoothing == 0:
+def _of_labels(log_p: Tensor, class_dim: int, arguments: Arguments) -> Tensor:
+    target, weight, _, ignore_index, eps, reduction = arguments
+    if eps == 0:
         return F.nll_loss(log_p, target, weight, ignore_index=ignore_index, reduction=reduction)
     ignored = target == ignore_index
-    true = F.nll_loss(log_p, target, weight, ignore_index=ignore_index, reduction="none")
-    every = -_weighted(log_p, weight, class_dim).sum(class_dim).masked_fill(ignored, 0)
-    eps = label_smoothing
-    loss = (1 - eps) * true + eps / log_p.shape[class_dim] * every
+    at_label = F.nll_loss(log_p, target, weight, ignore_index=ignore_index, reduction="none")
+    at_all = -_weighted(log_p, weight, class_dim).sum(class_dim).masked_fill(ignored, 0)
+    loss = (1 - eps) * at_label + eps / log_p.shape[class_dim] * at_all
     if reduction != "mean":
         return reduced(loss, reduction)
     if weight is None:
         return loss.sum() / (~ignored).sum()
-    label = target.long().masked_fill(ignored, 0)
+    label = target.masked_fill(ignored, 0)
     return loss.sum() / weight[label].masked_fill(ignored, 0).sum()
 
 
-def _of_probabilities(
-    log_p: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    class_dim: int,
-    reduction: str,
-    label_smoothing: float,
-) -> Tensor:
+def _of_probabilities(log_p: Tensor, class_dim: int, arguments: Arguments) -> Tensor:
+    target, weight, _, _, eps, reduction = arguments
     target = target.to(torch.promote_types(target.dtype, log_p.dtype))
-    if label_smoothing > 0:
-        target = target * (1 - label_smoothing) + label_smoothing / log_p.shape[class_dim]
+    if eps > 0:
+        target = target * (1 - eps) + eps / log_p.shape[class_dim]
     loss = -_weighted(log_p * target, weight, class_dim).sum(class_dim)
     return reduced(loss, reduction)
 
@@ -182,25 +156,15 @@ def _weighted(values: Tensor, weight: Tensor | None, class_dim: int) -> Tensor:
     return values * weight.reshape(-1, *[1] * (values.dim() - class_dim - 1))
 
 
-# The fast path: in eager mode, for rows of logits, the gradient is made with the value. -----------
+# The fast path: in eager mode, for rows of logits, the gradient is computed with the value --------
 
 
-# Target, class weights, alpha; and of the options: ignore_index, reduction, label_smoothing.
-Case = tuple[Tensor, "Tensor | None", "float | Tensor", tuple[int, str, float]]
+def _is_common_case(input: Tensor, arguments: Arguments) -> bool:
+    """Whether nothing but the labels is left to be checked, as in most calls.
 
-
-def _is_ordinary(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    reduction: str,
-    label_smoothing: float,
-) -> bool:
-    """Whether this is what most calls are, and nothing but the labels is left to be checked.
-
-    The checks one by one, which name what is wrong, take 5% of the time of a small loss.
+    Checking one by one, with an error for each, takes 5% of the time of a small loss.
     """
+    target, weight, alpha, _, label_smoothing, reduction = arguments
     return (
         weight is None
         and type(alpha) is float
@@ -218,8 +182,8 @@ def _is_ordinary(
     )
 
 
-def _one_visit_suffices(input: Tensor, target: Tensor, weight: Tensor | None) -> bool:
-    """Whether rows of logits are at hand, of which a gradient is wanted, and no other."""
+def _can_fuse(input: Tensor, target: Tensor, weight: Tensor | None) -> bool:
+    """Whether `input` is rows of logits, and only their gradient is wanted."""
     if input.dim() != 2 or not is_plain(input, target):
         return False
     if not (torch.is_grad_enabled() and input.requires_grad):
@@ -228,88 +192,73 @@ def _one_visit_suffices(input: Tensor, target: Tensor, weight: Tensor | None) ->
     return not (wider or target.requires_grad or (weight is not None and weight.requires_grad))
 
 
-class _OneVisit(torch.autograd.Function):
+class _FusedLoss(torch.autograd.Function):
     """Computes the gradient in the forward pass, and scales it in the backward pass.
 
-    Until then it is as the C kernel or `powergrad._rows` leave it. The buffer serves once: another
-    backward pass through the same graph, or one that is itself differentiated, goes through the
-    primitive.
+    In between, the gradient is as the C kernel or `powergrad._rows` return it. The buffer is used
+    once: a second backward pass through the same graph, or one that is itself differentiated, goes
+    through the primitive.
     """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, case: Case) -> Tensor:
-        target, weight, alpha, options = case
-        ctx.save_for_backward(input, target, weight)
-        ignore_index, reduction, label_smoothing = options
+    def forward(ctx: Any, input: Tensor, arguments: Arguments) -> Tensor:
+        ctx.save_for_backward(input, arguments.target, arguments.weight)
         factor = divisor = None
-        native = _native.cross_entropy(
-            input, target, weight, alpha, ignore_index, label_smoothing, reduction
-        )
+        native = _native.cross_entropy(input, *arguments)
         if native is not None:
             value, buffer = native
         else:
-            value, buffer, factor, divisor = _loss_and_gradient(
-                input, target, weight, alpha, *options
-            )
-        ctx.again = alpha, options
-        ctx.made = buffer, factor, divisor, input.dtype
+            value, buffer, factor, divisor = _loss_and_gradient(input, arguments)
+        ctx.options = arguments[2:]
+        ctx.gradient = buffer, factor, divisor, input.dtype
         return value
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,), made = grads, ctx.made
-        ctx.made = None
-        if made is None or torch.is_grad_enabled():
+        (grad,), once = grads, ctx.gradient
+        ctx.gradient = None
+        if once is None or torch.is_grad_enabled():
             return _gradient_by_primitive(ctx, grad), None
-        gradient, factor, divisor, dtype = made
+        gradient, factor, divisor, dtype = once
         scale = grad.unsqueeze(1) if grad.dim() else grad
         if divisor is not None:
             scale = scale / divisor
         if factor is not None:
             scale = scale * factor
-        if is_batched(grad):  # several at once, which no operation in place can take
+        if is_batched(grad):  # no in-place operation takes a batch of gradients
             gradient = gradient * scale
-        # What arrives is 1 if `backward` was called on the loss: then a pass less.
+        # `loss.backward()` passes in 1, which saves a pass over the gradient.
         elif scale.dim() or not values_readable(scale) or scale.item() != 1:
             gradient.mul_(scale)
         return gradient if gradient.dtype == dtype else gradient.to(dtype), None
 
 
-# `_OneVisit.apply`, but for a layer of Python that serves the transforms of `torch.func`, of which
-# none is active where `is_plain` holds.
-_visit_once: Callable[[Tensor, Case], Tensor]
-_visit_once = super(torch.autograd.Function, _OneVisit).apply  # pyright: ignore
+_fused_loss: Callable[[Tensor, Arguments], Tensor] = direct_apply(_FusedLoss)  # if `is_plain`
 
 
 def _loss_and_gradient(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    input: Tensor, arguments: Arguments
 ) -> tuple[Tensor, Tensor, Tensor | None, float | Tensor | None]:
-    """Check the labels, then as in `_rows`."""
-    arguments = (input, target, weight, alpha, ignore_index, reduction, label_smoothing)
-    # A look at the labels takes a tenth of the time of a small loss. There, they are all taken for
-    # classes, which `nll_loss` finds out for nothing, and looked at only if they are not.
-    plain = target.is_cpu and not target.is_floating_point() and label_smoothing == 0
-    if plain and input.numel() < SMALL and not 0 <= ignore_index < input.shape[1]:
+    """`loss_and_gradient`, after a check of the labels."""
+    target, ignore_index, classes = arguments.target, arguments.ignore_index, input.shape[1]
+    # Checking the labels takes a tenth of the time of a small loss. There, `nll_loss` finds labels
+    # that are not classes, and only then are they checked here.
+    plain = target.is_cpu and not target.is_floating_point() and arguments.label_smoothing == 0
+    if plain and input.numel() < SMALL and not 0 <= ignore_index < classes:
         try:
-            return loss_and_gradient(*arguments, all_count=True)
+            return loss_and_gradient(input, arguments, all_valid=True)
         except IndexError:
             pass
-    all_count = check_labels(target, input.shape[1], ignore_index)
-    return loss_and_gradient(*arguments, all_count=all_count)
+    all_valid = check_labels(target, classes, ignore_index)
+    return loss_and_gradient(input, arguments, all_valid=all_valid)
 
 
 def _gradient_by_primitive(ctx: Any, grad: Tensor) -> Tensor:
-    (logits, target, weight), (alpha, options) = ctx.saved_tensors, ctx.again
+    logits, target, weight = ctx.saved_tensors
     differentiated = torch.is_grad_enabled()
     with torch.enable_grad():
         leaf = logits if differentiated else logits.detach().requires_grad_()
-        loss = _by_primitive(leaf, target, weight, alpha, *options)
+        loss = _by_primitive(leaf, Arguments(target, weight, *ctx.options))
         return torch.autograd.grad(loss, leaf, grad, create_graph=differentiated)[0]
 
 
@@ -359,15 +308,15 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     @alpha.setter
     def alpha(self, value: float | Tensor) -> None:
-        # A compiled graph takes a number as a constant, and a tensor as an input. The tensor is
-        # neither a buffer (`.half()` would round it) nor saved (it is an option, as reduction is).
+        # In a compiled graph a number is a constant, and a tensor is an input. The tensor is not a
+        # buffer: `.half()` would round it, and an option need not be saved.
         self._alpha = value if isinstance(value, Tensor) else check_number(value)
         self._alpha_input = self._alpha
         if not isinstance(self._alpha, Tensor):
             self._alpha_input = torch.tensor(self._alpha, dtype=torch.float64, device="cpu")
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The loss of `input` against `target`, as :func:`cross_entropy` has it."""
+        """The loss of `input` against `target`, as :func:`cross_entropy` returns it."""
         return cross_entropy(
             input,
             target,
@@ -379,7 +328,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         )
 
     def extra_repr(self) -> str:
-        """What distinguishes this loss from PyTorch's."""
+        """The option that PyTorch's loss does not have."""
         return f"alpha={self._alpha}"
 
 
@@ -402,8 +351,8 @@ def binary_cross_entropy_with_logits(
         input: Logits, of any shape.
         target: Labels between 0 and 1, of the shape of ``input``.
         weight: A weight for each element; broadcasts over ``input``, as in PyTorch.
-        alpha: A number in [0, 1]; or a tensor of them: 0-d, one an example, or one an element. The
-            float 1.0 calls PyTorch's own function.
+        alpha: A number in [0, 1]; or a tensor of them: 0-d, one per example, or one per element.
+            The float 1.0 calls PyTorch's own function.
         reduction: "mean", "sum" or "none".
         pos_weight: A weight for the positive labels; broadcasts over ``input``, as in PyTorch.
 

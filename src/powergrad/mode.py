@@ -1,24 +1,27 @@
-"""`PowerGrad`: the cross-entropies that anyone's code calls inside it use PowerGrad Transform."""
+"""`PowerGrad`, a context in which PyTorch's own cross-entropies use PowerGrad Transform."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
-from collections.abc import Callable, Iterator
-from types import FrameType, MethodType
+from collections.abc import Callable
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn._reduction import legacy_get_string
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
-from powergrad._check import check_number
+from powergrad._check import Arguments, check_number
+from powergrad._compat import (
+    legacy_reduction,
+    legacy_softmax_dim,
+    let_dynamo_see_module_losses,
+    recomputed_later,
+)
 from powergrad.linear import linear_cross_entropy
-from powergrad.loss import cross_entropy
+from powergrad.loss import loss_of
 from powergrad.transform import log_softmax
 
 __all__ = ["PowerGrad"]
@@ -33,8 +36,8 @@ class PowerGrad(TorchFunctionMode):
     names (``F.log_softmax``, ``torch.log_softmax``, ``torch.special.log_softmax``,
     ``Tensor.log_softmax``, and PyTorch's modules over them, such as ``nn.CrossEntropyLoss``),
     therefore also ``F.nll_loss``, ``F.kl_div`` or ``F.ctc_loss`` of a log-softmax taken inside.
-    Values do not change. The innermost of several holds; ``PowerGrad(1.0)`` switches it off again
-    for a part. Only the calls matter: ``backward()`` may run inside or outside.
+    Values do not change. Of nested contexts the innermost decides; ``PowerGrad(1.0)`` switches the
+    transform off inside it. Only the calls matter: ``backward()`` may run inside or outside.
 
     It does **not** alter: a softmax followed by a logarithm, ``logsumexp``,
     ``F.binary_cross_entropy_with_logits`` and other losses; calls of ``torch.ops.aten`` operators
@@ -43,9 +46,9 @@ class PowerGrad(TorchFunctionMode):
     checkpoint recomputes after the block has ended cannot be altered: a loss inside
     ``torch.utils.checkpoint``, or in the forward of another custom autograd function, raises.
 
-    Every torch call inside pays about a microsecond, so put it around the loss, not the model. That
-    also leaves a ``log_softmax`` inside the model alone; ``log_softmax=False`` does so where the
-    model computes its own loss.
+    Every torch call inside takes about a microsecond longer, so put it around the loss, not the
+    model. That also leaves a ``log_softmax`` inside the model alone; ``log_softmax=False`` does so
+    where the model computes its own loss.
 
     Args:
         alpha: As in :func:`powergrad.cross_entropy`.
@@ -68,12 +71,12 @@ class PowerGrad(TorchFunctionMode):
         super().__init__()
         self.alpha = alpha if isinstance(alpha, Tensor) else check_number(alpha)
         self.log_softmax = log_softmax
-        self._outer: list[set[int]] = []  # for each entry, what was already under way around it
+        self._outer: list[set[int]] = []  # for each entry, the recomputed frames around it
 
     def __enter__(self) -> PowerGrad:
-        _let_dynamo_see_module_losses()
+        let_dynamo_see_module_losses()
         if not torch.compiler.is_compiling():
-            self._outer.append({id(frame) for frame in _recomputed_later()})
+            self._outer.append({id(frame) for frame in recomputed_later()})
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
@@ -101,27 +104,27 @@ class PowerGrad(TorchFunctionMode):
             return MethodType(self(function.__func__), function.__self__)  # pyright: ignore
 
         @functools.wraps(function)
-        def inside(*args: Any, **kwargs: Any) -> Any:
+        def decorated(*args: Any, **kwargs: Any) -> Any:
             with PowerGrad(self.alpha, log_softmax=self.log_softmax):
                 return function(*args, **kwargs)
 
-        return inside  # pyright: ignore[reportReturnType]
+        return decorated  # pyright: ignore[reportReturnType]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        altered = _CROSS_ENTROPIES.get(func)
-        if altered is None and self.log_softmax and "out" not in kwargs:
-            altered = _LOG_SOFTMAXES.get(func)
-        if altered is None:
+        replacement = _CROSS_ENTROPIES.get(func)
+        if replacement is None and self.log_softmax and "out" not in kwargs:
+            replacement = _LOG_SOFTMAXES.get(func)
+        if replacement is None:
             return func(*args, **kwargs)
         if not torch.compiler.is_compiling():
             self._refuse_recomputation(func)
-        return altered(self.alpha, *args, **kwargs)
+        return replacement(self.alpha, *args, **kwargs)
 
     def _refuse_recomputation(self, func: Any) -> None:
-        for frame in _recomputed_later():
+        for frame in recomputed_later():
             if id(frame) not in self._outer[-1]:
                 raise RuntimeError(
                     f"Expected `{func.__name__}` under PowerGrad to be called outside checkpoints "
@@ -132,31 +135,7 @@ class PowerGrad(TorchFunctionMode):
                 )
 
 
-_CHECKPOINT = inspect.unwrap(checkpoint).__code__
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore
-
-
-def _recomputed_later() -> Iterator[FrameType]:
-    """The callers of this one whose backward pass will run it again, or something in its place.
-
-    With gradients on, that is a non-reentrant checkpoint. In the forward of a custom autograd
-    function, such as the reentrant checkpoint, they are off; there it is one whose arguments need a
-    gradient, so that it has a backward pass at all.
-    """
-    grad_enabled = torch.is_grad_enabled()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if grad_enabled:
-            if frame.f_code is _CHECKPOINT:
-                yield frame
-        elif frame.f_code is _APPLY:
-            arguments = frame.f_locals["args"]
-            if any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
-                yield frame
-        frame = frame.f_back
-
-
-# What stands in for each function: the same arguments, after alpha. ------------------------------
+# The replacement of each function takes alpha and the same arguments ------------------------------
 
 
 def _cross_entropy(
@@ -171,16 +150,9 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     if size_average is not None or reduce is not None:
-        reduction = legacy_get_string(size_average, reduce)
-    return cross_entropy(
-        input,
-        target,
-        weight,
-        alpha=alpha,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
+        reduction = legacy_reduction(size_average, reduce)
+    arguments = Arguments(target, weight, alpha, ignore_index, label_smoothing, reduction)
+    return loss_of(input, arguments)
 
 
 def _linear_cross_entropy(
@@ -196,35 +168,23 @@ def _linear_cross_entropy(
     label_smoothing: float = 0.0,
     options: Any = None,
 ) -> Tensor:
-    ignore_index = -100 if ignore_index is None else ignore_index
-    if options is not None and linear_weight.dim() == 2:  # asked for in blocks
-        return cast(
-            Tensor,
-            linear_cross_entropy(
-                input,
-                linear_weight,
-                target,
-                alpha=alpha,
-                linear_bias=linear_bias,
-                weight=weight,
-                ignore_index=ignore_index,
-                reduction=reduction,
-                label_smoothing=label_smoothing,
-            ),
+    arguments = Arguments(
+        target,
+        weight,
+        alpha,
+        -100 if ignore_index is None else ignore_index,
+        label_smoothing,
+        reduction,
+    )
+    if options is not None and linear_weight.dim() == 2:  # the caller asks for blocks
+        loss = linear_cross_entropy(
+            input, linear_weight, linear_bias=linear_bias, **arguments._asdict()
         )
+        return cast(Tensor, loss)
     # (..., in) times (C, d1, ..., in) to (..., C, d1, ...), as in PyTorch.
     bias = None if linear_bias is None else linear_bias.flatten()
     logits = F.linear(input, linear_weight.flatten(0, -2), bias)
-    logits = logits.unflatten(-1, linear_weight.shape[:-1])
-    return cross_entropy(
-        logits,
-        target,
-        weight,
-        alpha=alpha,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
+    return loss_of(logits.unflatten(-1, linear_weight.shape[:-1]), arguments)
 
 
 def _log_softmax(
@@ -240,44 +200,9 @@ def _functional_log_softmax(
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if dim is None:  # PyTorch's old habit, with its warning
-        dim = F._get_softmax_dim("log_softmax", input.dim(), _stacklevel + 1)  # pyright: ignore
-    return log_softmax(input, int(dim), alpha=alpha, dtype=dtype)  # pyright: ignore
-
-
-# torch.compile -----------------------------------------------------------------------------------
-
-
-def _let_dynamo_see_module_losses() -> None:
-    """Make an ``nn.CrossEntropyLoss()`` that a compiled function constructs call `F.cross_entropy`.
-
-    TorchDynamo traces modes like this one, with one exception: that constructor is replaced by a
-    graph node that no mode sees. Here the node is made by an ordinary call, which gives the same
-    graph where no mode is active. Nothing happens before TorchDynamo is loaded.
-    """
-    if "torch._dynamo.variables.user_defined" not in sys.modules:
-        return
-    from torch._dynamo.variables.base import VariableTracker
-    from torch._dynamo.variables.misc import LambdaVariable
-    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
-
-    def ordinary_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-        options = {**dict(zip(names, args, strict=False)), **kwargs}
-        function = VariableTracker.build(tx, F.cross_entropy)
-
-        def call(input: Any, target: Any) -> Any:
-            return function.call_function(tx, [input, target], options)
-
-        return LambdaVariable(call)
-
-    if hasattr(UserDefinedClassVariable, "_call_cross_entropy_loss"):
-        UserDefinedClassVariable._call_cross_entropy_loss = ordinary_call
-
-
-# What `torch.compiler.assume_constant_result` sets, without loading TorchDynamo here: where the
-# `with` block itself is compiled, TorchDynamo runs the function instead of tracing it.
-_let_dynamo_see_module_losses._dynamo_marked_constant = True  # pyright: ignore
+    if dim is None:  # deprecated; PyTorch warns
+        dim = legacy_softmax_dim(input.dim(), _stacklevel + 1)
+    return log_softmax(input, dim, alpha=alpha, dtype=dtype)
 
 
 _CROSS_ENTROPIES: dict[Any, Callable[..., Tensor]] = {F.cross_entropy: _cross_entropy}

@@ -16,7 +16,7 @@ it is enough to give ``log_softmax`` another backward: for any loss of ``log p``
     PGT           dL/dz = u - p' * sum(u)
 
 No labels appear. Class weights, smoothing, mixed-up targets, ignored positions, reductions and loss
-scales all arrive inside ``u``.
+scales are all contained in ``u``.
 
 Reference: Das, Mondal, Lall, Joshi, Dutta Roy, *Altering Backward Pass Gradients improves
 Convergence*.
@@ -46,7 +46,7 @@ def power_transform(p: Tensor, alpha: float | Tensor, dim: int = -1) -> Tensor:
     Args:
         p: Probabilities; each slice along ``dim`` sums to 1.
         alpha: A number in [0, 1]; or a tensor of them, 0-d, of the shape of ``p`` without ``dim``,
-            or one an example (the first dimension of ``p``).
+            or one per example (the first dimension of ``p``).
         dim: The class dimension.
 
     Returns:
@@ -68,7 +68,7 @@ def power_transform(p: Tensor, alpha: float | Tensor, dim: int = -1) -> Tensor:
 
 
 def stationary_threshold(p: Tensor, alpha: float | Tensor, dim: int = -1) -> Tensor:
-    r"""The probability that the transform leaves alone: ``(sum p^alpha)^(1 / (alpha - 1))``.
+    r"""The probability that the transform leaves unchanged: ``(sum p^alpha)^(1 / (alpha - 1))``.
 
     Probabilities above it shrink, those below it grow (the paper's lemma 1). It equals
     ``exp(-H_alpha)`` with Renyi's entropy of order alpha, so it is ``1/C`` at ``alpha=0`` and
@@ -80,7 +80,7 @@ def stationary_threshold(p: Tensor, alpha: float | Tensor, dim: int = -1) -> Ten
         dim: The class dimension.
 
     Returns:
-        One threshold a distribution: the shape of ``p`` without ``dim``.
+        One threshold per distribution: the shape of ``p`` without ``dim``.
 
     Raises:
         ValueError: If ``alpha`` is outside [0, 1] or of another shape, or ``p`` is negative.
@@ -147,14 +147,14 @@ def log_softmax(
 ) -> Tensor:
     r"""``torch.log_softmax``, whose backward pass is PowerGrad Transform's.
 
-    The value is ``log p``, as ever. Given ``u = dL / dlog p``, the gradient is
+    The value is ``log p``. Given ``u = dL / dlog p``, the gradient is
     ``u - p' * sum(u)`` with ``p' = softmax(alpha * z)``, where the ordinary one has ``p``.
 
     Args:
         input: Logits, of any shape.
         dim: The class dimension.
         alpha: A number in [0, 1]; or a tensor of them, 0-d, of the shape of ``input`` without
-            ``dim``, or one an example (the first dimension of ``input``). The float 1.0 calls
+            ``dim``, or one per example (the first dimension of ``input``). The float 1.0 calls
             PyTorch's own function.
         dtype: Cast ``input`` to this dtype first, as in ``torch.log_softmax``.
 
@@ -187,19 +187,19 @@ _plain_log_softmax = torch.ops.aten.log_softmax.int
 def _flattened(scores: Tensor, alpha: Tensor, dim: int) -> Tensor:
     """``p' = softmax(alpha * (z - max z))`` in float32 or wider; `scores` is ``z`` or ``log p``.
 
-    The maximum goes first: ``alpha * z`` would round away what a common offset of the logits
-    leaves. A class at ``-inf`` is masked: it stays at 0, also at alpha 0 (``0 * -inf`` is NaN).
+    The maximum is subtracted first: with a large common offset, ``alpha * z`` would lose precision.
+    A class at ``-inf`` is masked: it stays at 0, also at alpha 0 (``0 * -inf`` is NaN).
     """
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     shifted = scores - scores.detach().amax(dim, keepdim=True)
     scaled = (alpha * shifted).masked_fill(shifted == -torch.inf, -torch.inf)
     exps = scaled.to(scores.dtype).exp()
-    # Not torch.softmax, whose sum adds term by term and loses 1e-6 at a thousand classes.
+    # Not torch.softmax, which sums term by term and loses 1e-6 at a thousand classes.
     return exps / exps.sum(dim, keepdim=True)
 
 
 class _LogSoftmax(torch.autograd.Function):
-    """The forward of log_softmax, the backward of PGT; both differentiable, so any order is."""
+    """The forward of log_softmax, the backward of PGT, which is differentiable again."""
 
     generate_vmap_rule = True
 
@@ -211,8 +211,8 @@ class _LogSoftmax(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         logits, alpha, ctx.dim, _ = inputs
         ctx.input_dtype = logits.dtype
-        # softmax(alpha * z) = softmax(alpha * log p), and whoever uses log p keeps it anyway. But
-        # in 16 bits log p is rounded too far (6% of the gradient in bfloat16), and z is not.
+        # softmax(alpha * z) = softmax(alpha * log p), and log p is in memory anyway. But 16 bits
+        # round log p too far, unlike z: by 6% of the gradient in bfloat16.
         wide = output.dtype in (torch.float32, torch.float64)
         ctx.save_for_backward(output if wide else logits, alpha)
 
@@ -225,8 +225,8 @@ class _LogSoftmax(torch.autograd.Function):
         dim, p = ctx.dim, _flattened(scores, alpha, ctx.dim)
         u = u.to(p.dtype)
         grad = u - p * u.sum(dim, keepdim=True)
-        # At the likeliest class p' may round to 1, and nothing would be left of u - p' u. There,
-        # 1 - p' is the sum of the other classes' p', and sum(u) - u that of their u.
+        # At the likeliest class p' may round to 1, and u - p' u to 0. There, 1 - p' is computed as
+        # the sum of the other classes' p', and sum(u) - u as that of their u.
         top = scores.argmax(dim, keepdim=True)
         others_p = p.scatter(dim, top, 0.0).sum(dim, keepdim=True)
         others_u = u.scatter(dim, top, 0.0).sum(dim, keepdim=True)

@@ -1,8 +1,8 @@
-"""The optional C kernel: on CPU, cross-entropy and PowerGrad Transform's gradient in one visit.
+"""The optional C kernel: on CPU, cross-entropy and PowerGrad Transform's gradient in one pass.
 
 ``kernel.c`` and ``norms.c`` (for :mod:`powergrad._native.norms`) are compiled to one library when
-the package is installed, where there is a compiler. It is loaded when it is first wanted;
-``POWERGRAD_NATIVE=0`` in the environment at that moment turns it off.
+the package is installed, if there is a compiler. The library is loaded at its first use, unless
+``POWERGRAD_NATIVE=0`` is in the environment.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from powergrad._check import check_labels, values_readable
+from powergrad._check import REDUCTIONS, check_labels, values_readable
 
 __all__ = ["available", "best_level", "cross_entropy"]
 
-ABI = 2  # as in kernel.c; a library that says otherwise is left alone
+ABI = 2  # as in kernel.c; a library with another number is not used
 
-# The arguments as kernel.c has them, in one piece: ctypes takes longer to pass sixteen.
+# The arguments in the order of kernel.c, as one struct: ctypes takes longer to pass sixteen.
 _CALL = struct.Struct("=qqqqqqqqdqdqqqqq40x")
-_SIGNATURES = {  # what is returned, then the arguments
+_SIGNATURES = {  # the type of the result, then those of the arguments
     "powergrad_cross_entropy": (ctypes.c_int64, ctypes.c_char_p),
     "powergrad_norms": (None, ctypes.c_char_p, *[ctypes.c_int64] * 4),
     "powergrad_scale": (None, ctypes.c_char_p, *[ctypes.c_int64] * 3),
 }
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
 def load(path: Path) -> ctypes.CDLL | None:
-    """The library at `path`, ready to be called; None if it cannot be or is of another ABI."""
+    """The library at `path`, ready to be called; None if it cannot be loaded or has another ABI."""
     try:
         library = ctypes.CDLL(str(path))
         if library.powergrad_abi() != ABI:
@@ -54,7 +53,7 @@ def library() -> ctypes.CDLL | None:
         return None
     here = Path(__file__).parent
     built = [here / f"kernel{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    return next((found for path in built if path.exists() and (found := load(path))), None)
+    return next((kernel for path in built if path.exists() and (kernel := load(path))), None)
 
 
 def available() -> bool:
@@ -94,13 +93,13 @@ def cross_entropy(
         input: Logits of shape (N, C), float32 or bfloat16; the classes of a row are adjacent.
         target: Class indices of shape (N,), int64.
         weight: Class weights of shape (C,), or None.
-        alpha: A number in [0, 1], or a tensor of one of them or of N.
-        ignore_index: The target of rows to be left out.
+        alpha: A number in [0, 1], or a tensor of one or of N of them.
+        ignore_index: The target of rows that are left out.
         label_smoothing: In [0, 1].
         reduction: ``"none"``, ``"mean"`` or ``"sum"``.
-        out: Where the gradient goes, (N, C) and contiguous; may be `input` itself.
-        threads: At most so many threads; by default PyTorch's number. The result is the same.
-        level: At most this instruction set; see :func:`best_level`.
+        out: The tensor for the gradient, (N, C) and contiguous; may be `input` itself.
+        threads: The most threads to use; by default PyTorch's number. The result is the same.
+        level: The best instruction set to use; see :func:`best_level`.
 
     Returns:
         The value in float32, of shape (N,) or (), and the gradient (N, C) in the dtype of
@@ -151,7 +150,7 @@ def cross_entropy(
         label_smoothing,
         0 if alphas is None else alphas.data_ptr(),
         alpha,
-        _REDUCTIONS[reduction],
+        REDUCTIONS[reduction],
         value.data_ptr(),
         grad.data_ptr(),
         torch.get_num_threads() if threads is None else threads,
@@ -159,7 +158,7 @@ def cross_entropy(
     )
     status = kernel.powergrad_cross_entropy(call)
     if status > 0:
-        check_labels(target, classes, ignore_index)  # which says what is wrong
+        check_labels(target, classes, ignore_index)  # raises
     if status < 0:
         raise MemoryError(f"No memory for a copy of a row of {classes} logits.")
     return value, grad

@@ -1,4 +1,4 @@
-/* Cross-entropy and PowerGrad Transform's gradient, in one visit to each row of logits.
+/* Cross-entropy and PowerGrad Transform's gradient, in one pass over each row of logits.
  *
  * For a row of logits z with class y, class weights w and label smoothing eps, put
  * q = (1 - eps) onehot(y) + eps / C and d = z - max z. Then
@@ -21,8 +21,8 @@
 
 #define ABI 2               /* raised with every change to an exported signature */
 #define BLOCK 32            /* values that a lane of a vector adds up in float32 */
-#define TILE 16             /* at most so many rows are worked on together, */
-#define TILE_SIZE 1024      /* of at most so many values */
+#define TILE 16             /* the most rows that are processed together, */
+#define TILE_SIZE 1024      /* and the most values in them */
 #define MAX_LANES 16
 #define LARGE 0x1p12f /* logits of which alpha * z loses more than z - max does */
 #define SHIFT (0x1.8p23f + 127)
@@ -46,7 +46,7 @@ typedef struct {
     int64_t threads;   /* at most */
     int64_t level;     /* of the instruction set, at most */
 
-    /* The rest is found by the kernel. */
+    /* The rest is computed by the kernel. */
     double total_weight; /* sum(w) */
     double factor;       /* of the gradient: a mean's divisor is in it */
     float *losses;       /* of the rows */

@@ -1,9 +1,10 @@
 /* The Euclidean norms of the units of tensors, with the bits of PyTorch's, and scaling by unit.
  *
  * PyTorch sums the squares of a contiguous row in the lanes of one vector, adds the lanes in order,
- * then the elements that do not fill a vector. How wide the vector is, and which of these last
- * products are rounded before they are added, depends on how and for which CPU it was compiled: a
- * caller tries which of the orders here, if any, gives its bits.
+ * then the elements that do not fill a vector. The norm of a single element is its absolute value.
+ * How wide the vector is, and which of the last products are rounded before they are added, depends
+ * on how and for which CPU PyTorch was compiled: the caller tries which of the orders here, if any,
+ * gives its bits.
  */
 
 #include <math.h>
@@ -29,7 +30,7 @@ typedef struct {
     float *data;   /* count x size, contiguous */
     int64_t count; /* of units */
     int64_t size;  /* of a unit */
-    float *units;  /* of the units: their norms, or the factors to scale them by */
+    float *units;  /* one number per unit: its norm, or the factor to scale it by */
 } Tensor;
 
 typedef void (*Function)(const Tensor *, int64_t begin, int64_t end, int64_t group);
@@ -81,7 +82,7 @@ static const Function SCALE[] = {scale_baseline};
 
 #endif
 
-/* A unit is of the part that its first value is in. */
+/* A unit belongs to the part that contains its first value. */
 static void work(const void *argument, int64_t part, int64_t parts) {
     const Call *call = argument;
     const int64_t first = call->total / parts * part;
@@ -110,8 +111,6 @@ void powergrad_norms(const Tensor *tensors, int64_t count, int64_t level, int64_
     call_in_threads((Call){tensors, count, 0, NORMS[level], group}, threads);
 }
 
-/* The units of a tensor from the last to the first: of gradients whose norms were just taken, the
- * last are still in the cache. */
 void powergrad_scale(const Tensor *tensors, int64_t count, int64_t level, int64_t threads) {
     call_in_threads((Call){tensors, count, 0, SCALE[level], 1}, threads);
 }

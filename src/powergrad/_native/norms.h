@@ -32,6 +32,11 @@ TARGET INLINE void NAME(some_norms)(const Tensor *t, int64_t unit, int64_t strid
 }
 
 TARGET static void NAME(norms)(const Tensor *t, int64_t begin, int64_t end, int64_t group) {
+    if (t->size == 1) { /* as in PyTorch: the square would underflow below 1e-23 */
+        for (int64_t i = begin; i < end; i++)
+            t->units[i] = fabsf(t->data[i]);
+        return;
+    }
     const int64_t stride = (end - begin) / TOGETHER;
     for (int64_t i = begin; i < begin + stride; i++)
         NAME(some_norms)(t, i, stride, group, TOGETHER);

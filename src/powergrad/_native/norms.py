@@ -1,8 +1,8 @@
-"""The norms of units with the bits of PyTorch's, in less time, and scaling by unit.
+"""The norms of units, equal to PyTorch's bit for bit but faster, and scaling by unit.
 
-A unit is a row of a contiguous float32 tensor on CPU. PyTorch reads one row at a time and hands
-each to a dispatched operator with temporaries; here several rows are read at once, which gets more
-out of the memory, and only units that change are written.
+A unit is a row of a contiguous float32 tensor on CPU. PyTorch reads one row at a time, and each
+tensor in an operator call of its own; here several rows are read at once, which uses the memory's
+bandwidth better, and only units that change are written.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,21 +21,23 @@ from powergrad._native import library
 
 __all__ = ["scale_units_", "serves", "unit_norms"]
 
-# The last elements of a row, which do not fill a vector: compilers fuse each square with its sum,
-# but for whole groups of 4, or none, or all.
+# The last elements of a row do not fill a vector. Compilers round their squares before they are
+# added: in whole groups of 4, always, or never.
 _GROUPS = (4, 1, 1 << 62)
-# A row alone and several; each number of elements that do not fill a vector; no whole vector, one,
-# many; more elements than PyTorch leaves to one thread.
+# Where an order is compared with PyTorch's: one row and several; every number of last elements; no
+# whole vector, one, many; more elements than PyTorch leaves to one thread.
 _SHAPES = [(64, size) for size in (*range(1, 34), 63, 147, 1003)] + [(1, 577), (1, 70_001)]
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether `tensors` are such as the functions below take, and the kernel is there."""
-    for t in tensors:
-        if t.dtype is not torch.float32 or not t.is_contiguous() or t.is_inference():
+    """Whether the functions below take `tensors`, and the kernel is available."""
+    for tensor in tensors:
+        if tensor.dtype is not torch.float32 or not tensor.is_contiguous() or tensor.is_inference():
             return False
-    # Without storage (0, say because it was freed) PyTorch has to say what is wrong.
-    return values_readable(*tensors) and all(t.data_ptr() for t in tensors) and bool(_order())
+    if not values_readable(*tensors):
+        return False
+    # A tensor whose storage was freed (0) is left to PyTorch, which raises.
+    return all(tensor.data_ptr() for tensor in tensors) and bool(_order())
 
 
 def unit_norms(tensors: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
@@ -46,9 +49,9 @@ def unit_norms(tensors: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
 
 
 def scale_units_(tensors: Sequence[Tensor], counts: Sequence[int], factors: Tensor) -> None:
-    """Multiply each unit by its factor, in place; these are in the order of `unit_norms`."""
+    """Multiply each unit by its factor, in place; the factors are in the order of `unit_norms`."""
     level, _ = _order()
-    # Of gradients whose norms were just taken, the last are still in the cache.
+    # If norms were just computed, the last tensors are still in the cache.
     _call("powergrad_scale", _describe(tensors, counts, factors)[::-1], level)
     increment_version(tensors)
 
@@ -60,13 +63,14 @@ def _order() -> tuple[int, ...]:
     if kernel is None:
         return ()
     generator = torch.Generator("cpu").manual_seed(0)
-    made = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
-    tensors = [torch.randn(shape, **made) for shape in _SHAPES]
-    counts = [len(t) for t in tensors]
-    wanted = torch.cat([torch.linalg.vector_norm(t, dim=1) for t in tensors])
+    options = {"dtype": torch.float32, "device": "cpu"}
+    tensors = [torch.randn(shape, generator=generator, **options) for shape in _SHAPES]
+    tensors.append(torch.tensor([[1e-30], [1e30]], **options))  # whose squares are out of range
+    counts = [len(tensor) for tensor in tensors]
+    expected = torch.cat([torch.linalg.vector_norm(tensor, dim=1) for tensor in tensors])
     for level in range(kernel.powergrad_best_level(), -1, -1):
         for group in _GROUPS:
-            if torch.equal(_norms(tensors, counts, level, group), wanted):
+            if torch.equal(_norms(tensors, counts, level, group), expected):
                 return level, group
     return ()
 
@@ -80,15 +84,15 @@ def _norms(tensors: Sequence[Tensor], counts: Sequence[int], level: int, group: 
 def _describe(
     tensors: Sequence[Tensor], counts: Sequence[int], units: Tensor
 ) -> list[tuple[int, int, int, int]]:
-    """What norms.c calls a Tensor, for each of `tensors`."""
-    described, place = [], units.data_ptr()
+    """The fields of norms.c's struct Tensor, for each of `tensors`."""
+    fields, address = [], units.data_ptr()
     for tensor, count in zip(tensors, counts, strict=True):
-        described.append((tensor.data_ptr(), count, tensor.numel() // count, place))
-        place += 4 * count
-    return described
+        fields.append((tensor.data_ptr(), count, tensor.numel() // count, address))
+        address += 4 * count
+    return fields
 
 
-def _call(name: str, described: list[tuple[int, int, int, int]], *arguments: int) -> None:
-    fields = array("q", [field for tensor in described for field in tensor])
+def _call(name: str, tensors: list[tuple[int, int, int, int]], *arguments: int) -> None:
+    fields = array("q", chain.from_iterable(tensors))
     function = getattr(library(), name)
-    function(fields.tobytes(), len(described), *arguments, torch.get_num_threads())
+    function(fields.tobytes(), len(tensors), *arguments, torch.get_num_threads())
