@@ -84,9 +84,10 @@ docs: $(VENV)/.docs ## the documentation, into site/
 docs-serve: $(VENV)/.docs ## the same at http://127.0.0.1:8000, made again at every change
 	$(MKDOCS) serve --strict
 
-lint: setup ## style and types
+lint: setup ## style, types, and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/pyright
 
 check: lint test ## what CI runs
