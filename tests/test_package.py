@@ -70,6 +70,32 @@ def test_examples_in_docstrings_run(module):
     assert result.failed == 0
 
 
+def rooms(title: str) -> list[set[str]]:
+    """The modules in each row of a table of docs/architecture.md."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition(f"### {title}")[2].partition("\n#")[0]
+    first_cells = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
+    return [set(re.findall(r"`([^`]+)`", cell)) for cell in first_cells]
+
+
+@pytest.mark.parametrize(
+    ("title", "folder", "identifier"),
+    [("The core", ".", "core"), ("The workbench", "lab", "lab")],
+)
+def test_the_architecture_page_has_every_module_and_the_enforced_layers(title, folder, identifier):
+    paths = [*(ROOT / "src" / "powergrad" / folder).iterdir()]
+    modules = {path.name for path in paths if path.suffix == ".py" and path.stem != "__init__"}
+    modules |= {f"{path.name}/" for path in paths if (path / "__init__.py").is_file()}
+    rows = rooms(title)
+    assert sorted(name for row in rows for name in row) == sorted(modules)
+
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    contracts = {contract["id"]: contract for contract in settings["contracts"]}
+    layers = [{*layer.split(" | ")} for layer in contracts[identifier]["layers"]]
+    assert [{name.rstrip("/").removesuffix(".py") for name in row} for row in rows] == layers
+
+
 def test_tables_are_those_of_the_results(monkeypatch):
     """What `benchmarks/tables.py` would write is what the pages say."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
