@@ -96,6 +96,13 @@ def test_the_architecture_page_has_every_module_and_the_enforced_layers(title, f
     assert [{name.rstrip("/").removesuffix(".py") for name in row} for row in rows] == layers
 
 
+def test_the_files_that_the_guides_name_exist():
+    guides = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`((?:src|tests|docs|benchmarks|reproduction)/[\w./]*)`", guides)
+    assert len(named) > 20
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_tables_are_those_of_the_results(monkeypatch):
     """What `benchmarks/tables.py` would write is what the pages say."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
