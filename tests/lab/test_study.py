@@ -1,4 +1,5 @@
 import csv
+import inspect
 import io
 import json
 import math
@@ -19,7 +20,7 @@ import yaml
 
 import powergrad_cli
 from powergrad.lab import figures
-from powergrad.lab.cli.studies import StudyOptions, tune_arms
+from powergrad.lab.cli.studies import StudyOptions, compare, tune_arms
 from powergrad.lab.config import Recipe, RecipeError, load_recipe
 from powergrad.lab.jobs import JobError, RecipeJob, RecipeProgram
 from powergrad.lab.jobs.queue import enqueue, open_queue, run_jobs
@@ -29,7 +30,7 @@ from powergrad.lab.study import METRICS, Grid, Results, RunRow, Study, StudyKind
 from powergrad.lab.study import results as results_module
 from powergrad.lab.study import tuning as tuning_module
 from powergrad.lab.study.advice import missing_control
-from powergrad.lab.study.arms import arms_of, decomposition, parse_arm, parse_grid
+from powergrad.lab.study.arms import METHODS, arms_of, decomposition, parse_arm, parse_grid
 from powergrad.lab.study.decompose import (
     check_identity,
     describe_identity,
@@ -82,6 +83,11 @@ def test_named_arms_are_the_papers_methods():
     assert arms["gc+pgt"] == {"clip.norm": 1.0, "loss.alpha": 0.3}
     for changes in arms.values():
         Recipe().override(changes)  # each is a recipe
+
+
+def test_the_help_names_every_method():
+    words = inspect.getdoc(compare) or ""
+    assert [name for name in METHODS if not re.search(rf"\b{name}\b", words)] == []
 
 
 def test_agc_clips_above_the_decay():
