@@ -53,7 +53,23 @@ def _less_decay(recipe: Recipe, alpha: float) -> Changes:
     return {"optimizer.weight_decay": alpha * recipe.optimizer.weight_decay}
 
 
-# By name: what an arm changes in a recipe, given alpha. The paper's methods, and PGT's control.
+# By the identity, PGT is plain cross-entropy with two groups. SGD: the head's rate is lr * alpha,
+# the backbone's lr / alpha, a ratio of alpha^2. Adam and AdamW: the head's is lr * alpha, the
+# backbone's lr, because a factor of the gradient does not change the step; a ratio of alpha.
+HEAD_RATE_EXPONENT = {"sgd": 2, "adam": 1, "adamw": 1}
+
+
+def _head_lr(recipe: Recipe, alpha: float) -> Changes:
+    if recipe.optimizer.name not in HEAD_RATE_EXPONENT:
+        raise RecipeError(
+            f"Expected optimizer.name to be one of {', '.join(HEAD_RATE_EXPONENT)} for head-lr, "
+            f"but got {recipe.optimizer.name!r}, for which PGT's ratio of rates is not known."
+        )
+    ratio = alpha ** HEAD_RATE_EXPONENT[recipe.optimizer.name]
+    return {"optimizer.head.lr": ratio * recipe.optimizer.head.lr}
+
+
+# By name: what an arm changes in a recipe, given alpha. The paper's methods, and PGT's controls.
 METHODS: dict[str, Callable[[Recipe, float], Changes]] = {
     "baseline": lambda recipe, alpha: {},
     "pgt": lambda recipe, alpha: {"loss.alpha": alpha},
@@ -61,8 +77,9 @@ METHODS: dict[str, Callable[[Recipe, float], Changes]] = {
     "agc": _agc,
     "label-smoothing": lambda recipe, alpha: {"loss.label_smoothing": 0.1},
     "less-decay": _less_decay,
+    "head-lr": _head_lr,
 }
-OF_ALPHA = {"pgt", "less-decay"}  # those that depend on alpha
+OF_ALPHA = {"pgt", "less-decay", "head-lr"}  # those that depend on alpha
 
 
 def parse_arm(text: str, recipe: Recipe, alpha: float) -> tuple[str, Changes]:
