@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import powergrad
 
@@ -94,6 +95,15 @@ def test_the_architecture_page_has_every_module_and_the_enforced_layers(title, f
     contracts = {contract["id"]: contract for contract in settings["contracts"]}
     layers = [{*layer.split(" | ")} for layer in contracts[identifier]["layers"]]
     assert [{name.rstrip("/").removesuffix(".py") for name in row} for row in rows] == layers
+
+
+def test_the_workflow_covers_every_declared_python_and_calls_targets_of_the_makefile():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    cells = workflow["jobs"]["make"]["strategy"]["matrix"]["include"]
+    declared = re.findall(r'Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert [cell["python"] for cell in cells if cell["target"] == "test-core"] == declared
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {cell["target"] for cell in cells} <= {*targets}
 
 
 def test_the_files_that_the_guides_name_exist():
