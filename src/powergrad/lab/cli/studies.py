@@ -143,10 +143,12 @@ def compare(
         recipe: The name of a recipe, or a YAML file.
         overrides: Changes of the recipe, for all arms.
         arms: Arms, separated by commas: baseline, pgt, gc, agc, label-smoothing, less-decay
-            (alpha times the weight decay, without PGT), joined by +. The first is the one that
+            (alpha times the weight decay, without PGT), head-lr (PGT's ratio of the head's
+            learning rate to the backbone's, without PGT), joined by +. The first is the one that
             the others are compared with.
         arm: One more arm, as "name: key=value, key=value"; may be given several times.
-        alpha: PGT's alpha, and less-decay's; several, separated by commas, make one arm each.
+        alpha: The alpha of pgt, less-decay and head-lr; several, separated by commas, make one
+            arm each.
         tune: A key to tune for every arm alike, as lr or lr=0.1,0.2,0.4, on held-out training data.
         tune_seeds: Seeds of each value that is tried.
         from_: Compare the runs of a CSV instead, which has the columns arm, seed and a metric.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from powergrad.lab.config import Recipe, RecipeError, parse_overrides
@@ -13,8 +13,6 @@ __all__ = ["SHORT", "arms_of", "decomposition", "expand_key", "parse_arm", "pars
 
 Changes = dict[str, Any]
 
-METHODS = ("baseline", "pgt", "gc", "agc", "label-smoothing", "less-decay")
-OF_ALPHA = {"pgt", "less-decay"}  # of METHODS
 SHORT = {
     "lr": "optimizer.lr",
     "wd": "optimizer.weight_decay",
@@ -40,30 +38,48 @@ def expand_key(key: str) -> str:
     return SHORT.get(key, key)
 
 
-def method(name: str, recipe: Recipe, alpha: float) -> Changes:
-    """What one of the paper's methods, or the control of PGT, changes in `recipe`.
+def _agc(recipe: Recipe, alpha: float) -> Changes:
+    # The paper states no threshold; Brock et al.'s is 0.01. AGC keeps a unit's gradient under
+    # `clip` times its weight, while decay takes `weight_decay` times its weight, so with a clip
+    # below the decay every weight would vanish. Eight times the decay leaves room: 0.16, the
+    # largest clip that Brock et al. tried, is eight times 0.02.
+    return {"clip.agc": max(0.01, 8 * recipe.optimizer.weight_decay)}
 
-    The paper states no threshold of clipping. The global norm's is the usual 1. AGC's is Brock et
-    al.'s 0.01, or eight times the weight decay where that is more: AGC keeps a unit's gradient
-    under `clip` times its weight, decay takes `weight_decay` times its weight, so with a clip below
-    the decay every weight would vanish. (0.16, the largest clip that Brock et al. tried, is eight
-    times 0.02.) ``less-decay`` is the control: alpha times the decay, which by the identity is what
-    PGT leaves the backbone (not with AdamW), and no PGT.
 
-    Raises:
-        RecipeError: If there is no decay to have less of.
-    """
-    if name == "pgt":
-        return {"loss.alpha": alpha}
-    if name == "gc":
-        return {"clip.norm": 1.0}
-    if name == "agc":
-        return {"clip.agc": max(0.01, 8 * recipe.optimizer.weight_decay)}
-    if name == "less-decay":
-        if recipe.optimizer.weight_decay == 0:
-            raise RecipeError("Expected optimizer.weight_decay above 0 for less-decay, but got 0.")
-        return {"optimizer.weight_decay": alpha * recipe.optimizer.weight_decay}
-    return {"loss.label_smoothing": 0.1} if name == "label-smoothing" else {}
+def _less_decay(recipe: Recipe, alpha: float) -> Changes:
+    # By the identity, PGT leaves the backbone alpha times the decay (not with AdamW).
+    if recipe.optimizer.weight_decay == 0:
+        raise RecipeError("Expected optimizer.weight_decay above 0 for less-decay, but got 0.")
+    return {"optimizer.weight_decay": alpha * recipe.optimizer.weight_decay}
+
+
+# By the identity, PGT is plain cross-entropy with two groups. SGD: the head's rate is lr * alpha,
+# the backbone's lr / alpha, a ratio of alpha^2. Adam and AdamW: the head's is lr * alpha, the
+# backbone's lr, because a factor of the gradient does not change the step; a ratio of alpha.
+HEAD_RATE_EXPONENT = {"sgd": 2, "adam": 1, "adamw": 1}
+
+
+def _head_lr(recipe: Recipe, alpha: float) -> Changes:
+    if recipe.optimizer.name not in HEAD_RATE_EXPONENT:
+        raise RecipeError(
+            f"Expected optimizer.name to be one of {', '.join(HEAD_RATE_EXPONENT)} for head-lr, "
+            f"but got {recipe.optimizer.name!r}, for which PGT's ratio of rates is not known."
+        )
+    ratio = alpha ** HEAD_RATE_EXPONENT[recipe.optimizer.name]
+    return {"optimizer.head.lr": ratio * recipe.optimizer.head.lr}
+
+
+# By name: what an arm changes in a recipe, given alpha. The paper's methods, and PGT's controls.
+METHODS: dict[str, Callable[[Recipe, float], Changes]] = {
+    "baseline": lambda recipe, alpha: {},
+    "pgt": lambda recipe, alpha: {"loss.alpha": alpha},
+    "gc": lambda recipe, alpha: {"clip.norm": 1.0},  # the usual one: the paper states none
+    "agc": _agc,
+    "label-smoothing": lambda recipe, alpha: {"loss.label_smoothing": 0.1},
+    "less-decay": _less_decay,
+    "head-lr": _head_lr,
+}
+OF_ALPHA = {"pgt", "less-decay", "head-lr"}  # those that depend on alpha
 
 
 def parse_arm(text: str, recipe: Recipe, alpha: float) -> tuple[str, Changes]:
@@ -73,7 +89,7 @@ def parse_arm(text: str, recipe: Recipe, alpha: float) -> tuple[str, Changes]:
         text: Methods joined by ``+`` (``agc+pgt``), or ``key=value,key=value``, with ``NAME:``
             before it if it is to be called otherwise.
         recipe: The recipe that it changes.
-        alpha: The alpha of ``pgt`` and ``less-decay``.
+        alpha: The alpha of the methods that depend on it.
 
     Raises:
         RecipeError: If a part is neither a method nor a change.
@@ -94,7 +110,7 @@ def parse_arm(text: str, recipe: Recipe, alpha: float) -> tuple[str, Changes]:
             items = parse_overrides([item.strip() for item in part.split(",")])
             changes |= {expand_key(key): value for key, value in items.items()}
         elif part in METHODS:
-            changes |= method(part, recipe, alpha)
+            changes |= METHODS[part](recipe, alpha)
         else:
             raise RecipeError(
                 f"Expected an arm of {', '.join(METHODS)}, joined by +, or key=value, but got "
