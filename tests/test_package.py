@@ -68,12 +68,3 @@ def test_examples_in_docstrings_run(module):
     loaded = importlib.import_module(module)
     result = doctest.testmod(loaded, extraglobs={"torch": torch})
     assert result.failed == 0
-
-
-def test_tables_are_those_of_the_results(monkeypatch):
-    """What `benchmarks/tables.py` would write is what the pages say."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    tables = importlib.import_module("tables")
-    for page, marks in tables.PAGES.items():
-        text = (ROOT / page).read_text()
-        assert tables.page(text, marks) == text, page
