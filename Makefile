@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 BENCHMARKS := loss linear agc altering monitor planted imports decode train calibration
 
-.PHONY: help setup compare test test-core test-deep test-gpu test-integrations test-release dist bench docs docs-serve lint check clean
+.PHONY: help setup compare test test-core test-deep test-gpu test-integrations test-release dist bench pages docs docs-serve lint check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 19
@@ -55,9 +55,12 @@ $(VENV)/.integrations: $(VENV)/.installed
 test-integrations: $(VENV)/.integrations ## timm, transformers, Lightning, JAX and the examples
 	$(PYTEST) tests/integrations
 
-bench: setup ## every benchmark; rewrites results/bench_*.csv and the README's table
+bench: setup ## every benchmark; rewrites results/bench_*.csv and the pages' tables
 	for script in $(BENCHMARKS); do $(BIN)/python benchmarks/$$script.py || exit 1; done
-	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python -m reproduction
+
+pages: setup ## fill the generated parts of README.md and docs/ from results/
+	$(BIN)/python -m reproduction
 
 test-gpu: setup ## like test, on CUDA
 	POWERGRAD_TEST_DEVICE=cuda $(PYTEST) $(WITHOUT_OTHERS)

@@ -1,7 +1,7 @@
 """Measure the paper's listing against the equation that it stands for.
 
-    python benchmarks/audit.py                 measure; write results/audit.csv (a few minutes)
-    python benchmarks/audit.py --write-docs    redraw the tables of docs/audit.md from that file
+    python benchmarks/audit.py    measure; write results/audit.csv (a few minutes)
+    make pages                    redraw the tables of docs/audit.md from that file
 
 The listing is a backward hook on the logits. The loss that it meets is mean-reduced cross-entropy
 over `N` examples times a loss scale `S`, so the gradient that it receives is ``S/N * (p - q)``, and
@@ -10,10 +10,8 @@ the one that it should return is ``S/N * (p' - q)``.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from powergrad.lab.words import markdown_table
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "audit.csv"
-DOCS = ROOT / "docs" / "audit.md"
 
 Row = dict[str, str]
 CONDITIONS = ["experiment", "torch", "dtype", "N", "C", "S", "alpha", "seed", "setting"]
@@ -405,9 +404,7 @@ class Results:
 
 
 def table(header: str, lines: Iterable[Iterable[object]]) -> str:
-    titles = header.split(" | ")
-    body = ["| " + " | ".join(map(str, line)) + " |" for line in lines]
-    return "\n".join(["| " + header + " |", "|" + "---|" * len(titles), *body])
+    return markdown_table(header.split(" | "), [[str(cell) for cell in line] for line in lines])
 
 
 def size_text(results: Results, **conditions: object) -> str:
@@ -567,24 +564,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
 }
 
 
-def with_tables(page: str, results: Results) -> str:
-    """`page` with each block ``<!-- table: name -->`` ... ``<!-- end -->`` drawn anew."""
-
-    def drawn(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n\n{TABLES[match[1]](results)}\n\n<!-- end -->"
-
-    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", drawn, page, flags=re.DOTALL)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--write-docs", action="store_true", help="redraw the tables of docs/audit.md; no measuring"
-    )
-    if parser.parse_args().write_docs:
-        page = with_tables(DOCS.read_text(encoding="utf-8"), Results(read_results()))
-        DOCS.write_text(page, encoding="utf-8")
-        return
     torch.set_num_threads(1)
     write_results(row for measure in MEASUREMENTS for row in measure())
 

@@ -5,10 +5,11 @@ and a figure is the ratio of two medians: neighbours on the machine and its cloc
 allocator keeps what is freed (`warm_allocator`), because page faults of large buffers would
 otherwise be most of what is measured.
 
-A turn may have several calls. The first is cold: it pays for what the other variants evicted from
-the caches, and the cheapest of them pays for the largest. The second is warm: it finds what the
-first left. A training step is between the two. The logits are as a rule in the cache, since the
-head has just written them; the gradient's buffer and the code are not, after all the other layers.
+Each variant may be called several times per turn. The first call is cold: it pays for what the
+other variants evicted from the caches, and the cheapest of them pays for the largest. The second is
+warm: it finds what the first left. A training step is between the two. The logits are as a rule in
+the cache, since the head has just written them; the gradient's buffer and the code are not, after
+all the other layers.
 
 Memory is the peak of what PyTorch's allocator has handed out and not got back since the call began,
 from the profiler's allocation events: exact, and the same in every run.
@@ -16,21 +17,20 @@ from the profiler's allocation events: exact, and the same in every run.
 
 from __future__ import annotations
 
-import csv
 import importlib
 import os
-import platform
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime, timezone
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+
+from powergrad.lab.environment import describe_machine
+from powergrad.lab.files import write_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -46,24 +46,16 @@ def warm_allocator() -> None:
 
 def conditions() -> dict[str, Any]:
     """What a figure depends on, beside the code."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    machine = describe_machine()
     return {
-        "threads": torch.get_num_threads(),
+        "threads": machine["threads"],
         "device": "cpu",
-        "cpu": cpu_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": commit,
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "cpu": machine["processor"],
+        "python": machine["python"],
+        "torch": machine["torch"],
+        "commit": machine["commit"],
+        "date": machine["time"][:10],
     }
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def in_turns(
@@ -72,9 +64,9 @@ def in_turns(
     before: Callable[[], object] = lambda: None,
     calls: int = 1,
 ) -> dict[str, list[float]]:
-    """The median CPU seconds of each call of a turn, over `rounds` in which each variant has one.
+    """The median CPU seconds of every call of a variant's turn; it has one turn per round.
 
-    The order is another one in each round: what a variant finds in the caches and the allocator
+    Every round has another order, because what a variant finds in the caches and the allocator
     depends on its predecessor. `before` runs ahead of each call and is not timed.
     """
     seconds: dict[str, list[list[float]]] = {n: [[] for _ in range(calls)] for n in variants}
@@ -116,7 +108,7 @@ def rounds_for(run: Callable[[], object], budget: float, least: int = 7) -> int:
 
 
 def peak_bytes(run: Callable[[], object], before: Callable[[], object]) -> int:
-    """The most that PyTorch's allocator has handed out at a time during `run`, after `before`."""
+    """The peak of what PyTorch's allocator has handed out during `run`, after `before`."""
     run()
     before()
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
@@ -134,28 +126,6 @@ def save(name: str, rows: Sequence[dict[str, Any]]) -> Path:
     """Write `rows` with the conditions to ``results/bench_<name>.csv``."""
     path = RESULTS / f"bench_{name}.csv"
     shared = conditions()
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *shared], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**row, **shared} for row in rows)
+    write_csv(path, [*rows[0], *shared], ({**row, **shared} for row in rows))
     print(f"wrote {path.relative_to(ROOT)}")
     return path
-
-
-def load(name: str) -> list[dict[str, str]]:
-    with (RESULTS / f"bench_{name}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
-def put_between_marks(text: str, mark: str, content: str) -> str:
-    """`text` with what stands between ``<!-- mark -->`` and ``<!-- end mark -->`` replaced."""
-    begin, end = f"<!-- {mark} -->", f"<!-- end {mark} -->"
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(end)
-    return f"{before}{begin}\n\n{content}\n\n{end}{after}"

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -163,14 +162,6 @@ def measure(n: int, c: int, dtype: torch.dtype, case: str, seconds: float) -> li
     shown = (f"{r['variant']} {r['ratio']} ({r['cold_ratio']})" for r in rows)
     print(case, rows[0]["dtype"], f"{n}x{c}", *shown)
     return rows
-
-
-def exponent(points: list[tuple[int, float]]) -> float:
-    """The slope of a straight line through the logarithms."""
-    xs, ys = zip(*((math.log(x), math.log(y)) for x, y in points), strict=True)
-    mx, my = sum(xs) / len(xs), sum(ys) / len(ys)
-    slope = sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True))
-    return slope / sum((x - mx) ** 2 for x in xs)
 
 
 def growth(seconds: float) -> list[dict[str, Any]]:

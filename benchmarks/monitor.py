@@ -46,9 +46,9 @@ class TimedMonitor(FilterMonitor):
         super().step(step)
         self.seconds.append(time.process_time() - begin)
 
-    def _see(self, module: nn.Module, features: Tensor) -> None:
+    def _add_features(self, module: nn.Module, features: Tensor) -> None:
         begin = time.process_time()
-        super()._see(module, features)
+        super()._add_features(module, features)
         self.hook_seconds += time.process_time() - begin
 
 

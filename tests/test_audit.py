@@ -352,13 +352,6 @@ def test_cross_entropy_of_this_package_is_right_at_every_scale(n: int, scale: in
 # The page ----------------------------------------------------------------------------------------
 
 
-def test_the_tables_of_the_page_are_those_of_the_results() -> None:
-    page = audit.DOCS.read_text(encoding="utf-8")
-    for name in audit.TABLES:
-        assert page.count(f"<!-- table: {name} -->") == 1
-    assert page == audit.with_tables(page, audit.Results(audit.read_results()))
-
-
 @pytest.mark.parametrize(
     ("alpha", "low", "high"),
     [(0.05, 0.3, 0.36), (0.25, 0.88, 0.92), (0.3, 0.93, 0.95), (0.92, 0.99, 1.0)],

@@ -71,10 +71,10 @@ def commands() -> Iterator[Any]:
 
 def app() -> App:
     """The command line, as `powergrad_cli.main` makes it."""
-    made = App(name="powergrad")
+    command_line = App(name="powergrad")
     for name in powergrad_cli.COMMANDS:
-        made.command(powergrad_cli.place_of(name), name=name)
-    return made
+        command_line.command(powergrad_cli.place_of(name), name=name)
+    return command_line
 
 
 def parse(line: str) -> None:
@@ -158,18 +158,6 @@ def test_a_broken_link_is_found():
     assert broken_links(page, text) == ["lost.md", "#lost", "lab.md#no"]
 
 
-def test_a_generated_table_is_the_same_on_every_page():
-    """That one of them is what results/ says is tested in test_package.py."""
-    tables: dict[str, str] = {}
-    for page in PAGES:
-        found = re.findall(
-            r"<!-- table (\w+) -->(.*?)<!-- end table \1 -->", page.read_text(), re.DOTALL
-        )
-        for name, table in found:
-            assert tables.setdefault(name, table) == table, (name, name_of(page))
-    assert "compare" in tables
-
-
 def test_the_reference_has_every_public_name():
     pages = "\n".join(page.read_text() for page in DOCS.glob("api/*.md"))
     shown = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
@@ -249,12 +237,12 @@ def test_a_figure_in_the_text_is_the_measured_one(page, words, study, arm, other
     assert words in " ".join(page.read_text().replace("*", "").split())
     with open(ROOT / "results" / f"{study}.csv") as file:
         rows = list(csv.DictReader(file))
-    of, base = (
+    values, base = (
         {row["seed"]: float(row["test_accuracy"]) for row in rows if row["arm"] == name}
         for name in (arm, other)
     )
-    assert of.keys() == base.keys()
-    difference = sum(of[seed] - base[seed] for seed in of) / len(of)
+    assert values.keys() == base.keys()
+    difference = sum(values[seed] - base[seed] for seed in values) / len(values)
     figure = re.findall(r"[+-]?\d+\.\d+", words)[-1]
     sign = "+" if figure[0] in "+-" else ""
     assert f"{difference:{sign}.{len(figure.partition('.')[2])}f}" == figure

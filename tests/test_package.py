@@ -111,12 +111,3 @@ def test_the_files_that_the_guides_name_exist():
     named = re.findall(r"`((?:src|tests|docs|benchmarks|reproduction)/[\w./]*)`", guides)
     assert len(named) > 20
     assert [path for path in named if not (ROOT / path).exists()] == []
-
-
-def test_tables_are_those_of_the_results(monkeypatch):
-    """What `benchmarks/tables.py` would write is what the pages say."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    tables = importlib.import_module("tables")
-    for page, marks in tables.PAGES.items():
-        text = (ROOT / page).read_text()
-        assert tables.page(text, marks) == text, page

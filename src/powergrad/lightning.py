@@ -14,8 +14,8 @@ except ModuleNotFoundError as error:
     ) from error
 from torch import Tensor
 
-from powergrad._check import check_number
-from powergrad.clipping import ClipHandle, check_threshold, clip_grads_before_step
+from powergrad._check import check_number, check_threshold
+from powergrad.clipping import ClipHandle, clip_grads_before_step
 from powergrad.mode import PowerGrad
 from powergrad.monitor import FilterMonitor
 

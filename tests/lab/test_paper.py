@@ -19,29 +19,23 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from powergrad.lab.paper.command import app
 
 import powergrad
+from powergrad.lab.cli.paper import app
 from powergrad.lab.config import Recipe, RecipeError
+from powergrad.lab.jobs import RecipeProgram
+from powergrad.lab.losses import as_published_cross_entropy
 from powergrad.lab.models import create_model
 from powergrad.lab.paper import draw as drawing
-from powergrad.lab.paper.as_published import as_published_cross_entropy
+from powergrad.lab.paper.collect import NORMS_BYTES, collect, record_runs, thinned_norms
 from powergrad.lab.paper.cost import cost, total_hours
-from powergrad.lab.paper.evidence import (
-    NORMS_BYTES,
-    Evidence,
-    MissingRunsError,
-    Norms,
-    _norms,
-    collect,
-    describe,
-)
-from powergrad.lab.paper.page import write_pages
-from powergrad.lab.paper.rows import changes_of, load_paper
+from powergrad.lab.paper.evidence import Evidence, MissingRunsError, Norms, Outcome
+from powergrad.lab.paper.rows import Use, changes_of, load_paper
 from powergrad.lab.paper.small import LEAST, decay_exponent, plan_replica
 from powergrad.lab.run import RunError
 from powergrad.lab.schedules import learning_rate_at
-from powergrad.lab.study import Study
+from powergrad.lab.stats import compare
+from powergrad.lab.study import Results, Study, StudyKind
 from powergrad.lab.train import train
 from powergrad.monitor import Recording, census
 
@@ -261,7 +255,7 @@ def test_notes_and_what_is_unstated_stand_beside_their_rows():
     for each in (*PAPER.notes, *PAPER.unstated):
         assert set(each.about) <= known
     for figure in PAPER.figures:
-        assert set(figure.uses) <= known
+        assert {str(use) for use in figure.uses} <= known
 
 
 @pytest.mark.parametrize("word", ["T2.11", "T9", "f1x"])
@@ -431,7 +425,7 @@ def test_the_papers_own_exponent_is_about_125():
 @pytest.mark.parametrize("item", ["T1.6", "T1.7", "T2.2", "T2.10", "T3.8", "E60", "G20"])
 def test_every_arm_of_a_replica_passes_7_and_differs_as_the_rows_do(item):
     experiment = PAPER.find(item)
-    rows = experiment.pick(item)
+    rows = experiment.with_baseline(item)
     replica = plan_replica(experiment, rows, "digits")
     assert min(replica.exponents.values()) >= LEAST == 7
     assert max(replica.exponents.values()) < 13
@@ -501,11 +495,7 @@ NEEDED = {
     "T1.7": (None, (0, 1)),
     "T2-256": (["baseline", "PGT", "AGC + PGT"], (0,)),
     "T2-1024": (["baseline"], (0,)),
-    "T3-cosine": (["baseline", "PGT 0.3"], (0,)),
-    "E60": (None, (0,)),
-    "G18": (["alpha=1", "alpha=0.5", "alpha=0.25"], (0, 1)),
-    "G50": (["alpha=1", "alpha=0.25"], (0,)),
-    "G20": (["alpha=1", "alpha=0.25"], (0,)),
+    "G18": (["alpha=1", "alpha=0.25"], (0,)),
 }
 
 
@@ -513,26 +503,18 @@ def make_runs(folder, experiment, arms, seeds):
     """What ``powergrad paper run`` does, in this process and tiny."""
     rows = [row for row in experiment.rows if arms is None or row.arm in arms]
     replica = plan_replica(experiment, rows, "digits", TINY)
-    study = Study("paper", replica.base, replica.arms, list(seeds))
-    runs = {}
-    for (arm, seed), job in study.jobs().items():
-        train(job.recipe, folder / job.name)
-        runs[job.name] = [arm, seed]
-    about = {
-        "data": "digits",
-        "examples": replica.examples,
-        "scale": "small",
-        "exponents": dict(replica.exponents),
-        "lost": list(replica.lost),
-        "command": f"powergrad paper run {experiment.id} --scale small",
-        "runs": runs,
-    }
-    describe(folder, experiment, about)
+    study = Study(StudyKind.PAPER, RecipeProgram(replica.base), replica.arms, list(seeds))
+    jobs = study.jobs()
+    for job in jobs.values():
+        job.execute(folder)
+    command = f"powergrad paper run {experiment.id} --scale small"
+    runs = {job.name: arm_and_seed for arm_and_seed, job in jobs.items()}
+    record_runs(folder, experiment, replica.conditions(command, None), runs)
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """A folder ``results`` with every experiment that a figure needs."""
+    """A folder ``results`` with experiments that figures need, in tiny runs."""
     where = tmp_path_factory.mktemp("measured")
     for item, (arms, seeds) in NEEDED.items():
         make_runs(where / "runs" / item, PAPER.find(item), arms, seeds)
@@ -569,26 +551,28 @@ def test_a_figure_is_written_in_three_formats(measured, tmp_path, name):
 
 def test_a_figure_says_which_runs_it_came_from(measured):
     evidence = Evidence(measured / "results")
-    figure = drawing._DRAWERS["high_bs"](evidence)
-    study = evidence.best("T2-1024/baseline")
-    assert study.rows[0]["run"] in figure.get_supxlabel()
+    wanted = PAPER.figure("high_bs")
+    assert wanted is not None
+    figure = drawing.plot(wanted, evidence)
+    study = evidence.best(Use("T2-1024", "baseline"))
+    assert study.results.rows[0].run in figure.get_supxlabel()
     assert "digits" in figure.get_supxlabel()
     drawing.plt.close(figure)
 
 
 def test_collected_norms_are_those_of_the_run(measured):
     evidence = Evidence(measured / "results")
-    norms = evidence.norms("T2-256/PGT")
+    norms = evidence.kept_run(Use("T2-256", "PGT")).norms()
     (folder,) = (measured / "runs" / "T2-256").glob("PGT-seed0-*")
     recording = Recording(folder)
-    assert len(norms.layers) == 21
+    assert len(norms.layers) == 21  # the head is one
     for number in (2, 11, 20):
         steps, values = recording.read(number)
         assert norms.steps[-1] == steps[-1]
-        last = norms.values[f"layer{number}"][-1]
+        last = norms.layers[number][-1]
         np.testing.assert_allclose(last, values[-1].numpy(), rtol=1e-3)
     _, features = recording.read(21, "feature")
-    np.testing.assert_allclose(norms.values["feature"][-1], features[-1].numpy(), rtol=1e-3)
+    np.testing.assert_allclose(norms.values(None)[-1], features[-1].numpy(), rtol=1e-3)
 
 
 def test_long_recordings_are_thinned_to_a_small_file(tmp_path):
@@ -596,7 +580,7 @@ def test_long_recordings_are_thinned_to_a_small_file(tmp_path):
     with powergrad.FilterMonitor(model, tmp_path / "norms", every=1) as monitor:
         for step in range(300):
             monitor.step(step)
-    arrays = _norms(Recording(tmp_path))
+    arrays = thinned_norms(Recording(tmp_path))
     assert arrays["steps"][0] == 0
     assert arrays["steps"][-1] == 299
     assert sum(array.nbytes for name, array in arrays.items() if "layer1" in name) > 0
@@ -608,10 +592,11 @@ def test_collected_files_are_small_and_hold_every_run(measured):
     assert sum(file.stat().st_size for file in files) < 2_000_000
     evidence = Evidence(measured / "results")
     for item, (arms, seeds) in NEEDED.items():
-        (study,) = evidence.of(item)
-        assert study.arms == [r.arm for r in PAPER.find(item).rows if arms is None or r.arm in arms]
-        assert len(study.rows) == len(study.arms) * len(seeds)
-    curve, *_ = evidence.curve("T1.7/PGT")
+        (study,) = evidence.of(Use(item))
+        rows = PAPER.find(item).rows
+        assert study.results.arms == [r.arm for r in rows if arms is None or r.arm in arms]
+        assert len(study.results.rows) == len(study.results.arms) * len(seeds)
+    curve = evidence.kept_run(Use("T1.7", "PGT")).curve()
     assert curve["epoch"].tolist() == [1, 2]
     assert np.isfinite(curve["test_accuracy"]).all()
 
@@ -619,22 +604,33 @@ def test_collected_files_are_small_and_hold_every_run(measured):
 def test_a_curve_is_of_the_study_that_was_tested_most(measured, tmp_path):
     results = tmp_path / "results"
     shutil.copytree(measured / "results", results)
-    evidence = Evidence(results)
-    (few,) = evidence.of("T1.7")
-    for path in (results / "paper").glob(f"{few.stem.name}*"):
-        more = path.with_name(path.name.replace(few.stem.name, "T1.7-more"))
+    (few,) = Evidence(results).of(Use("T1.7"))
+    for path in (results / "paper").glob(f"{few.name}*"):
+        more = path.with_name(path.name.replace(few.name, "T1.7-more"))
         text = path.read_text()
         if path.suffix == ".json":
             more.write_text(json.dumps({**json.loads(text), "examples": 10**6, "label": "more"}))
-        else:  # a test fewer
+        else:  # one test fewer
             more.write_text(
                 "".join(text.splitlines(keepends=True)[:-1]) if "--" in more.name else text
             )
-    both = Evidence(results)
-    assert [study.about["label"] for study in both.of("T1.7")] == ["more", few.about["label"]]
-    assert both.best("T1.7/PGT").about["label"] == "more"
-    curve, study, _ = both.curve("T1.7/PGT")
-    assert (study.about["label"], curve["epoch"].tolist()) == (few.about["label"], [1, 2])
+    both, use = Evidence(results), Use("T1.7", "PGT")
+    assert [study.label for study in both.of(Use("T1.7"))] == ["more", few.label]
+    assert both.best(use).label == "more"
+    run = both.most_tested(use)
+    assert (run.study.label, run.curve()["epoch"].tolist()) == (few.label, [1, 2])
+
+
+def test_collect_counts_what_became_of_the_filters(measured):
+    studies = Evidence(measured / "results").measurements
+    rows = [row for study in studies for row in study.results.rows if row.value("filters")]
+    assert {row.arm for row in rows} == {"baseline", "PGT", "AGC + PGT"}
+    for row in rows:
+        counts = census(next(measured.rglob(f"*{row.run}")))
+        layers = [layer for layer in counts.layers if layer.kind in ("Conv2d", "Linear")]
+        assert row.value("filters") == sum(layer.units for layer in layers)
+        weights = [event for event in counts.events if event.quantity == "weight"]
+        assert row.value("died") == len({(e.layer, e.unit) for e in weights if e.what == "died"})
 
 
 def test_runs_added_later_are_collected_with_the_first(tmp_path):
@@ -642,19 +638,20 @@ def test_runs_added_later_are_collected_with_the_first(tmp_path):
     make_runs(tmp_path / "runs", experiment, ["baseline"], (0,))
     make_runs(tmp_path / "runs", experiment, None, (0, 1))
     collect(tmp_path / "runs", tmp_path / "results" / "paper", "again")
-    (study,) = Evidence(tmp_path / "results").of("T2-1024")
-    assert [(row["arm"], row["seed"]) for row in study.rows] == [
+    (study,) = Evidence(tmp_path / "results").of(Use("T2-1024"))
+    assert [(row.arm, row.seed) for row in study.results.rows] == [
         *(("baseline", 0), ("baseline", 1)),
         *(("PGT", 0), ("PGT", 1)),
     ]
-    assert study.about["label"] == "again"
+    assert study.label == "again"
+    assert set(study.conditions.arms) == {"baseline", "PGT"}
     with pytest.raises(RunError, match=r"to hold runs of T1\.7"):
         make_runs(tmp_path / "runs", PAPER.find("T1.7"), ["baseline"], (0,))
 
 
 def test_missing_runs_are_named_with_their_command(tmp_path, capsys):
     with pytest.raises(MissingRunsError, match=r"paper run T2\.10 --scale small"):
-        Evidence(tmp_path).best("T2-256/AGC + PGT")
+        Evidence(tmp_path).best(Use("T2-256", "AGC + PGT"))
     assert call("figure", "agc_pgt", "--out", str(tmp_path), "--results", str(tmp_path)) == 1
     printed = capsys.readouterr().out
     assert "powergrad paper run T2.5 --scale small --collect" in printed
@@ -667,116 +664,30 @@ def test_missing_runs_are_named_with_their_command(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("key", "first", "last", "words"),
+    ("layer", "first", "last", "words"),
     [
-        ("layer1", [1.0, 1.0], [0.5, 0.004], "1 of 2 dead"),
-        ("layer1", [1.0, 1.2], [1e-3, 9e-4], "2 of 2 dead"),  # the layer vanished whole
-        ("layer1", [0.0, 0.0], [3.0, 2.0], "0 of 2 dead"),
-        ("layer1", [0.1, 9.0], [0.02, 9.0], "0 of 2 dead"),  # small from the start
-        ("layer1", [1.0, 1.0], [math.nan, 1.0], "diverged"),
-        ("feature", [9.0, 9.0], [0.0, 0.01], "1 of 2 dead"),
+        (1, [1.0, 1.0], [0.5, 0.004], "1 of 2 dead"),
+        (1, [1.0, 1.2], [1e-3, 9e-4], "2 of 2 dead"),  # the layer vanished whole
+        (1, [0.0, 0.0], [3.0, 2.0], "0 of 2 dead"),
+        (1, [0.1, 9.0], [0.02, 9.0], "0 of 2 dead"),  # small from the start
+        (1, [1.0, 1.0], [math.nan, 1.0], "diverged"),
+        (None, [9.0, 9.0], [0.0, 0.01], "1 of 2 dead"),
     ],
 )
-def test_who_is_dead_in_a_figure(key, first, last, words):
-    values = {key: np.array([first, last], dtype=np.float32)}
-    assert drawing._dead(Norms(np.arange(2), (key,), values, ""), key) == words
+def test_who_is_dead_in_a_figure(layer, first, last, words):
+    values = np.array([first, last], dtype=np.float32)
+    assert drawing.dead_in_words(Norms(np.arange(2), {1: values}, values), layer) == words
 
 
-# The page ----------------------------------------------------------------------------------------
+def test_too_few_seeds_have_neither_interval_nor_verdict():
+    def spread(mean, seeds=8):
+        return {seed: mean + 0.01 * (seed - (seeds - 1) / 2) for seed in range(seeds)}
 
-
-def page_of(results, folder):
-    page, no_help = write_pages(results, folder)
-    return page.read_text(), no_help.read_text()
-
-
-def test_the_pages_are_the_same_twice_and_have_the_measured_numbers(measured, tmp_path):
-    results = measured / "results"
-    page, no_help = page_of(results, tmp_path / "a")
-    assert (page, no_help) == page_of(results, tmp_path / "b")
-    (study,) = Evidence(results).of("T1.7")
-    compared = study.comparison("PGT")
-    assert compared is not None
-    wanted = (
-        "| T1.7 | PGT (alpha 0.25) | 70.53 | 70.298 | +0.090 | 2 "
-        f"| {study.mean('PGT', 'train_accuracy'):.2f}"
-    )
-    # Two seeds are too few for an interval, let alone a verdict.
-    wanted += f" | {study.mean('PGT'):.2f} | {compared.difference:+.2f} |  | too few seeds |"
-    assert wanted in page
-    missing = "|  |  |  |  |  | not measured |"
-    assert f"| T2.6 | GC | 69.04 | 67.064 | +0.268 {missing}" in page
-    assert f"| {compared.difference:+.2f} | too few seeds |" in no_help
-
-
-def test_the_page_tells_what_became_of_the_filters(measured, tmp_path):
-    page, _ = page_of(measured / "results", tmp_path)
-    studies = [each for each in Evidence(measured / "results").measurements if each.follows_filters]
-    assert {each.experiment.id for each in studies} >= {"T2-256"}
-    for study in studies:
-        for row in study.rows:
-            found = next(measured.rglob(f"*{row['run']}"))
-            seen = census(found)
-            counts = [layer for layer in seen.layers if layer.kind in ("Conv2d", "Linear")]
-            assert row["filters"] == sum(layer.units for layer in counts)
-            weights = [event for event in seen.events if event.quantity == "weight"]
-            assert row["died"] == len({(e.layer, e.unit) for e in weights if e.what == "died"})
-        assert f"| {study.stem.name} | " in page
-
-
-@pytest.fixture(scope="module")
-def own_pages(tmp_path_factory):
-    """Both pages from the results of the checkout."""
-    return page_of(ROOT / "results", tmp_path_factory.mktemp("pages"))
-
-
-def test_the_page_has_the_other_studies_too(own_pages):
-    page, no_help = own_pages
-    described = json.loads((ROOT / "results/compare_digits.json").read_text())
-    assert "### `compare_digits`: compare" in page
-    assert f"- Command: `{described['environment']['command']}`" in page
-    for each in described["comparisons"]:
-        low, high = each["interval"]
-        words = f"{each['difference']:+.2f} ({low:+.2f} to {high:+.2f})"
-        assert f"{words} | {each['p_adjusted']:.3f} | {each['verdict']} |" in page
-        if "pgt" in each["arm"]:
-            assert (f"{words} | {each['verdict']} |" in no_help) == (each["verdict"] != "better")
-
-
-def test_a_replica_with_too_little_decay_is_marked(own_pages):
-    for path in (ROOT / "results/paper").glob("*.json"):
-        least = min(json.loads(path.read_text())["exponents"].values())
-        (line,) = (each for each in own_pages[0].splitlines() if f"{path.stem}.csv`, torch" in each)
-        assert f"{least:.1f} or more" in line
-        assert ("(under 7, so nothing is said" in line) == (least < 7), path.stem
-
-
-def test_filters_of_diverged_runs_are_not_counted(own_pages):
-    told = json.loads((ROOT / "results/decompose_digits_tuned_lr.json").read_text())
-    mine = [row for row in told["rows"] if row["arm"] == "two-group CE"]
-    lived = [row["dead_units"] for row in mine if not row["diverged"]]
-    assert len(lived) < len(mine)
-    section = own_pages[0].partition("### `decompose_digits_tuned_lr`")[2]
-    (row,) = (line for line in section.splitlines() if line.startswith("| two-group CE |"))
-    assert row.split(" | ")[4] == f"{sum(lived) / len(lived):.1f}"
-
-
-@pytest.mark.parametrize("name", ["reproduction.md", "where-pgt-does-not-help.md"])
-def test_the_pages_are_those_of_the_results(own_pages, name):
-    page = own_pages[name != "reproduction.md"]
-    again = "run `powergrad paper page` and look at what changed"
-    assert page == (ROOT / "docs" / name).read_text(), again
-
-
-def test_the_pages_without_results_say_so(tmp_path):
-    page, no_help = page_of(tmp_path, tmp_path)
-    tables = page[page.index("## Table 1") :]
-    assert tables.count("Not measured here.") == len(PAPER.experiments)
-    assert "Nothing was measured yet." in no_help
-    for printed in PRINTED:
-        assert f"| {printed['id']} |" in page
-    for figure in PAPER.figures:
-        assert f"`{figure.name}`" in page
+    (few,) = compare({"a": spread(90, 3), "b": spread(91, 3)}, "a", margin=0.5)
+    assert Outcome.of(few) == ("+1.00", "", "", "too few seeds")
+    assert Outcome.of(few).with_interval == "+1.00"
+    (none,) = compare({"a": spread(90), "b": spread(89.999)}, "a", margin=0.5)
+    assert Outcome.of(none).with_interval.startswith("+0.00 (-0.00 to ")
 
 
 # The commands ------------------------------------------------------------------------------------
@@ -814,9 +725,10 @@ def test_status_counts_what_is_there(measured, tmp_path, capsys):
     assert "measured: 0 of 29" in capsys.readouterr().out
     assert call("status", "--results", str(measured / "results")) == 0
     printed = capsys.readouterr().out
-    # T1.7, T2.1, T2.5, T2.8, T2.10, T3.3, T3.5, E60; the grids here lack most alphas
-    assert "measured: 8 of 29" in printed
-    assert "can be drawn: 17 of 17" in printed
+    # T1.7, T2.1, T2.5, T2.8 and T2.10; the grid here lacks most alphas
+    assert "measured: 5 of 29" in printed
+    # those without runs, with norms, and of the first grid
+    assert "can be drawn: 14 of 17" in printed
 
 
 def test_run_plans_both_scales(tmp_path, capsys):
@@ -863,34 +775,40 @@ def test_run_names_a_bad_argument_before_it_trains(tmp_path, tokens, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_run_tells_the_rates_that_were_tuned(tmp_path):
+def execute_here(jobs, folder, **options):
+    """What the queue does, without its processes; test_study.py tests the queue."""
+    return {job.name: job.execute(folder) for job in jobs}
+
+
+def test_run_tunes_and_trains_a_replica_reports_and_collects_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("powergrad.lab.study.results.run_jobs", execute_here)
     small = ["--data.limit", "160", "--model.width", "2", "--train.epochs", "2"]
-    options = ["--seeds", "1", "--workers", "1", "--out", str(tmp_path / "runs")]
+    options = ["--seeds", "2", "--workers", "1", "--out", str(tmp_path / "runs")]
     tune = ["--tune", "lr=0.01,0.02", "--tune-seeds", "1", "--metric", "nll"]
     results = ["--collect", "--results", str(tmp_path / "results")]
     assert call("run", "T2.2", *small, *tune, "--scale", "small", *options, *results) == 0
-    (study,) = Evidence(tmp_path / "results").of("T2-1024")
-    rates = sorted(found["chosen"] for found in study.about["tuning"]["arms"].values())
+    printed = capsys.readouterr().out
+    assert "WARNING" in printed  # two epochs are no replica
+    (study,) = Evidence(tmp_path / "results").of(Use("T2-1024"))
+    assert study.results.arms == ["baseline", "PGT"]
+    assert "PGT" in study.comparisons
+    conditions = study.conditions
+    assert conditions.tuning is not None
+    rates = sorted(tuned.chosen for tuned in conditions.tuning.arms.values())
     words = f"{rates[0]:g}" if rates[0] == rates[1] else f"{rates[0]:g} to {rates[1]:g}"
-    assert f"the rate: {words}, not 0.4" in study.about["lost"]
-    for arm, found in study.about["tuning"]["arms"].items():
-        means = {each["value"]: each["mean"] for each in found["means"]}
-        assert found["chosen"] == min(means, key=lambda value: means[value])  # less NLL is better
-        ratio = study.about["exponents"][arm] / found["chosen"]
-        assert ratio == pytest.approx(
-            study.about["exponents"]["PGT"] / study.about["arms"]["PGT"]["optimizer.lr"], rel=0.05
-        )
-
-
-def test_run_trains_a_replica_and_collects_it(tmp_path, capsys):
-    small = ["--data.limit", "160", "--model.width", "2", "--train.epochs", "2"]
-    options = ["--seeds", "2", "--workers", "1", "--out", str(tmp_path / "runs")]
-    results = ["--collect", "--results", str(tmp_path / "results")]
-    assert call("run", "T2.2", *small, "--scale", "small", *options, *results) == 0
-    assert "WARNING" in capsys.readouterr().out  # two epochs are no replica
-    (study,) = Evidence(tmp_path / "results").of("T2-1024")
-    assert study.arms == ["baseline", "PGT"]
-    assert study.comparison("PGT") is not None
+    assert f"the rate: {words}, not 0.4" in conditions.lost
+    for arm, tuned in conditions.tuning.arms.items():
+        best = min(tuned.means, key=lambda tried: tried.mean)  # less NLL is better
+        assert tuned.chosen == best.value
+        ratio = conditions.exponents[arm] / tuned.chosen
+        pgt = conditions.exponents["PGT"] / conditions.arms["PGT"]["optimizer.lr"]
+        assert ratio == pytest.approx(pgt, rel=0.05)
+    # As every study it leaves its results, a figure and a page.
+    folder = tmp_path / "runs" / "paper-T2-1024-digits"
+    assert Results.load(folder).verdict() in " ".join(printed.split())
+    assert {"study.csv", "study.json", "study.png", "report.html"} <= {
+        path.name for path in folder.iterdir()
+    }
 
 
 def test_run_at_full_scale_trains_the_rows_own_recipe(tmp_path):
@@ -900,13 +818,13 @@ def test_run_at_full_scale_trains_the_rows_own_recipe(tmp_path):
     tiny += ["--machine.threads", "1", "--model.stem", "small"]
     where = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
     assert call("run", "T2.2", *tiny, "--data", "digits", "--collect", *where) == 0
-    (study,) = Evidence(tmp_path / "results").of("T2-1024")
-    assert study.arms == ["PGT"]
-    assert study.about["scale"] == "full"
-    assert study.about["recipe"]["loss"]["alpha"] == 0.92
-    assert study.about["recipe"]["optimizer"]["lr"] == 0.4
-    # What is not the paper's is told: other data, and every override that changes the training.
-    assert study.about["lost"] == [
+    (study,) = Evidence(tmp_path / "results").of(Use("T2-1024"))
+    assert study.results.arms == ["PGT"]
+    assert study.conditions.scale == "full"
+    assert study.recipe.loss.alpha == 0.92
+    assert study.recipe.optimizer.lr == 0.4
+    # What is not the paper's is listed: other data, and every override that changes the training.
+    assert study.conditions.lost == (
         "the data: 64 examples (digits)",
         "data.limit: 64",
         "model.width: 2",
@@ -915,6 +833,4 @@ def test_run_at_full_scale_trains_the_rows_own_recipe(tmp_path):
         "train.epochs: 2",
         "train.batch_size: 32",
         "train.precision: float32",
-    ]
-    page, _ = page_of(tmp_path / "results", tmp_path)
-    assert "**Measured at full scale (digits)**" in page
+    )

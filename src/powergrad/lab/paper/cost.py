@@ -22,9 +22,9 @@ class Cost:
 
     Attributes:
         gpu: The GPU.
-        hours: GPU hours: those of four working together are as many, in a quarter of the time.
-        images_per_second: What it is computed from.
-        how: How that was measured, and what was estimated.
+        hours: GPU hours: four GPUs together use as many, in a quarter of the time.
+        images_per_second: The training speed that the hours are computed from.
+        how: How that speed was measured, and what was estimated.
         source: Where it was published.
     """
 
@@ -36,47 +36,46 @@ class Cost:
 
 
 def cost(recipe: Recipe) -> list[Cost]:
-    """GPU hours of training, tests and reading of images left out, for every GPU with a source.
+    """GPU hours of training for every GPU with a source, without tests and reading of images.
 
-    Where a publisher has ResNet-50 only, another network is taken to be as much faster or slower
-    there as it is in the table that has both. Networks without normalisation are taken to be as
-    fast as those with it, which is an upper bound of their cost.
+    Where a publisher has ResNet-50 only, the speed of another network is estimated by its ratio to
+    ResNet-50 in the table that has both. Networks without normalisation are taken to be as fast as
+    those with it, which is an upper bound of their cost.
 
     Args:
         recipe: What is trained, on ImageNet or CIFAR-10.
 
     Returns:
-        A cost a GPU; none for a network or a data set that no source has.
+        One cost per GPU; none for a network or a data set that no source has.
 
     Example:
-        >>> recipe = load_paper().find("T1.2").rows[0].recipe
-        >>> [f"{each.gpu}: {each.hours:.1f}" for each in cost(recipe)]
+        >>> recipe = load_paper().find("T1.2").baseline.recipe
+        >>> [f"{part.gpu}: {part.hours:.1f}" for part in cost(recipe)]
         ['V100 16GB: 34.2', 'A100 80GB: 17.1', 'RTX 3090: 43.1']
     """
     network = recipe.model.name
     data = "imagenet" if recipe.data.name.startswith("folder:") else recipe.data.name
-    tables = [each for each in load_paper().throughput if each.get("data", "imagenet") == data]
-    whole = max((each["networks"] for each in tables), key=len, default={})
-    found = []
+    tables = [table for table in load_paper().throughput if table.data == data]
+    largest = max((table.networks for table in tables), key=len, default={})
+    costs = []
     for table in tables:
-        speeds, how = table["networks"], table["how"]
-        speed = speeds.get(network)
-        if speed is None and network in whole:
-            speed = speeds["resnet50"] * whole[network] / whole["resnet50"]
+        speed, how = table.networks.get(network), table.how
+        if speed is None and network in largest:
+            speed = table.networks["resnet50"] * largest[network] / largest["resnet50"]
             how += f"; {network} estimated by its ratio to resnet50 on the RTX 3090"
         if speed is None:
             continue
         if recipe.model.norm == "none":
             how += "; with normalisation, so an upper bound"
         hours = recipe.train.epochs * examples_of(recipe) / speed / 3600
-        found.append(Cost(table["gpu"], hours, speed, how, table["source"]))
-    return found
+        costs.append(Cost(table.gpu, hours, speed, how, table.source))
+    return costs
 
 
 def total_hours(recipes: Iterable[Recipe]) -> dict[str, float]:
-    """GPU hours of several recipes by GPU, each run counted once."""
+    """GPU hours of several recipes by GPU; a recipe that occurs twice is counted once."""
     hours: dict[str, float] = {}
     for recipe in {recipe.key: recipe for recipe in recipes}.values():
-        for each in cost(recipe):
-            hours[each.gpu] = hours.get(each.gpu, 0.0) + each.hours
+        for part in cost(recipe):
+            hours[part.gpu] = hours.get(part.gpu, 0.0) + part.hours
     return hours

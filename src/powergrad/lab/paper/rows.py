@@ -10,9 +10,22 @@ from typing import Any
 
 import yaml
 
-from powergrad.lab.config import Recipe, RecipeError, did_you_mean, flatten
+from powergrad.lab.config import Recipe, RecipeError, flatten
+from powergrad.lab.words import did_you_mean
 
-__all__ = ["Experiment", "Figure", "Paper", "Row", "Unstated", "changes_of", "load_paper"]
+__all__ = [
+    "Experiment",
+    "Figure",
+    "Note",
+    "Paper",
+    "PrintedNumber",
+    "Row",
+    "Throughput",
+    "Unstated",
+    "Use",
+    "changes_of",
+    "load_paper",
+]
 
 
 @dataclass(frozen=True)
@@ -21,9 +34,9 @@ class Unstated:
 
     Attributes:
         what: What is missing.
+        reason: Why this choice was made.
+        about: The ids that it concerns.
         choice: What the recipe has for it, as dotted keys; empty where that is a default.
-        reason: Why.
-        about: Ids that it concerns.
     """
 
     what: str
@@ -39,6 +52,51 @@ class Note:
     id: str
     text: str
     about: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PrintedNumber:
+    """A number that the paper prints outside its tables."""
+
+    id: str
+    where: str
+    what: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Published training speeds on one kind of GPU, in images per second by network."""
+
+    gpu: str
+    source: str
+    how: str
+    networks: Mapping[str, float]
+    data: str = "imagenet"
+
+
+@dataclass(frozen=True)
+class Use:
+    """The runs that a figure draws: those of one arm, or of a whole experiment.
+
+    Example:
+        >>> Use.parse("T2-256/AGC + PGT")
+        Use(experiment='T2-256', arm='AGC + PGT')
+        >>> str(Use("G18"))
+        'G18'
+    """
+
+    experiment: str
+    arm: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Use:
+        """A use as ``published.yaml`` writes it."""
+        experiment, _, arm = text.partition("/")
+        return cls(experiment, arm or None)
+
+    def __str__(self) -> str:
+        return self.experiment if self.arm is None else f"{self.experiment}/{self.arm}"
 
 
 @dataclass(frozen=True)
@@ -59,21 +117,32 @@ class Row:
     chosen: Mapping[str, Any]
     published: Mapping[str, float]
 
-    @property
+    @functools.cached_property
     def recipe(self) -> Recipe:
         """The recipe of the row, at full scale."""
         return Recipe().override({**self.chosen, **self.stated})
 
+    @property
+    def published_text(self) -> str:
+        """The printed numbers in words."""
+        words = [f"{key} {value:g}" for key, value in self.published.items()]
+        return ", ".join(words) or "no number printed"
+
 
 @dataclass(frozen=True)
 class Experiment:
-    """Rows that are compared with each other; the first is what the others are held to."""
+    """Rows that are compared with each other; the first is the baseline of the others."""
 
     id: str
     where: str
     title: str
     rows: tuple[Row, ...]
     grid: tuple[float, ...] = ()
+
+    @property
+    def baseline(self) -> Row:
+        """The row that the others are compared with."""
+        return self.rows[0]
 
     def row(self, arm: str) -> Row:
         """The row of an arm."""
@@ -86,9 +155,13 @@ class Experiment:
             f"{did_you_mean(arm, arms)}"
         )
 
-    def pick(self, item: str) -> tuple[Row, ...]:
-        """The rows of an id, after the row that they are held to."""
-        return tuple(row for row in self.rows if row is self.rows[0] or item in (row.id, self.id))
+    def own_rows(self, item: str) -> list[Row]:
+        """The rows of an id, without the baseline unless it is one of them."""
+        return [row for row in self.rows if item in (row.id, self.id)]
+
+    def with_baseline(self, item: str) -> list[Row]:
+        """The rows of an id, after the baseline."""
+        return [row for row in self.rows if row is self.baseline or item in (row.id, self.id)]
 
 
 @dataclass(frozen=True)
@@ -99,13 +172,13 @@ class Figure:
         id: ``F1`` to ``F17``, by its place.
         name: Its label in the source, or ours where it has none.
         title: What it shows.
-        uses: The experiments (``G18``) or arms (``T2-256/PGT``) whose runs it draws.
+        uses: The runs that it draws.
     """
 
     id: str
     name: str
     title: str
-    uses: tuple[str, ...]
+    uses: tuple[Use, ...]
 
 
 @dataclass(frozen=True)
@@ -113,25 +186,28 @@ class Paper:
     """Everything in ``published.yaml``."""
 
     title: str
-    code: str
-    common: Mapping[str, Any]
     experiments: tuple[Experiment, ...]
     figures: tuple[Figure, ...]
     unstated: tuple[Unstated, ...]
     notes: tuple[Note, ...]
-    claims: tuple[Mapping[str, Any], ...]
-    throughput: tuple[Mapping[str, Any], ...]
+    numbers: tuple[PrintedNumber, ...]
+    throughput: tuple[Throughput, ...]
+
+    @property
+    def rows(self) -> list[Row]:
+        """Every row of every experiment."""
+        return [row for experiment in self.experiments for row in experiment.rows]
 
     def items(self) -> list[tuple[str, Experiment]]:
         """The id of every row, pair, run and grid, with its experiment, in printed order."""
-        found: dict[str, Experiment] = {}
+        items: dict[str, Experiment] = {}
         for experiment in self.experiments:
             for row in experiment.rows:
-                found.setdefault(row.id, experiment)
-        return list(found.items())
+                items.setdefault(row.id, experiment)
+        return list(items.items())
 
     def ids(self) -> list[str]:
-        """What can be asked for: items, then figures."""
+        """Every id of a row, run or grid, then those of figures."""
         return [*(item for item, _ in self.items()), *(figure.id for figure in self.figures)]
 
     def find(self, item: str) -> Experiment:
@@ -141,23 +217,20 @@ class Paper:
             RecipeError: If there is none.
         """
         for experiment in self.experiments:
-            if item == experiment.id or any(item == row.id for row in experiment.rows):
+            if experiment.own_rows(item):
                 return experiment
+        wrong = f"Expected an item of `powergrad paper list` that trains, but got {item!r}"
         if self.figure(item) is not None:
             raise RecipeError(
-                f"Expected an item of `powergrad paper list` that trains, but got {item!r}, a "
-                f"figure: `powergrad paper figure {item} --out DIR` draws it."
+                f"{wrong}, a figure: `powergrad paper figure {item} --out DIR` draws it."
             )
         known = [item for item, _ in self.items()]
         known += [experiment.id for experiment in self.experiments]
-        raise RecipeError(
-            f"Expected an item of `powergrad paper list` that trains, but got {item!r}"
-            f"{did_you_mean(item, known)}"
-        )
+        raise RecipeError(f"{wrong}{did_you_mean(item, known)}")
 
     def figure(self, item: str) -> Figure | None:
         """The figure of an id or a name; None where it is neither."""
-        return next((each for each in self.figures if item in (each.id, each.name)), None)
+        return next((figure for figure in self.figures if item in (figure.id, figure.name)), None)
 
     def about(self, item: str) -> tuple[list[Note], list[Unstated]]:
         """The notes on an item or a figure, and what is unstated of it."""
@@ -166,12 +239,23 @@ class Paper:
             names = {figure.id, figure.name}
         else:
             experiment = self.find(item)
-            names = {"all", item, experiment.id, *(r.id for r in experiment.pick(item)[1:])}
-            names |= {f"{experiment.id}/{row.arm}" for row in experiment.pick(item)}
+            names = {item}
+            for row in experiment.with_baseline(item):
+                row_id = item if row is experiment.baseline else row.id
+                names |= _names(experiment.id, row_id, row.arm)
         return (
             [note for note in self.notes if names & set(note.about)],
-            [each for each in self.unstated if names & set(each.about)],
+            [unstated for unstated in self.unstated if names & set(unstated.about)],
         )
+
+    def number(self, name: str) -> float:
+        """A number that is printed outside the tables."""
+        return next(number.value for number in self.numbers if number.id == name)
+
+
+def _names(experiment: str, row: str, arm: str) -> set[str]:
+    """What `about` in ``published.yaml`` may call a row."""
+    return {"all", experiment, row, str(Use(experiment, arm))}
 
 
 @functools.cache
@@ -189,21 +273,21 @@ def load_paper() -> Paper:
     text = resources.files("powergrad.lab.paper").joinpath("published.yaml").read_text("utf-8")
     raw = yaml.safe_load(text)
     unstated = tuple(
-        Unstated(each["what"], each["reason"], tuple(each["about"]), each.get("choice", {}))
-        for each in raw["unstated"]
+        Unstated(**{**values, "about": tuple(values["about"])}) for values in raw["unstated"]
     )
     return Paper(
         title=raw["title"],
-        code=raw["code"],
-        common=raw["common"],
         experiments=tuple(
-            _experiment(each, raw["common"], unstated) for each in raw["experiments"]
+            _experiment(values, raw["common"], unstated) for values in raw["experiments"]
         ),
-        figures=tuple(Figure(**{**each, "uses": tuple(each["uses"])}) for each in raw["figures"]),
+        figures=tuple(
+            Figure(**{**values, "uses": tuple(map(Use.parse, values["uses"]))})
+            for values in raw["figures"]
+        ),
         unstated=unstated,
-        notes=tuple(Note(each["id"], each["text"], tuple(each["about"])) for each in raw["notes"]),
-        claims=tuple(raw["claims"]),
-        throughput=tuple(raw["throughput"]),
+        notes=tuple(Note(**{**values, "about": tuple(values["about"])}) for values in raw["notes"]),
+        numbers=tuple(PrintedNumber(**values) for values in raw["numbers"]),
+        throughput=tuple(Throughput(**values) for values in raw["throughput"]),
     )
 
 
@@ -215,28 +299,27 @@ def _experiment(
         {"arm": f"alpha={alpha:g}", "recipe": {"loss.alpha": alpha}} for alpha in grid
     ]
     rows = []
-    for each in listed:
-        item = each.get("id", raw["id"])
-        names = {"all", raw["id"], item, f"{raw['id']}/{each['arm']}"}
+    for values in listed:
+        item, arm = values.get("id", raw["id"]), values["arm"]
         chosen: dict[str, Any] = {}
         for missing in unstated:
-            if names & set(missing.about):
+            if _names(raw["id"], item, arm) & set(missing.about):
                 chosen |= missing.choice
-        stated = {**common, **raw["recipe"], **each.get("recipe", {})}
-        for key in chosen:  # what the common recipe says is not said of these
+        stated = {**common, **raw["recipe"], **values.get("recipe", {})}
+        for key in chosen:  # the common recipe does not hold for these
             stated.pop(key, None)
-        published = {key: each[key] for key in ("train", "test", "gap") if key in each}
-        rows.append(Row(item, each["arm"], stated, chosen, published))
+        published = {key: values[key] for key in ("train", "test", "gap") if key in values}
+        rows.append(Row(item, arm, stated, chosen, published))
     return Experiment(raw["id"], raw["where"], raw["title"], tuple(rows), grid)
 
 
-def changes_of(recipe: Recipe, base: Recipe | None = None) -> dict[str, Any]:
-    """The dotted keys in which `recipe` differs from `base`, the defaults by default.
+def changes_of(recipe: Recipe, base: Recipe) -> dict[str, Any]:
+    """The dotted keys in which `recipe` differs from `base`.
 
     Example:
-        >>> changes_of(Recipe().override({"loss.alpha": 0.3, "seed": 4}))
+        >>> changes_of(Recipe().override({"loss.alpha": 0.3, "seed": 4}), Recipe())
         {'loss.alpha': 0.3, 'seed': 4}
     """
-    before = dict(flatten((base or Recipe()).model_dump(mode="json")))
+    before = dict(flatten(base.model_dump(mode="json")))
     after = dict(flatten(recipe.model_dump(mode="json")))
     return {key: value for key, value in after.items() if value != before[key]}

@@ -8,6 +8,7 @@ weight norms can be seen.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,14 @@ from typing import Any
 
 from powergrad.lab.config import Recipe
 from powergrad.lab.data import load_data
+from powergrad.lab.jobs import Changes
 from powergrad.lab.paper.cost import examples_of
+from powergrad.lab.paper.evidence import Conditions
 from powergrad.lab.paper.rows import Experiment, Row, changes_of
 from powergrad.lab.schedules import learning_rate_at
+from powergrad.lab.study import Tuning
 
-__all__ = ["Replica", "decay_exponent", "plan_replica"]
+__all__ = ["DATA", "Replica", "decay_exponent", "plan_replica"]
 
 LEAST = 7.0  # the decay exponent that a replica must pass
 GOAL = 7.5  # what it is planned for
@@ -27,43 +31,43 @@ RECORDS = 400  # of filter norms over a run
 # The peak rate at batch 128, other batches in proportion, and the decay. Without normalisation a
 # ResNet-18 of width 8 diverges on digits with PGT at alpha 0.25 and twice this rate.
 RATES = {"batch": (0.1, 0.005), "group": (0.1, 0.005), "none": (0.08, 0.01)}
-SETS: dict[str, dict[str, Any]] = {
+DATA: dict[str, dict[str, Any]] = {
     "digits": {"data.flip": False, "model.stem": "small"},
     "fashion-mnist": {"data.flip": True, "data.crop_padding": 2, "model.stem": "small"},
     "cifar10": {"data.flip": True, "data.crop_padding": 4, "model.stem": "small"},
-    "folder": {"data.flip": True, "data.size": 64},
 }
+FOLDER = {"data.flip": True, "data.size": 64}
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A plan.
+    """The plan of a replica.
 
     Attributes:
         experiment: What is replicated.
-        rows: Its rows, the first one to compare with.
+        rows: Its rows, the baseline first.
         base: The recipe of the first arm.
         arms: What every arm changes in it.
-        examples: How many training examples there are.
-        classes: How many classes.
+        examples: The number of training examples.
+        classes: The number of classes.
     """
 
     experiment: Experiment
     rows: tuple[Row, ...]
     base: Recipe
-    arms: Mapping[str, Mapping[str, Any]]
+    arms: Mapping[str, Changes]
     examples: int
     classes: int
 
-    @property
+    @functools.cached_property
     def recipes(self) -> dict[str, Recipe]:
         """The recipe of every arm."""
         return {arm: self.base.override(changes) for arm, changes in self.arms.items()}
 
-    @property
+    @functools.cached_property
     def exponents(self) -> dict[str, float]:
         """The decay exponent of every arm."""
-        return {arm: decay_exponent(each, self.examples) for arm, each in self.recipes.items()}
+        return {arm: decay_exponent(recipe, self.examples) for arm, recipe in self.recipes.items()}
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -75,27 +79,39 @@ class Replica:
             if base.model.name == full.model.name
             else f"the kind of network (normalisation: {base.model.norm})",
             "SGD with Nesterov's momentum 0.9, the schedule's shape, "
-            f"{warm_up:.2g} parts in 100 of warm-up",
+            f"{warm_up:.2g}% of the epochs as warm-up",
             "what the arms differ in: alpha, clipping, label smoothing, length",
         ]
-        is_table = self.experiment.id.startswith("T2")
-        if is_table and base.train.batch_size == _small_batch(full):
+        is_table_2 = self.experiment.where == "Table 2"
+        if is_table_2 and base.train.batch_size == _small_batch(full):
             kept.append("the ratios between the three batch sizes (1024, 512, 256)")
         return tuple(kept)
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """What is not."""
+        """What is not as in the paper."""
         return tuple(_lost(self))
+
+    def conditions(self, command: str, tuning: Tuning | None) -> Conditions:
+        """How the runs of this replica are made."""
+        return Conditions(
+            self.base.data.name,
+            self.examples,
+            "small",
+            self.exponents,
+            self.lost,
+            (command,),
+            self.arms,
+            tuning,
+        )
 
     def describe(self) -> str:
         """The plan, in words."""
-        lines = [f"  kept: {each}" for each in self.kept]
-        lines += [f"  lost: {each}" for each in self.lost]
-        lines.append("Decay exponent sum(lr * wd) / (1 - momentum), at least 7 wanted:")
-        lines += [f"  {arm}: {value:.2f}" for arm, value in self.exponents.items()]
-        under = [arm for arm, value in self.exponents.items() if value < LEAST]
-        if under:
+        lines = [f"  kept: {words}" for words in self.kept]
+        lines += [f"  lost: {words}" for words in self.lost]
+        lines.append(f"Decay exponent sum(lr * wd) / (1 - momentum), at least {LEAST:g} wanted:")
+        lines += [f"  {arm}: {exponent:.2f}" for arm, exponent in self.exponents.items()]
+        if under := [arm for arm, exponent in self.exponents.items() if exponent < LEAST]:
             lines.append(
                 f"WARNING: {', '.join(under)} stays under {LEAST:g}: dead filters will not reach "
                 "zero, and the run says nothing of the paper's equilibrium."
@@ -132,12 +148,12 @@ def plan_replica(
 ) -> Replica:
     """Plan the replica of some rows of an experiment.
 
-    Epochs, warm-up and milestones shrink or grow by one factor, the least that takes the decay
+    Epochs, warm-up and milestones are multiplied by one factor, the smallest that takes the decay
     exponent of every arm past 7.
 
     Args:
         experiment: The experiment.
-        rows: Its rows, the first one to compare with.
+        rows: Its rows, the baseline first.
         data: ``digits``, ``fashion-mnist``, ``cifar10`` or ``folder:PATH``.
         changes: Dotted keys that are changed in every arm; with ``train.epochs``, those of the
             longest arm.
@@ -152,33 +168,37 @@ def plan_replica(
     loaded = load_data(probe.data, data_dir=probe.machine.data_dir)
     examples = len(loaded.train)
 
-    def arms_at(factor: float) -> list[Recipe]:
+    def recipes_at(factor: float) -> list[Recipe]:
         return [_scaled(row, data, given, factor) for row in rows]
 
-    def least(factor: float) -> float:
-        return min(decay_exponent(recipe, examples) for recipe in arms_at(factor))
+    def least_exponent(factor: float) -> float:
+        return min(decay_exponent(recipe, examples) for recipe in recipes_at(factor))
 
     if epochs is not None:
         factor = epochs / longest
     else:
-        factor = max(GOAL / least(1.0), 10 / longest)
-        while least(factor) < LEAST:  # rounding to whole epochs may cost a little
+        factor = max(GOAL / least_exponent(1.0), 10 / longest)
+        while least_exponent(factor) < LEAST:  # rounding to whole epochs may cost a little
             factor *= 1.05
-    recipes = arms_at(factor)
-    # A record of the norms every so many steps, and a test every so many epochs, suffice.
-    steps = max(r.train.epochs for r in recipes) * (examples // recipes[0].train.batch_size)
+    recipes = recipes_at(factor)
+    most_epochs = max(recipe.train.epochs for recipe in recipes)
+    steps = most_epochs * (examples // recipes[0].train.batch_size)
+    is_watched = probe.model.norm == "none"
     watch = {
-        "train.test_every": max(1, max(r.train.epochs for r in recipes) // 100),
-        "monitor.every": max(1, steps // RECORDS) if probe.model.norm == "none" else 0,
-        "monitor.features": probe.model.norm == "none",
+        "train.test_every": max(1, most_epochs // 100),
+        "monitor.every": max(1, steps // RECORDS) if is_watched else 0,
+        "monitor.features": is_watched,
     }
-    recipes = [recipe.override({**watch, **given}) for recipe in recipes]
-    base = recipes[0]
+    recipes = {
+        row.arm: recipe.override({**watch, **given})
+        for row, recipe in zip(rows, recipes, strict=True)
+    }
+    base = recipes[rows[0].arm]
     return Replica(
         experiment,
         tuple(rows),
         base,
-        {row.arm: changes_of(each, base) for row, each in zip(rows, recipes, strict=True)},
+        {arm: changes_of(recipe, base) for arm, recipe in recipes.items()},
         examples,
         len(loaded.classes),
     )
@@ -190,11 +210,10 @@ def _scaled(row: Row, data: str, given: Mapping[str, Any], factor: float) -> Rec
     batch = _small_batch(full)
     peak, decay = RATES[full.model.norm]
     rate = peak * batch / 128
-    kind = "folder" if data.startswith("folder:") else data
     small: dict[str, Any] = {
         "data.name": data,
         "data.crop_padding": 0,
-        **SETS.get(kind, {}),
+        **DATA.get(data, FOLDER),
         "model.width": 8,
         "optimizer.lr": rate,
         "optimizer.weight_decay": decay,
@@ -205,7 +224,7 @@ def _scaled(row: Row, data: str, given: Mapping[str, Any], factor: float) -> Rec
         **given,
         "train.epochs": max(2, round(full.train.epochs * factor)),
         "schedule.warmup_epochs": full.schedule.warmup_epochs * factor,
-        "schedule.milestones": [each * factor for each in full.schedule.milestones],
+        "schedule.milestones": [epoch * factor for epoch in full.schedule.milestones],
     }
     if full.model.name == "resnet20":
         small.pop("model.stem", None)
@@ -218,29 +237,24 @@ def _scaled(row: Row, data: str, given: Mapping[str, Any], factor: float) -> Rec
 
 
 def _small_batch(full: Recipe) -> int:
-    """An eighth, but for the one on CIFAR-10, which is small already."""
+    """An eighth, except for the one on CIFAR-10, which is small already."""
     return full.train.batch_size // (8 if full.train.batch_size > 128 else 1)
 
 
 def _lost(replica: Replica) -> Iterator[str]:
     base, full = replica.base, replica.rows[0].recipe
-    recipes, exponents = replica.recipes, replica.exponents.values()
-    before = examples_of(full)
-    data = f"{replica.examples:,} examples of {replica.classes} classes"
-    yield f"the data: {data} ({base.data.name})"
+    recipes = replica.recipes
+    examples = examples_of(full)
+    yield (
+        f"the data: {replica.examples:,} examples of {replica.classes} classes ({base.data.name})"
+    )
+    rates = _range([recipe.optimizer.lr for recipe in recipes.values()])
+    width = 16 if full.model.name == "resnet20" else 64
     for what, ours, theirs in (
         ("the network", base.model.name, full.model.name),
-        (
-            "channels of the first stage",
-            base.model.width,
-            16 if full.model.name == "resnet20" else 64,
-        ),
+        ("channels of the first stage", base.model.width, width),
         ("the batch", base.train.batch_size, full.train.batch_size),
-        (
-            "the rate",
-            _range([each.optimizer.lr for each in recipes.values()]),
-            f"{full.optimizer.lr:g}",
-        ),
+        ("the rate", rates, f"{full.optimizer.lr:g}"),
         ("the decay", f"{base.optimizer.weight_decay:g}", f"{full.optimizer.weight_decay:g}"),
     ):
         if ours != theirs:
@@ -248,15 +262,19 @@ def _lost(replica: Replica) -> Iterator[str]:
     if base.model.stem == "small" and base.model.name == full.model.name:
         yield "the stem: 3x3 of stride 1, not 7x7 of stride 2 with a max-pooling"
     steps = replica.examples // base.train.batch_size * base.train.epochs
+    exponents = _range([round(exponent, 1) for exponent in replica.exponents.values()])
     yield (
-        f"the length: {steps:,} steps and a decay exponent of "
-        f"{_range([round(each, 1) for each in exponents])}, not "
-        f"{before // full.train.batch_size * full.train.epochs:,} and "
-        f"{decay_exponent(full, before):.0f}"
+        f"the length: {steps:,} steps and a decay exponent of {exponents}, not "
+        f"{examples // full.train.batch_size * full.train.epochs:,} and "
+        f"{decay_exponent(full, examples):.0f}"
     )
-    for row in replica.rows:
-        ours, theirs = recipes[row.arm].clip.agc, row.recipe.clip.agc
-        if ours is not None and theirs is not None and ours != theirs:
+    thresholds = (
+        (recipes[row.arm].clip.agc, row.recipe.clip.agc)
+        for row in replica.rows
+        if recipes[row.arm].clip.agc != row.recipe.clip.agc
+    )
+    for ours, theirs in thresholds:
+        if ours is not None and theirs is not None:
             yield (
                 f"AGC's threshold: {ours:g}, not {theirs:g}, so that its ratio to the decay is kept"
             )

@@ -1,4 +1,4 @@
-"""What the page says of each claim, against the CSV files and the paper's own tables."""
+"""What the pages say of each claim, against the CSV files and the paper's own tables."""
 
 import csv
 import json
@@ -9,14 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from powergrad.lab import stats
 from powergrad.lab.config import Recipe
-from powergrad.lab.paper.claims import claim_by_claim
+from powergrad.lab.files import write_json
+from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.paper.evidence import Evidence
-from powergrad.lab.paper.page import write_pages
-from powergrad.lab.paper.studies import found_in, methods_of, read_studies, told, trials
+from powergrad.lab.paper.rows import load_paper
+from powergrad.lab.study import METRICS, Results, RunRow, Study, StudyKind, Tuning
+from powergrad.lab.study.records import TunedArm
+from reproduction.claims import CLAIMS
+from reproduction.pages import study_regions
+from reproduction.studies import all_trials, contrasts_of, methods_of, read_studies
 
-RESULTS = Path(__file__).parents[2] / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
 CHANGED = {
     "data.name": "digits",
     "model.name": "resnet8",
@@ -29,65 +34,51 @@ CHANGED = {
 RECIPE = Recipe().override(CHANGED)
 
 
-def claims_of(results):
-    """The lines of the page's section on claims."""
-    evidence = Evidence(results)
-    return list(claim_by_claim(evidence, trials(evidence, read_studies(results))))
+def lines_of(regions, start):
+    """The lines below the claim whose title begins so, or of the region of that name."""
+    (name,) = [f"claim-{claim.id}" for claim in CLAIMS if claim.title.startswith(start)] or [start]
+    return regions[name]().splitlines()
 
 
-def section(lines, start):
-    """The lines of the section whose title begins so."""
-    found, inside = [], False
-    for line in lines:
-        if line.startswith("### "):
-            inside = line.startswith(f"### {start}")
-        if inside:
-            found.append(line)
-    assert found, f"no section {start!r}"
-    return found
+def trials_of(results):
+    return all_trials(Evidence(results), read_studies(results))
 
 
 def write_study(
-    folder, name, changes, accuracy, dead=None, tuning=None, diverged=(), recipe=RECIPE, train=None
+    folder, name, changes, accuracy, dead=None, tuned=None, diverged=(), recipe=RECIPE, train=None
 ):
-    """A ``study.json`` as ``powergrad compare`` leaves it, of made-up runs."""
-    baseline = next(iter(changes))
-    compared = stats.compare(accuracy, baseline, margin=0.5)
+    """What ``powergrad compare`` leaves, of made-up runs."""
     rows = [
-        {
-            "arm": arm,
-            "seed": seed,
-            "steps": 1000,
-            "test_accuracy": value,
-            "train_accuracy": (train or accuracy)[arm][seed],
-            "train_loss": zlib.crc32(f"{name} {arm} {seed}".encode()) / 2**32,
-            "nll": 1.0,
-            "seconds": 3.6,
-            "diverged": (arm, seed) in diverged,
-        }
-        | ({"dead_units": dead[arm][seed]} if dead else {})
+        RunRow(
+            arm,
+            seed,
+            {
+                "steps": 1000,
+                "test_accuracy": value,
+                "train_accuracy": (train or accuracy)[arm][seed],
+                "train_loss": zlib.crc32(f"{name} {arm} {seed}".encode()) / 2**32,
+                "nll": 1.0,
+                "seconds": 3.6,
+                "diverged": (arm, seed) in diverged,
+                **({"dead_units": dead[arm][seed]} if dead else {}),
+            },
+        )
         for arm, values in accuracy.items()
         for seed, value in values.items()
     ]
-    about = {
-        "kind": "compare-x",
-        "baseline": baseline,
-        "arms": list(accuracy),
-        "changes": changes,
-        "comparisons": [each.to_dict() for each in compared],
-        "rows": rows,
-        "recipe": recipe.model_dump(mode="json"),
-        "environment": {"torch": "2", "commit": "c0ffee", "command": "powergrad compare"},
-    }
-    if tuning:
-        about["tuning"] = {"key": "optimizer.lr", "seeds": [1000], "arms": tuning}
-    (folder / f"compare_{name}.json").write_text(json.dumps(about))
+    metric, baseline = METRICS["test_accuracy"], next(iter(changes))
+    seeds = list(accuracy[baseline])
+    study = Study(StudyKind.COMPARE, RecipeProgram(recipe), changes, seeds)
+    tuning = Tuning("optimizer.lr", (1000,), 0.2, tuned) if tuned else None
+    made = {"torch": "2", "commit": "c0ffee", "command": "powergrad compare"}
+    results = Results(metric, 0.5, baseline, rows, study, tuning=tuning, environment=made)
+    write_json(folder / f"compare_{name}.json", results.to_dict())
 
 
 def lost(row):
     """What a row of Table 2 has less than the baseline at batch 256."""
-    with open(Path(__file__).parent / "paper_tables.csv") as file:
-        test = {each["id"]: float(each["test"] or "nan") for each in csv.DictReader(file)}
+    with open(ROOT / "tests" / "lab" / "paper_tables.csv") as file:
+        test = {printed["id"]: float(printed["test"] or "nan") for printed in csv.DictReader(file)}
     return f"{test[row] - test['T2.5']:+.4g}"
 
 
@@ -123,31 +114,30 @@ def test_a_claim_counts_verdicts_and_says_how_rates_were_chosen(tmp_path):
     changes = {"baseline": {}, "pgt": pgt, "agc+pgt": {**pgt, "clip.agc": 1.0}}
     accuracy = {"baseline": spread(90), "pgt": spread(92), "agc+pgt": spread(87)}
     write_study(tmp_path, "one", changes, accuracy)
-    tuning = {arm: {"chosen": 0.1, "at_edge": arm == "pgt"} for arm in changes}
+    choices = {arm: TunedArm(0.1, arm == "pgt", ()) for arm in changes}
     same = {**accuracy, "pgt": {7 - seed: value for seed, value in spread(90).items()}}
-    tuned = {arm: {**each, "optimizer.lr": 0.2} for arm, each in changes.items()}
-    write_study(tmp_path, "two", tuned, same, tuning=tuning)
-    lines = claims_of(tmp_path)
-    told = section(lines, "PGT raises accuracy without normalisation")
-    assert " Measured: 1 better, 1 equivalent. " in told[2]
+    faster = {arm: {**change, "optimizer.lr": 0.2} for arm, change in changes.items()}
+    write_study(tmp_path, "two", faster, same, tuned=choices)
+    regions = study_regions(tmp_path)
+    lines = lines_of(regions, "PGT raises accuracy without normalisation")
+    assert lines[0].endswith(" Measured: 1 better, 1 equivalent.")
     on = "resnet8 of width 8 without normalisation on digits, batch 16, 1,000 steps"
     first = f"| pgt (alpha 0.25) | {on} | 0.1; 0.1 | 8 | +2.00 (+2.00 to +2.00) | better |"
-    assert f"| `compare_one` {first}" in told
-    (second,) = (line for line in told if line.startswith("| `compare_two` "))
+    assert f"| `compare_one` {first}" in lines
+    (second,) = (line for line in lines if line.startswith("| `compare_two` "))
     assert "| 0.2, tuned (edge); 0.2, tuned | 8 | +0.00 (" in second
-    assert (
-        section(lines, "AGC with PGT raises")[2] == "Published: +2.06 (T2.10). Measured: 2 worse."
-    )
-    assert section(lines, "AGC raises")[2].endswith("Not measured here.")
+    both = lines_of(regions, "AGC with PGT raises")
+    assert both[0] == "Published: +2.06 (T2.10). Measured: 2 worse."
+    assert lines_of(regions, "AGC raises")[0].endswith("Not measured here.")
     # One arm against another, not against the baseline.
-    alone = section(lines, "AGC with PGT does better than PGT alone")
-    assert alone[2] == "Published: +1.042 (T2.10). Measured: 2 worse."
+    alone = lines_of(regions, "AGC with PGT does better than PGT alone")
+    assert alone[0] == "Published: +1.042 (T2.10). Measured: 2 worse."
     assert any("| 8 | -5.00 (-5.00 to -5.00) | worse |" in line for line in alone)
 
 
-def glance(lines, claim):
+def glance(regions, claim):
     """The cells of a claim at the head of the page."""
-    (line,) = (line for line in lines if line.startswith(f"| [{claim}"))
+    (line,) = (line for line in regions["claims"]().splitlines() if line.startswith(f"| [{claim}"))
     return line.removeprefix("| ").removesuffix(" |").split(" | ")[1:]
 
 
@@ -173,7 +163,7 @@ def test_claims_at_a_glance(tmp_path):
     accuracy["ls"] = {seed: value + (-3) ** (seed % 2) for seed, value in around.items()}
     accuracy["short"] = {9 - seed: value for seed, value in around.items()}
     write_study(tmp_path, "x", changes, accuracy)
-    lines = claims_of(tmp_path)
+    regions = study_regions(tmp_path)
     # Published; borne out, within 0.5, contrary, not told apart; against the control.
     table = {
         "PGT raises accuracy without": ["2", "", "", "", "in its place: 1 better, 1 worse"],
@@ -186,7 +176,7 @@ def test_claims_at_a_glance(tmp_path):
         "AGC raises": ["", "", "", "not measured", ""],
     }
     for claim, cells in table.items():
-        assert glance(lines, claim)[1:] == cells, claim
+        assert glance(regions, claim)[1:] == cells, claim
 
 
 def test_a_study_whose_runs_are_all_in_a_larger_one_is_shown_and_not_counted(tmp_path):
@@ -198,28 +188,26 @@ def test_a_study_whose_runs_are_all_in_a_larger_one_is_shown_and_not_counted(tmp
     part = tmp_path / "compare_part.json"
     title = "PGT raises accuracy without normalisation"
     counted = "Measured: 2 better."
-    assert counted in section(claims_of(tmp_path), title)[2]
+    assert counted in lines_of(study_regions(tmp_path), title)[0]
 
     # Now the same runs, seed by seed.
     about = json.loads(part.read_text())
     large = json.loads((tmp_path / "compare_large.json").read_text())
     about["rows"] = [row for row in large["rows"] if row["arm"] in two]
     part.write_text(json.dumps(about))
-    lines = claims_of(tmp_path)
-    told = section(lines, title)
-    assert "Measured: 1 better." in told[2]
-    (row,) = (line for line in told if line.startswith("| `compare_part`"))
+    regions = study_regions(tmp_path)
+    lines = lines_of(regions, title)
+    assert "Measured: 1 better." in lines[0]
+    (row,) = (line for line in lines if line.startswith("| `compare_part`"))
     assert row.endswith("| better; not counted, its runs are in `compare_large` |")
-    (glance,) = (line for line in lines if line.startswith(f"| [{title}]"))
-    assert glance.split(" | ")[2] == "1"
-    _, no_help = write_pages(tmp_path, tmp_path / "docs")
-    assert "Of 1 comparisons (0 of them" in no_help.read_text()
+    assert glance(regions, title)[1] == "1"
+    assert "Of 1 comparisons (0 of them" in regions["not-better"]()
 
     # Another run among them, even one that diverged: a study of its own again.
     for change in ({"train_loss": 7.0}, {"train_loss": None, "steps": 9, "diverged": True}):
         other = {**about, "rows": [{**about["rows"][0], **change}, *about["rows"][1:]]}
         part.write_text(json.dumps(other))
-        assert counted in section(claims_of(tmp_path), title)[2]
+        assert counted in lines_of(study_regions(tmp_path), title)[0]
 
 
 def test_training_accuracy_and_gap_are_compared_without_the_runs_that_diverged(tmp_path):
@@ -227,13 +215,13 @@ def test_training_accuracy_and_gap_are_compared_without_the_runs_that_diverged(t
     accuracy = {"baseline": spread(80), "pgt": {**spread(81), 3: 0.0}}
     train = {"baseline": spread(90), "pgt": {**spread(93), 3: 0.0}}
     write_study(tmp_path, "x", changes, accuracy, diverged={("pgt", 3)}, train=train)
-    lines = claims_of(tmp_path)
-    (row,) = (line for line in section(lines, "Training accuracy") if "`compare_x`" in line)
+    regions = study_regions(tmp_path)
+    (row,) = (line for line in lines_of(regions, "Training accuracy") if "`compare_x`" in line)
     assert "| 7 | +3.00 (+3.00 to +3.00) | better; diverged: 1 against 0 |" in row
-    (row,) = (line for line in section(lines, "The gap") if "`compare_x`" in line)
+    (row,) = (line for line in lines_of(regions, "The gap") if "`compare_x`" in line)
     assert "| 7 | +2.00 (+2.00 to +2.00) | better;" in row
     # The test accuracy counts it as no right answer.
-    (row,) = (line for line in section(lines, "PGT raises accuracy without") if "`comp" in line)
+    (row,) = (line for line in lines_of(regions, "PGT raises accuracy without") if "`comp" in line)
     assert "| 8 | -9.1" in row
 
 
@@ -243,11 +231,11 @@ def test_a_study_whose_baseline_has_pgt_is_no_evidence_for_it(tmp_path):
     hook = {"baseline": {}, "hook": {"loss.alpha": 0.25, "loss.form": "as_published"}}
     half = RECIPE.override({"train.precision": "float16"})
     write_study(tmp_path, "y", hook, {"baseline": spread(90), "hook": spread(80)}, recipe=half)
-    (trial,) = trials(Evidence(tmp_path), read_studies(tmp_path))
-    (found,) = found_in(trial)
-    assert (found.arm.name, found.arm.methods) == ("hook", None)
-    lines = claims_of(tmp_path)
-    assert not any(line.startswith("| `compare") for line in lines)
+    (trial,) = trials_of(tmp_path)
+    (contrast,) = contrasts_of(trial)
+    assert (contrast.arm.name, contrast.arm.methods) == ("hook", None)
+    regions = study_regions(tmp_path)
+    assert not any("| `compare" in regions[f"claim-{claim.id}"]() for claim in CLAIMS)
 
 
 def test_fewer_epochs_have_their_control(tmp_path):
@@ -258,13 +246,13 @@ def test_fewer_epochs_have_their_control(tmp_path):
     }
     accuracy = {arm: spread(90) for arm in changes}
     write_study(tmp_path, "x", changes, accuracy)
-    lines = section(claims_of(tmp_path), "PGT reaches")
+    lines = lines_of(study_regions(tmp_path), "PGT reaches")
     rows = [line for line in lines if line.startswith("| `")]
     assert "PGT, 60% (alpha 0.3, 6 epochs)" in rows[0]
     assert "CE, 60% (6 epochs)" in rows[1]
     assert "PGT, 60% (alpha 0.3, 6 epochs) against CE, 60% (6 epochs)" in rows[2]
     assert len(rows) == 3
-    assert "Measured: 1 equivalent." in lines[2]  # the control is not counted
+    assert "Measured: 1 equivalent." in lines[0]  # the control is not counted
 
 
 @pytest.mark.parametrize(("norm", "words"), [("none", "without"), ("batch", "with batch")])
@@ -282,10 +270,10 @@ def test_less_decay_is_the_control_of_pgt(tmp_path, norm, words):
     means |= {"more": 50, "fast": 20}
     accuracy = {arm: spread(mean) for arm, mean in means.items()}
     write_study(tmp_path, "x", changes, accuracy, recipe=RECIPE.override({"model.norm": norm}))
-    lines = claims_of(tmp_path)
-    told = section(lines, f"PGT raises accuracy {words}")
-    assert "Measured: 1 better." in told[2]
-    pgt, less, direct, both = (line for line in told if line.startswith("| `"))
+    regions = study_regions(tmp_path)
+    lines = lines_of(regions, f"PGT raises accuracy {words}")
+    assert "Measured: 1 better." in lines[0]
+    pgt, less, direct, both = (line for line in lines if line.startswith("| `"))
     kind = " without normalisation" if norm == "none" else ""
     on = f"resnet8 of width 8{kind} on digits, batch 16, 1,000 steps"
     assert f"| pgt (alpha 0.25) | {on} | 0.05; 0.1 | 8 | +2.00 (" in pgt
@@ -294,12 +282,11 @@ def test_less_decay_is_the_control_of_pgt(tmp_path, norm, words):
     assert "| 0.05; 0.1 | 8 | -1.00 (-1.00 to -1.00) | worse |" in direct
     assert "| both (alpha 0.25, decay 0.0001) against less (decay 0.0001) |" in both
     assert "| 0.1; 0.1 | 8 | +3.00 (" in both
-    write_pages(tmp_path, tmp_path)
-    page = (tmp_path / "where-pgt-does-not-help.md").read_text()
-    assert page.startswith("# Where PGT does not help")
-    assert "Of 1 comparisons (0 of them points of grids over alpha), 1 came out better." in page
-    assert direct in page.partition("## Against something simpler")[2]
-    assert both not in page
+    summary = "Of 1 comparisons (0 of them points of grids over alpha), 1 came out better."
+    assert summary in regions["not-better"]()
+    simpler = regions["simpler"]()
+    assert direct in simpler
+    assert both not in simpler + regions["not-better"]()
 
 
 def test_batch_and_depth_without_normalisation_have_their_claims(tmp_path):
@@ -314,14 +301,14 @@ def test_batch_and_depth_without_normalisation_have_their_claims(tmp_path):
     accuracy = {arm: spread(mean) for arm, mean in means.items()}
     recipe = RECIPE.override({"model.name": "resnet34"})
     write_study(tmp_path, "x", changes, accuracy, recipe=recipe)
-    lines = claims_of(tmp_path)
-    told = section(lines, "Without normalisation large")
-    assert "Measured: 1 worse." in told[2]
-    (row,) = (line for line in told if line.startswith("| `"))
+    regions = study_regions(tmp_path)
+    lines = lines_of(regions, "Without normalisation large")
+    assert "Measured: 1 worse." in lines[0]
+    (row,) = (line for line in lines if line.startswith("| `"))
     assert "| large (batch 64)" in row
     assert "; the other: resnet34 of width 8 without normalisation on digits, batch 16," in row
     assert "| 0.2; 0.1 | 8 | -2.00 (" in row
-    (row,) = (line for line in section(lines, "Networks deeper") if line.startswith("| `"))
+    (row,) = (line for line in lines_of(regions, "depth") if line.startswith("| `"))
     assert "| deep (resnet50) | resnet50 of width 8 without" in row
     assert row.endswith("| 0.1; 0.1 | 8 | 10.00 (9.96 to 10.04) | 90.00 | all failed |")
 
@@ -337,9 +324,9 @@ def test_batch_and_depth_without_normalisation_have_their_claims(tmp_path):
 def test_a_network_that_is_only_worse_can_be_trained(tmp_path, accuracy, outcome, cells):
     changes = {"baseline": {}, "deep": {"model.name": "resnet50"}}
     write_study(tmp_path, "x", changes, {"baseline": spread(90), "deep": accuracy})
-    lines = claims_of(tmp_path)
-    assert glance(lines, "Networks deeper")[1:] == cells
-    (row,) = (line for line in section(lines, "Networks deeper") if line.startswith("| `"))
+    regions = study_regions(tmp_path)
+    assert glance(regions, "Networks deeper")[1:] == cells
+    (row,) = (line for line in lines_of(regions, "depth") if line.startswith("| `"))
     assert row.endswith(f"| {outcome} |")
 
 
@@ -353,11 +340,11 @@ def test_dead_filters_and_controls_at_a_glance(tmp_path):
     dead["pgt"] = {seed: 40.0 + seed for seed in range(8)}
     recipe = RECIPE.override({"optimizer.weight_decay": 0.02})
     write_study(tmp_path, "x", changes, accuracy, dead, diverged={("less", 1)}, recipe=recipe)
-    lines = claims_of(tmp_path)
-    assert glance(lines, "With PGT fewer")[1:] == ["", "", "1", "", ""]
-    assert glance(lines, "With AGC fewer")[1:] == ["", "1", "", "", ""]
-    assert glance(lines, "With AGC + PGT fewer")[1:] == ["", "", "", "not measured", ""]
-    control = glance(lines, "PGT raises accuracy without")[-1]
+    regions = study_regions(tmp_path)
+    assert glance(regions, "With PGT fewer")[1:] == ["", "", "1", "", ""]
+    assert glance(regions, "With AGC fewer")[1:] == ["", "1", "", "", ""]
+    assert glance(regions, "With AGC + PGT fewer")[1:] == ["", "", "", "not measured", ""]
+    control = glance(regions, "PGT raises accuracy without")[-1]
     one = "(1 of them with runs that diverged)"
     assert control == f"in its place: 1 worse {one}; on top of it: 1 better {one}"
 
@@ -378,25 +365,18 @@ def test_dead_filters_are_told_apart_by_the_same_tests(tmp_path, count, decay, v
     dead["pgt"] = {s: count + 7 - s for s in range(8)}
     recipe = RECIPE.override({"optimizer.weight_decay": decay})
     write_study(tmp_path, "x", changes, accuracy, dead, recipe=recipe)
-    (trial,) = trials(Evidence(tmp_path), read_studies(tmp_path))
+    (trial,) = trials_of(tmp_path)
     # 1,000 steps at a mean rate a little under 0.05, momentum 0.9
     assert trial.arms[0].exponent == pytest.approx(1000 * 0.05 * decay / 0.1, rel=0.3)
-    lines = section(claims_of(tmp_path), "Fewer filters")
+    lines = lines_of(study_regions(tmp_path), "dead-filters")
     (row,) = (line for line in lines if line.startswith("| `"))  # gc is none of these
     assert row.endswith(f"| 8 | {count + 3.5:.1f} | 23.5 | {verdict} |")
 
 
-def test_too_few_seeds_have_neither_interval_nor_verdict():
-    (few,) = stats.compare({"a": spread(90, 3), "b": spread(91, 3)}, "a", margin=0.5)
-    assert told(few) == ("+1.00", "", "too few seeds")
-    (none,) = stats.compare({"a": spread(90), "b": spread(89.999)}, "a", margin=0.5)
-    assert told(none)[0].startswith("+0.00 (-0.00 to ")
-
-
 @pytest.fixture(scope="module")
 def unmeasured(tmp_path_factory):
-    """The section without any results."""
-    return claims_of(tmp_path_factory.mktemp("none"))
+    """The regions without any results."""
+    return study_regions(tmp_path_factory.mktemp("none"))
 
 
 @pytest.mark.parametrize(
@@ -425,30 +405,30 @@ def unmeasured(tmp_path_factory):
     ],
 )
 def test_what_was_published_is_the_paper_s(unmeasured, claim, printed):
-    assert section(unmeasured, claim)[2].startswith(f"Published: {printed}. Not measured here.")
+    assert lines_of(unmeasured, claim) == [f"Published: {printed}. Not measured here."]
 
 
 def test_recovery_and_logits_are_those_of_the_csv_files():
-    lines = claims_of(RESULTS)
+    regions = study_regions(RESULTS)
     rows = []
     for path in (RESULTS / "paper").glob("*.json"):
         with open(path.with_name(path.stem + ".csv")) as file:
             rows += csv.DictReader(file)
-    told = section(lines, "A filter that was zeroed out")
+    lines = lines_of(regions, "recovery")
     followed = [row for row in rows if row["died"]]
     assert {row["arm"] for row in followed} >= {"baseline", "PGT", "AGC + PGT"}
     for arm in {row["arm"] for row in followed}:
-        mine = [row for row in followed if row["arm"] == arm]
-        died, back = (sum(float(row[key]) for row in mine) for key in ("died", "came_back"))
-        line = f"| {arm} | {len(mine)} | {died:,.0f} | {back:,.0f} | {100 * back / died:.1f} |"
-        assert line in told
+        own = [row for row in followed if row["arm"] == arm]
+        died, back = (sum(float(row[key]) for row in own) for key in ("died", "came_back"))
+        line = f"| {arm} | {len(own)} | {died:,.0f} | {back:,.0f} | {100 * back / died:.1f} |"
+        assert line in lines
     with open(RESULTS / "paper" / "G18-digits-resnet8.csv") as file:
         grid = list(csv.DictReader(file))
     one, least = (
         np.mean([float(row["logit_norm"]) for row in grid if row["arm"] == arm])
         for arm in ("alpha=1", "alpha=0.05")
     )
-    line = next(line for line in section(lines, "Logits grow") if "G18-digits-resnet8" in line)
+    line = next(line for line in lines_of(regions, "logits") if "G18-digits-resnet8" in line)
     assert f"| {one:.1f} to {least:.1f} at 0.05 | {least / one:.1f} (20) |" in line
     losses = {}
     for row in grid:
@@ -459,9 +439,9 @@ def test_recovery_and_logits_are_those_of_the_csv_files():
 
 
 def test_layers_and_features_that_died_are_those_of_the_recordings():
-    told = section(claims_of(RESULTS), "With large batches whole layers zero out")
+    lines = lines_of(study_regions(RESULTS), "layers")
     files = sorted((RESULTS / "paper").glob("*.npz"))
-    assert sum(line.startswith("| `") for line in told) == len(files) > 0
+    assert sum(line.startswith("| `") for line in lines) == len(files) > 0
     for path in files:
         study, _, arm = path.stem.partition("--")
         with np.load(path) as file:
@@ -471,18 +451,29 @@ def test_layers_and_features_that_died_are_those_of_the_recordings():
             features = int((file["feature"][-1] == 0).sum())
         whole = [key[5:] for key in last if (last[key] < 0.01 * start[key]).all()]
         whose = re.compile(rf"\| `{study}` \| T2\.\d+ {re.escape(arm.replace('-', ' + '))}, seed 0")
-        (row,) = filter(whose.match, told)
+        (row,) = filter(whose.match, lines)
         cells = row.strip("| ").split(" | ")
         assert cells[3] == (", ".join(whole) or "none")
         assert cells[5] == f"{features} of 64"
 
 
-def test_the_page_says_under_what_conditions(tmp_path):
+def test_the_published_numbers_in_the_text_are_the_paper_s():
+    """The one explanation of a claim that has numbers of its own."""
+    page = (ROOT / "docs" / "reproduction.md").read_text()
+    paper = load_paper()
+    names = ("loss-baseline", "loss-pgt", "regression-slope")
+    loss, with_pgt, slope = (paper.number(name) for name in names)
+    assert f"the loss of ResNet-50 is {loss} without PGT and {with_pgt} at alpha 0.05" in page
+    assert f"along a line of slope {slope}." in page
+
+
+def test_the_runs_behind_the_page_are_counted(tmp_path):
     changes = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
     accuracy = {"baseline": spread(90), "pgt": spread(92)}
     limited = RECIPE.override({"data.limit": 6000})
     write_study(tmp_path, "one", changes, accuracy, recipe=limited)
-    page, _ = write_pages(tmp_path, tmp_path / "docs")
-    text = page.read_text()
-    assert "The 16 runs behind this page took 0.0 core-hours" in text  # 16 x 3.6 seconds
-    assert "resnet8 of width 8 without normalisation on 6,000 images of digits, batch 16" in text
+    regions = study_regions(tmp_path)
+    # 16 x 3.6 seconds
+    assert regions["runs"]() == "The 16 runs behind this page took 0.0 core-hours."
+    on = "resnet8 of width 8 without normalisation on 6,000 images of digits, batch 16"
+    assert on in regions["beyond"]()

@@ -1,0 +1,312 @@
+"""The tables of docs/reproduction.md and docs/where-pgt-does-not-help.md beside the claims."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+from powergrad.lab.paper.cost import cost
+from powergrad.lab.paper.evidence import Evidence, Measurement, Outcome, describe_runs
+from powergrad.lab.paper.rows import Experiment, Figure, Use, changes_of, load_paper
+from powergrad.lab.paper.show import hours_in_words
+from powergrad.lab.paper.small import LEAST
+from powergrad.lab.study import Results, Tuning
+from powergrad.lab.words import markdown_table, number
+from reproduction.claims import PGT, SHORTER, against_controls, contrast_table, counted
+from reproduction.marks import Regions
+from reproduction.studies import (
+    Contrast,
+    Trial,
+    arm_label,
+    contrasts_of,
+    fingerprint,
+    other_settings,
+    trial_of_study,
+)
+
+__all__ = ["table_regions"]
+
+MEASURED = ("difference (95% interval)", "p (Holm)", "verdict")
+
+
+def table_regions(
+    evidence: Evidence, studies: Mapping[str, Results], trials: Sequence[Trial]
+) -> Regions:
+    """The regions of both pages that are not below a claim."""
+    return {
+        "hours": _hours,
+        "runs": partial(_runs, evidence, studies),
+        **{
+            experiment.id: partial(_experiment, evidence, experiment)
+            for experiment in load_paper().experiments
+        },
+        "zeroing-out": partial(_zeroing_out, evidence),
+        "beyond": partial(_beyond, studies),
+        "figures": partial(_figures, evidence),
+        "numbers": _numbers,
+        "notes": _notes,
+        "unstated": _unstated,
+        "not-better": partial(_not_better, trials),
+        "fewer-epochs": partial(_fewer_epochs, trials),
+        "simpler": partial(_simpler, trials),
+    }
+
+
+def _hours() -> str:
+    return (
+        f"At full scale every run of the paper once needs, in GPU hours: {hours_in_words()} (from "
+        "published training speeds; the last is of the runs on CIFAR-10, the others of those on "
+        "ImageNet; `powergrad paper show ID` has the sources)."
+    )
+
+
+def _runs(evidence: Evidence, studies: Mapping[str, Results]) -> str:
+    results = [study.results for study in evidence.measurements] + [*studies.values()]
+    rows = [row for study in results for row in study.rows]
+    seconds = {fingerprint(row): row.metrics["seconds"] for row in rows}
+    hours = sum(seconds.values()) / 3600
+    return f"The {len(seconds):,} runs behind this page took {hours:.1f} core-hours."
+
+
+# The paper's tables -------------------------------------------------------------------------------
+
+
+def _experiment(evidence: Evidence, experiment: Experiment) -> str:
+    """Cost, conditions and tables of an experiment, one per study."""
+    parts = []
+    costs = [found[0] for row in experiment.rows if (found := cost(row.recipe))]
+    if costs:
+        hours = sum(part.hours for part in costs)
+        parts.append(f"Full scale: {hours:.0f} GPU hours on {costs[0].gpu}.")
+    studies = evidence.of(Use(experiment.id))
+    for study in studies:
+        parts += _conditions(study)
+        parts.append(_grid(study) if experiment.grid else _rows(experiment, study))
+    if not studies:
+        parts.append("Not measured here.")
+        parts += [] if experiment.grid else [_rows(experiment, None)]
+    return "\n\n".join(parts)
+
+
+def _rows(experiment: Experiment, study: Measurement | None) -> str:
+    """Published beside measured, one row per arm; published alone where nothing was measured."""
+    first = experiment.baseline
+    lines = []
+    for row in experiment.rows:
+        changes = changes_of(row.recipe, first.recipe)
+        stated = {key: value for key, value in changes.items() if key in row.stated}
+        cells = [row.id, arm_label(row.arm, stated)]
+        cells += [f"{row.published[k]:g}" if k in row.published else "" for k in ("train", "test")]
+        gain = row.published["test"] - first.published["test"]
+        cells.append("" if row is first else f"{gain:+.3f}")
+        if study is not None:
+            is_measured = row.arm in study.results.arms
+            cells += _cells(study, row.arm) if is_measured else [*[""] * 5, "not measured"]
+        lines.append(cells)
+    head = ("row", "arm", "published: train", "test", "difference")
+    more = ("n", "measured: train", "test", *MEASURED)
+    return markdown_table((*head, *more) if study else head, lines)
+
+
+def _cells(study: Measurement, arm: str) -> list[str]:
+    """n, train, test, difference, p and verdict."""
+    results = study.results
+    means = [f"{results.mean(arm, metric):.2f}" for metric in ("train_accuracy", "test_accuracy")]
+    cells = [str(len(results.values(arm))), *means]
+    if arm == results.baseline:
+        return [*cells, "", "", ""]
+    if arm not in study.comparisons:
+        return [*cells, "", "", "too few seeds"]
+    outcome = Outcome.of(study.comparisons[arm])
+    return [*cells, outcome.with_interval, outcome.p, outcome.verdict]
+
+
+def _grid(study: Measurement) -> str:
+    lines = []
+    for arm in study.results.arms:
+        nll, norm = (study.results.mean(arm, metric) for metric in ("nll", "logit_norm"))
+        lines.append([f"{study.alpha(arm):g}", *_cells(study, arm), f"{nll:.3f}", f"{norm:.1f}"])
+    head = ("alpha", "n", "train", "test", *MEASURED, "NLL", "logit norm")
+    return markdown_table(head, lines)
+
+
+def _conditions(study: Measurement) -> Iterator[str]:
+    """On what a study was measured, and a list of how."""
+    conditions = study.conditions
+    commits = sorted({row.commit for row in study.results.rows if row.commit})
+    exponent = min(conditions.exponents.values())
+    least = f"{exponent:.1f} or more"
+    if exponent < LEAST:
+        least += f" (under {LEAST:g}, so nothing is said of the paper's equilibrium)"
+    scale = " at full scale" if conditions.scale == "full" else ""
+    yield (
+        f"**Measured{scale} ({study.label})**: {study.describe()}; [decay exponent]"
+        f"(#under-what-conditions) {least}; `results/paper/{study.name}.csv`, "
+        f"torch {study.torch}, commit {', '.join(commits) or 'not known'}."
+    )
+    bullets = [] if conditions.tuning is None else [_tuned(conditions.tuning)]
+    if not study.experiment.grid:
+        changed = [
+            arm_label(arm, changes)
+            for arm, changes in conditions.arms.items()
+            if other_settings(arm, changes)
+        ]
+        if changed:
+            bullets.append(f"What an arm has beside the baseline: {'; '.join(changed)}.")
+    if conditions.lost:
+        bullets.append(f"Not as in the paper: {'; '.join(conditions.lost)}.")
+    bullets += [f"Command: `{command}`" for command in conditions.commands]
+    yield "\n".join(f"- {bullet}" for bullet in bullets)
+
+
+def _tuned(tuning: Tuning) -> str:
+    words = ", ".join(
+        f"{arm} {number(tuned.chosen)}" + (" (edge of the grid)" if tuned.at_edge else "")
+        for arm, tuned in tuning.arms.items()
+    )
+    arms = "every arm alike" if len(tuning.arms) > 1 else "one arm, and the same in all"
+    seeds = f"{len(tuning.seeds)} seed{'s' if len(tuning.seeds) > 1 else ''} a value"
+    return f"`{tuning.key}` tuned for {arms}, on held-out training data ({seeds}): {words}."
+
+
+def _zeroing_out(evidence: Evidence) -> str:
+    """What became of the filters in the runs that recorded their norms."""
+    lines = []
+    for study in evidence.measurements:
+        for arm in study.results.arms:
+            filters = study.results.values(arm, "filters")
+            if not filters:
+                continue
+            count, *_ = filters.values()
+            cells = [study.name, study.experiment.row(arm).id, arm, str(len(filters))]
+            cells.append(f"{count:.0f}")
+            for metric in ("dead_units", "died", "came_back"):
+                values = [study.results.values(arm, metric)[seed] for seed in filters]
+                mean = sum(values) / len(values)
+                cells.append(f"{mean:.1f} ({min(values):.0f} to {max(values):.0f})")
+            lines.append(cells)
+    head = ("study", "row", "arm", "n", "filters")
+    return markdown_table((*head, "dead at the end", "died at some time", "came back"), lines)
+
+
+# Studies that the paper does not have -------------------------------------------------------------
+
+
+def _beyond(studies: Mapping[str, Results]) -> str:
+    return "\n\n".join(part for name, results in studies.items() for part in _study(name, results))
+
+
+def _study(name: str, results: Results) -> Iterator[str]:
+    """A study that the paper does not have, with its heading."""
+    assert results.study is not None
+    environment = results.environment
+    yield f"### `{name}`: {results.study.kind.value}"
+    steps = (row.metrics["steps"] for row in results.rows if not row.diverged)
+    yield (
+        f"{describe_runs(results.study.base, steps)}; torch {environment['torch']}, commit "
+        f"{environment['commit']}; `results/{name}.csv`."
+    )
+    bullets = [] if results.tuning is None else [_tuned(results.tuning)]
+    bullets.append(f"Command: `{environment['command']}`")
+    yield "\n".join(f"- {bullet}" for bullet in bullets)
+    lines = []
+    for arm in trial_of_study(name, results).arms:
+        means = [results.mean(arm.name, key) for key in ("train_accuracy", "test_accuracy")]
+        cells = [arm.label, str(len(arm.rows)), *(f"{mean:.2f}" for mean in means)]
+        dead = arm.dead.values()
+        cells += [f"{sum(dead) / len(dead):.1f}" if dead else "", f"{arm.exponent:.1f}"]
+        if comparison := results.comparison(arm.name):
+            outcome = Outcome.of(comparison)
+            cells += [outcome.with_interval, outcome.p, outcome.verdict]
+        else:
+            cells += ["", "", ""]
+        lines.append(cells)
+    head = ("arm", "n", "train", "test", "dead filters", "decay exponent")
+    yield markdown_table((*head, *MEASURED), lines)
+    if lost := Counter(row.arm for row in results.rows if row.diverged):
+        words = ", ".join(f"{count} of {arm}" for arm, count in lost.items())
+        yield (
+            f"Diverged, which counts as no right answer; their filters are not counted: {words}."
+        )
+
+
+# The rest of the paper ----------------------------------------------------------------------------
+
+
+def _figures(evidence: Evidence) -> str:
+    lines = [
+        (f"{figure.id} `{figure.name}`", figure.title, _drawn_from(evidence, figure))
+        for figure in load_paper().figures
+    ]
+    return markdown_table(("figure", "shows", "drawn from"), lines)
+
+
+def _drawn_from(evidence: Evidence, figure: Figure) -> str:
+    if not figure.uses:
+        return "the equations and the networks themselves"
+    if missing := evidence.missing(figure.uses):
+        return f"not measured: {', '.join(map(str, missing))}"
+    has_curves = figure.name == "metrics"
+    studies = [
+        evidence.most_tested(use).study if has_curves else evidence.best(use) for use in figure.uses
+    ]
+    return ", ".join(dict.fromkeys(f"`{study.name}`" for study in studies))
+
+
+def _numbers() -> str:
+    numbers = load_paper().numbers
+    lines = [(printed.where, printed.what, str(printed.value)) for printed in numbers]
+    return markdown_table(("where", "what", "published"), lines)
+
+
+def _notes() -> str:
+    return "\n".join(f"- ({', '.join(note.about)}) {note.text}" for note in load_paper().notes)
+
+
+def _unstated() -> str:
+    lines = []
+    for unstated in load_paper().unstated:
+        chosen = ", ".join(f"`{key}: {value}`" for key, value in unstated.choice.items())
+        words = f"- **{unstated.what}** ({', '.join(unstated.about)}): {unstated.reason}"
+        lines.append(words + (f" Chosen: {chosen}." if chosen else ""))
+    return "\n".join(lines)
+
+
+# Where it did not help ----------------------------------------------------------------------------
+
+
+def _not_better(trials: Sequence[Trial]) -> str:
+    rows = [row for trial in trials for row in contrasts_of(trial) if _is_pgt(row)]
+    if not rows:
+        return "Nothing was measured yet."
+    others = [contrast for contrast in rows if contrast.verdict != "better"]
+    rows = counted(rows)
+    better = sum(contrast.verdict == "better" for contrast in rows)
+    grid = sum(contrast.trial.is_grid for contrast in rows)
+    able = {contrast.trial.name for contrast in rows if contrast.verdict != "too few seeds"}
+    return (
+        f"Of {len(rows)} comparisons ({grid} of them points of grids over alpha), "
+        f"{better} came out better. Within a study p values are corrected for "
+        f"its arms, but not for the number of studies: of {len(able)} that have enough seeds for a "
+        f"verdict, at most {0.05 * len(able):.1f} are expected to have a false one, of either "
+        "sign. Some studies share a baseline, so they are not independent; one whose runs are all "
+        "in a larger one is not counted. These did not come out better:\n\n"
+        f"{contrast_table(others)}"
+    )
+
+
+def _is_pgt(contrast: Contrast) -> bool:
+    """Whether it is PGT, with other methods of the paper or not, and nothing else is changed."""
+    methods = contrast.arm.methods or frozenset()
+    return "PGT" in methods and methods <= {"PGT", "AGC", "GC", "LS"}
+
+
+def _fewer_epochs(trials: Sequence[Trial]) -> str:
+    contrasts = [contrast for trial in trials for contrast in contrasts_of(trial)]
+    return contrast_table(c for c in contrasts if c.arm.methods == PGT | SHORTER)
+
+
+def _simpler(trials: Sequence[Trial]) -> str:
+    contrasts = against_controls(trials)
+    return contrast_table(contrast for contrast in contrasts if contrast.verdict != "better")

@@ -1,0 +1,62 @@
+"""Rows at full scale: trained as the paper did it, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from powergrad.lab.config import Recipe
+from powergrad.lab.data import load_data
+from powergrad.lab.paper.cost import examples_of
+from powergrad.lab.paper.evidence import Conditions
+from powergrad.lab.paper.rows import Row, changes_of
+from powergrad.lab.paper.small import decay_exponent
+
+__all__ = ["full_conditions", "full_recipes"]
+
+# What may differ from the paper without being a departure from it.
+FREE = ("data.name", "seed", "machine.", "monitor.", "train.accumulate")
+
+
+def full_recipes(
+    rows: Sequence[Row], data: str | None, changes: Mapping[str, Any], seed: int
+) -> dict[str, Recipe]:
+    """The recipe of every arm, at full scale.
+
+    Args:
+        rows: The rows to train.
+        data: Where ImageNet is, as ``folder:PATH``; None for CIFAR-10.
+        changes: Dotted keys that are changed in every arm.
+        seed: The seed of all.
+    """
+    given: dict[str, Any] = {} if data is None else {"data.name": data}
+    if rows[0].recipe.model.norm == "none":  # what the figures of zeroing out show
+        given |= {"monitor.every": 1000, "monitor.features": True}
+    return {row.arm: row.recipe.override({**given, "seed": seed, **changes}) for row in rows}
+
+
+def full_conditions(rows: Sequence[Row], recipes: Mapping[str, Recipe], command: str) -> Conditions:
+    """How these runs are made; the data is loaded to count it."""
+    first = recipes[rows[0].arm]
+    examples = len(load_data(first.data, data_dir=first.machine.data_dir).train)
+    return Conditions(
+        first.data.name,
+        examples,
+        "full",
+        {arm: decay_exponent(recipe, examples) for arm, recipe in recipes.items()},
+        _departures(rows[0].recipe, first, examples),
+        (command,),
+    )
+
+
+def _departures(stated: Recipe, recipe: Recipe, examples: int) -> tuple[str, ...]:
+    """In what a run is not the row's: its data, and what was overridden."""
+    data = f"the data: {examples:,} examples ({recipe.data.name})"
+    return (
+        *([data] if examples != examples_of(stated) else []),
+        *(
+            f"{key}: {value}"
+            for key, value in changes_of(recipe, stated).items()
+            if not key.startswith(FREE)
+        ),
+    )

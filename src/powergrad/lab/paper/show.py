@@ -1,0 +1,151 @@
+"""What the terminal shows of the paper: the list of everything in it, and one item in full."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+from rich.table import Table
+from rich.text import Text
+
+from powergrad.lab.config import nest as nest
+from powergrad.lab.paper.cost import cost, total_hours
+from powergrad.lab.paper.evidence import Evidence, Measurement, Outcome, small_command
+from powergrad.lab.paper.rows import Experiment, Figure, Row, Use, changes_of, load_paper
+
+__all__ = ["hours_in_words", "item_in_words", "paper_table"]
+
+
+def paper_table(evidence: Evidence) -> Table:
+    """Every table row and figure: its id, its published numbers, what was measured."""
+    paper = load_paper()
+    table = Table(title=paper.title, title_justify="left")
+    for name in ("id", "what", "arm", "published (%)", "measured here: test (%)"):
+        table.add_column(name)
+    for item, experiment in paper.items():
+        studies = evidence.of(Use(experiment.id))
+        group = "" if item == experiment.id else f" ({experiment.id})"
+        cells = (item, experiment.title + group)
+        if experiment.grid:
+            counts = [f"{study.label}: {len(study.results.rows)} runs" for study in studies]
+            published = experiment.baseline.published_text
+            lines = [(f"{len(experiment.grid)} alphas", published, counts)]
+        else:
+            rows = [row for row in experiment.rows if row.id == item]
+            lines = [(row.arm, row.published_text, _measured(studies, row)) for row in rows]
+        for arm, published, measured in lines:
+            words = (*cells, arm, published, "\n".join(measured) or "-")
+            table.add_row(*map(Text, words))
+            cells = ("", "")
+    for figure in paper.figures:
+        missing = ", ".join(map(str, evidence.missing(figure.uses)))
+        state = f"needs {missing}" if missing else "can be drawn" if figure.uses else "needs no run"
+        table.add_row(figure.id, Text(figure.title), figure.name, "figure", Text(state))
+    return table
+
+
+def _measured(studies: Sequence[Measurement], row: Row) -> list[str]:
+    """What each study has of a row, in a few words."""
+    lines = []
+    for study in studies:
+        if values := study.results.values(row.arm):
+            mean = study.results.mean(row.arm)
+            words = f"{study.label}: {mean:.2f} (n = {len(values)})"
+            if comparison := study.comparisons.get(row.arm):
+                outcome = Outcome.of(comparison)
+                words += f", {outcome.difference}, {outcome.verdict}"
+            lines.append(words)
+    return lines
+
+
+def hours_in_words() -> str:
+    """The GPU hours of every run of the paper at full scale."""
+    hours = total_hours(row.recipe for row in load_paper().rows)
+    return ", ".join(f"{value:,.0f} on {gpu}" for gpu, value in hours.items())
+
+
+def item_in_words(item: str, data: str, evidence: Evidence) -> str:
+    """Everything about an item: recipe, published numbers, commands, cost, open questions.
+
+    Args:
+        item: The id of a row, run, grid or figure, or the name of a figure.
+        data: Where ImageNet is, for the commands.
+        evidence: What was measured.
+    """
+    paper = load_paper()
+    figure = paper.figure(item)
+    if figure is not None:
+        lines = [*_figure(figure, evidence)]
+    else:
+        lines = [*_rows(item, paper.find(item), data, evidence)]
+    notes, unstated = paper.about(item)
+    if notes:
+        lines.append("\nWhere the paper disagrees with itself or its code, or leaves a doubt:")
+        lines += [f"  - {note.text}" for note in notes]
+    if unstated:
+        lines.append("\nUnstated in the paper:")
+    for choice in unstated:
+        chosen = f" [{_pairs(choice.choice)}]" if choice.choice else ""
+        lines.append(f"  - {choice.what}. {choice.reason}{chosen}")
+    return "\n".join(lines)
+
+
+def _figure(figure: Figure, evidence: Evidence) -> Iterator[str]:
+    yield f"{figure.id} {figure.name}: {figure.title}\n"
+    yield f"Draw it:\n  powergrad paper figure {figure.name} --out figures"
+    if figure.uses:
+        yield f"\nIt shows runs of {', '.join(map(str, figure.uses))}."
+    for use in evidence.missing(figure.uses):
+        yield f"  missing: {use}\n    {small_command(use)}"
+
+
+def _rows(item: str, experiment: Experiment, data: str, evidence: Evidence) -> Iterator[str]:
+    rows = experiment.own_rows(item)
+    first, others = rows[0], rows[1:]
+    base = first.recipe
+    yield f"{item} ({experiment.where}): {experiment.title}\n\nPublished (%):"
+    if experiment.grid:
+        yield f"  all: {first.published_text}"
+    else:
+        yield from (f"  {row.arm}: {row.published_text}" for row in rows)
+    whose = f", of {first.arm}" if others else ""
+    yield f"\nRecipe, as the paper states it{whose}:\n{_indented(first.stated)}"
+    if first.chosen:
+        yield f"Chosen here, because the paper does not state it:\n{_indented(first.chosen)}"
+    if others:
+        yield "What the others change:"
+        yield from (f"  {row.arm}: {_pairs(changes_of(row.recipe, base))}" for row in others)
+    total = total_hours(row.recipe for row in rows)
+    yield f"\nCost of training ({len(rows)} run{'s' if others else ''}), in GPU hours:"
+    for part in cost(base):
+        yield f"  {part.gpu}: {total[part.gpu]:.1f}"
+        yield f"    at {part.images_per_second:,.0f} images/s: {part.how}\n    {part.source}"
+    if not total:
+        yield "  not known: no published training speed of this network on this data was found"
+    where = "" if base.data.name == "cifar10" else f" --data {data}"
+    parts = base.train.batch_size // 256
+    spread = f" --train.accumulate {parts}" if parts > 1 else ""
+    yield "\nOn one machine with one GPU:"
+    yield f"  powergrad paper run {item}{where}{spread} --machine.workers 8"
+    yield "\nOn four GPUs, one arm at a time:"
+    for row in rows:
+        arm = f" --arm {shlex.quote(row.arm)}" if others else ""
+        yield (
+            "  torchrun --standalone --nproc-per-node=4 -m powergrad paper run "
+            f"{item}{arm}{where} --machine.workers 8"
+        )
+    yield f"\nScaled down, on this machine:\n  powergrad paper run {item} --scale small"
+    for study in evidence.of(Use(experiment.id)):
+        yield f"\nMeasured: {study.describe()}"
+        yield from (f"  {row.arm}: {words}" for row in rows for words in _measured([study], row))
+
+
+def _pairs(changes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in changes.items())
+
+
+def _indented(changes: Mapping[str, Any]) -> str:
+    text = yaml.safe_dump(nest(changes), sort_keys=False)
+    return "\n".join(f"  {line}" for line in text.splitlines())
