@@ -39,6 +39,20 @@ def test_a_failed_write_leaves_the_old_file_and_says_why(tmp_path, number, words
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_an_error_in_the_writer_leaves_the_old_file(tmp_path):
+    path = tmp_path / "x"
+    path.write_text("before")
+
+    def fail(file):
+        file.write(b"half")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_atomically(path, fail)
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_json_has_null_for_what_json_lacks(tmp_path):
     write_json(tmp_path / "x.json", {1: (float("inf"), 0.5), "a": float("nan")})
     assert json.loads((tmp_path / "x.json").read_text()) == {"1": [None, 0.5], "a": None}

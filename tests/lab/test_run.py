@@ -11,7 +11,7 @@ import torch
 
 from powergrad.lab.config import Recipe
 from powergrad.lab.environment import describe_machine
-from powergrad.lab.files import FileError, write_atomically
+from powergrad.lab.files import FileError
 from powergrad.lab.run import COLUMNS, Run, RunBusyError, RunError, open_run
 
 # Python 3.12 and later warn of forks beside threads.
@@ -193,20 +193,6 @@ def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
         Run(tmp_path / "x").open(Recipe()),
     ):
         pass
-
-
-def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path):
-    path = tmp_path / "x"
-    path.write_text("before")
-
-    def fail(file):
-        file.write(b"half")
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        write_atomically(path, fail)
-    assert path.read_text() == "before"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_temporary_files_of_a_killed_process_are_removed(tmp_path):

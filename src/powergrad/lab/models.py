@@ -208,14 +208,14 @@ class ResNet(nn.Module):
         return self.fc(x.mean((2, 3)))
 
     def _initialise(self, zero_init_residual: bool) -> None:
-        # He's normal initialisation over the fan-out, as in timm and torchvision: a convolution
-        # keeps the mean square of the gradient that goes back through it and its ReLU, and, with as
-        # many channels out as in and stride 1, that of what goes forward too.
+        # He's normal initialisation over the fan-out, as in timm and torchvision: a convolution and
+        # its ReLU keep the mean square of the gradient in the backward pass, and, with as many
+        # channels out as in and stride 1, that of the activations in the forward pass.
         #
         # Normalisation then brings each branch to variance 1. Without it (norm "none") a block adds
         # to its input a branch of about the same size, so that the mean square nearly doubles with
-        # each block, but for those with a projection, which lose some: on 64x64 noise the last
-        # stage's is 5 in ResNet-18, 300 in ResNet-34, 1e8 in ResNet-101 and in ResNet-56.
+        # each block, except in those with a projection, which lose some: for 64x64 noise it is 5 in
+        # the last stage of ResNet-18, 300 in ResNet-34, 1e8 in ResNet-101 and in ResNet-56.
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

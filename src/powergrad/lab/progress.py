@@ -20,7 +20,7 @@ Row = Mapping[str, float | None]  # the metrics of an epoch
 
 
 class Progress:
-    """Hears from a run, in this order."""
+    """Receives the events of a run, in this order."""
 
     def begin(self, recipe: Recipe, step: int, steps: int, folder: Path) -> None:
         """The run goes from `step` to `steps`."""

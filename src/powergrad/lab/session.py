@@ -165,7 +165,7 @@ class Session:
             self.scaler.unscale_(self.optimizer)
             if (self.step + 1) % self.steps_per_epoch == 0:
                 self.gradient_norm = self._gradient_norm()
-            self.scaler.step(self.optimizer)  # clips just before, where the recipe says so
+            self.scaler.step(self.optimizer)  # the clipping hook acts first
             self.scaler.update()
             if self.average is not None:
                 self.average.update_parameters(self.model)

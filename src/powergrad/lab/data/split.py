@@ -61,7 +61,7 @@ class Split(ABC):
         world: int = 1,
         start: int = 0,
     ) -> Iterator[Batch]:
-        """The batches of an epoch from number `start` on, augmented; what is left over is dropped.
+        """The augmented batches of an epoch from number `start` on, without an incomplete last one.
 
         Args:
             batch_size: Examples per batch, over all processes.
