@@ -175,7 +175,7 @@ def _study(name: str) -> str:
     seeds = len({row.seed for row in results.rows})
     made = results.environment
     return (
-        f"`{made['command']}`: {seeds} seeds an arm, torch {made['torch']}, {made['time'][:10]}, "
+        f"`{made['command']}`: {seeds} seeds per arm, torch {made['torch']}, {made['time'][:10]}, "
         f"commit {made['commit']} (`results/{name}.json`). **{results.verdict()}**\n\n{table}"
     )
 
@@ -238,7 +238,7 @@ def _calibration() -> str:
     differences = markdown_table(["difference", *ERRORS.values()], lines)
     one, seeds = rows[0], len({row["seed"] for row in rows})
     return (
-        f"`{one['command']}`: {seeds} seeds an arm, means ± standard deviations over them; "
+        f"`{one['command']}`: {seeds} seeds per arm, means ± standard deviations over them; "
         f"{one['test_images']} test images, temperatures fitted on {one['fitted_on']} held-out "
         f"training images ({_conditions(one)}; `results/calibration_digits.csv`).\n\n{measured}\n\n"
         f"Differences, paired by seed, with 95% t intervals:\n\n{differences}"

@@ -433,7 +433,7 @@ def _dead(trials: Sequence[Trial]) -> str:
 
 def _layers(evidence: Evidence) -> str:
     """The single runs whose norms were kept."""
-    runs = [study.kept_run(arm) for study in evidence.measurements for arm in study.results.arms]
+    runs = [KeptRun(study, arm) for study in evidence.measurements for arm in study.results.arms]
     head = ("study", "run", "measured on", "layers that died whole", "layer with the most dead")
     lines = [_layers_of(run) for run in runs if run.file(".npz").exists()]
     return _table((*head, "dead features"), lines)
@@ -448,7 +448,7 @@ def _layers_of(run: KeptRun) -> tuple[str, ...]:
     return (
         f"`{run.study.name}`",
         run.caption,
-        run.describe(),
+        run.measured_on,
         ", ".join(whole) or ("none" if dead else "diverged"),
         "" if most is None else f"{most}: {_share(dead[most])}",
         "" if features is None else _share(features),

@@ -166,7 +166,7 @@ def _tuned(tuning: Tuning) -> str:
         for arm, tuned in tuning.arms.items()
     )
     arms = "every arm alike" if len(tuning.arms) > 1 else "one arm, and the same in all"
-    seeds = f"{len(tuning.seeds)} seed{'s' if len(tuning.seeds) > 1 else ''} a value"
+    seeds = f"{len(tuning.seeds)} seed{'s' if len(tuning.seeds) > 1 else ''} per value"
     return f"`{tuning.key}` tuned for {arms}, on held-out training data ({seeds}): {words}."
 
 

@@ -73,11 +73,9 @@ def test_every_row_and_figure_of_the_paper_is_listed(capsys, tmp_path):
     assert wanted <= listed
     assert [figure.name for figure in PAPER.figures] == FIGURES
     assert all(name in printed for name in FIGURES)
-    assert PAPER.ids() == [
-        *dict.fromkeys(row["id"] for row in PRINTED),
-        *OTHERS,
-        *(f"F{place}" for place in range(1, 18)),
-    ]
+    items = [item for item, _ in PAPER.items()]
+    assert items == [*dict.fromkeys(row["id"] for row in PRINTED), *OTHERS]
+    assert [figure.id for figure in PAPER.figures] == [f"F{place}" for place in range(1, 18)]
 
 
 @pytest.mark.parametrize("printed", PRINTED, ids=lambda row: f"{row['id']} {row['method']}")
@@ -250,7 +248,8 @@ def test_notes_and_what_is_unstated_stand_beside_their_rows():
     assert "learning rate at batch 512" in unstated("T2.4")
     assert "alpha of the 60-epoch run" in unstated("E60")
     assert "recipe on CIFAR-10" in unstated("G20")
-    known = {"all", *PAPER.ids(), *FIGURES, *(e.id for e in PAPER.experiments)}
+    known = {"all", *FIGURES}
+    known |= {name for item, experiment in PAPER.items() for name in (item, experiment.id)}
     known |= {f"{e.id}/{row.arm}" for e in PAPER.experiments for row in e.rows}
     for each in (*PAPER.notes, *PAPER.unstated):
         assert set(each.about) <= known
@@ -824,7 +823,7 @@ def test_run_at_full_scale_trains_the_rows_own_recipe(tmp_path):
     assert study.recipe.loss.alpha == 0.92
     assert study.recipe.optimizer.lr == 0.4
     # What is not the paper's is listed: other data, and every override that changes the training.
-    assert study.conditions.lost == (
+    assert study.conditions.lost == [
         "the data: 64 examples (digits)",
         "data.limit: 64",
         "model.width: 2",
@@ -833,4 +832,4 @@ def test_run_at_full_scale_trains_the_rows_own_recipe(tmp_path):
         "train.epochs: 2",
         "train.batch_size: 32",
         "train.precision: float32",
-    )
+    ]

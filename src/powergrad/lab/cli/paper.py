@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -129,15 +130,13 @@ def run(
         changes["loss.form"] = "as_published"
     if tune_seeds < 1:
         raise ValueError(f"Expected --tune-seeds to be at least 1, but got {tune_seeds}.")
+    wanted = _Wanted(item, experiment, rows, data, changes)
     try:
         if is_small:
-            print(f"{item}, scaled down: {experiment.title}")
-            folder = _run_small(
-                experiment, rows, data or "digits", changes, tune, tune_seeds, options, only_plan
-            )
+            folder = _run_small(wanted, tune, tune_seeds, options, only_plan)
         else:
-            _check_full(item, rows, data, tune, tune_seeds, options)
-            folder = _run_full(experiment, rows, data, changes, options, only_plan)
+            _check_full(wanted, tune, tune_seeds, options)
+            folder = _run_full(wanted, options, only_plan)
     except Interrupted as reason:
         return stopped(reason)
     if keep and not only_plan and _is_first_process():
@@ -145,18 +144,22 @@ def run(
     return 0
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """What is to be trained: some rows of an item, on data, with changes of the recipe."""
+
+    item: str
+    experiment: Experiment
+    rows: Sequence[Row]
+    data: str | None
+    changes: Mapping[str, Any]
+
+
 def _is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _check_full(
-    item: str,
-    rows: Sequence[Row],
-    data: str | None,
-    tune: str | None,
-    tune_seeds: int,
-    options: StudyOptions,
-) -> None:
+def _check_full(wanted: _Wanted, tune: str | None, tune_seeds: int, options: StudyOptions) -> None:
     """Refuse what only a study has, and a training without its data."""
     names = ("seeds", "metric", "margin", "workers", "threads", "storage")
     given = {
@@ -170,28 +173,21 @@ def _check_full(
                 f"Expected {name} with --scale small only, but got {value!r} at full scale, where "
                 "every row is trained once (--first-seed)."
             )
-    if data is None and rows[0].recipe.data.name != "cifar10":
+    rows = wanted.rows
+    if wanted.data is None and rows[0].recipe.data.name != "cifar10":
         raise ValueError(
-            f"Expected --data folder:PATH, where ImageNet is, to train {item} at full scale, or "
-            "--scale small, but got neither."
+            f"Expected --data folder:PATH, where ImageNet is, to train {wanted.item} at full "
+            "scale, or --scale small, but got neither."
         )
     if len(rows) > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"Expected --arm under torchrun, one of {', '.join(row.arm for row in rows)}."
-        )
+        arms = ", ".join(row.arm for row in rows)
+        raise ValueError(f"Expected --arm under torchrun, one of {arms}.")
 
 
-def _run_full(
-    experiment: Experiment,
-    rows: Sequence[Row],
-    data: str | None,
-    changes: Mapping[str, Any],
-    options: StudyOptions,
-    only_plan: bool,
-) -> Path:
+def _run_full(wanted: _Wanted, options: StudyOptions, only_plan: bool) -> Path:
     """Train every row once; returns the folder of the runs."""
-    seed = options.first_seed
-    recipes = full_recipes(rows, data, changes, seed)
+    experiment, rows, seed = wanted.experiment, wanted.rows, options.first_seed
+    recipes = full_recipes(rows, wanted.data, wanted.changes, seed)
     folder = options.out / (options.name or f"paper-{experiment.id}")
     names = {row.arm: f"{slug(row.arm)}-seed{seed}" for row in rows}
     for row in rows:
@@ -204,28 +200,19 @@ def _run_full(
         runs = {name: (arm, seed) for arm, name in names.items()}
         record_runs(folder, experiment, full_conditions(rows, recipes, command_line()), runs)
     for arm, recipe in recipes.items():
-        progress = for_terminal()
-        try:
+        with contextlib.closing(for_terminal()) as progress:
             train(recipe, folder / names[arm], progress=progress)
-        finally:
-            progress.close()
     return folder
 
 
 def _run_small(
-    experiment: Experiment,
-    rows: Sequence[Row],
-    data: str,
-    changes: Mapping[str, Any],
-    tune: str | None,
-    tune_seeds: int,
-    options: StudyOptions,
-    only_plan: bool,
+    wanted: _Wanted, tune: str | None, tune_seeds: int, options: StudyOptions, only_plan: bool
 ) -> Path:
     """Run the replica of some rows as a study; returns its folder."""
-    threads = {"machine.threads": options.threads}
-    replica = plan_replica(experiment, rows, data, {**threads, **changes})
-    print(replica.describe())
+    experiment, rows, data = wanted.experiment, wanted.rows, wanted.data or "digits"
+    changes = {"machine.threads": options.threads, **wanted.changes}
+    replica = plan_replica(experiment, rows, data, changes)
+    print(f"{wanted.item}, scaled down: {experiment.title}\n{replica.describe()}")
     seeds = options.seed_list(len(rows))
     program = RecipeProgram(replica.base)
     study = Study(StudyKind.PAPER, program, replica.arms, seeds, *options.compared())

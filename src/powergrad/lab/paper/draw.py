@@ -88,7 +88,7 @@ def _metrics(evidence: Evidence, uses: Uses) -> Any:
                 train = curve["train_accuracy"]
                 axes.plot(epochs, train, "--", color=colour, lw=1.2, label=f"{arm}: train")
             axes.plot(epochs, test, color=colour, lw=1.5, label=label)
-        captions = [f"{run.caption} ({run.describe()})" for run in runs]
+        captions = [f"{run.caption} ({run.measured_on})" for run in runs]
         notes.append(f"({letter}) {'; '.join(captions)}")
         axes.set(xscale="log", yscale="log", xlabel="epoch", ylabel="accuracy (%)")
         _log_percent(axes)
@@ -156,7 +156,7 @@ def _norm_panels(evidence: Evidence, columns: int, panels: Sequence[Panel]) -> A
 
 
 def _source(run: KeptRun) -> str:
-    return f"{run.caption}: {run.describe()}"
+    return f"{run.caption}: {run.measured_on}"
 
 
 def _norm_plots(evidence: Evidence, uses: Uses) -> Any:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -35,17 +35,7 @@ from powergrad.lab.study import METRICS, Results, Tuning
 from powergrad.lab.study.results import read_rows
 from powergrad.lab.words import slug
 
-__all__ = [
-    "Conditions",
-    "Evidence",
-    "KeptRun",
-    "Measurement",
-    "MissingRunsError",
-    "Norms",
-    "Outcome",
-    "describe_runs",
-    "small_command",
-]
+__all__ = ["Conditions", "Evidence", "KeptRun", "Measurement", "MissingRunsError", "Outcome"]
 
 FORMAT = 1
 METRIC = METRICS["test_accuracy"]
@@ -92,8 +82,8 @@ class Conditions:
     examples: int
     scale: Literal["full", "small"]
     exponents: Mapping[str, float]
-    lost: tuple[str, ...]
-    commands: tuple[str, ...]
+    lost: Sequence[str]
+    commands: Sequence[str]
     arms: Mapping[str, Changes] = field(default_factory=dict)
     tuning: Tuning | None = None
 
@@ -104,24 +94,14 @@ class Conditions:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """What :meth:`to_dict` wrote; other keys are ignored."""
-        return cls(
-            values["data"],
-            values["examples"],
-            values["scale"],
-            values["exponents"],
-            tuple(values["lost"]),
-            tuple(values["commands"]),
-            values.get("arms", {}),
-            Tuning.from_dict(values["tuning"]) if "tuning" in values else None,
-        )
+        known = {key.name: values[key.name] for key in fields(cls) if key.name in values}
+        if "tuning" in known:
+            known["tuning"] = Tuning.from_dict(known["tuning"])
+        return cls(**known)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of this module's format.
-
-    Raises:
-        RunError: If only a newer powergrad reads it.
-    """
+    """A JSON file of this format; RunError if only a newer powergrad reads it."""
     values = json.loads(path.read_text(encoding="utf-8"))
     if values.get("format", 0) > FORMAT:
         raise RunError(
@@ -184,11 +164,10 @@ class Norms:
 
     def values(self, layer: int | None) -> NDArray[np.float32]:
         """The norms of a layer, or of the features for None."""
-        if layer is not None:
-            return self.layers[layer]
-        if self.features is None:
+        values = self.features if layer is None else self.layers[layer]
+        if values is None:
             raise MissingRunsError("Expected a recording with features, but got one without.")
-        return self.features
+        return values
 
     def dead(self, layer: int | None) -> NDArray[np.bool_] | None:
         """Which units are dead at the end, as the census has it; None where the run diverged."""
@@ -264,21 +243,20 @@ class Measurement:
         rows = self.results.rows if arm is None else self.results.of_arm(arm)
         return describe_runs(self.recipe, (row.metrics["steps"] for row in rows))
 
-    def kept_run(self, arm: str) -> KeptRun:
-        """The run of an arm whose curve and norms were kept, if they were."""
-        return KeptRun(self, arm)
-
 
 @dataclass(frozen=True)
 class KeptRun:
-    """The first run of an arm: the one whose curve and filter norms figures show."""
+    """The first run of an arm, whose curve and filter norms figures show.
+
+    Where these were not kept, MissingRunsError says which command makes them.
+    """
 
     study: Measurement
     arm: str
 
     @property
     def name(self) -> str:
-        """The row that it is of."""
+        """Its row and arm."""
         return f"{self.study.experiment.row(self.arm).id} {self.arm}"
 
     @property
@@ -287,8 +265,9 @@ class KeptRun:
         row = self.study.results.of_arm(self.arm)[0]
         return f"{self.name}, seed {row.seed}, run {row.run}"
 
-    def describe(self) -> str:
-        """What it was measured on: network, data, batch size, steps."""
+    @property
+    def measured_on(self) -> str:
+        """Network, data, batch size and steps."""
         return self.study.describe(self.arm)
 
     def file(self, ending: str) -> Path:
@@ -296,19 +275,11 @@ class KeptRun:
         return self.study.stem.with_name(f"{self.study.name}--{file_part(self.arm)}{ending}")
 
     def curve(self) -> NDArray[np.void]:
-        """The metrics over its epochs, by the names of their columns.
-
-        Raises:
-            MissingRunsError: If they were not kept.
-        """
+        """The metrics over its epochs, by the names of their columns."""
         return np.atleast_1d(np.genfromtxt(self._existing(".csv"), delimiter=",", names=True))
 
     def norms(self) -> Norms:
-        """The filter norms over its steps.
-
-        Raises:
-            MissingRunsError: If they were not kept.
-        """
+        """The filter norms over its steps."""
         with np.load(self._existing(".npz"), allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
         layers = {
@@ -329,6 +300,8 @@ class KeptRun:
 
 class Evidence:
     """What ``results/paper`` has.
+
+    Where nothing is found, `best`, `kept_run` and `most_tested` raise MissingRunsError.
 
     Args:
         results: The folder ``results``.
@@ -353,30 +326,18 @@ class Evidence:
         return [use for use in uses if not self.of(use)]
 
     def best(self, use: Use) -> Measurement:
-        """The first of the studies that have a use.
-
-        Raises:
-            MissingRunsError: If there is none.
-        """
+        """The first of the studies that have a use."""
         for study in self.of(use):
             return study
         raise MissingRunsError(f"No run of {use} was measured: `{small_command(use)}` makes one.")
 
     def kept_run(self, use: Use) -> KeptRun:
-        """The run of the first of these studies that figures show.
-
-        Raises:
-            MissingRunsError: If there is none.
-        """
+        """The run of the first of these studies that figures show."""
         study = self.best(use)
-        return study.kept_run(use.arm or study.results.baseline)
+        return KeptRun(study, use.arm or study.results.baseline)
 
     def most_tested(self, use: Use) -> KeptRun:
-        """The run of these studies whose curve has the most points.
-
-        Raises:
-            MissingRunsError: If there is none.
-        """
+        """The run of these studies whose curve has the most points."""
         arm = self.kept_run(use).arm
-        runs = [study.kept_run(arm) for study in self.of(use)]
+        runs = [KeptRun(study, arm) for study in self.of(use)]
         return max(runs, key=lambda run: len(run.curve()))

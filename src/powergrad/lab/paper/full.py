@@ -45,18 +45,14 @@ def full_conditions(rows: Sequence[Row], recipes: Mapping[str, Recipe], command:
         "full",
         {arm: decay_exponent(recipe, examples) for arm, recipe in recipes.items()},
         _departures(rows[0].recipe, first, examples),
-        (command,),
+        [command],
     )
 
 
-def _departures(stated: Recipe, recipe: Recipe, examples: int) -> tuple[str, ...]:
+def _departures(stated: Recipe, recipe: Recipe, examples: int) -> list[str]:
     """In what a run is not the row's: its data, and what was overridden."""
-    data = f"the data: {examples:,} examples ({recipe.data.name})"
-    return (
-        *([data] if examples != examples_of(stated) else []),
-        *(
-            f"{key}: {value}"
-            for key, value in changes_of(recipe, stated).items()
-            if not key.startswith(FREE)
-        ),
-    )
+    changes = changes_of(recipe, stated)
+    lost = [f"{key}: {value}" for key, value in changes.items() if not key.startswith(FREE)]
+    if examples != examples_of(stated):
+        lost.insert(0, f"the data: {examples:,} examples ({recipe.data.name})")
+    return lost

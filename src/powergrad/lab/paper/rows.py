@@ -13,36 +13,17 @@ import yaml
 from powergrad.lab.config import Recipe, RecipeError, flatten
 from powergrad.lab.words import did_you_mean
 
-__all__ = [
-    "Experiment",
-    "Figure",
-    "Note",
-    "Paper",
-    "PrintedNumber",
-    "Row",
-    "Throughput",
-    "Unstated",
-    "Use",
-    "changes_of",
-    "load_paper",
-]
+__all__ = ["Experiment", "Figure", "Paper", "Row", "Use", "changes_of", "load_paper"]
 
 
 @dataclass(frozen=True)
 class Unstated:
-    """What the paper does not say.
-
-    Attributes:
-        what: What is missing.
-        reason: Why this choice was made.
-        about: The ids that it concerns.
-        choice: What the recipe has for it, as dotted keys; empty where that is a default.
-    """
+    """What the paper does not say, and the choice made here."""
 
     what: str
     reason: str
     about: tuple[str, ...]
-    choice: Mapping[str, Any] = field(default_factory=dict)
+    choice: Mapping[str, Any] = field(default_factory=dict)  # empty where it is a default
 
 
 @dataclass(frozen=True)
@@ -146,14 +127,13 @@ class Experiment:
 
     def row(self, arm: str) -> Row:
         """The row of an arm."""
-        for row in self.rows:
-            if row.arm == arm:
-                return row
-        arms = [row.arm for row in self.rows]
-        raise RecipeError(
-            f"Expected an arm of {self.id} ({', '.join(arms)}), but got {arm!r}"
-            f"{did_you_mean(arm, arms)}"
-        )
+        rows = {row.arm: row for row in self.rows}
+        if arm not in rows:
+            raise RecipeError(
+                f"Expected an arm of {self.id} ({', '.join(rows)}), but got {arm!r}"
+                f"{did_you_mean(arm, rows)}"
+            )
+        return rows[arm]
 
     def own_rows(self, item: str) -> list[Row]:
         """The rows of an id, without the baseline unless it is one of them."""
@@ -166,19 +146,12 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the paper.
+    """A figure of the paper."""
 
-    Attributes:
-        id: ``F1`` to ``F17``, by its place.
-        name: Its label in the source, or ours where it has none.
-        title: What it shows.
-        uses: The runs that it draws.
-    """
-
-    id: str
-    name: str
+    id: str  # F1 to F17, by its place
+    name: str  # its label in the source, or ours where it has none
     title: str
-    uses: tuple[Use, ...]
+    uses: tuple[Use, ...]  # the runs that it draws
 
 
 @dataclass(frozen=True)
@@ -206,10 +179,6 @@ class Paper:
                 items.setdefault(row.id, experiment)
         return list(items.items())
 
-    def ids(self) -> list[str]:
-        """Every id of a row, run or grid, then those of figures."""
-        return [*(item for item, _ in self.items()), *(figure.id for figure in self.figures)]
-
     def find(self, item: str) -> Experiment:
         """The experiment of an item, or of its own id.
 
@@ -224,8 +193,7 @@ class Paper:
             raise RecipeError(
                 f"{wrong}, a figure: `powergrad paper figure {item} --out DIR` draws it."
             )
-        known = [item for item, _ in self.items()]
-        known += [experiment.id for experiment in self.experiments]
+        known = [name for item, experiment in self.items() for name in (item, experiment.id)]
         raise RecipeError(f"{wrong}{did_you_mean(item, known)}")
 
     def figure(self, item: str) -> Figure | None:
@@ -239,10 +207,9 @@ class Paper:
             names = {figure.id, figure.name}
         else:
             experiment = self.find(item)
-            names = {item}
-            for row in experiment.with_baseline(item):
-                row_id = item if row is experiment.baseline else row.id
-                names |= _names(experiment.id, row_id, row.arm)
+            rows = experiment.with_baseline(item)
+            names = {item, *(row.id for row in rows[1:])}
+            names = names.union(*(_names(experiment.id, item, row.arm) for row in rows))
         return (
             [note for note in self.notes if names & set(note.about)],
             [unstated for unstated in self.unstated if names & set(unstated.about)],
@@ -301,13 +268,11 @@ def _experiment(
     rows = []
     for values in listed:
         item, arm = values.get("id", raw["id"]), values["arm"]
-        chosen: dict[str, Any] = {}
-        for missing in unstated:
-            if _names(raw["id"], item, arm) & set(missing.about):
-                chosen |= missing.choice
-        stated = {**common, **raw["recipe"], **values.get("recipe", {})}
-        for key in chosen:  # the common recipe does not hold for these
-            stated.pop(key, None)
+        names = _names(raw["id"], item, arm)
+        choices = [missing.choice for missing in unstated if names & set(missing.about)]
+        chosen = {key: value for choice in choices for key, value in choice.items()}
+        recipe = {**common, **raw["recipe"], **values.get("recipe", {})}
+        stated = {key: value for key, value in recipe.items() if key not in chosen}
         published = {key: values[key] for key in ("train", "test", "gap") if key in values}
         rows.append(Row(item, arm, stated, chosen, published))
     return Experiment(raw["id"], raw["where"], raw["title"], tuple(rows), grid)

@@ -41,21 +41,12 @@ FOLDER = {"data.flip": True, "data.size": 64}
 
 @dataclass(frozen=True)
 class Replica:
-    """The plan of a replica.
-
-    Attributes:
-        experiment: What is replicated.
-        rows: Its rows, the baseline first.
-        base: The recipe of the first arm.
-        arms: What every arm changes in it.
-        examples: The number of training examples.
-        classes: The number of classes.
-    """
+    """The plan of a replica of some rows of an experiment, on data of so many examples."""
 
     experiment: Experiment
-    rows: tuple[Row, ...]
-    base: Recipe
-    arms: Mapping[str, Changes]
+    rows: Sequence[Row]  # the baseline first
+    base: Recipe  # of the first arm
+    arms: Mapping[str, Changes]  # what every arm changes in it
     examples: int
     classes: int
 
@@ -70,14 +61,15 @@ class Replica:
         return {arm: decay_exponent(recipe, self.examples) for arm, recipe in self.recipes.items()}
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def kept(self) -> list[str]:
         """What is as in the paper."""
         base, full = self.base, self.rows[0].recipe
         warm_up = 100 * base.schedule.warmup_epochs / base.train.epochs
+        norm = f"normalisation: {base.model.norm}"
+        is_same = base.model.name == full.model.name
+        blocks = f"the network's depth and blocks ({base.model.name}, {norm})"
         kept = [
-            f"the network's depth and blocks ({base.model.name}, normalisation: {base.model.norm})"
-            if base.model.name == full.model.name
-            else f"the kind of network (normalisation: {base.model.norm})",
+            blocks if is_same else f"the kind of network ({norm})",
             "SGD with Nesterov's momentum 0.9, the schedule's shape, "
             f"{warm_up:.2g}% of the epochs as warm-up",
             "what the arms differ in: alpha, clipping, label smoothing, length",
@@ -85,25 +77,18 @@ class Replica:
         is_table_2 = self.experiment.where == "Table 2"
         if is_table_2 and base.train.batch_size == _small_batch(full):
             kept.append("the ratios between the three batch sizes (1024, 512, 256)")
-        return tuple(kept)
+        return kept
 
     @property
-    def lost(self) -> tuple[str, ...]:
+    def lost(self) -> list[str]:
         """What is not as in the paper."""
-        return tuple(_lost(self))
+        return list(_lost(self))
 
     def conditions(self, command: str, tuning: Tuning | None) -> Conditions:
         """How the runs of this replica are made."""
-        return Conditions(
-            self.base.data.name,
-            self.examples,
-            "small",
-            self.exponents,
-            self.lost,
-            (command,),
-            self.arms,
-            tuning,
-        )
+        name = self.base.data.name
+        measured = (name, self.examples, "small", self.exponents, self.lost, [command])
+        return Conditions(*measured, self.arms, tuning)
 
     def describe(self) -> str:
         """The plan, in words."""
@@ -194,14 +179,8 @@ def plan_replica(
         for row, recipe in zip(rows, recipes, strict=True)
     }
     base = recipes[rows[0].arm]
-    return Replica(
-        experiment,
-        tuple(rows),
-        base,
-        {arm: changes_of(recipe, base) for arm, recipe in recipes.items()},
-        examples,
-        len(loaded.classes),
-    )
+    arms = {arm: changes_of(recipe, base) for arm, recipe in recipes.items()}
+    return Replica(experiment, rows, base, arms, examples, len(loaded.classes))
 
 
 def _scaled(row: Row, data: str, given: Mapping[str, Any], factor: float) -> Recipe:
@@ -245,9 +224,8 @@ def _lost(replica: Replica) -> Iterator[str]:
     base, full = replica.base, replica.rows[0].recipe
     recipes = replica.recipes
     examples = examples_of(full)
-    yield (
-        f"the data: {replica.examples:,} examples of {replica.classes} classes ({base.data.name})"
-    )
+    data = f"{replica.examples:,} examples of {replica.classes} classes"
+    yield f"the data: {data} ({base.data.name})"
     rates = _range([recipe.optimizer.lr for recipe in recipes.values()])
     width = 16 if full.model.name == "resnet20" else 64
     for what, ours, theirs in (
@@ -268,17 +246,10 @@ def _lost(replica: Replica) -> Iterator[str]:
         f"{examples // full.train.batch_size * full.train.epochs:,} and "
         f"{decay_exponent(full, examples):.0f}"
     )
-    thresholds = (
-        (recipes[row.arm].clip.agc, row.recipe.clip.agc)
-        for row in replica.rows
-        if recipes[row.arm].clip.agc != row.recipe.clip.agc
-    )
-    for ours, theirs in thresholds:
-        if ours is not None and theirs is not None:
-            yield (
-                f"AGC's threshold: {ours:g}, not {theirs:g}, so that its ratio to the decay is kept"
-            )
-            break
+    thresholds = [(recipes[row.arm].clip.agc, row.recipe.clip.agc) for row in replica.rows]
+    changed = [(ours, theirs) for ours, theirs in thresholds if ours and theirs and ours != theirs]
+    for ours, theirs in changed[:1]:  # the same in all arms
+        yield f"AGC's threshold: {ours:g}, not {theirs:g}, so that its ratio to the decay is kept"
     if base.train.precision != full.train.precision:
         yield "mixed precision, and with it the float16 of the authors' hook"
     if base.data.name == "digits":
