@@ -25,7 +25,7 @@ def potential(
 ) -> Tensor:
     """The function of which PGT's gradient is the gradient, for alpha > 0, in float64.
 
-    `alpha` is a number, or one an example, or one a position (the shape of `logits` without C).
+    `alpha` is a number, or one per example, or one per position (the shape of `logits` without C).
     """
     logits = logits.double()
     target = target.double() if target.is_floating_point() else target
@@ -91,7 +91,7 @@ def row_error(
 ) -> float:
     """The largest error of `gradient`, relative to the largest entry of its row in `oracle`.
 
-    `scale`, one a row, replaces that entry where it is larger. A row whose entries are all below
+    `scale`, one per row, replaces that entry where it is larger. A row whose entries are all below
     1e-300 counts as 0.
     """
     if oracle.numel() == 0:

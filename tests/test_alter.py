@@ -160,12 +160,12 @@ def test_bad_names_are_named(device):
 def test_an_operation_in_place_may_follow_the_altered_module(device):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)).to(device)
     images = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(0)).to(device)
-    found = []
+    actual = []
     for factor in (1, 2):
         model.zero_grad()
         with alter_output(model, "1", lambda grad, factor=factor: grad * factor):
             model(images).sum().backward()
         (_, _, gain, _) = model.parameters()
         assert gain.grad is not None
-        found.append(gain.grad.clone())
-    torch.testing.assert_close(found[1], 2 * found[0])
+        actual.append(gain.grad.clone())
+    torch.testing.assert_close(actual[1], 2 * actual[0])

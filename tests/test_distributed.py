@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from powergrad import PowerGrad, cross_entropy
@@ -57,7 +58,8 @@ def test_data_parallel_gradients_are_those_of_the_joined_batch(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    spawn(worker, (port, str(tmp_path)), nprocs=WORLD)
+    multiprocessing.set_forkserver_preload([__name__])  # imported once for all processes
+    start_processes(worker, (port, str(tmp_path)), WORLD, start_method="forkserver")
     x, y = data()
     for i, loss in enumerate(losses()):
         model = network()

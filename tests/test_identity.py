@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 
 import pytest
@@ -43,6 +44,7 @@ def network(normalised: bool, bias: bool = True) -> nn.Sequential:
     ).double()
 
 
+@functools.cache
 def batch(step: int) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(step)
     x = torch.randn(16, 6, generator=g, dtype=torch.float64)
@@ -69,8 +71,9 @@ def largest_difference(pgt: nn.Module, plain: nn.Module, head: nn.Module, alpha:
     return max(differences)
 
 
-@pytest.mark.parametrize("normalised", [False, True], ids=["plain", "batch-norm"])
-@pytest.mark.parametrize("alpha", [0.25, 0.3])
+@pytest.mark.parametrize(
+    ("alpha", "normalised"), [(0.25, False), (0.3, True)], ids=["plain", "batch-norm"]
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_two_trajectories_are_one(name, alpha, normalised):
     pgt, plain = network(normalised), network(normalised)

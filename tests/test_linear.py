@@ -268,15 +268,15 @@ def test_the_bias_of_a_rare_class_learns_under_autocast():
     bias = torch.zeros(5000)
     bias[4000:] = -40
     target = torch.arange(8)
-    found = []
+    actual = []
     for low in (torch.float16, None):
         leaf = bias.clone().requires_grad_()
         with torch.autocast("cpu", dtype=low or torch.float16, enabled=low is not None):
             loss = linear_cross_entropy(hidden, head, target, alpha=0.3, linear_bias=leaf)
         assert isinstance(loss, Tensor)
-        found += torch.autograd.grad(65536 * loss, leaf)
-    assert (found[0][4000:] > 0).all()
-    assert relative(found[0][4000:], found[1][4000:]) < 2e-2  # the logits had 11 bits
+        actual += torch.autograd.grad(65536 * loss, leaf)
+    assert (actual[0][4000:] > 0).all()
+    assert relative(actual[0][4000:], actual[1][4000:]) < 2e-2  # the logits had 11 bits
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -435,16 +435,35 @@ def test_compiles_whole(generator, device, options: dict[str, Any], soft):
         options.pop("ignore_index", None)
     z = logits(generator).to(device).requires_grad_()
     target = (logits(generator).softmax(1) if soft else LABELS).to(device)
-    for alpha in (0.3, torch.tensor(0.3), torch.tensor([0.1, 0.5, 0.9, 1.0], device=device)):
+    # AOTAutograd takes most of the time, and only the operators matter to it: one alpha is enough.
+    for alpha, backend in (
+        (0.3, "eager"),
+        (torch.tensor(0.3), "eager"),
+        (torch.tensor([0.1, 0.5, 0.9, 1.0], device=device), "aot_eager"),
+    ):
         torch.compiler.reset()
 
         def loss(z: Tensor, alpha=alpha) -> Tensor:
             return cross_entropy(z, target, alpha=alpha, **options)
 
-        value, expected = torch.compile(loss, fullgraph=True, backend="aot_eager")(z), loss(z)
+        value, expected = torch.compile(loss, fullgraph=True, backend=backend)(z), loss(z)
         assert torch.allclose(value, expected, rtol=1e-14)
         (actual,) = torch.autograd.grad(value * 3, z)
         assert (actual - torch.autograd.grad(expected * 3, z)[0]).abs().max() <= 1e-14
+
+
+@pytest.mark.xfail(reason="torch.compile returns two equal values as one tensor, with one gradient")
+def test_compiled_with_two_alphas_of_the_same_logits(generator):
+    z = logits(generator).requires_grad_()
+
+    def losses(z: Tensor) -> list[Tensor]:
+        return [cross_entropy(z, LABELS, alpha=alpha) for alpha in (0.1, 0.9)]
+
+    torch.compiler.reset()
+    compiled = torch.compile(losses, backend="aot_eager")(z)
+    for value, expected in zip(compiled, losses(z), strict=True):
+        (actual,) = torch.autograd.grad(value, z, retain_graph=True)
+        assert (actual - torch.autograd.grad(expected, z)[0]).abs().max() <= 1e-14
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
@@ -841,8 +860,8 @@ def test_binary_gradient_is_sigmoid_of_alpha_z(
     double: dict[str, Any] = {
         k: v.double() if isinstance(v, Tensor) else v for k, v in options.items()
     }
-    each = {**double, "reduction": "none"}
-    losses = F.binary_cross_entropy_with_logits(inner * wide, y.double(), **each) / inner
+    per_row = {**double, "reduction": "none"}
+    losses = F.binary_cross_entropy_with_logits(inner * wide, y.double(), **per_row) / inner
     oracle_value = F.binary_cross_entropy_with_logits(z.double(), y.double(), **double)
     reduced = {"mean": losses.mean, "sum": losses.sum, "none": lambda: losses}[reduction]()
     (oracle,) = torch.autograd.grad(reduced, wide, upstream.double())
@@ -909,8 +928,8 @@ def test_an_ignored_row_adds_nothing_where_class_0_is_masked(dtype, weighted, ep
         options = {"reduction": reduction, "label_smoothing": eps}
         loss = cross_entropy(z, target, weight, alpha=0.3, **options)
         exact = None if weight is None else weight.double()
-        wanted = F.cross_entropy(z.double(), target, exact, **options)
-        torch.testing.assert_close(loss.double(), wanted, rtol=TOLERANCE[dtype][1], atol=1e-7)
+        expected = F.cross_entropy(z.double(), target, exact, **options)
+        torch.testing.assert_close(loss.double(), expected, rtol=TOLERANCE[dtype][1], atol=1e-7)
         (grad,) = torch.autograd.grad(loss.sum(), z)
         assert grad.isfinite().all()
 
@@ -926,11 +945,11 @@ def test_autocast_does_not_round_a_smoothed_and_weighted_loss(given, low, native
     z = torch.randn(4, 32_000, generator=generator).to(given).requires_grad_()
     weight, target = torch.rand(32_000, generator=generator), torch.arange(4)
     options = {"label_smoothing": 0.1, "reduction": "none"}
-    wanted = F.cross_entropy(z.detach().float(), target, weight, **options)
+    expected = F.cross_entropy(z.detach().float(), target, weight, **options)
     with torch.autocast("cpu", dtype=low):
         loss = cross_entropy(z, target, weight, alpha=0.3, **options)
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -951,11 +970,11 @@ def test_a_label_of_one_byte_is_not_taken_for_a_negative_ignore_index(device):
     z = torch.randn(4, 200, generator=torch.Generator().manual_seed(0)).to(device)
     labels = torch.tensor([156, 3, 199, 156], dtype=torch.uint8, device=device)
     for eps in (0.0, 0.1):
-        wanted = F.cross_entropy(z, labels.long(), label_smoothing=eps)
+        expected = F.cross_entropy(z, labels.long(), label_smoothing=eps)
         leaf = z.clone().requires_grad_()
         for logits in (z, leaf):
             loss = cross_entropy(logits, labels, alpha=0.3, label_smoothing=eps)
-            torch.testing.assert_close(loss, wanted)
+            torch.testing.assert_close(loss, expected)
         grads = []
         for target in (labels, labels.long()):
             loss = cross_entropy(leaf, target, alpha=0.3, label_smoothing=eps)
@@ -972,9 +991,9 @@ def test_an_alpha_that_is_changed_in_place_takes_effect_when_compiled(dtype):
     target = torch.arange(4)
     for value in (0.3, 0.9):
         alpha.fill_(value)
-        (found,) = torch.autograd.grad(compiled(z, target), z)
-        (wanted,) = torch.autograd.grad(cross_entropy(z, target, alpha=value), z)
-        torch.testing.assert_close(found, wanted)
+        (actual,) = torch.autograd.grad(compiled(z, target), z)
+        (expected,) = torch.autograd.grad(cross_entropy(z, target, alpha=value), z)
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -999,7 +1018,7 @@ def test_the_default_device_does_not_matter():
         ]
         return [torch.autograd.grad(loss, z)[0] for loss in losses]
 
-    wanted = gradients()
+    expected = gradients()
     with torch.device("meta"):
-        found = gradients()
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        actual = gradients()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)

@@ -108,8 +108,9 @@ def test_under_compile(z, name):
         with PowerGrad(0.3):
             return call(z)
 
+    # AOTAutograd, which takes most of the time, sees the same operators as above.
     for function in (within, PowerGrad(0.3)(call)):
-        assert close(torch.compile(function, fullgraph=True, backend="aot_eager")(z), z, 0.3)
+        assert close(torch.compile(function, fullgraph=True, backend="eager")(z), z, 0.3)
 
 
 def test_every_option_passes_through(z):
@@ -375,8 +376,8 @@ def test_a_copy_of_a_model_whose_forward_is_decorated_is_a_model_of_its_own():
     second(x, target=Y).backward()
     assert first.fc.weight.grad is None
     loss = cross_entropy(first.fc(x), Y, alpha=0.3)
-    (wanted,) = torch.autograd.grad(loss, first.fc.weight)
-    torch.testing.assert_close(second.fc.weight.grad, wanted)
+    (expected,) = torch.autograd.grad(loss, first.fc.weight)
+    torch.testing.assert_close(second.fc.weight.grad, expected)
 
 
 def test_a_compiled_criterion_takes_names():

@@ -120,9 +120,9 @@ def test_second_derivative_is_that_of_the_potential(
 ) -> None:
     # Of (1 / alpha) CE(alpha z, q): alpha (diag p' - p' p'^T), positive semi-definite.
     y = data.draw(st.integers(0, len(z) - 1))
-    found = hessian(lambda z: -log_softmax(z, alpha=alpha)[y], z)
+    actual = hessian(lambda z: -log_softmax(z, alpha=alpha)[y], z)
     p = torch.softmax(alpha * z, -1)
-    torch.testing.assert_close(found, alpha * (p.diag() - p.outer(p)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(actual, alpha * (p.diag() - p.outer(p)), rtol=0, atol=1e-12)
 
 
 @given(logits(max_classes=20), st.data())
@@ -285,8 +285,8 @@ def test_derivative_of_the_threshold(p: Tensor, alpha: float) -> None:
         # Ours: dt/dalpha = t KL(P' || P) / (1 - alpha)^2, a proof of theorem 1 in itself.
         kl = mpmath.fsum(x * mpmath.log(x / y) for x, y in zip(flat, exact, strict=True))
         ours = total ** (1 / (order - 1)) * kl / (1 - order) ** 2
-        for found in (first, second, ours):
-            assert mpmath.almosteq(found, slope, rel_eps=1e-15, abs_eps=1e-20)
+        for derivative in (first, second, ours):
+            assert mpmath.almosteq(derivative, slope, rel_eps=1e-15, abs_eps=1e-20)
 
 
 @given(distributions(max_classes=50), st.floats(0.05, 0.95))
@@ -368,11 +368,11 @@ def test_order_is_preserved(p: Tensor, alpha: float) -> None:
 @given(distributions(max_classes=12), alphas_inside)
 def test_jacobian_of_the_transform(p: Tensor, alpha: float) -> None:
     assume(p.min() > 1e-100)  # 1 / p below overflows no float
-    found = torch.func.jacrev(lambda p: power_transform(p, alpha))(p)
+    actual = torch.func.jacrev(lambda p: power_transform(p, alpha))(p)
     flat = power_transform(p, alpha)
     expected = alpha * flat[:, None] * (torch.eye(len(p)) - flat) / p
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-    assert (found.diag() >= 0).all()
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+    assert (actual.diag() >= 0).all()
 
 
 # "the derivative of PGT function with respect to the true probabilities is non-negative which in
@@ -541,7 +541,7 @@ def head_for(z: Tensor, a: Tensor) -> Tensor:
 @given(alphas_below_one)
 def test_weight_gradient_is_feature_times_logit_gradient(alpha: float) -> None:
     z, a = array(20, 30, 10), array(2.0, 0.0, -1.0, 0.5, 3.0)
-    plain, pgt = (head_gradient(head_for(z, a), a, 0, each) for each in (1.0, alpha))
+    plain, pgt = (head_gradient(head_for(z, a), a, 0, exponent) for exponent in (1.0, alpha))
     torch.testing.assert_close(pgt, torch.outer(gradient(z, 0, alpha), a))
     rising = gradient(z, 0, alpha) > gradient(z, 0, 1.0)
     assert rising.tolist() == [True, False, True]
@@ -557,7 +557,7 @@ def test_worked_example_of_4_3(alpha: float) -> None:
     torch.testing.assert_close(
         z.softmax(-1), array(4.54e-5, 0.9999546, 2.06e-9), rtol=1e-3, atol=0
     )  # the paper cuts 4.54e-5 to 4e-5
-    plain, pgt = (head_gradient(head_for(z, a), a, 0, each) for each in (1.0, alpha))
+    plain, pgt = (head_gradient(head_for(z, a), a, 0, exponent) for exponent in (1.0, alpha))
     # The true class: both are negative, so both signs in the sentence are the other way round. It
     # holds for absolute values, and C_PGT > 1 stands.
     assert (plain[0] < 0).all()
@@ -643,10 +643,12 @@ def logits_after_step(weight: Tensor, a: Tensor, y: int, alpha: float, lr: float
 def test_worked_example_of_4_4(alpha: float) -> None:
     z, a, y = array(30, 20, 10), array(0.5, 2.0, 1.0, 0.0), 0
     weight = head_for(z, a)
-    plain, pgt = (head_gradient(weight, a, y, each) for each in (1.0, alpha))
+    plain, pgt = (head_gradient(weight, a, y, exponent) for exponent in (1.0, alpha))
     assert (pgt.abs() > plain.abs())[:, a > 0].all()
     assert (pgt == plain)[:, a == 0].all()  # so not "for all j", which the paper says of w_1j
-    after_plain, after_pgt = (logits_after_step(weight, a, y, each, 0.5) for each in (1.0, alpha))
+    after_plain, after_pgt = (
+        logits_after_step(weight, a, y, exponent, 0.5) for exponent in (1.0, alpha)
+    )
     assert after_pgt[0] > after_plain[0] > z[0]
     # The third logit falls by lr |a|^2 p = 5e-9.
     assert (after_pgt < after_plain)[1:].all()
@@ -674,7 +676,7 @@ def test_class_separation_after_one_step(
     assert (extra[top] - extra >= (1 - alpha) * (p[top] - p) - 1e-14)[above].all()
     # The same through a step. Tolerance: logits up to 600 carry 1e-13.
     weight = head_for(z, a)
-    plain, pgt = (logits_after_step(weight, a, y, each, lr) for each in (1.0, alpha))
+    plain, pgt = (logits_after_step(weight, a, y, exponent, lr) for exponent in (1.0, alpha))
     growth = (pgt[top] - pgt) - (plain[top] - plain)
     torch.testing.assert_close(growth, lr * (a @ a) * (extra[top] - extra), rtol=1e-9, atol=1e-11)
 
@@ -683,7 +685,9 @@ def test_class_separation_after_one_step(
 def test_a_wrong_logit_above_the_threshold_falls_less() -> None:
     z, a, y, alpha = array(0.48, 0.44, 0.08).log(), array(1.0, 0.5), 0, 0.5
     assert z.argmax() == y
-    plain, pgt = (logits_after_step(head_for(z, a), a, y, each, 1.0) for each in (1.0, alpha))
+    plain, pgt = (
+        logits_after_step(head_for(z, a), a, y, exponent, 1.0) for exponent in (1.0, alpha)
+    )
     assert z[1] > pgt[1] > plain[1]
     # The gap grows by more all the same: the true logit gains more than this one loses.
     assert pgt[0] - pgt[1] > plain[0] - plain[1]
@@ -692,14 +696,14 @@ def test_a_wrong_logit_above_the_threshold_falls_less() -> None:
 # "dist(hat z_1, hat z_i) > dist(z_1, z_i)": not if they tie,
 def test_class_separation_is_the_same_for_ties() -> None:
     z, a = array(2, 2, 0), array(1.0, 1.0)
-    plain, pgt = (logits_after_step(head_for(z, a), a, 0, each, 1.0) for each in (1.0, 0.3))
+    plain, pgt = (logits_after_step(head_for(z, a), a, 0, exponent, 1.0) for exponent in (1.0, 0.3))
     torch.testing.assert_close(pgt[0] - pgt[1], plain[0] - plain[1])
 
 
 # nor if the prediction is wrong (the paper does not claim it),
 def test_class_separation_from_a_wrong_winner_is_slower() -> None:
     z, a = array(20, 30, 10), array(1.0, 1.0)
-    plain, pgt = (logits_after_step(head_for(z, a), a, 0, each, 1.0) for each in (1.0, 0.3))
+    plain, pgt = (logits_after_step(head_for(z, a), a, 0, exponent, 1.0) for exponent in (1.0, 0.3))
     assert z[0] - z[1] < pgt[0] - pgt[1] < plain[0] - plain[1]
 
 

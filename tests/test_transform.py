@@ -202,6 +202,6 @@ def test_bad_input_is_named():
 
 def test_a_sum_over_many_classes_does_not_overflow():
     p = torch.full((70_000,), 1 / 70_000, dtype=torch.float16)
-    found = power_transform(p, 0.0)
-    assert found.dtype == torch.float16
-    torch.testing.assert_close(found, p, rtol=1e-2, atol=0)
+    actual = power_transform(p, 0.0)
+    assert actual.dtype == torch.float16
+    torch.testing.assert_close(actual, p, rtol=1e-2, atol=0)
