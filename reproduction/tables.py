@@ -75,7 +75,7 @@ def _runs(evidence: Evidence, studies: Mapping[str, Results]) -> str:
 def _experiment(evidence: Evidence, experiment: Experiment) -> str:
     """Cost, conditions and tables of an experiment, one per study."""
     parts = []
-    costs = [found[0] for row in experiment.rows if (found := cost(row.recipe))]
+    costs = [by_gpu[0] for row in experiment.rows if (by_gpu := cost(row.recipe))]
     if costs:
         hours = sum(part.hours for part in costs)
         parts.append(f"Full scale: {hours:.0f} GPU hours on {costs[0].gpu}.")

@@ -211,7 +211,7 @@ def test_what_is_chosen_is_listed_as_unstated_and_does_not_override_the_row():
     for experiment in PAPER.experiments:
         for row in experiment.rows:
             _, unstated = PAPER.about(row.id)
-            listed = {key for each in unstated for key in each.choice}
+            listed = {key for choice in unstated for key in choice.choice}
             assert set(row.chosen) <= listed
             assert not set(row.chosen) & set(row.stated)
             assert {**flat(row.recipe), **row.stated, **row.chosen} == flat(row.recipe)
@@ -232,7 +232,7 @@ def test_notes_and_what_is_unstated_stand_beside_their_rows():
         return {note.id for note in PAPER.about(item)[0]}
 
     def unstated(item):
-        return " / ".join(each.what for each in PAPER.about(item)[1])
+        return " / ".join(choice.what for choice in PAPER.about(item)[1])
 
     assert "step-alpha" in notes("T1.3") & notes("T3.2")
     assert "curves-alpha" in notes("T1.2") & notes("metrics")
@@ -251,8 +251,8 @@ def test_notes_and_what_is_unstated_stand_beside_their_rows():
     known = {"all", *FIGURES}
     known |= {name for item, experiment in PAPER.items() for name in (item, experiment.id)}
     known |= {f"{e.id}/{row.arm}" for e in PAPER.experiments for row in e.rows}
-    for each in (*PAPER.notes, *PAPER.unstated):
-        assert set(each.about) <= known
+    for remark in (*PAPER.notes, *PAPER.unstated):
+        assert set(remark.about) <= known
     for figure in PAPER.figures:
         assert {str(use) for use in figure.uses} <= known
 
@@ -377,7 +377,7 @@ def test_cost_is_images_over_published_speed():
     assert v100.hours == pytest.approx(128_116_700 / (8322 / 8) / 3600)
     assert a100.hours == pytest.approx(128_116_700 / (16621 / 8) / 3600)
     assert rtx.hours == pytest.approx(128_116_700 / 826.06 / 3600)
-    assert all(each.source.startswith("https://github.com/") for each in (v100, a100, rtx))
+    assert all(part.source.startswith("https://github.com/") for part in (v100, a100, rtx))
     (v100, *_, rtx) = cost(PAPER.find("T2.1").rows[0].recipe)
     assert rtx.hours == pytest.approx(128_116_700 / 2764.22 / 3600)
     assert v100.hours == pytest.approx(128_116_700 / (8322 / 8 * 2764.22 / 826.06) / 3600)
