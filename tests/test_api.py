@@ -162,7 +162,7 @@ CHANGES = [
     ("_clip.py", "(NamedTuple):", "(NamedTuple):\n    more: int", "clipping.LayerClip.more"),
     ("jax.py", "axis: int = -1, *, alpha", "axis: int = 0, *, alpha", "jax.log_softmax"),
     ("lightning.py", "every: int = 10", "every: int = 1", "lightning.PowerGradCallback.__init__"),
-    ("lab/cli.py", "    delta: float,", "    gap: float,", "$ powergrad plan"),
+    ("lab/cli/planning.py", "    delta: float,", "    gap: float,", "$ powergrad plan"),
 ]
 
 

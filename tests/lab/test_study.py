@@ -241,6 +241,16 @@ def test_a_grid_around_the_recipes_own_value():
 # Studies ------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def in_process(monkeypatch):
+    """Runs are executed here, one after another; other tests are of the queue and its workers."""
+
+    def execute(jobs, folder, **options):
+        return {job.name: job.execute(folder) for job in jobs}
+
+    monkeypatch.setattr(results_module, "run_jobs", execute)
+
+
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     """A comparison of two arms over two seeds, made by the command."""
@@ -285,7 +295,7 @@ def test_the_command_again_does_nothing_again(study, capsys):
     assert "Here pgt is not told apart from baseline" in said
 
 
-def test_an_arm_that_diverges_is_compared_all_the_same(tmp_path, capsys):
+def test_an_arm_that_diverges_is_compared_all_the_same(in_process, tmp_path, capsys):
     tokens = ["--arms", "baseline", "--arm", "fatal: lr=1e6", "--seeds", 6, "--out", tmp_path]
     assert powergrad("compare", "digits", *tokens, *TOKENS) == 0, capsys.readouterr()
     said = capsys.readouterr().out
@@ -502,7 +512,7 @@ def test_a_baseline_by_name(tmp_path):
 # Sweep, tuning, decomposition ---------------------------------------------------------------------
 
 
-def test_a_sweep_and_its_figure(tmp_path, capsys):
+def test_a_sweep_and_its_figure(in_process, tmp_path, capsys):
     tokens = ["sweep", "digits", *TOKENS, "--train.epochs=2", "--grid", "alpha=1,0.5",
               "--grid", "lr=0.05,0.1", "--seeds", 2, "--out", tmp_path, "--name", "s"]  # fmt: skip
     assert powergrad(*tokens) == 0
@@ -518,7 +528,7 @@ def test_sweep_arms_are_the_whole_grid():
     assert len(Grid({"loss.alpha": (1, 0.5, 0.1), "optimizer.lr": (0.1, 0.2)}).arms()) == 6
 
 
-def test_tuning_gives_every_arm_the_same_grid_on_held_out_data(tmp_path, capsys):
+def test_tuning_gives_every_arm_the_same_grid_on_held_out_data(in_process, tmp_path, capsys):
     tokens = ["compare", "digits", *TOKENS, "--train.epochs=2", "--arms", "baseline,pgt",
               "--tune", "lr=0.0001,0.1", "--tune-seeds", 1, "--seeds", 2, "--out", tmp_path,
               "--name", "t"]  # fmt: skip
@@ -541,7 +551,7 @@ def test_tuning_gives_every_arm_the_same_grid_on_held_out_data(tmp_path, capsys)
         assert Run(folder).recipe().seed in (0, 1)
 
 
-def test_a_decomposition_by_the_command(tmp_path, capsys):
+def test_a_decomposition_by_the_command(in_process, tmp_path, capsys):
     tokens = ["decompose", "digits", *TOKENS, "--train.epochs=2", "--tune", "lr=0.05,0.1",
               "--tune-seeds", 1, "--seeds", 2, "--out", tmp_path, "--name", "d"]  # fmt: skip
     assert powergrad(*tokens) == 0
@@ -782,7 +792,7 @@ def test_a_name_with_dollar_signs_is_drawn(tmp_path):
     assert (tmp_path / "study.png").stat().st_size > 10_000
 
 
-def test_a_metric_that_a_run_has_not_is_told_with_a_page(tmp_path, capsys):
+def test_a_metric_that_a_run_has_not_is_told_with_a_page(in_process, tmp_path, capsys):
     tokens = ["compare", "digits", *TOKENS, "--arms", "baseline", "--arm", "fatal: lr=1e6",
               "--seeds", 2, "--metric", "nll", "--out", tmp_path, "--name", "s"]  # fmt: skip
     assert powergrad(*tokens) == 2

@@ -20,7 +20,6 @@ from powergrad.lab.environment import command_line
 from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.paper.collect import collect, record_runs
 from powergrad.lab.paper.cost import cost
-from powergrad.lab.paper.draw import FORMATS, draw
 from powergrad.lab.paper.evidence import Evidence, MissingRunsError, small_command
 from powergrad.lab.paper.full import full_conditions, full_recipes
 from powergrad.lab.paper.rows import Experiment, Row, Use, load_paper
@@ -246,6 +245,8 @@ def figure(item: str, *, out: Path, formats: str = "png,svg,pdf", results: Path 
         formats: Which of the three, separated by commas.
         results: The folder of measured results.
     """
+    from powergrad.lab.paper.draw import FORMATS, draw
+
     kinds = formats.split(",")
     if not set(kinds) <= set(FORMATS):
         raise ValueError(f"Expected --formats of {', '.join(FORMATS)}, but got {formats!r}.")

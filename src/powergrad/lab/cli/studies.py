@@ -12,7 +12,6 @@ from cyclopts import Parameter
 
 from powergrad.lab.cli.common import Overrides, stopped
 from powergrad.lab.config import Recipe, load_recipe, parse_overrides
-from powergrad.lab.figures import draw_study
 from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.plan import least_seeds
 from powergrad.lab.report import write_report
@@ -290,6 +289,8 @@ def run_and_report(study: Study, folder: Path, options: StudyOptions, **records:
         options: How many runs at a time, and where the queue is.
         records: ``tuning``, ``grid`` and ``decomposition``, as :class:`Results` has them.
     """
+    from powergrad.lab.figures import draw_study
+
     with Watch(study.program.title, study.jobs(), study.metric.name) as watch:
         results = run_study(
             study, folder, workers=options.crew(), storage=options.storage, watch=watch
