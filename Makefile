@@ -31,9 +31,9 @@ TWO := -n 2 --dist loadgroup
 # JAX in a process forbids it to fork, so the other libraries have a run of their own.
 WITHOUT_OTHERS := --ignore=tests/integrations --ignore=tests/release
 
-# The core's own tests, except those that compile, train for long or start processes.
+# The core's own tests, except those that compile, train for long, start processes or need other libraries.
 CORE := $(filter-out $(patsubst %,tests/test_%.py,api audit distributed docs package training),$(wildcard tests/test_*.py))
-SLOW := compile or trajectories or ablation or distributed_data_parallel
+SLOW := compile or trajectories or ablation or distributed_data_parallel or torchmetrics or optax or timm or planted or revived
 
 test: setup ## every test; those that use the C kernel also run without it
 	@echo "tests/integrations (timm, transformers, Lightning, JAX) is left to make test-integrations,"
