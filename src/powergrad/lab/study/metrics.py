@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from powergrad.lab.config import RecipeError
 
@@ -110,15 +110,11 @@ def guess_metric(
         elif known is not None and not is_percentage:
             margin = known.margin
         else:
-            unit = "fractions, not per cent" if is_percentage else f"{name!r}, of which none is"
-            usual = "" if is_percentage else " usual"
+            reason = (
+                "fractions, not per cent" if is_percentage else f"{name!r}, of which none is usual"
+            )
             raise RecipeError(
                 "Expected --margin, the largest difference that does not matter to you, because "
-                f"these are {unit}{usual}."
+                f"these are {reason}."
             )
-    unit = known.unit if known else name
-    return (
-        replace(known, higher_is_better=higher, margin=margin)
-        if known
-        else Metric(name, higher, unit, margin)
-    )
+    return Metric(name, higher, known.unit if known else name, margin)
