@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import functools
 import inspect
+import itertools
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 from powergrad import CrossEntropyLoss, PowerGrad, cross_entropy, log_softmax
 
@@ -42,6 +54,12 @@ if hasattr(F, "linear_cross_entropy"):
     CALLS["F.linear_cross_entropy"] = lambda z: F.linear_cross_entropy(
         z, torch.eye(5, dtype=z.dtype, device=z.device), Y.to(z.device)
     )
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_traced(monkeypatch) -> None:
+    """Each test as in a process of its own, in which compiled code has altered nothing."""
+    monkeypatch.setattr("powergrad.mode._traced_calls", {})
 
 
 @pytest.fixture
@@ -191,11 +209,16 @@ def test_a_log_softmax_in_the_model_can_be_left_out(z):
 
 def test_what_the_documentation_says_is_not_altered(z):
     y = Y.to(z.device)
-    with PowerGrad(0.3):
+
+    def others() -> list[Tensor]:
         by_softmax = F.nll_loss(torch.softmax(z, 1).log(), y)
         by_logsumexp = (z.logsumexp(1) - z.gather(1, y[:, None])[:, 0]).mean()
         by_operator = torch.ops.aten.cross_entropy_loss(z, y)
-    for loss in (by_softmax, by_logsumexp, by_operator):
+        return [by_softmax, by_logsumexp, by_operator]
+
+    with pytest.warns(UserWarning, match="alter a cross-entropy"):
+        losses = PowerGrad(0.3)(others)()
+    for loss in losses:
         assert close(loss, z, 1.0)
 
 
@@ -285,21 +308,249 @@ def test_bad_alpha_is_named(alpha, error):
         PowerGrad(alpha)
 
 
+@pytest.mark.parametrize(
+    ("alpha", "error", "message"),
+    [
+        (torch.tensor(1.2), ValueError, "got 1.2"),
+        (torch.tensor([0.5, torch.nan]), ValueError, "got NaN"),
+        (torch.tensor(1), TypeError, "floating-point"),
+        (torch.tensor(0.5, requires_grad=True), ValueError, "not to require grad"),
+    ],
+)
+def test_a_tensor_alpha_is_checked_where_it_is_given(alpha, error, message):
+    with pytest.raises(error, match=message):
+        PowerGrad(alpha)
+    mode = PowerGrad(0.3)
+    with pytest.raises(error, match=message):
+        mode.alpha = alpha
+    assert mode.alpha == 0.3
+
+
+def test_integers_are_cast_before_the_log_softmax():
+    scores = torch.tensor([[3, 1, 2]])
+    with PowerGrad(0.3):
+        for call in (F.log_softmax, torch.log_softmax, torch.special.log_softmax):
+            actual = call(scores, 1, dtype=torch.float32)
+            assert torch.equal(actual, torch.ops.aten.log_softmax.int(scores.float(), 1))
+
+
+# What a decorator cannot reach --------------------------------------------------------------------
+
+
+class Asynchronous:
+    async def __call__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (Wrapped, "the class Wrapped"),
+        (Asynchronous(), "generator or coroutine"),
+        (functools.partial(Asynchronous().__call__), "generator or coroutine"),
+        (3, "a function to decorate, but got int"),
+    ],
+)
+def test_what_cannot_be_decorated_is_refused(function, message):
+    with pytest.raises(TypeError, match=message):
+        PowerGrad(0.3)(function)
+
+
+LAZY: dict[str, Callable[[Tensor], object]] = {
+    "generator": lambda z: (F.cross_entropy(r, Y[0]) for r in z),
+    "coroutine": lambda z: Asynchronous()(),
+    "map": lambda z: map(F.cross_entropy, z, Y),
+    "filter": lambda z: filter(lambda r: r.log_softmax(0).sum(), z),
+    "zip": lambda z: zip(map(F.cross_entropy, z, Y), strict=False),
+    "starmap": lambda z: itertools.starmap(F.cross_entropy, zip(z, Y, strict=False)),
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_what_computes_later_is_refused_when_it_returns(z, name):
+    with pytest.raises(TypeError, match="return what it has computed"):
+        PowerGrad(0.3)(LAZY[name])(z)
+    assert _get_current_function_mode_stack() == []
+
+
+def test_other_results_pass(z):
+    for result in ((z, 1), {"loss": z}, [z], None, iter([z]), range(3), Wrapped()):
+        assert PowerGrad(0.3)(lambda result=result: result)() is result
+
+
+# Coroutines ---------------------------------------------------------------------------------------
+
+
+def test_coroutines_with_alphas_of_their_own_are_refused(z):
+    """They take turns in one thread, whose modes they share."""
+
+    async def loss(alpha: float, first: float, second: float) -> Tensor:
+        await asyncio.sleep(first)
+        with PowerGrad(alpha):
+            await asyncio.sleep(second)
+            return F.cross_entropy(z, Y.to(z.device))
+
+    async def both(*seconds: tuple[float, float]) -> list[Tensor | BaseException]:
+        tasks = (loss(a, *s) for a, s in zip((0.3, 0.6), seconds, strict=True))
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    # The first calls its loss while the second is the innermost.
+    results = asyncio.run(both((0.0, 0.05), (0.02, 0.1)))
+    assert isinstance(results[0], RuntimeError)
+    assert "coroutine" in str(results[0])
+    assert isinstance(results[1], Tensor)
+    assert close(results[1], z, 0.6)
+    assert _get_current_function_mode_stack() == []
+    # One after the other.
+    for result, alpha in zip(asyncio.run(both((0, 0.01), (0.05, 0.01))), (0.3, 0.6), strict=True):
+        assert isinstance(result, Tensor)
+        assert close(result, z, alpha)
+
+
+def test_a_block_that_ends_out_of_order_raises_and_leaves_nothing_behind(z):
+    first, second = PowerGrad(0.3), PowerGrad(0.6)
+    first.__enter__()
+    second.__enter__()
+    with pytest.raises(RuntimeError, match="innermost"):
+        first.__exit__(None, None, None)
+    assert close(F.cross_entropy(z, Y.to(z.device)), z, 0.6)
+    second.__exit__(None, None, None)
+    assert _get_current_function_mode_stack() == []
+    with pytest.raises(RuntimeError, match="innermost"):
+        second.__exit__(None, None, None)
+
+
+def test_tasks_that_a_block_starts_are_inside(z):
+    async def loss() -> Tensor:
+        await asyncio.sleep(0)
+        return F.cross_entropy(z, Y.to(z.device))
+
+    async def main() -> list[Tensor]:
+        with PowerGrad(0.3):
+            return list(await asyncio.gather(loss(), loss()))
+
+    for value in asyncio.run(main()):
+        assert close(value, z, 0.3)
+
+
+# Compiled functions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["around", "within", "decorated", "another object"])
+def test_alpha_changes_without_another_compilation(z, way):
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("eager")
+    mode = PowerGrad(0.5)
+    y = Y.to(z.device)
+
+    def plain(z: Tensor) -> Tensor:
+        return F.cross_entropy(2 * z, y)
+
+    def within(z: Tensor) -> Tensor:
+        with mode:
+            return F.cross_entropy(2 * z, y)
+
+    functions = {"within": within, "decorated": mode(plain)}
+    compiled = torch.compile(functions.get(way, plain), backend=counter, fullgraph=True)
+    for step in range(20):
+        mode.alpha = alpha = step / 20
+        if way == "around":
+            with mode:
+                loss = compiled(z)
+        elif way == "another object":
+            with PowerGrad(alpha):
+                loss = compiled(z)
+        else:
+            loss = compiled(z)
+        (actual,) = torch.autograd.grad(loss, z)
+        (reference,) = torch.autograd.grad(cross_entropy(2 * z, y, alpha=alpha), z)
+        assert (actual - reference).abs().max() <= 1e-14
+    assert counter.frame_count == 1
+    for alpha in (1.0, 0.5, 1.0, 0.0):  # PyTorch's own function is another graph
+        mode.alpha = alpha
+        with mode if way != "another object" else PowerGrad(alpha):
+            loss = compiled(z)
+        (actual,) = torch.autograd.grad(loss, z)
+        (reference,) = torch.autograd.grad(cross_entropy(2 * z, y, alpha=alpha), z)
+        assert (actual - reference).abs().max() <= 1e-14
+    assert counter.frame_count <= 3
+
+
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute:UserWarning")  # TorchDynamo reads it
+def test_a_graph_break_inside_the_block(z):
+    torch.compiler.reset()
+
+    log: Any = torch.compiler.disable(lambda loss: None)
+    mode = PowerGrad(0.3)
+
+    def local(z: Tensor) -> Tensor:
+        with PowerGrad(0.3):
+            loss = F.cross_entropy(z, Y.to(z.device))
+            log(loss)
+            return loss + F.cross_entropy(z, Y.to(z.device))
+
+    def shared(z: Tensor) -> Tensor:
+        with mode:
+            loss = F.cross_entropy(z, Y.to(z.device))
+            log(loss)
+            return loss + F.cross_entropy(z, Y.to(z.device))
+
+    def around(z: Tensor) -> Tensor:
+        loss = F.cross_entropy(z, Y.to(z.device))
+        log(loss)
+        return loss + F.cross_entropy(z, Y.to(z.device))
+
+    for function in (local, shared, mode(around)):
+        compiled = torch.compile(function, backend="aot_eager")
+        for _ in range(2):
+            assert close(compiled(z) / 2, z, 0.3)
+            assert _get_current_function_mode_stack() == []
+    compiled = torch.compile(around, backend="aot_eager")
+    for _ in range(2):
+        with mode:
+            loss = compiled(z)
+        assert close(loss / 2, z, 0.3)
+
+
+def test_a_criterion_made_in_a_function_that_is_compiled_first_inside_the_block():
+    """In a process in which nothing has loaded TorchDynamo before."""
+    program = """
+import sys
+import torch
+from torch import nn
+from powergrad import PowerGrad, cross_entropy
+
+z = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+y = torch.arange(4)
+with PowerGrad(0.3):
+    assert "torch._dynamo" not in sys.modules
+    loss = torch.compile(lambda z: nn.CrossEntropyLoss()(z, y), backend="eager")(z)
+(actual,) = torch.autograd.grad(loss, z)
+(expected,) = torch.autograd.grad(cross_entropy(z, y, alpha=0.3), z)
+assert (actual - expected).abs().max() < 1e-14, (actual - expected).abs().max()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
 # Recomputation ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["F.cross_entropy", "nn.CrossEntropyLoss", "F.log_softmax"])
-def test_a_loss_inside_a_checkpoint_is_right_or_raises(z, reentrant, name):
+def test_a_loss_inside_a_checkpoint(z, reentrant, name):
     call = CALLS[name]
 
     def loss(x: Tensor) -> Tensor:
         return call(x * 1)
 
-    with PowerGrad(0.3), pytest.raises(RuntimeError, match="called outside checkpoints"):
-        checkpoint(loss, z, use_reentrant=reentrant)
-    # The remedies that the message names.
-    for remedy in (
+    with PowerGrad(0.3):
+        value = checkpoint(loss, z, use_reentrant=reentrant)
+    assert isinstance(value, Tensor)
+    value.backward()
+    assert z.grad is not None
+    assert (z.grad - expected(z, 0.3)).abs().max() <= 1e-14
+    # What one had to write before PowerGrad reached into checkpoints.
+    for explicit in (
         lambda: checkpoint(PowerGrad(0.3)(loss), z, use_reentrant=reentrant),
         lambda: checkpoint(
             lambda x: cross_entropy(x * 1, Y.to(z.device), alpha=0.3), z, use_reentrant=reentrant
@@ -308,14 +559,189 @@ def test_a_loss_inside_a_checkpoint_is_right_or_raises(z, reentrant, name):
         for outer in (None, 0.5):
             z.grad = None
             if outer is None:
-                value = remedy()
+                value = explicit()
             else:
                 with PowerGrad(outer):
-                    value = remedy()
+                    value = explicit()
             assert isinstance(value, Tensor)
             value.backward()
             assert z.grad is not None
             assert (z.grad - expected(z, 0.3)).abs().max() <= 1e-14
+
+
+def gradient(loss: object, z: Tensor) -> Tensor:
+    """By `backward`, since a reentrant checkpoint refuses `torch.autograd.grad`."""
+    assert isinstance(loss, Tensor)
+    z.grad = None
+    loss.backward()
+    assert z.grad is not None
+    return z.grad
+
+
+def doubled(z: Tensor) -> Tensor:
+    """A loss with something before it to recompute."""
+    return F.cross_entropy(2 * z.sin(), Y.to(z.device))
+
+
+def of_doubled(z: Tensor, alpha: float | Tensor) -> Tensor:
+    loss = cross_entropy(2 * z.sin(), Y.to(z.device), alpha=alpha)
+    return torch.autograd.grad(loss, z)[0]
+
+
+def composed(z: Tensor) -> Tensor:
+    """PyTorch's composable checkpoint, which no call of `checkpoint` marks."""
+
+    class Loss(nn.Module):
+        def forward(self, z: Tensor) -> Tensor:
+            return doubled(z)
+
+    from torch.distributed._composable.checkpoint_activation import checkpoint as composable
+
+    return composable(Loss())(z)
+
+
+class Block(nn.Module):
+    """As in transformers: a flag of the model decides whether its blocks are checkpointed."""
+
+    def __init__(self, checkpointing: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.checkpointing(self._forward, z)
+
+    def _forward(self, z: Tensor) -> Tensor:
+        return doubled(z)
+
+
+def saved(context, operator, *args, **kwargs) -> CheckpointPolicy:
+    cheap = operator is torch.ops.aten.sin.default
+    return CheckpointPolicy.MUST_SAVE if cheap else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+selective = functools.partial(create_selective_checkpoint_contexts, saved)
+reentrant = functools.partial(checkpoint, use_reentrant=True)
+non_reentrant = functools.partial(checkpoint, use_reentrant=False)
+
+CHECKPOINTS: dict[str, Callable[[Tensor], object]] = {
+    "reentrant": lambda z: reentrant(doubled, z),
+    "non-reentrant": lambda z: non_reentrant(doubled, z),
+    "without early stop": lambda z: non_reentrant(doubled, z, early_stop=False),
+    "selective": lambda z: non_reentrant(doubled, z, context_fn=selective),
+    "nested": lambda z: non_reentrant(lambda z: non_reentrant(doubled, z), z),
+    "nested, the outer reentrant": lambda z: reentrant(lambda z: non_reentrant(doubled, z), z),
+    "nested, both reentrant": lambda z: reentrant(lambda z: reentrant(doubled, z), z),
+    "sequential": lambda z: checkpoint_sequential([doubled], 1, z, use_reentrant=False),
+    "sequential, a segment each": lambda z: checkpoint_sequential(
+        [torch.sin, lambda z: 2 * z, lambda z: F.cross_entropy(z, Y.to(z.device)), torch.clone],
+        4,
+        z,
+        use_reentrant=False,
+    ),
+    "composable": composed,
+    "in a module": Block(non_reentrant),
+    "in a module, reentrant": Block(reentrant),
+}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_form_of_checkpoint(z, name, inside):
+    call, alphas = CHECKPOINTS[name], (0.3, 0.7, 0.0, 1.0, torch.tensor(0.4))
+    for alpha in alphas:
+        with PowerGrad(alpha) as mode:
+            loss = call(z)
+            actual = gradient(loss, z) if inside else None
+            mode.alpha = 0.9  # the recomputation has the alpha of its forward pass
+        actual = gradient(loss, z) if actual is None else actual
+        assert (actual - of_doubled(z, alpha)).abs().max() <= 1e-14
+        assert mode.altered == ({} if alpha == 1 else {"cross_entropy": 1})
+    assert (gradient(call(z), z) - of_doubled(z, 1.0)).abs().max() <= 1e-14
+    with PowerGrad(0.3):  # another alpha at the time of the backward pass
+        loss = call(z)
+    with PowerGrad(0.8):
+        other = doubled(z)
+        assert (gradient(loss, z) - of_doubled(z, 0.3)).abs().max() <= 1e-14
+    assert (gradient(other, z) - of_doubled(z, 0.8)).abs().max() <= 1e-14
+    assert _get_current_function_mode_stack() == []
+
+
+@pytest.mark.parametrize("form", [reentrant, non_reentrant])
+def test_the_innermost_holds_in_a_checkpoint_too(z, form):
+    for inner in (0.6, 1.0):
+        with PowerGrad(0.3):
+            loss = form(PowerGrad(inner)(doubled), z)
+        assert (gradient(loss, z) - of_doubled(z, inner)).abs().max() <= 1e-14
+        with PowerGrad(0.3), PowerGrad(inner):
+            loss = form(doubled, z)
+        assert (gradient(loss, z) - of_doubled(z, inner)).abs().max() <= 1e-14
+    with PowerGrad(0.3), PowerGrad(0.6, log_softmax=False):
+        loss = form(lambda z: F.nll_loss(F.log_softmax(2 * z.sin(), 1), Y.to(z.device)), z)
+    assert (gradient(loss, z) - of_doubled(z, 0.3)).abs().max() <= 1e-14
+
+
+@pytest.mark.parametrize("form", [reentrant, non_reentrant])
+def test_an_alpha_tensor_is_captured_by_value(z, form):
+    alpha = torch.tensor(0.3)
+    with PowerGrad(alpha):
+        loss = form(doubled, z)
+    alpha.fill_(0.9)
+    assert (gradient(loss, z) - of_doubled(z, torch.tensor(0.3))).abs().max() <= 1e-14
+
+
+@pytest.mark.parametrize("form", [reentrant, non_reentrant])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_compiled_loss_inside_an_eager_checkpoint(z, form, backend, inside):
+    torch.compiler.reset()
+    compiled = torch.compile(doubled, backend=backend, fullgraph=True)
+    for alpha in (0.3, 0.7, 1.0):
+        with PowerGrad(alpha):
+            loss = form(compiled, z)
+            actual = gradient(loss, z) if inside else None
+        actual = gradient(loss, z) if actual is None else actual
+        assert (actual - of_doubled(z, alpha)).abs().max() <= 1e-14
+    assert (gradient(form(compiled, z), z) - of_doubled(z, 1.0)).abs().max() <= 1e-14
+
+
+def test_a_checkpoint_inside_a_compiled_function(z):
+    torch.compiler.reset()
+    compiled = torch.compile(lambda z: non_reentrant(doubled, z), backend="aot_eager")
+    for alpha in (0.3, 0.7):
+        with PowerGrad(alpha):
+            loss = compiled(z)
+        assert (gradient(loss, z) - of_doubled(z, alpha)).abs().max() <= 1e-14
+
+
+def test_a_checkpoint_fails_as_ever(z):
+    def fails(z: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    for form in (reentrant, non_reentrant):
+        with pytest.raises(ZeroDivisionError), PowerGrad(0.3):
+            form(fails, z)
+        assert _get_current_function_mode_stack() == []
+    # A recomputation that fails leaves nothing behind.
+    calls = []
+
+    def fails_later(z: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) > 1:
+            raise ZeroDivisionError
+        return doubled(z)
+
+    with PowerGrad(0.3):
+        loss = non_reentrant(fails_later, z)
+    with pytest.raises(ZeroDivisionError):
+        gradient(loss, z)
+    assert _get_current_function_mode_stack() == []
+
+
+def test_where_checkpoints_cannot_be_captured_the_error_stays(z, monkeypatch):
+    monkeypatch.setattr("powergrad._compat._captured", False)
+    for form in (reentrant, non_reentrant):
+        with PowerGrad(0.3), pytest.raises(RuntimeError, match="outside checkpoints and custom"):
+            form(doubled, z)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

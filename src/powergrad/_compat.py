@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -24,19 +28,37 @@ from torch.autograd import forward_ad
 # 2.13.0: what the deprecated `size_average` and `reduce` mean, with PyTorch's own warning.
 from torch.nn._reduction import legacy_get_string as legacy_reduction
 
+# 2.13.0: the modes that are active in this thread; public is only that a mode can be entered.
+from torch.overrides import (
+    _get_current_function_mode_stack,  # pyright: ignore[reportPrivateUsage]
+    _pop_mode,  # pyright: ignore[reportPrivateUsage]
+    _push_mode,  # pyright: ignore[reportPrivateUsage]
+)
+from torch.utils import checkpoint as checkpoints
+
 # 2.13.0: the tensors of any nested output; `optree`, its public form, is not a requirement.
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
 __all__ = [
+    "OPERATORS",
+    "capture_in_checkpoints",
+    "checkpoints_captured",
+    "custom_function",
     "direct_apply",
     "foreach_mul_",
+    "frames_that_recompute",
+    "function_modes",
     "is_functorch_wrapped_tensor",
     "is_legacy_batchedtensor",
     "legacy_reduction",
     "legacy_softmax_dim",
-    "let_dynamo_see_module_losses",
+    "own_modes",
+    "pop_mode",
+    "prepare_dynamo",
+    "push_mode",
     "recomputed_later",
+    "recomputes_now",
+    "run_eagerly",
     "transforms_active",
     "tree_map",
     "unaltered_log_softmax",
@@ -68,9 +90,47 @@ def legacy_softmax_dim(ndim: int, stacklevel: int) -> int:
     return F._get_softmax_dim("log_softmax", ndim, stacklevel + 1)  # pyright: ignore
 
 
-# 2.13.0: the frames of these two mark a computation that the backward pass will run again.
-_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+# 2.13.0: the types of what `torch.ops` calls; a mode sees these as functions.
+OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # pyright: ignore
+
+function_modes = _get_current_function_mode_stack
+pop_mode, push_mode = _pop_mode, _push_mode
+
+
+# Computations that the backward pass runs again ---------------------------------------------------
+
+# 2.13.0: the frames of the first two mark a computation that the backward pass will run again,
+# those of `_RECOMPUTING` one that it runs now, in either form of a checkpoint.
+_CHECKPOINT = inspect.unwrap(checkpoints.checkpoint).__code__
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore
+_REENTRANT = checkpoints.CheckpointFunction
+
+
+def _recomputing_codes() -> tuple[CodeType, ...]:
+    hooks = getattr(checkpoints, "_checkpoint_hook", None)
+    inner = hooks.__init__.__code__.co_consts if hooks is not None else ()
+    unpack = [c for c in inner if isinstance(c, CodeType) and c.co_name == "unpack_hook"]
+    return (_REENTRANT.backward.__code__, *unpack)
+
+
+_RECOMPUTING = _recomputing_codes()
+_MARKS = {id(code) for code in (_CHECKPOINT, _APPLY, *_RECOMPUTING)}  # a code's own hash is slow
+
+
+def frames_that_recompute() -> list[FrameType]:
+    """The callers of this one that stand for a recomputation, present or future."""
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if id(frame.f_code) in _MARKS:
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def recomputes_now(frame: FrameType) -> bool:
+    """Whether `frame`, one of `frames_that_recompute`, is a backward pass of a checkpoint."""
+    return frame.f_code in _RECOMPUTING
 
 
 def recomputed_later() -> Iterator[FrameType]:
@@ -93,21 +153,99 @@ def recomputed_later() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def let_dynamo_see_module_losses() -> None:
-    """Make an ``nn.CrossEntropyLoss()`` that a compiled function constructs call `F.cross_entropy`.
+def custom_function(frame: FrameType) -> type | None:
+    """The class of the autograd function that `frame`, of `recomputed_later`, applies.
 
-    Nothing happens before TorchDynamo is loaded.
+    None for a checkpoint of PyTorch's.
     """
-    # 2.13.0: TorchDynamo traces modes, with one exception: that constructor is replaced by a graph
-    # node that no mode sees. Here the node is made by an ordinary call, which gives the same graph
-    # where no mode is active.
-    if "torch._dynamo.variables.user_defined" not in sys.modules:
-        return
-    from torch._dynamo.variables.base import VariableTracker
-    from torch._dynamo.variables.misc import LambdaVariable
-    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+    cls = frame.f_locals.get("cls") if frame.f_code is _APPLY else None
+    return None if cls is _REENTRANT else cls
 
+
+_captured: bool | None = None  # None: not tried yet
+
+
+def checkpoints_captured() -> bool:
+    """Whether :func:`capture_in_checkpoints` has taken effect."""
+    return bool(_captured)
+
+
+def capture_in_checkpoints(capture: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """From now on let every checkpoint recompute ``capture(function)`` instead of its function.
+
+    ``capture`` is called in the forward pass. Where it returns its argument, nothing changes.
+    Nothing happens if PyTorch's checkpoints are not as expected here.
+    """
+    # 2.13.0: a checkpoint restores autocast and the random state before it recomputes, and
+    # `DeviceContext` of all function modes. These are the two places where it keeps the function.
+    global _captured
+    if _captured is not None:
+        return
+    _captured = False
+    frame = getattr(checkpoints, "_CheckpointFrame", None)
+    if (
+        frame is None
+        or list(inspect.signature(frame).parameters)[:1] != ["recompute_fn"]
+        or list(inspect.signature(_REENTRANT.forward).parameters)[:2] != ["ctx", "run_function"]
+        or "run_function" not in _REENTRANT.backward.__code__.co_names
+    ):
+        return
+    initialise, forward = frame.__init__, _REENTRANT.forward
+
+    @functools.wraps(initialise)
+    def capturing_initialise(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(self, capture(recompute_fn), *args, **kwargs)
+
+    @functools.wraps(forward)
+    def capturing_forward(ctx: Any, run_function: Any, *args: Any) -> Any:
+        captured = capture(run_function)  # before the forward pass can change anything
+        outputs = forward(ctx, run_function, *args)
+        ctx.run_function = captured
+        return outputs
+
+    frame.__init__ = capturing_initialise
+    _REENTRANT.forward = staticmethod(capturing_forward)  # pyright: ignore
+    _captured = True
+
+
+# TorchDynamo --------------------------------------------------------------------------------------
+
+own_modes: set[type] = set()  # function modes that leave operators of higher order alone
+_dynamo_prepared = False
+
+
+def prepare_dynamo() -> None:
+    """Let TorchDynamo show `own_modes` every loss that a compiled function calls.
+
+    Where a part of TorchDynamo is not loaded yet, that happens when it is.
+    """
+    global _dynamo_prepared
+    if _dynamo_prepared:
+        return
+    _dynamo_prepared = True
+    missing = {}
+    for name, patch in _PATCHES.items():
+        if name in sys.modules:
+            patch(sys.modules[name])
+        else:  # importing it takes seconds, and most programs never do
+            missing[name] = patch
+    if missing:
+        sys.meta_path.insert(0, _PatchWhenLoaded(missing))
+
+
+# 2.13.0: what `torch.compiler.assume_constant_result` sets, without loading TorchDynamo here: where
+# the `with` block itself is compiled, TorchDynamo runs the function instead of tracing it.
+prepare_dynamo._dynamo_marked_constant = True  # pyright: ignore
+
+
+def _show_module_losses(user_defined: ModuleType) -> None:
+    # 2.13.0: TorchDynamo traces modes, with one exception: an `nn.CrossEntropyLoss()` that a
+    # compiled function constructs is replaced by a graph node that no mode sees. Here the node is
+    # made by an ordinary call, which gives the same graph where no mode is active.
     def ordinary_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        from torch._dynamo.variables.base import VariableTracker
+        from torch._dynamo.variables.misc import LambdaVariable
+
         names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
         options = {**dict(zip(names, args, strict=False)), **kwargs}
         function = VariableTracker.build(tx, F.cross_entropy)
@@ -117,10 +255,83 @@ def let_dynamo_see_module_losses() -> None:
 
         return LambdaVariable(call)
 
-    if hasattr(UserDefinedClassVariable, "_call_cross_entropy_loss"):
-        UserDefinedClassVariable._call_cross_entropy_loss = ordinary_call
+    cls = user_defined.UserDefinedClassVariable
+    if hasattr(cls, "_call_cross_entropy_loss"):
+        cls._call_cross_entropy_loss = ordinary_call
 
 
-# 2.13.0: what `torch.compiler.assume_constant_result` sets, without loading TorchDynamo here: where
-# the `with` block itself is compiled, TorchDynamo runs the function instead of tracing it.
-let_dynamo_see_module_losses._dynamo_marked_constant = True  # pyright: ignore
+def _show_bodies(torch_function: ModuleType) -> None:
+    # 2.13.0: a mode sees a checkpoint in a compiled function, or another operator of higher order,
+    # as one call, during which the mode is off: it would not see the calls in the body. Here such
+    # an operator is not shown to `own_modes`, so that its body is traced inside of them.
+    dispatch = getattr(torch_function, "dispatch_torch_function", None)
+    if dispatch is None:
+        return
+
+    @functools.wraps(dispatch)
+    def dispatch_or_trace(tx: Any, fn: Any, args: Any, kwargs: Any) -> Any:
+        from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVariable
+        from torch.utils._device import DeviceContext
+
+        if isinstance(fn, TorchHigherOrderOperatorVariable) and hasattr(fn, "_call_function"):
+            types = {mode.python_type() for mode in tx.symbolic_torch_function_state.mode_stack}
+            if types & own_modes and types <= {*own_modes, DeviceContext}:
+                return fn._call_function(tx, args, kwargs)
+        return dispatch(tx, fn, args, kwargs)
+
+    torch_function.dispatch_torch_function = dispatch_or_trace  # pyright: ignore
+
+
+_PATCHES: dict[str, Callable[[ModuleType], None]] = {
+    "torch._dynamo.variables.user_defined": _show_module_losses,
+    "torch._dynamo.variables.torch_function": _show_bodies,
+}
+
+
+def run_eagerly(*owners: Any) -> None:
+    """Keep TorchDynamo from compiling functions, or those of a class, on their own.
+
+    Where a compiled function has a graph break, TorchDynamo compiles what is called next, piece by
+    piece. In a piece nothing can be counted. Within a compiled function they are traced as ever.
+    """
+    # 2.13.0: `torch.compiler.disable` would make a graph break of every call.
+    c: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if not all(hasattr(c, name) for name in ("_FrameExecStrategy", "set_code_exec_strategy")):
+        return
+    skip = c._FrameExecStrategy(c._FrameAction.SKIP, c._FrameAction.SKIP)  # also what they call
+    for owner in owners:
+        members = vars(owner).values() if isinstance(owner, type) else (owner,)
+        for member in members:
+            function = member.fset if isinstance(member, property) else member
+            if inspect.isfunction(function):
+                c.set_code_exec_strategy(function.__code__, skip)
+
+
+class _PatchWhenLoaded(MetaPathFinder):
+    """Finds some modules, each once, as the other finders would, and patches them when loaded."""
+
+    def __init__(self, patches: dict[str, Callable[[ModuleType], None]]) -> None:
+        self.patches = patches
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        patch = self.patches.pop(fullname, None)
+        spec = None if patch is None else importlib.util.find_spec(fullname)
+        if patch is None or spec is None or spec.loader is None:
+            return None
+        spec.loader = _PatchingLoader(spec.loader, patch)
+        return spec
+
+
+class _PatchingLoader(Loader):
+    def __init__(self, loader: Loader, patch: Callable[[ModuleType], None]) -> None:
+        self.loader, self.patch = loader, patch
+
+    def __getattr__(self, name: str) -> Any:  # `get_source` and others, which tracebacks use
+        return getattr(self.loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        self.patch(module)

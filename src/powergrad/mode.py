@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
-from types import MethodType
+from contextlib import ExitStack, nullcontext
+from contextvars import ContextVar
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, MethodType
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from powergrad._check import Arguments, check_number
+from powergrad._check import Arguments, check_alpha, check_number, is_one
 from powergrad._compat import (
+    capture_in_checkpoints,
+    checkpoints_captured,
+    custom_function,
+    frames_that_recompute,
+    function_modes,
     legacy_reduction,
     legacy_softmax_dim,
-    let_dynamo_see_module_losses,
+    own_modes,
+    pop_mode,
+    prepare_dynamo,
+    push_mode,
     recomputed_later,
+    recomputes_now,
+    run_eagerly,
+    transforms_active,
 )
+from powergrad._watch import OTHERS, Watch, complain
 from powergrad.linear import linear_cross_entropy
 from powergrad.loss import loss_of
 from powergrad.transform import log_softmax
@@ -42,97 +58,398 @@ class PowerGrad(TorchFunctionMode):
     It does **not** alter: a softmax followed by a logarithm, ``logsumexp``,
     ``F.binary_cross_entropy_with_logits`` and other losses; calls of ``torch.ops.aten`` operators
     and of kernels that compute a loss of their own; TorchScript; and, since a mode belongs to its
-    thread, calls from threads started inside (``nn.DataParallel`` on several GPUs). What a
-    checkpoint recomputes after the block has ended cannot be altered: a loss inside
-    ``torch.utils.checkpoint``, or in the forward of another custom autograd function, raises.
+    thread, calls from threads started inside (``nn.DataParallel`` on several GPUs).
+
+    **Proof.** ``altered`` counts the altered calls that have a gradient, by kind, over all blocks
+    of this object: ``{"cross_entropy": 3}``. A block in which gradients were computed and nothing
+    was altered ends with a warning that names the losses it saw, or with an error if ``strict``.
+    An empty block, one without gradients (validation) and ``PowerGrad(1.0)`` end silently, and so
+    does a block with calls of this package's own functions or with a nested PowerGrad that acted.
+
+    **Under ``torch.compile``** a call is altered when the function is traced, and a compiled
+    function does not report its calls: they are not in ``altered``. So once anything was altered
+    while tracing, a block around compiled code cannot know whether that code ran in it, and the
+    warning and the error stop for blocks in the rest of the process. A block *inside* a compiled
+    function is judged once, when it is traced. ``alpha`` may change without another compilation,
+    except between 1.0 and other values.
+
+    **Checkpoints.** A loss inside ``torch.utils.checkpoint`` is recomputed with the alpha that it
+    had in the forward pass, and is counted once. A loss in the forward of any other custom autograd
+    function raises, since its recomputation cannot be altered.
+
+    **Coroutines** of one thread share its modes: a loss that is called while the innermost
+    PowerGrad is another task's raises, and so does the end of a block that is not the innermost.
+    Do not ``await`` inside the block.
 
     Every torch call inside takes about a microsecond longer, so put it around the loss, not the
     model. That also leaves a ``log_softmax`` inside the model alone; ``log_softmax=False`` does so
     where the model computes its own loss.
 
     Args:
-        alpha: As in :func:`powergrad.cross_entropy`.
+        alpha: As in :func:`powergrad.cross_entropy`. It may be set at any time.
         log_softmax: Whether a ``log_softmax`` is altered by itself, or cross-entropies only.
+        strict: Whether a block that altered nothing raises instead of warning.
 
     Raises:
-        ValueError: If ``alpha`` is outside [0, 1].
-        RuntimeError: At a call whose recomputation would be plain cross-entropy (see above).
+        ValueError: If ``alpha`` is outside [0, 1] or requires grad.
+        RuntimeError: At a call whose recomputation would be plain cross-entropy, or that belongs to
+            another coroutine; at the end of a ``strict`` block that altered nothing.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0, -1.0]], requires_grad=True)
-        >>> with PowerGrad(alpha=0.25):
+        >>> with PowerGrad(alpha=0.25) as mode:
         ...     loss = torch.nn.functional.cross_entropy(logits, torch.tensor([1]))
         >>> loss.backward()
         >>> logits.grad
         tensor([[ 0.4810, -0.7082,  0.2272]])
+        >>> mode
+        PowerGrad(alpha=0.25, altered={'cross_entropy': 1})
     """
 
-    def __init__(self, alpha: float | Tensor, *, log_softmax: bool = True) -> None:
+    def __init__(
+        self, alpha: float | Tensor, *, log_softmax: bool = True, strict: bool = False
+    ) -> None:
         super().__init__()
-        self.alpha = alpha if isinstance(alpha, Tensor) else check_number(alpha)
+        self.alpha = alpha
         self.log_softmax = log_softmax
-        self._outer: list[set[int]] = []  # for each entry, the recomputed frames around it
+        self.strict = strict
+        self.altered: dict[str, int] = {}
+
+    @property
+    def alpha(self) -> float | Tensor:
+        """The exponent; set it at any time."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float | Tensor) -> None:
+        # In a compiled graph a number is a constant, and a tensor is an input. The number 1 stays
+        # one: at it PyTorch's own functions are called, and a graph is compiled of its own.
+        if isinstance(value, Tensor):
+            check_alpha(value, value, None)
+            self._alpha = self._alpha_input = value
+            return
+        self._alpha = self._alpha_input = check_number(value)
+        if not is_compiling() and not is_one(self._alpha):
+            inference = torch.is_inference_mode_enabled()
+            with torch.inference_mode(False) if inference else nullcontext():
+                self._alpha_input = torch.tensor(self._alpha, dtype=torch.float64, device="cpu")
+
+    def __repr__(self) -> str:
+        options = "" if self.log_softmax else ", log_softmax=False"
+        options += ", strict=True" if self.strict else ""
+        return f"PowerGrad(alpha={self._alpha}{options}, altered={self.altered})"
 
     def __enter__(self) -> PowerGrad:
-        let_dynamo_see_module_losses()
-        if not torch.compiler.is_compiling():
-            self._outer.append({id(frame) for frame in recomputed_later()})
-        return super().__enter__()
+        _Block(self).__enter__()
+        return self
 
-    def __exit__(self, *exc: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._outer.pop()
-        super().__exit__(*exc)
+    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+        if is_compiling():
+            cast(_Block, pop_mode()).leave_traced(failed=exc_type is not None)
+        else:
+            _innermost_block(self).leave(failed=exc_type is not None)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # TorchDynamo pushes a mode that a compiled function did not make, without entering it.
+        return _Block(self).__torch_function__(func, types, args, kwargs)
 
     def __call__(self, function: _Function) -> _Function:
-        """Decorate `function`: each call of it runs inside this context.
+        """Decorate `function`: each call of it runs inside this context, and is counted here.
 
         A bound method stays one, so that a copy of its object has a method of its own. Unpickled,
         an object has its class's method: decorate it again.
+
+        Raises:
+            TypeError: If `function` is a class, or if its body would run outside of the context: a
+                generator, a coroutine, a lazy iterator. Some of these show only when they return.
         """
+        _refuse_what_runs_later(function)
+        if inspect.ismethod(function):
+            return MethodType(self(function.__func__), function.__self__)  # pyright: ignore
+
+        @functools.wraps(function)
+        def decorated(*args: Any, **kwargs: Any) -> Any:
+            with _Block(self):
+                result = function(*args, **kwargs)
+                _refuse_lazy(result)
+            return result
+
+        return decorated  # pyright: ignore[reportReturnType]
+
+
+# One entry of a PowerGrad -------------------------------------------------------------------------
+
+
+class _Block(TorchFunctionMode):
+    """The mode that PyTorch knows.
+
+    Each entry has its own, so that one PowerGrad may be entered recursively and in several threads.
+    While TorchDynamo traces, only `owner` and `traced` of a block around the compiled function are
+    read: it guards on what it reads, and the rest changes at every step.
+    """
+
+    def __init__(self, owner: PowerGrad) -> None:
+        super().__init__()
+        self.owner = owner
+        self.traced = is_compiling()  # entered within a compiled function, while that is traced
+        self.altered = False  # here or in a nested block
+        self.watch: Watch | None = None
+        self.counts = False  # not where a checkpoint computes again what was counted
+        self.outer: set[int] = set()  # the frames around it whose backward pass computes again
+        self.entered = False
+        self.parent: _Block | None = None
+        self.before = _tracing_counts() if self.traced else (0, 0)
+
+    def __enter__(self) -> _Block:
+        prepare_dynamo()
+        if not self.traced:
+            capture_in_checkpoints(_recomputed_alike)
+            frames = frames_that_recompute()
+            self.outer = {id(frame) for frame in frames}
+            self.counts = not any(map(recomputes_now, frames))
+            if self.counts and not is_one(self.owner.alpha):
+                self.watch = Watch()
+            self.parent, self.entered = _CURRENT.get(), True
+            _CURRENT.set(self)
+        push_mode(self)
+        return self
+
+    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+        self.owner.__exit__(exc_type, exc, traceback)
+
+    def leave_traced(self, *, failed: bool) -> None:
+        if not failed and not is_one(self.owner._alpha_input):
+            _judge_while_tracing(self.before, self.owner.strict)
+
+    def leave(self, *, failed: bool) -> None:
+        _CURRENT.set(self.parent)
+        if self.altered and self.parent is not None:
+            self.parent.altered, self.parent.watch = True, None
+        watch, owner = self.watch, self.owner
+        if watch is None or failed or watch.ours or _traced_calls.keys() - {"", "off"}:
+            return
+        if watch.gradients or (watch.backward and not owner.altered):
+            alpha = "..." if isinstance(owner.alpha, Tensor) else f"alpha={owner.alpha}"
+            complain(f"PowerGrad({alpha})", watch.names, strict=owner.strict)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        known = _KNOWN.get(func)
+        if is_compiling():
+            return self._trace(known, func, args, kwargs or {})
+        if known is None:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+            if self.watch is not None:
+                self.watch.saw(func, out)
+            return out
+        kind, replacement = known
+        kwargs = kwargs or {}
+        if replacement is not None and not self._leaves_alone(kind, kwargs):
+            return self._alter(func, kind, replacement, args, kwargs)
+        out = func(*args, **kwargs)
+        if self.watch is not None:
+            self.watch.saw_loss(func, out)
+        return out
+
+    def _alter(
+        self, func: Any, kind: str, replacement: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        self._refuse_other_tasks(func)
+        recomputed = self._refuse_recomputation(func)
+        alpha = self.owner.alpha
+        out = replacement(alpha, *args, **kwargs)
+        if self.counts and (recomputed or out.requires_grad or transforms_active()):
+            block = _CURRENT.get()
+            while block is not None and block is not self:  # those that left the call to this one
+                block.altered, block.watch = True, None
+                block = block.parent
+            self.altered, self.watch = True, None
+            if not is_one(alpha):
+                with _counting:
+                    self.owner.altered[kind] = self.owner.altered.get(kind, 0) + 1
+        return out
+
+    def _trace(self, known: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind, replacement = known or ("", None)
+        if replacement is None or self._leaves_alone(kind, kwargs):
+            out = func(*args, **kwargs)
+            if self.traced and isinstance(out, Tensor) and out.requires_grad:
+                _note_while_tracing("")
+            return out
+        alpha = self.owner._alpha_input
+        out = replacement(alpha, *args, **kwargs)
+        _note_while_tracing("off" if is_one(alpha) else kind)
+        return out
+
+    def _leaves_alone(self, kind: str, kwargs: dict[str, Any]) -> bool:
+        return kind == "log_softmax" and (not self.owner.log_softmax or "out" in kwargs)
+
+    def _refuse_other_tasks(self, func: Any) -> None:
+        block = _CURRENT.get()
+        while block is not None and block is not self:
+            block = block.parent
+        if block is None and self.entered:
+            raise RuntimeError(
+                f"Expected `{func.__name__}` to be called by the coroutine that entered the "
+                "innermost PowerGrad of this thread, but got a call by another one. " + _ABOUT_TASKS
+            )
+
+    def _refuse_recomputation(self, func: Any) -> bool:
+        """Return whether gradients are off only until a backward pass computes the call again."""
+        recomputed = False
+        for frame in recomputed_later():
+            captured = checkpoints_captured() and custom_function(frame) is None
+            if id(frame) not in self.outer and not captured:
+                self.watch = None  # the error says more
+                where = "" if checkpoints_captured() else "checkpoints and "
+                where += "custom autograd functions"
+                raise RuntimeError(
+                    f"Expected `{func.__name__}` under PowerGrad to be called outside "
+                    f"{where} entered within it, but got a call inside one. "
+                    "Its backward pass computes the call again, after PowerGrad has ended. Let the "
+                    "function enter PowerGrad itself, `function = PowerGrad(alpha)(function)`, "
+                    "or call `powergrad.cross_entropy` in it."
+                )
+            recomputed = not torch.is_grad_enabled()
+        return recomputed
+
+
+# The innermost block of a context. Each task of an event loop has a context of its own, and those
+# that are started within a block inherit it; the modes belong to the thread.
+_CURRENT: ContextVar[_Block | None] = ContextVar("PowerGrad", default=None)
+_ABOUT_TASKS = (
+    "The coroutines of a thread share its modes: use `with PowerGrad(...)` around code that does "
+    "not await."
+)
+_counting = threading.Lock()
+
+
+def _innermost_block(owner: PowerGrad) -> _Block:
+    """Take the innermost block off the stack of modes. It must be `owner`'s."""
+    modes, current = function_modes(), _CURRENT.get()
+    top = modes[-1] if modes else None
+    if isinstance(top, _Block) and top.owner is owner and (top is current or not top.entered):
+        pop_mode()
+        return top
+    # Leave nothing behind: not in the chain of this context, nor in the modes of this thread.
+    inner: _Block | None = None
+    while current is not None and current.owner is not owner:
+        inner, current = current, current.parent
+    if current is None:  # entered in another context
+        current = top if isinstance(top, _Block) and top.owner is owner else None
+    elif inner is None:
+        _CURRENT.set(current.parent)
+    else:
+        inner.parent = current.parent
+    if current in modes:
+        position = modes.index(current)
+        for _ in modes[position:]:
+            pop_mode()
+        for mode in modes[position + 1 :]:
+            push_mode(mode)
+    raise RuntimeError(
+        "Expected a PowerGrad to end as the innermost mode of its thread, in the coroutine that "
+        "entered it, but got another order. " + _ABOUT_TASKS
+    )
+
+
+def _recomputed_alike(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` inside the PowerGrads that are active now, for a checkpoint to recompute."""
+    if is_compiling():
+        return function
+    captured: list[PowerGrad] = []
+    for mode in function_modes():
+        owner = mode.owner if isinstance(mode, _Block) else mode
+        if isinstance(owner, PowerGrad):
+            alpha = owner.alpha
+            alpha = alpha.detach().clone() if isinstance(alpha, Tensor) else alpha
+            captured.append(PowerGrad(alpha, log_softmax=owner.log_softmax))
+    if not captured:
+        return function
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for mode in captured:
+                stack.enter_context(mode)
+            return function(*args, **kwargs)
+
+    return recomputed
+
+
+own_modes.update((PowerGrad, _Block))
+run_eagerly(PowerGrad, _Block, Watch, _innermost_block, _recomputed_alike)
+
+
+# What TorchDynamo runs while it traces, instead of tracing it. 2.13.0: the attribute is what
+# `torch.compiler.assume_constant_result` sets, without loading TorchDynamo here. The counts are of
+# this process: those of a block would be a side effect, which a traced checkpoint must not have.
+
+_traced_calls: dict[str, int] = {}  # by kind; "" are calls with gradients that were not altered
+
+
+def _note_while_tracing(kind: str) -> None:
+    _traced_calls[kind] = _traced_calls.get(kind, 0) + 1
+
+
+def _tracing_counts() -> tuple[int, int]:
+    plain = _traced_calls.get("", 0)
+    return plain, sum(_traced_calls.values()) - plain
+
+
+def _judge_while_tracing(before: tuple[int, int], strict: bool) -> None:
+    plain, altered = _tracing_counts()
+    if plain > before[0] and altered == before[1]:
+        complain("PowerGrad in a compiled function", {}, strict=strict)
+
+
+for _function in (_note_while_tracing, _tracing_counts, _judge_while_tracing):
+    _function._dynamo_marked_constant = True  # pyright: ignore
+
+
+# What a decorated function must not be or return --------------------------------------------------
+
+
+def _refuse_what_runs_later(function: Any) -> None:
+    """Raise if it shows already that the body of `function` would run outside of the context."""
+    if inspect.isclass(function):
+        raise TypeError(
+            f"Expected a function to decorate, but got the class {function.__name__}, whose "
+            "methods would run outside; decorate the method that computes the loss."
+        )
+    if not callable(function):
+        raise TypeError(f"Expected a function to decorate, but got {type(function).__name__}.")
+    for body in (function, type(function).__call__):
         if (
-            inspect.isgeneratorfunction(function)
-            or inspect.iscoroutinefunction(function)
-            or inspect.isasyncgenfunction(function)
+            inspect.isgeneratorfunction(body)
+            or inspect.iscoroutinefunction(body)
+            or inspect.isasyncgenfunction(body)
         ):
             raise TypeError(
                 "Expected an ordinary function to decorate, but got a generator or coroutine, "
                 "whose body would run outside; use `with PowerGrad(...)` within it."
             )
 
-        if inspect.ismethod(function):
-            return MethodType(self(function.__func__), function.__self__)  # pyright: ignore
 
-        @functools.wraps(function)
-        def decorated(*args: Any, **kwargs: Any) -> Any:
-            with PowerGrad(self.alpha, log_softmax=self.log_softmax):
-                return function(*args, **kwargs)
+_LAZY = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter, zip, enumerate)
 
-        return decorated  # pyright: ignore[reportReturnType]
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        replacement = _CROSS_ENTROPIES.get(func)
-        if replacement is None and self.log_softmax and "out" not in kwargs:
-            replacement = _LOG_SOFTMAXES.get(func)
-        if replacement is None:
-            return func(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            self._refuse_recomputation(func)
-        return replacement(self.alpha, *args, **kwargs)
-
-    def _refuse_recomputation(self, func: Any) -> None:
-        for frame in recomputed_later():
-            if id(frame) not in self._outer[-1]:
-                raise RuntimeError(
-                    f"Expected `{func.__name__}` under PowerGrad to be called outside checkpoints "
-                    "and custom autograd functions entered within it, but got a call inside one. "
-                    "Its backward pass computes the call again, after PowerGrad has ended. Let the "
-                    "function enter PowerGrad itself, `checkpoint(PowerGrad(alpha)(function), "
-                    "...)`, or call `powergrad.cross_entropy` in it."
-                )
+def _refuse_lazy(result: Any) -> None:
+    if isinstance(result, Tensor):
+        return
+    lazy = isinstance(result, _LAZY)
+    if not lazy and not is_compiling():
+        lazy = inspect.isawaitable(result) or type(result).__module__ == "itertools"
+    if lazy:
+        if isinstance(result, CoroutineType):
+            result.close()  # or Python warns that nobody has awaited it
+        raise TypeError(
+            "Expected a decorated function to return what it has computed, but got an object of "
+            f"type {type(result).__name__}, which computes outside of PowerGrad; use "
+            "`with PowerGrad(...)` where it is computed."
+        )
 
 
 # The replacement of each function takes alpha and the same arguments ------------------------------
@@ -190,6 +507,8 @@ def _linear_cross_entropy(
 def _log_softmax(
     alpha: float | Tensor, input: Tensor, dim: int, dtype: torch.dtype | None = None
 ) -> Tensor:
+    if dtype is not None and not input.is_floating_point():  # PyTorch casts before it checks
+        return log_softmax(input.to(dtype), dim, alpha=alpha)
     return log_softmax(input, dim, alpha=alpha, dtype=dtype)
 
 
@@ -202,15 +521,17 @@ def _functional_log_softmax(
 ) -> Tensor:
     if dim is None:  # deprecated; PyTorch warns
         dim = legacy_softmax_dim(input.dim(), _stacklevel + 1)
-    return log_softmax(input, dim, alpha=alpha, dtype=dtype)
+    return _log_softmax(alpha, input, dim, dtype)
 
 
-_CROSS_ENTROPIES: dict[Any, Callable[..., Tensor]] = {F.cross_entropy: _cross_entropy}
-if hasattr(F, "linear_cross_entropy"):  # later versions of PyTorch
-    _CROSS_ENTROPIES[F.linear_cross_entropy] = _linear_cross_entropy
-_LOG_SOFTMAXES: dict[Any, Callable[..., Tensor]] = {
-    F.log_softmax: _functional_log_softmax,
-    torch.log_softmax: _log_softmax,
-    torch.special.log_softmax: _log_softmax,
-    Tensor.log_softmax: _log_softmax,
+# What `_Block` looks up at each call: the kind and the replacement. Other losses have none.
+_KNOWN: dict[Any, tuple[str, Callable[..., Tensor] | None]] = {
+    **dict.fromkeys(OTHERS, ("", None)),
+    F.cross_entropy: ("cross_entropy", _cross_entropy),
+    F.log_softmax: ("log_softmax", _functional_log_softmax),
+    torch.log_softmax: ("log_softmax", _log_softmax),
+    torch.special.log_softmax: ("log_softmax", _log_softmax),
+    Tensor.log_softmax: ("log_softmax", _log_softmax),
 }
+if hasattr(F, "linear_cross_entropy"):  # later versions of PyTorch
+    _KNOWN[F.linear_cross_entropy] = ("linear_cross_entropy", _linear_cross_entropy)

@@ -1,0 +1,328 @@
+"""What a `PowerGrad` counts, and that a block in which it altered nothing says so."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from powergrad import PowerGrad, cross_entropy, linear_cross_entropy, log_softmax
+
+Y = torch.tensor([0, 2, 4, 1])
+NOTHING = (
+    "Expected PowerGrad.* to alter a cross-entropy or log-softmax with gradients, but got none"
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_traced(monkeypatch) -> None:
+    """Each test as in a process of its own, in which compiled code has altered nothing."""
+    monkeypatch.setattr("powergrad.mode._traced_calls", {})
+
+
+@pytest.fixture
+def z(device) -> Tensor:
+    g = torch.Generator().manual_seed(0)
+    return (3 * torch.randn(4, 5, generator=g)).to(device).requires_grad_()
+
+
+class Chunked(torch.autograd.Function):
+    """A loss of somebody's own: it computes its gradient in the forward pass, as fused ones do."""
+
+    @staticmethod
+    def forward(ctx, z, y):
+        p = torch.softmax(z, 1)
+        ctx.gradient = p - F.one_hot(y, 5)
+        return -p.gather(1, y[:, None]).log().sum()
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore
+        return grad * ctx.gradient, None
+
+
+# Counting -----------------------------------------------------------------------------------------
+
+
+def test_counts_by_kind_and_shows_it(z):
+    y = Y.to(z.device)
+    mode = PowerGrad(0.3)
+    assert mode.altered == {}
+    with mode:
+        for _ in range(3):
+            F.cross_entropy(z, y)
+        nn.LogSoftmax(1)(z)
+    assert mode.altered == {"cross_entropy": 3, "log_softmax": 1}
+    assert repr(mode) == "PowerGrad(alpha=0.3, altered={'cross_entropy': 3, 'log_softmax': 1})"
+    with mode:
+        z.log_softmax(1)
+    assert mode.altered["log_softmax"] == 2
+    strict = PowerGrad(0.0, log_softmax=False, strict=True)
+    assert repr(strict) == "PowerGrad(alpha=0.0, log_softmax=False, strict=True, altered={})"
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs a newer torch")
+def test_counts_the_linear_cross_entropy(z):
+    with PowerGrad(0.3) as mode:
+        F.linear_cross_entropy(z, torch.eye(5, device=z.device), Y.to(z.device))
+    assert mode.altered == {"linear_cross_entropy": 1}
+
+
+def test_counts_only_calls_with_a_gradient(z):
+    y = Y.to(z.device)
+    with PowerGrad(0.3) as mode:
+        F.cross_entropy(z.detach(), y)
+        with torch.no_grad():
+            F.cross_entropy(z, y)
+        F.cross_entropy(z, y)
+    assert mode.altered == {"cross_entropy": 1}
+    with PowerGrad(1.0) as off:
+        F.cross_entropy(z, y)
+    assert off.altered == {}
+
+
+def test_counts_under_functional_transforms(z):
+    y = Y.to(z.device)
+    with PowerGrad(0.3) as mode:
+        torch.func.grad(lambda z: F.cross_entropy(z, y))(z.detach())
+        torch.func.vmap(torch.func.grad(F.cross_entropy))(z.detach(), y)
+        torch.func.grad(lambda z: torch.func.vmap(F.cross_entropy)(z, y).sum())(z.detach())
+    assert mode.altered == {"cross_entropy": 3}
+
+
+def test_the_decorator_counts_on_the_object_that_decorates(z):
+    mode = PowerGrad(0.3)
+
+    @mode
+    def loss(depth: int) -> Tensor:
+        inner = loss(depth - 1) if depth else 0
+        return F.cross_entropy(z, Y.to(z.device)) + inner
+
+    loss(3)
+    assert mode.altered == {"cross_entropy": 4}
+    mode.alpha = 1.0
+    loss(3)
+    assert mode.altered == {"cross_entropy": 4}
+
+
+def test_threads_count_on_one_object(z):
+    mode = PowerGrad(0.3, strict=True)
+    errors = []
+
+    @mode
+    def work() -> None:
+        try:
+            for _ in range(200):
+                F.cross_entropy(z, Y.to(z.device))
+        except BaseException as error:  # pragma: no cover
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    with mode:
+        F.cross_entropy(z, Y.to(z.device))
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert mode.altered == {"cross_entropy": 801}
+
+
+# A block in which nothing was altered -------------------------------------------------------------
+
+INSTEAD: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "a softmax": ("softmax, F.nll_loss", lambda z, y: F.nll_loss(z.softmax(1).log(), y)),
+    "logsumexp": ("logsumexp", lambda z, y: (z.logsumexp(1) - z.gather(1, y[:, None])[:, 0]).sum()),
+    "binary": (
+        "F.binary_cross_entropy_with_logits",
+        lambda z, y: nn.BCEWithLogitsLoss()(z, F.one_hot(y, 5).to(z)),
+    ),
+    "squares": ("F.mse_loss", lambda z, y: F.mse_loss(z, F.one_hot(y, 5).to(z))),
+    "an operator": (
+        "torch.ops.aten.cross_entropy_loss",
+        lambda z, y: torch.ops.aten.cross_entropy_loss(z, y),
+    ),
+    "a custom function": ("Chunked.apply", lambda z, y: Chunked.apply(z, y)),
+    "a custom function after a layer": ("Chunked.apply", lambda z, y: Chunked.apply(z * 2, y)),
+    "and among others": (
+        "Chunked.apply, F.mse_loss",
+        lambda z, y: 0.1 * Chunked.apply(z * 2, y) + F.mse_loss(z, z.detach()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_warns_or_raises_and_names_what_was_called(z, name):
+    called, loss = INSTEAD[name]
+    y = Y.to(z.device)
+    with pytest.warns(UserWarning, match=NOTHING) as record, PowerGrad(0.3):
+        loss(z, y)
+    assert len(record) == 1
+    assert record[0].filename == __file__
+    assert f"does not alter {called}, which it saw" in str(record[0].message)
+    with pytest.raises(RuntimeError, match=NOTHING), PowerGrad(0.3, strict=True):
+        loss(z, y)
+    with pytest.warns(UserWarning, match=NOTHING) as record:
+        PowerGrad(0.3)(loss)(z, y)
+    assert record[0].filename == __file__
+    with pytest.raises(RuntimeError, match=NOTHING):
+        PowerGrad(0.3, strict=True)(loss)(z, y)
+
+
+def test_the_loss_was_computed_before_the_block(z):
+    loss = F.cross_entropy(z, Y.to(z.device))
+    with pytest.warns(UserWarning, match=NOTHING), PowerGrad(0.3):
+        loss.backward()
+    with PowerGrad(0.3) as mode:
+        loss = F.cross_entropy(z, Y.to(z.device))
+    with mode:  # this object has altered the loss
+        loss.backward()
+
+
+def test_the_loss_is_computed_after_the_block(z):
+    with pytest.warns(UserWarning, match=NOTHING), PowerGrad(0.3):
+        logits = nn.Identity()(z) * 2
+    F.cross_entropy(logits, Y.to(z.device))
+
+
+def test_a_metric_without_gradients_is_no_alteration(z):
+    y = Y.to(z.device)
+
+    @PowerGrad(0.3)
+    def step() -> None:
+        Chunked.apply(z * 2, y)
+        F.cross_entropy(z.detach(), y)
+        with torch.no_grad():
+            F.cross_entropy(z, y)
+
+    with pytest.warns(UserWarning, match=r"Chunked\.apply"):
+        step()
+
+
+def test_log_softmax_that_is_left_alone_is_named(z):
+    with pytest.warns(UserWarning, match=r"not alter F\.log_softmax"):
+        PowerGrad(0.3, log_softmax=False)(F.log_softmax)(z, 1)
+
+
+def test_warns_once_per_place(z):
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            with PowerGrad(0.3):
+                F.mse_loss(z, z.detach())
+        with ExitStack() as stack:
+            stack.enter_context(PowerGrad(0.3))
+            F.mse_loss(z, z.detach())
+    assert [warning.filename for warning in record] == [__file__] * 2
+
+
+QUIET: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "an empty block": lambda z, y: None,
+    "no tensor": lambda z, y: torch.zeros(3) + 1,
+    "validation": lambda z, y: torch.no_grad()(lambda: F.mse_loss(z * 2, z))(),
+    "validation with a custom function": lambda z, y: torch.no_grad()(Chunked.apply)(z, y),
+    "inference": lambda z, y: torch.inference_mode()(lambda: F.mse_loss(z * 2, z))(),
+    "a model is made": lambda z, y: nn.Linear(3, 3),
+    "an optimizer steps": lambda z, y: torch.optim.SGD([z], 0.1).step(),
+    "ours": lambda z, y: cross_entropy(z * 2, y, alpha=0.5),
+    "ours in float64": lambda z, y: cross_entropy(z.double(), y, alpha=0.5, label_smoothing=0.1),
+    "our primitive": lambda z, y: log_softmax(z * 2, alpha=0.5),
+    "our linear": lambda z, y: linear_cross_entropy(z * 2, torch.eye(5), y, alpha=0.5),
+    "a nested block": lambda z, y: PowerGrad(0.5)(F.cross_entropy)(z * 2, y),
+    "switched off": lambda z, y: PowerGrad(1.0)(F.cross_entropy)(z * 2, y),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_stays_quiet(z, name):
+    with PowerGrad(0.3, strict=True):
+        QUIET[name](z, Y.to(z.device))
+    with PowerGrad(1.0, strict=True):
+        F.mse_loss(z, z.detach())
+
+
+def test_an_exception_is_not_replaced(z):
+    with pytest.raises(ZeroDivisionError):
+        PowerGrad(0.3, strict=True)(lambda: F.mse_loss(z, z.detach()) / (1 / 0))()
+
+
+# Checkpoints and compiled code --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputation_is_not_counted_and_does_not_warn(z, reentrant):
+    y = Y.to(z.device)
+    mode = PowerGrad(0.3, strict=True)
+    with mode:
+        loss = checkpoint(lambda z: F.cross_entropy(z * 2, y), z, use_reentrant=reentrant)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+    assert mode.altered == {"cross_entropy": 1}
+    inner = PowerGrad(0.3, strict=True)
+    loss = checkpoint(inner(lambda z: F.cross_entropy(z * 2, y)), z, use_reentrant=reentrant)
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    assert inner.altered == {"cross_entropy": 1}
+    other = PowerGrad(0.3)(
+        lambda: checkpoint(lambda z: F.mse_loss(z * 2, z), z, use_reentrant=reentrant)
+    )
+    with pytest.warns(UserWarning, match=NOTHING):
+        hidden = other()
+    assert isinstance(hidden, Tensor)
+    hidden.backward()  # warnings are errors here
+
+
+def test_around_compiled_code_that_altered_nothing_is_said(z):
+    """Until compiled code has altered something: it does not report its calls."""
+    y = Y.to(z.device)
+    torch.compiler.reset()
+    other = torch.compile(lambda z: F.mse_loss(z * 2, z.detach()), backend="aot_eager")
+    loss = torch.compile(lambda z: F.cross_entropy(z * 2, y), backend="aot_eager")
+    with pytest.raises(RuntimeError, match=NOTHING), PowerGrad(0.3, strict=True):
+        other(z).mul(2)
+    with PowerGrad(0.3, strict=True) as mode:
+        loss(z).mul(2)
+    assert mode.altered == {}
+    with PowerGrad(0.3, strict=True):  # from here on nothing is known
+        other(z).mul(2)
+
+
+def test_a_block_in_compiled_code_is_judged_when_it_is_traced(z):
+    torch.compiler.reset()
+
+    def plain(z: Tensor) -> Tensor:
+        return F.mse_loss(z * 2, z.detach())
+
+    def altered(z: Tensor) -> Tensor:
+        with PowerGrad(0.3, strict=True):
+            return F.cross_entropy(z * 2, Y)
+
+    compiled = torch.compile(PowerGrad(0.3)(plain), backend="eager", fullgraph=True)
+    with pytest.warns(UserWarning, match=NOTHING):
+        compiled(z)
+    compiled(z)
+    strict = torch.compile(PowerGrad(0.3, strict=True)(plain), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="to alter a cross-entropy"):
+        strict(z)
+    torch.compile(altered, backend="eager", fullgraph=True)(z)
+    torch.compile(PowerGrad(1.0)(plain), backend="eager", fullgraph=True)(z)
+    with torch.no_grad():
+        torch.compile(PowerGrad(0.3)(plain), backend="eager", fullgraph=True)(z)
+
+
+def test_a_copy_and_a_pickle_keep_their_own_count(z):
+    with PowerGrad(0.3, strict=True) as mode:
+        F.cross_entropy(z, Y.to(z.device))
+    for other in (copy.deepcopy(mode), pickle.loads(pickle.dumps(mode))):
+        with other:
+            F.cross_entropy(z, Y.to(z.device))
+        assert (other.alpha, other.strict, other.altered) == (0.3, True, {"cross_entropy": 2})
+    assert mode.altered == {"cross_entropy": 1}
