@@ -48,6 +48,7 @@ __all__ = [
     "foreach_mul_",
     "frames_that_recompute",
     "function_modes",
+    "gradients_hidden",
     "is_functorch_wrapped_tensor",
     "is_legacy_batchedtensor",
     "legacy_reduction",
@@ -95,6 +96,12 @@ OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # pyright: ign
 
 function_modes = _get_current_function_mode_stack
 pop_mode, push_mode = _pop_mode, _push_mode
+
+
+def gradients_hidden() -> bool:
+    """Whether a tensor may have a gradient or a tangent that ``requires_grad`` does not show."""
+    # 2.13.0: under ``vmap`` within ``torch.func.grad``, and under forward-mode AD.
+    return forward_ad._current_level >= 0 or _are_functorch_transforms_active()
 
 
 # Computations that the backward pass runs again ---------------------------------------------------

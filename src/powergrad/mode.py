@@ -24,6 +24,7 @@ from powergrad._compat import (
     custom_function,
     frames_that_recompute,
     function_modes,
+    gradients_hidden,
     legacy_reduction,
     legacy_softmax_dim,
     own_modes,
@@ -33,7 +34,6 @@ from powergrad._compat import (
     recomputed_later,
     recomputes_now,
     run_eagerly,
-    transforms_active,
 )
 from powergrad._watch import OTHERS, Watch, complain
 from powergrad.linear import linear_cross_entropy
@@ -261,7 +261,7 @@ class _Block(TorchFunctionMode):
         recomputed = self._refuse_recomputation(func)
         alpha = self.owner.alpha
         out = replacement(alpha, *args, **kwargs)
-        if self.counts and (recomputed or out.requires_grad or transforms_active()):
+        if self.counts and (recomputed or out.requires_grad or gradients_hidden()):
             block = _CURRENT.get()
             while block is not None and block is not self:  # those that left the call to this one
                 block.altered, block.watch = True, None
