@@ -78,6 +78,9 @@ class Gradient(NamedTuple):
     tensor: Tensor
     unit: Dims | None  # the dimensions that one unit spans; None: the whole is one unit
     rows: bool  # whether the C kernel serves it
+    # What the gradient and the weight are to be divided by before they are compared.
+    scale: float = 1.0
+    weight_scale: float = 1.0
 
     @property
     def unit_shape(self) -> list[int]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from powergrad._head import unwrap
 from powergrad._units import by_unit, in_rows, transposed_groups, unit_norms
 
 LAYERS = (_ConvNd, nn.Linear)
@@ -116,17 +117,6 @@ def weight_of(module: nn.Module) -> Tensor:
             "replicated on each rank, or the gathered state dict."
         )
     return weight
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel, DataParallel and ``torch.compile``."""
-    while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
 
 
 def plain_name(name: str) -> str:

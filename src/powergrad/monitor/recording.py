@@ -31,7 +31,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from powergrad._head import find_head
+from powergrad._head import find_head, unwrap
 from powergrad._units import transposed_groups
 from powergrad.monitor.layers import (
     LAYERS,
@@ -39,7 +39,6 @@ from powergrad.monitor.layers import (
     channel_dim,
     filter_norms,
     named_units,
-    unwrap,
     weight_of,
 )
 
