@@ -137,6 +137,11 @@ def gradients_of(parameters: Iterable[Parameter], *, whole: bool = False) -> lis
                 f"Expected the gradient of `{name}` to be a whole tensor, but got a DTensor; for "
                 "those, torch.nn.utils has clip_grad_norm_."
             )
+        if getattr(weight, "_fsdp_flattened", False):  # by FullyShardedDataParallel
+            raise TypeError(
+                f"Expected the gradient of `{name}` to be that of a whole tensor, but got a part "
+                "of one that FullyShardedDataParallel flattened; it has its own clip_grad_norm_."
+            )
         if grad.layout is not torch.strided:
             weight, grad = _sparse_rows(name, weight, grad)
         if grad.numel() == 0:

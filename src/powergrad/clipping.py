@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from powergrad._check import check_eps, check_threshold
 from powergrad._clip import ClipHandle, ClippingHook, ClipReport, Guard, LayerClip, clip_units
@@ -188,7 +189,8 @@ def clip_grads_before_step(
     host does not wait to learn that. With a closure, gradients are clipped after each evaluation.
 
     Args:
-        optimizer: Any optimizer of ``torch.optim``.
+        optimizer: Any ``torch.optim.Optimizer``, also in a wrapper, such as timm's Lookahead or
+            accelerate's ``AcceleratedOptimizer``: the hook is that of the optimizer inside.
         module: The model, for ``agc``: it says what a unit is and which layer is the head.
         eps: For ``agc``, the least norm that a weight is taken to have.
         head: For ``agc``, the layer that is left alone, as in :func:`adaptive_clip_grad_`.
@@ -198,8 +200,10 @@ def clip_grads_before_step(
         A handle: ``remove()`` detaches, ``last_report`` says what was clipped.
 
     Raises:
-        ValueError: If a threshold or ``eps`` is out of range, or if the head is not found.
-        TypeError: If ``optimizer`` is not one, or if there is no threshold or one of another name.
+        ValueError: If a threshold or ``eps`` is out of range, if the head is not found or several
+            layers might be it, or if ``optimizer`` has no parameter of ``module``.
+        TypeError: If ``optimizer`` is not one or does not run its hooks, or if there is no
+            threshold or one of another name.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
@@ -211,11 +215,7 @@ def clip_grads_before_step(
         3
         >>> handle.remove()
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            "Expected `optimizer` to be a torch.optim.Optimizer, but got "
-            f"{type(optimizer).__name__}."
-        )
+    optimizer = _stepping_optimizer(optimizer)
     known = ", ".join(ClipThresholds.__annotations__)
     for method in thresholds:
         if method not in ClipThresholds.__annotations__:
@@ -234,4 +234,36 @@ def clip_grads_before_step(
             )
         spared = _head_parameters(module, head)
     in_model = {} if module is None else {p.tensor: p for p in parameters_of(module)}
+    if in_model and all(p.tensor not in in_model for p in parameters_of(optimizer)):
+        raise ValueError(
+            "Expected `optimizer` to hold parameters of `module`, but got none of them; pass the "
+            "model that it trains."
+        )
     return ClippingHook(methods, eps, spared, in_model).attach(optimizer)
+
+
+def _stepping_optimizer(optimizer: object) -> Optimizer:
+    """The optimizer whose step runs in the end, inside of any wrappers; if that runs its hooks."""
+    # timm's Lookahead, accelerate's and Lightning's optimizers, SAM. A wrapper need not run hooks,
+    # and those inside it run closest to the step.
+    names = ("optimizer", "base_optimizer", "_optimizer", "_base_optimizer")
+    while isinstance(optimizer, Optimizer):
+        inside = (getattr(optimizer, name, None) for name in names)
+        inner = next((each for each in inside if hasattr(each, "step")), None)
+        if inner is None:
+            break
+        optimizer = inner
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            "Expected `optimizer` to be a torch.optim.Optimizer, or a wrapper of one, but got "
+            f"{type(optimizer).__name__}."
+        )
+    hooked = getattr(type(optimizer).step, "hooked", False)  # set by Optimizer.__init__
+    # ZeroRedundancyOptimizer can step while gradients are reduced, before its own step().
+    if not hooked or getattr(optimizer, "_overlap_with_ddp", False):
+        raise TypeError(
+            "Expected `optimizer` to run the hooks of its step, but got "
+            f"{type(optimizer).__name__}, which does not; clip before its step, by "
+            "`adaptive_clip_grad_` or what torch.nn.utils has."
+        )
+    return optimizer

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchvision_shim import declare_torchvision_schemas
 
-from powergrad import equivalent_training, fold_alpha
+from powergrad import clip_grads_before_step, equivalent_training, fold_alpha
 from powergrad._head import find_heads
 
 declare_torchvision_schemas()
@@ -157,3 +157,33 @@ def test_an_example_shows_a_cap_that_the_configuration_hides():
         equivalent_training(
             model, torch.optim.SGD(model.parameters(), lr=0.1), 0.5, example_inputs=IDS
         )
+
+
+# Optimizers ---------------------------------------------------------------------------------------
+
+
+def lookahead(optimizer):
+    return importlib.import_module("timm.optim").Lookahead(optimizer)
+
+
+def accelerated(optimizer):
+    accelerate = pytest.importorskip("accelerate", reason="needs it: make test-integrations")
+    return accelerate.Accelerator(cpu=True).prepare_optimizer(optimizer)
+
+
+def lightning(optimizer):
+    pytest.importorskip("lightning", reason="needs it: make test-integrations")
+    return importlib.import_module("lightning.fabric.wrappers")._FabricOptimizer(
+        optimizer, importlib.import_module("lightning.fabric.strategies").SingleDeviceStrategy()
+    )
+
+
+@pytest.mark.parametrize("wrap", [lookahead, accelerated, lightning])
+def test_what_steps_in_a_wrapper_is_clipped(wrap):
+    w = nn.Parameter(torch.zeros(4))
+    optimizer = wrap(torch.optim.SGD([w], lr=1.0))
+    with clip_grads_before_step(optimizer, norm=1.0) as handle:
+        w.grad = torch.full_like(w, 100.0)
+        optimizer.step()
+        assert handle.last_report["norm"].clipped == 1
+    torch.testing.assert_close(w.detach(), torch.full((4,), -0.5))
