@@ -974,6 +974,27 @@ def test_the_model_is_left_as_it_was() -> None:
         assert not module._forward_pre_hooks
 
 
+class Counting(nn.Module):
+    """Counts its calls, also in evaluation mode."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x)
+
+
+def test_buffers_are_left_as_they_were() -> None:
+    model = Counting()
+    census(model, [(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))], loss=F.cross_entropy)
+    assert model.calls == 0
+
+
 def test_models_in_wrappers() -> None:
     model = resnet()
     plant(model, "layer1.conv1", 3, "silent")

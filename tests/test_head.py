@@ -157,7 +157,7 @@ def test_adaptive_clipping_and_monitors_refuse_it_too(name: str, tmp_path) -> No
         adaptive_clip_grad_(model)
     with pytest.raises(ValueError, match="pass `head`"):
         clip_grads_before_step(sgd(model), model, agc=0.01)
-    with pytest.raises(ValueError, match="pass `head`"):
+    with pytest.raises(ValueError, match="pass `features`"):
         FilterMonitor(model, tmp_path, features=True)
 
 

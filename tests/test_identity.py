@@ -137,6 +137,20 @@ def test_with_a_schedule_and_several_groups():
     assert largest_difference(pgt, plain, plain[-1], alpha) <= 1e-11
 
 
+def test_gradients_that_are_there_are_those_of_plain_training():
+    """In the middle of an accumulation: the backbone's are alpha times what they were."""
+    pgt, plain = network(False), network(False)
+    optimizers = [OPTIMIZERS["momentum"](model.parameters()) for model in (pgt, plain)]
+    for model in (pgt, plain):
+        cross_entropy(model(batch(0)[0]), batch(0)[1], alpha=0.3).backward()
+    optimizers[1] = equivalent_training(plain, optimizers[1], 0.3)
+    cross_entropy(pgt(batch(1)[0]), batch(1)[1], alpha=0.3).backward()
+    F.cross_entropy(plain(batch(1)[0]), batch(1)[1]).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert largest_difference(pgt, plain, plain[-1], 0.3) <= 1e-12
+
+
 def test_logits_and_values_are_those_of_alpha_z():
     model = network(False)
     x, _ = batch(0)

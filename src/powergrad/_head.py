@@ -386,7 +386,6 @@ class _Trial:
             with (
                 torch.no_grad(),
                 evaluating(self.model),
-                _buffers_restored(self.model),
                 torch.random.fork_rng(list(devices)),
             ):
                 logits = _logits_of(self.model(*self.args, **self.kwargs))
@@ -418,8 +417,17 @@ def _logits_of(output: Any) -> Tensor:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A block in which `model` is in evaluation mode and runs as it is written, not compiled."""
+    """A block in which `model` is in evaluation mode and runs as it is written, not compiled.
+
+    Modes and buffers are then what they were.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     # If dynamo was never loaded, which takes seconds, nothing is compiled.
     loaded = "torch._dynamo" in sys.modules
     model.eval()
@@ -429,18 +437,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-@contextmanager
-def _buffers_restored(model: nn.Module) -> Iterator[None]:
-    saved = [
-        (module._buffers, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        for buffers, name, buffer, value in saved:
-            buffers[name] = buffer.copy_(value)
+        with torch.no_grad():
+            for owner, name, buffer, value in buffers:
+                owner[name] = buffer.copy_(value)

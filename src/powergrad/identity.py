@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from itertools import compress
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -41,7 +42,8 @@ def equivalent_training(
 ) -> Optimizer:
     r"""Turn a training with PGT into the training with plain cross-entropy that equals it.
 
-    The head of `model` is multiplied by alpha, in place; the optimizer returned has each group of
+    The head of `model` is multiplied by alpha, in place, and so are gradients of the backbone that
+    were accumulated for the next step; the optimizer returned has each group of
     `optimizer` split in two. From there, plain cross-entropy gives, step by step, the weights that
     PGT at this constant alpha would have given (the head's times alpha), up to rounding:
 
@@ -105,6 +107,10 @@ def equivalent_training(
     clippings = _attached_clippings(optimizer)
     groups = _split(optimizer, own, set(model.parameters()), alpha)
     scale(heads, alpha)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None and parameter not in own:
+                parameter.grad.mul_(alpha)
     accepted = inspect.signature(type(optimizer)).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     result = type(optimizer)(groups, **defaults)

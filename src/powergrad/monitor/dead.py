@@ -67,7 +67,8 @@ def census(
         loss: ``loss(output, target)``, a scalar: any cross-entropy will do.
         initial: The model, state dict or checkpoint at the start of the training, if `source` is
             not a recording: what each norm is compared with.
-        head: The classifier or its name; found if not given.
+        head: The classifier or its name; found if not given. Where several layers might be it,
+            features are not judged without `head`.
         thresholds: See :class:`Thresholds`.
 
     Returns:

@@ -304,7 +304,10 @@ def _inputs(layer: _ConvNd | nn.Linear) -> int:
 def _find_classifier(model: nn.Module, features: bool | str) -> _ConvNd | nn.Linear | None:
     if features is False:
         return None
-    head = find_head(unwrap(model), None if features is True else features)
+    try:
+        head = find_head(unwrap(model), None if features is True else features)
+    except ValueError as error:
+        raise ValueError(str(error).replace("`head`", "`features`")) from None
     if not isinstance(head, LAYERS):
         raise ValueError(
             "Expected `features` to name a convolution or a linear layer, but got a "
