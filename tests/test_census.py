@@ -21,9 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
 from torchvision_shim import declare_torchvision_schemas
 
 from powergrad.monitor import Census, FilterMonitor, Recording, Thresholds, Unit, census
+from powergrad.monitor.checkpoint import state_weights
+from powergrad.monitor.layers import model_weights
 
 Units = set[tuple[str, int]]  # names of layers, and places in them
 
@@ -971,6 +974,27 @@ def test_the_model_is_left_as_it_was() -> None:
         assert not module._forward_pre_hooks
 
 
+class Counting(nn.Module):
+    """Counts its calls, also in evaluation mode."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x)
+
+
+def test_buffers_are_left_as_they_were() -> None:
+    model = Counting()
+    census(model, [(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))], loss=F.cross_entropy)
+    assert model.calls == 0
+
+
 def test_models_in_wrappers() -> None:
     model = resnet()
     plant(model, "layer1.conv1", 3, "silent")
@@ -1032,6 +1056,65 @@ def test_a_state_dict_tells_transposed_convolutions_where_sizes_do() -> None:
     result = census(model.state_dict())
     assert places(result.dead) == {("0", 7), ("1", 2)}
     assert [layer.kind for layer in result.layers] == ["transposed conv2d"] * 2
+
+
+NORMED: dict[str, Callable[[Any], nn.Module]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "weight_norm as a whole": lambda layer: parametrizations.weight_norm(layer, dim=None),  # type: ignore
+    "weight_norm by input": lambda layer: parametrizations.weight_norm(layer, dim=1),
+    "spectral_norm": parametrizations.spectral_norm,
+    "old weight_norm": nn.utils.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "pruned": lambda layer: prune.random_unstructured(layer, "weight", 0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("name", NORMED)
+def test_weights_that_are_computed_from_others(name: str) -> None:
+    """A state dict has what they are computed from, and a model may not have computed them yet."""
+    torch.manual_seed(0)
+    layers = nn.Linear(7, 4), nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 6, 2), nn.Conv1d(6, 6, 3)
+    model = nn.ModuleList(NORMED[name](layer) for layer in layers)
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            if tensor.dim() > 1 and not key.endswith("mask"):
+                tensor.mul_(1 + torch.rand(tensor.shape))
+    state = copy.deepcopy(model.state_dict())
+    read = {weight.name: weight.tensor for weight in state_weights(state)[0]}
+    live = {weight.name: weight.tensor for weight, _ in model_weights(model)}
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[key])  # reading takes no step of the power iteration
+    inputs = torch.randn(2, 7), *(torch.randn(2, c, *[5] * d) for c, d in ((3, 2), (4, 2), (6, 1)))
+    for (key, layer), x in zip(model.eval().named_children(), inputs, strict=True):
+        layer(x)
+        torch.testing.assert_close(read[key], layer.weight)
+        torch.testing.assert_close(live[key], layer.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, parametrizations.weight_norm])
+def test_filters_that_died_under_weight_norm(norm, tmp_path: Path) -> None:
+    model = nn.Sequential(norm(nn.Conv2d(3, 4, 3)), nn.ReLU(), norm(nn.Conv2d(4, 5, 1)))
+    model(torch.randn(1, 3, 4, 4))
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            if key in ("0.weight_g", "0.parametrizations.weight.original0"):
+                tensor[2] = 0
+    torch.save(
+        {"module." + key: value for key, value in model.state_dict().items()}, tmp_path / "a"
+    )
+    for source in (model, model.state_dict(), tmp_path / "a"):
+        result = census(source)
+        assert [(u.layer, u.unit, u.how) for u in result.dead] == [("0", 2, ("weight",))]
+        assert [(layer.layer, layer.units) for layer in result.layers] == [("0", 4), ("2", 5)]
+
+
+def test_a_parametrisation_that_a_state_dict_does_not_show_is_refused() -> None:
+    model = nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 4)), nn.Linear(4, 2))
+    assert census(model).units == ()
+    with pytest.raises(ValueError, match=r"but got a parametrisation of '0'.*pass the model"):
+        census(model.state_dict())
 
 
 def test_slopes_of_a_prelu_are_not_gains() -> None:

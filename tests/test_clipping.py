@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -1119,3 +1121,139 @@ def test_both_heads_of_a_network_are_spared():
     with pytest.raises(ValueError, match=r"one head, but got 2 \(head, head_dist\); pass `head`"):
         find_head(model)
     assert find_head(model, "head") is model.head
+
+
+# Optimizers in wrappers ---------------------------------------------------------------------------
+
+
+class Unhooked(torch.optim.Optimizer):
+    """Does not call ``super().__init__``, so that nothing runs the hooks of its step."""
+
+    def __init__(self, **inner: Any) -> None:
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self.__dict__.update(inner)
+        ((_, wrapped),) = inner.items()
+        self.param_groups = wrapped.param_groups
+        self.wrapped = lambda: wrapped
+
+    def step(self, closure: Any = None) -> Any:
+        return self.wrapped().step(closure)
+
+
+class Proxy(torch.optim.Optimizer):
+    """As accelerate's: has the attributes of an optimizer only through the one inside."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Guise:
+    """As Lightning's: takes the class of the optimizer inside."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        kind = type(optimizer)
+        self.__class__ = type("Guise" + kind.__name__, (type(self), kind), {})  # type: ignore
+
+    def step(self, closure: Any = None) -> Any:
+        return self._optimizer.step(closure)
+
+
+class Sharpness(torch.optim.Optimizer):
+    """As SAM: a step of its own, then that of the base optimizer with other gradients."""
+
+    def __init__(self, base_optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(base_optimizer.param_groups, {})
+        self.base_optimizer = base_optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.grad = torch.full_like(p, 100.0)
+        return self.base_optimizer.step(closure)
+
+
+WRAPPERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "optimizer": lambda o: Unhooked(optimizer=o),
+    "base_optimizer": lambda o: Unhooked(base_optimizer=o),
+    "_optimizer": lambda o: Unhooked(_optimizer=o),
+    "_base_optimizer": lambda o: Unhooked(_base_optimizer=o),
+    "proxy": Proxy,
+    "guise": Guise,
+    "sharpness": Sharpness,
+    "two": lambda o: Proxy(Unhooked(_base_optimizer=o)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_optimizer_in_a_wrapper_is_clipped(name: str) -> None:
+    w = nn.Parameter(torch.zeros(4))
+    optimizer = WRAPPERS[name](torch.optim.SGD([w], lr=1.0))
+    with clip_grads_before_step(optimizer, norm=1.0) as handle:
+        w.grad = torch.full_like(w, 100.0)
+        optimizer.step()
+        assert handle.last_report["norm"].clipped == 1
+    torch.testing.assert_close(w.detach(), torch.full((4,), -0.5))
+    w.grad = torch.full_like(w, 100.0)
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), torch.full((4,), -100.5))
+
+
+class Foreign:
+    """As apex's and DeepSpeed's: has an optimizer, and is none."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    def zero_grad(self) -> None: ...
+
+    def step(self) -> None: ...
+
+
+class Overlapped(torch.optim.SGD):
+    """As ZeroRedundancyOptimizer, which then steps while the gradients are reduced."""
+
+    _overlap_with_ddp = True
+
+
+REFUSED: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "Foreign": Foreign,
+    "Foreign in": lambda o: Proxy(Foreign(o)),
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 1),
+    "ReduceLROnPlateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
+    "Unhooked": lambda o: Unhooked(other=o),
+    "Overlapped": lambda o: Overlapped(o.param_groups[0]["params"], lr=1.0),
+    "GradScaler": lambda o: torch.amp.GradScaler("cpu"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_not_be_clipped_is_refused_by_name(name: str) -> None:
+    w = nn.Parameter(torch.zeros(4))
+    with pytest.raises(TypeError, match=f"Expected `optimizer` .* but got {name.split()[0]}"):
+        clip_grads_before_step(REFUSED[name](torch.optim.SGD([w], lr=1.0)), norm=1.0)
+
+
+def test_another_model_is_refused() -> None:
+    """Its head, and its units, are not those of the parameters that are trained."""
+    model = small_net()
+    optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"parameters of `module`, but got none of them"):
+        clip_grads_before_step(optimizer, model, agc=0.01)
+
+
+def test_parts_of_flattened_parameters_are_refused() -> None:
+    """As FullyShardedDataParallel marks them: their norms are those of a part."""
+    w = nn.Parameter(torch.zeros(4))
+    w._fsdp_flattened = True  # type: ignore[attr-defined]
+    w.grad = torch.ones(4)
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    clip_grads_before_step(optimizer, norm=1.0)
+    with pytest.raises(TypeError, match="whole tensor, but got a part"):
+        optimizer.step()

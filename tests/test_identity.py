@@ -137,6 +137,20 @@ def test_with_a_schedule_and_several_groups():
     assert largest_difference(pgt, plain, plain[-1], alpha) <= 1e-11
 
 
+def test_gradients_that_are_there_are_those_of_plain_training():
+    """In the middle of an accumulation: the backbone's are alpha times what they were."""
+    pgt, plain = network(False), network(False)
+    optimizers = [OPTIMIZERS["momentum"](model.parameters()) for model in (pgt, plain)]
+    for model in (pgt, plain):
+        cross_entropy(model(batch(0)[0]), batch(0)[1], alpha=0.3).backward()
+    optimizers[1] = equivalent_training(plain, optimizers[1], 0.3)
+    cross_entropy(pgt(batch(1)[0]), batch(1)[1], alpha=0.3).backward()
+    F.cross_entropy(plain(batch(1)[0]), batch(1)[1]).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert largest_difference(pgt, plain, plain[-1], 0.3) <= 1e-12
+
+
 def test_logits_and_values_are_those_of_alpha_z():
     model = network(False)
     x, _ = batch(0)
@@ -177,6 +191,74 @@ class Pointwise(nn.Conv1d):
 def convolution() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), Pointwise(12, 4, 1)).double()
+
+
+# Clipping -----------------------------------------------------------------------------------------
+
+CLIPPING = {
+    "agc": {"agc": 0.02},
+    "agc, head too": {"agc": 0.02, "head": None},
+    "agc, weights below eps": {"agc": 0.005, "head": None, "eps": 4.0},
+    "tensor_norm": {"tensor_norm": 0.05},
+    "value": {"value": 0.01},
+    "two": {"agc": 0.02, "tensor_norm": 0.02},
+}
+
+
+@pytest.mark.parametrize("name", ["momentum", "AdamW"])
+@pytest.mark.parametrize("clipping", CLIPPING)
+def test_attached_clipping_goes_with_the_optimizer(clipping, name):
+    """It is attached before; what it does after is what it does with PGT, and so it reports."""
+    alpha, options = 0.3, CLIPPING[clipping]
+    pgt, plain = network(False), network(False)
+    optimizer = OPTIMIZERS[name](pgt.parameters())
+    wanted = clip_grads_before_step(optimizer, pgt, **options)
+    train(pgt, optimizer, lambda z, y: cross_entropy(z, y, alpha=alpha))
+    optimizer = OPTIMIZERS[name](plain.parameters())
+    handle = clip_grads_before_step(optimizer, plain, **options)
+    train(plain, equivalent_training(plain, optimizer, alpha), F.cross_entropy)
+    assert largest_difference(pgt, plain, plain[-1], alpha) <= 1e-11
+    for method, report in wanted.last_report.items():
+        ours = handle.last_report[method]
+        assert report.clipped > 0 or clipping == "two"
+        assert [layer[:2] for layer in ours.values()] == [layer[:2] for layer in report.values()]
+        assert ours.largest == pytest.approx(report.largest, rel=1e-9)
+
+
+def test_a_handle_of_clipping_follows_it():
+    model = network(False)
+    first = sgd(model)
+    with clip_grads_before_step(first, tensor_norm=1e-9) as handle:
+        second = equivalent_training(model, first, 0.5)
+        third = equivalent_training(model, second, 0.5)  # as at alpha 0.25
+        train(model, third, F.cross_entropy, range(1))
+        assert handle.last_report["tensor_norm"].clipped == 6
+        norms = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+        assert norms == pytest.approx([0.25e-9] * 4 + [1e-9] * 2)
+    handle.last_report.clear()
+    for optimizer in (first, second, third):
+        optimizer.step()
+    assert not handle.last_report
+
+
+def test_what_breaks_the_identity_at_the_step_is_refused():
+    model = network(False)
+    start = copy.deepcopy(model.state_dict())
+    optimizer = sgd(model)
+    with (
+        clip_grads_before_step(optimizer, value=1.0, norm=1.0),
+        pytest.raises(ValueError, match="clipping by the norm of all gradients"),
+    ):
+        equivalent_training(model, optimizer, 0.5)
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+
+        def mine(*_: object) -> None: ...
+
+        hook = register(mine)
+        with pytest.raises(ValueError, match=r"no hooks .* but got .*mine"):
+            equivalent_training(model, optimizer, 0.5)
+        hook.remove()
+    assert all(torch.equal(value, start[key]) for key, value in model.state_dict().items())
 
 
 # Finding and refusing -----------------------------------------------------------------------------

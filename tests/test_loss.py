@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import shutil
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from powergrad import (
     _rows,
     binary_cross_entropy_with_logits,
     cross_entropy,
+    linear_cross_entropy,
 )
 from powergrad import loss as loss_module
 
@@ -454,7 +456,6 @@ def test_compiles_whole(generator, device, options: dict[str, Any], soft):
         assert (actual - torch.autograd.grad(expected * 3, z)[0]).abs().max() <= 1e-14
 
 
-@pytest.mark.xfail(reason="torch.compile returns two equal values as one tensor, with one gradient")
 def test_compiled_with_two_alphas_of_the_same_logits(generator):
     z = logits(generator).requires_grad_()
 
@@ -1024,3 +1025,24 @@ def test_the_default_device_does_not_matter():
     with torch.device("meta"):
         actual = gradients()
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+def test_weights_that_sum_to_zero_are_nan_as_in_pytorch(dtype, eps, generator):
+    z = torch.randn(3, 4, generator=generator, dtype=dtype).requires_grad_()
+    weight = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=dtype)
+    for label, head in itertools.product((0, -100), (False, True)):
+        y = torch.full((3,), label)
+        expected = F.cross_entropy(z, y, weight, label_smoothing=eps)
+        if head:
+            eye = torch.eye(4, dtype=dtype)
+            actual = linear_cross_entropy(z, eye, y, weight=weight, alpha=0.5, label_smoothing=eps)
+        else:
+            actual = cross_entropy(z, y, weight, alpha=0.5, label_smoothing=eps)
+        assert actual.isnan()
+        assert expected.isnan()
+        gradients = [torch.autograd.grad(loss, z)[0] for loss in (actual, expected)]
+        assert torch.equal(gradients[0].nan_to_num(7), gradients[1].nan_to_num(7))
+        with torch.no_grad():
+            assert cross_entropy(z, y, weight, alpha=0.5, label_smoothing=eps).isnan()

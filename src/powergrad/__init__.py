@@ -1,5 +1,6 @@
 """PowerGrad Transform: altered gradients in the backward pass of softmax cross-entropy."""
 
+from powergrad import operators as _operators  # noqa: F401  # registers them
 from powergrad._native import available as native_available
 from powergrad._version import __version__
 from powergrad.alter import alter_gradient, alter_output

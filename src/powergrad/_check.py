@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from powergrad._compat import (
+    anything_traced,
     is_functorch_wrapped_tensor,
     is_legacy_batchedtensor,
-    transforms_active,
 )
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # the numbers are PyTorch's
@@ -30,15 +30,15 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
 
 def is_plain(*tensors: Tensor) -> bool:
     """Whether `tensors` hold values, and nothing but ordinary autograd traces them."""
-    if torch.compiler.is_compiling() or transforms_active():
+    if torch.compiler.is_compiling() or anything_traced():
         return False
     for tensor in tensors:  # a generator would take as long as a small loss
-        if type(tensor) not in _PLAIN or is_functorch_wrapped_tensor(tensor):
+        if type(tensor) not in PLAIN or is_functorch_wrapped_tensor(tensor):
             return False
     return True
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_batched(grad: Tensor) -> bool:
@@ -52,13 +52,6 @@ def values_readable(*tensors: Tensor) -> bool:
         if not tensor.is_cpu:
             return False
     return is_plain(*tensors)
-
-
-def nonzero(divisor: float | Tensor) -> float | Tensor:
-    """`divisor`, with 1 in place of 0, where the dividend is 0 too."""
-    if isinstance(divisor, Tensor):
-        return divisor.where(divisor != 0, 1)
-    return divisor or 1
 
 
 def autocasting(tensor: Tensor) -> bool:

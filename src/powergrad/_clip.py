@@ -1,21 +1,22 @@
-"""The arithmetic of clipping, and the report of what it did; the methods are in `clipping`."""
+"""Clipping: the arithmetic, the report of what it did, and the hook that runs before a step."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
 from powergrad._compat import foreach_mul_
 from powergrad._native.norms import scale_units_
-from powergrad._units import Gradient, unit_norms
+from powergrad._units import Gradient, Parameter, gradients_of, parameters_of, unit_norms
 
 # Reports ------------------------------------------------------------------------------------------
 
@@ -196,6 +197,7 @@ def clip_values(gradients: Sequence[Gradient], threshold: float, guard: Guard) -
         extremes = torch.stack([torch.stack(g.tensor.aminmax()) for g in batch])
         largest = guard.unscaled(extremes.abs().amax(1))
         names, units = [g.name for g in batch], [1] * len(batch)
+        largest = _divided(largest, [g.scale for g in batch], units)
         parts.append(_Measured(names, units, largest, torch.ones_like(largest)))
     finite = guard.check(gradients, [part.norms for part in parts])
     for batch, part in zip(batches, parts, strict=True):
@@ -205,7 +207,7 @@ def clip_values(gradients: Sequence[Gradient], threshold: float, guard: Guard) -
             bound = bound * guard.scale.to(bound.device)
         bound = torch.where(finite.to(bound.device), bound, math.inf)
         for g in batch:
-            g.tensor.clamp_(-bound, bound)
+            g.tensor.clamp_(-bound * g.scale, bound * g.scale)
     return ClipReport(threshold, [g.name for g in gradients], parts, finite)
 
 
@@ -220,13 +222,122 @@ def _batches(gradients: Sequence[Gradient]) -> list[list[Gradient]]:
 def _measure(batch: list[Gradient], guard: Guard, eps: float | None) -> _Measured:
     """The norms of a batch's units, unscaled, and with an `eps` those of their weights."""
     units, rows = [g.unit for g in batch], batch[0].rows
+    counts = [math.prod(g.unit_shape) for g in batch]
     floors = None
     if eps is not None:  # first, so that the gradients, to be read again, are in the cache
-        floors = unit_norms([g.weight for g in batch], units, rows=rows).clamp_(min=eps)
+        floors = unit_norms([g.weight for g in batch], units, rows=rows)
+        floors = _divided(floors, [g.weight_scale for g in batch], counts).clamp_(min=eps)
     # At a scale, elements of float16 may be in range while their norm is not.
     half = guard.scale is not None and batch[0].tensor.dtype is torch.float16
     dtype = torch.float32 if half else None
     norms = guard.unscaled(unit_norms([g.tensor for g in batch], units, dtype, rows=rows))
+    norms = _divided(norms, [g.scale for g in batch], counts)
     floors = torch.ones_like(norms) if floors is None else floors
-    counts = [math.prod(g.unit_shape) for g in batch]
     return _Measured([g.name for g in batch], counts, norms, floors)
+
+
+def _divided(norms: Tensor, scales: Sequence[float], counts: Sequence[int]) -> Tensor:
+    """The norms of some tensors' units, each divided by the scale of its tensor."""
+    if all(scale == 1 for scale in scales):
+        return norms
+    parts = norms.split(list(counts))
+    return torch.cat([part / scale for part, scale in zip(parts, scales, strict=True)])
+
+
+# Before each step ---------------------------------------------------------------------------------
+
+
+class ClipHandle:
+    """What :func:`clip_grads_before_step` returns; also a context manager that detaches at its end.
+
+    Attributes:
+        last_report: What each method did at the last step, by the method's name.
+    """
+
+    def __init__(self) -> None:
+        self.last_report: dict[str, ClipReport] = {}
+        self._detach: Callable[[], None] = lambda: None
+
+    def remove(self) -> None:
+        """Stop clipping."""
+        self._detach()
+
+    def __enter__(self) -> ClipHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+_WHOLE_TENSORS = {"norm": clip_total, "tensor_norm": clip_units, "value": clip_values}
+
+
+@dataclass
+class ClippingHook:
+    """Clips the gradients of the optimizer that it is attached to, before each step."""
+
+    thresholds: dict[str, float]
+    eps: float
+    spared: set[Tensor]  # by AGC
+    in_model: dict[Tensor, Parameter]
+    handle: ClipHandle = field(default_factory=ClipHandle)
+    # In a training that equals one with PGT, gradients and weights are compared as they would be
+    # there: the backbone's gradients and the weights of the heads are alpha times those.
+    alpha: float = 1.0
+    heads: set[Tensor] = field(default_factory=set)
+
+    def attach(self, optimizer: Optimizer) -> ClipHandle:
+        self.handle.remove()
+        self.handle._detach = optimizer.register_step_pre_hook(self).remove
+        return self.handle
+
+    @torch.no_grad()
+    def clip(self, optimizer: Optimizer) -> None:
+        parameters = [self.in_model.get(p.tensor, p) for p in parameters_of(optimizer)]
+        found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+        finite = None if found_inf is None else found_inf == 0
+        guard = Guard(getattr(optimizer, "grad_scale", None), finite)
+        for method, threshold in self.thresholds.items():
+            if method == "agc":
+                gradients = self.gradients(p for p in parameters if p.tensor not in self.spared)
+                others = gradients_of(
+                    (p for p in parameters if p.tensor in self.spared), whole=True
+                )
+                report = clip_units(gradients, threshold, guard, self.eps, others)
+            else:
+                gradients = self.gradients(parameters, whole=True)
+                report = _WHOLE_TENSORS[method](gradients, threshold, guard)
+            self.handle.last_report[method] = report
+
+    def gradients(self, parameters: Iterable[Parameter], whole: bool = False) -> list[Gradient]:
+        if self.alpha == 1:
+            return gradients_of(parameters, whole=whole)
+        return [
+            gradient._replace(weight_scale=self.alpha)
+            if parameter.tensor in self.heads
+            else gradient._replace(scale=self.alpha)
+            for parameter in parameters
+            for gradient in gradients_of([parameter], whole=whole)
+        ]
+
+    def __call__(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if "grad_scaler" in kwargs:
+            raise RuntimeError(
+                f"Expected {type(optimizer).__name__} to find its scale in `grad_scale`, but its "
+                "step() takes a `grad_scaler`, so it is not known at which scale its gradients "
+                "are; detach this clipping, and clip after `scaler.unscale_(optimizer)`."
+            )
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return self.clip(optimizer)
+
+        def closure_then_clip() -> Any:
+            loss = closure()
+            self.clip(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], closure_then_clip, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_then_clip}

@@ -16,14 +16,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# 2.13.0: no public function tells what is traced, and by what: a `torch.func` transform, a dispatch
+# mode (also that of `make_fx`), `torch.jit.trace`, or `make_fx(pre_dispatch=True)`.
+from torch._C import (  # pyright: ignore
+    DispatchKey,
+    _are_functorch_transforms_active,
+    _dispatch_tls_is_dispatch_key_included,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+)
+
 # 2.13.0: no public function tells whether a tensor has values to read, or stands for several
 # gradients (`is_grads_batched`).
-from torch._C import _are_functorch_transforms_active  # pyright: ignore
 from torch._C._functorch import (  # pyright: ignore[reportMissingImports]
     is_functorch_wrapped_tensor,
     is_legacy_batchedtensor,
+    peek_interpreter_stack,
 )
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 # 2.13.0: what the deprecated `size_average` and `reduce` mean, with PyTorch's own warning.
 from torch.nn._reduction import legacy_get_string as legacy_reduction
@@ -41,6 +53,8 @@ from torch.utils._pytree import tree_map
 
 __all__ = [
     "OPERATORS",
+    "FakeTensor",
+    "anything_traced",
     "capture_in_checkpoints",
     "checkpoints_captured",
     "custom_function",
@@ -49,10 +63,14 @@ __all__ = [
     "frames_that_recompute",
     "function_modes",
     "gradients_hidden",
+    "graph_recorded",
+    "in_loss_parallel",
+    "in_transform",
     "is_functorch_wrapped_tensor",
     "is_legacy_batchedtensor",
     "legacy_reduction",
     "legacy_softmax_dim",
+    "operators_traced",
     "own_modes",
     "pop_mode",
     "prepare_dynamo",
@@ -60,7 +78,6 @@ __all__ = [
     "recomputed_later",
     "recomputes_now",
     "run_eagerly",
-    "transforms_active",
     "tree_map",
     "unaltered_log_softmax",
 ]
@@ -73,10 +90,51 @@ foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 unaltered_log_softmax = torch._log_softmax  # pyright: ignore[reportPrivateImportUsage]
 
 
-def transforms_active() -> bool:
-    """Whether a ``torch.func`` transform or forward-mode AD is active."""
-    # 2.13.0: no public function tells either.
-    return forward_ad._current_level >= 0 or _are_functorch_transforms_active()
+_PRE_DISPATCH = DispatchKey.PreDispatch
+
+
+def operators_traced() -> bool:
+    """Whether something records, or replaces, the operators that are called."""
+    return bool(
+        _len_torch_dispatch_stack()
+        or _is_tracing()
+        or _dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+    )
+
+
+def anything_traced() -> bool:
+    """Whether a transform, forward-mode AD or a tracer sees operators; not ``torch.compile``."""
+    return (
+        forward_ad._current_level >= 0 or _are_functorch_transforms_active() or operators_traced()
+    )
+
+
+def in_transform() -> bool:
+    """Whether the caller, which may be traced by TorchDynamo, is inside ``torch.func``."""
+    # 2.13.0: TorchDynamo enters the transforms that it traces.
+    return peek_interpreter_stack() is not None
+
+
+def graph_recorded() -> bool:
+    """Whether ``make_fx`` or ``torch.jit.trace`` records the operators in a graph."""
+    return get_proxy_mode() is not None or _is_tracing()
+
+
+def in_loss_parallel() -> bool:
+    """Whether the caller is inside ``torch.distributed.tensor.parallel.loss_parallel()``."""
+    # 2.13.0: it registers handlers, which compute the gradient of the logits in `nll_loss`.
+    if "torch.distributed.tensor.parallel.loss" not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    handlers = DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore
+    return torch.ops.aten.nll_loss_forward.default in handlers
+
+
+# 2.13.0: what `torch.compiler.assume_constant_result` sets, without loading TorchDynamo here:
+# TorchDynamo runs the function instead of tracing it. Its graphs are guarded by the transforms.
+in_transform._dynamo_marked_constant = True  # pyright: ignore
+in_loss_parallel._dynamo_marked_constant = True  # pyright: ignore
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powergrad._check import Arguments, nonzero, without_autocast
+from powergrad._check import Arguments, without_autocast
 from powergrad._compat import unaltered_log_softmax
 
 # A large tensor is processed in blocks of so many elements, which stay in the cache from the first
@@ -61,8 +61,8 @@ def loss_and_gradient(
     weight = None if weight is None else weight.to(_wide(logits))
     arguments = arguments._replace(target=labels, weight=weight, reduction="none")
     losses, buffer, divisor = _compute(logits, arguments, out, 1)
-    factor = torch.ones_like(losses) if kept is None else kept.to(losses.dtype)
-    counted = factor if weight is None else factor * weight[labels]
+    rows = factor = torch.ones_like(losses) if kept is None else kept.to(losses.dtype)
+    counted = rows if weight is None else rows * weight[labels]
     if label_smoothing == 0:  # otherwise the weights are in the buffer and the losses
         factor = counted
     if kept is not None:  # where class 0 is masked, the loss of an ignored row is infinite here
@@ -71,8 +71,9 @@ def loss_and_gradient(
     if reduction != "none":
         loss = loss.sum()
     if reduction == "mean":
-        loss = loss / mass
-        divisor = nonzero(mass) if divisor is None else divisor * nonzero(mass)
+        of_value, of_gradient = _divisors(mass, rows)
+        loss = loss / of_value
+        divisor = of_gradient if divisor is None else divisor * of_gradient
     return loss, buffer, factor.unsqueeze(1), divisor
 
 
@@ -120,15 +121,23 @@ def _compute(logits: Tensor, arguments: Arguments, out: Tensor | None, count: in
     return loss, buffer, torch.cat(divisors) if divisors else None
 
 
-def mass_of(arguments: Arguments, all_valid: bool) -> float | Tensor:
-    """The divisor of a mean: the number of counted rows, or the sum of their weights."""
+def divisors_of_mean(
+    arguments: Arguments, all_valid: bool
+) -> tuple[float | Tensor, float | Tensor]:
+    """What a mean divides the sum of the losses by, and what it divides their gradient by."""
     target, weight = arguments.target, arguments.weight
     if target.is_floating_point() or (all_valid and weight is None):
-        return target.shape[0]
+        return target.shape[0] or math.nan, target.shape[0] or 1
     kept = target != arguments.ignore_index
     if weight is None:
-        return kept.sum()
-    return (weight.to(_wide(weight))[target.where(kept, 0)] * kept).sum()
+        return _divisors(kept.sum(), kept)
+    return _divisors((weight.to(_wide(weight))[target.where(kept, 0)] * kept).sum(), kept)
+
+
+def _divisors(mass: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """If the weights that count are 0, both are NaN; without rows that count, gradients are 0."""
+    of_value = torch.where(mass != 0, mass, math.nan)
+    return of_value, torch.where(kept.any(), of_value, 1)
 
 
 def reduced(losses: Tensor, reduction: str) -> Tensor:

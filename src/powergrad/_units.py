@@ -78,6 +78,9 @@ class Gradient(NamedTuple):
     tensor: Tensor
     unit: Dims | None  # the dimensions that one unit spans; None: the whole is one unit
     rows: bool  # whether the C kernel serves it
+    # What the gradient and the weight are to be divided by before they are compared.
+    scale: float = 1.0
+    weight_scale: float = 1.0
 
     @property
     def unit_shape(self) -> list[int]:
@@ -133,6 +136,11 @@ def gradients_of(parameters: Iterable[Parameter], *, whole: bool = False) -> lis
             raise TypeError(
                 f"Expected the gradient of `{name}` to be a whole tensor, but got a DTensor; for "
                 "those, torch.nn.utils has clip_grad_norm_."
+            )
+        if getattr(weight, "_fsdp_flattened", False):  # by FullyShardedDataParallel
+            raise TypeError(
+                f"Expected the gradient of `{name}` to be that of a whole tensor, but got a part "
+                "of one that FullyShardedDataParallel flattened; it has its own clip_grad_norm_."
             )
         if grad.layout is not torch.strided:
             weight, grad = _sparse_rows(name, weight, grad)

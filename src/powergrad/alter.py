@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from powergrad._check import check_floating, shape_of
-from powergrad._compat import tree_map
+from powergrad._compat import graph_recorded, in_transform, tree_map
 
 __all__ = ["alter_gradient", "alter_output"]
 
@@ -33,6 +33,8 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     Raises:
         TypeError: If `tensor` is not floating-point or `fn` cannot be called; in the backward pass,
             if `fn` does not return a tensor.
+        RuntimeError: In a graph that cannot hold `fn`: ``torch.export``, ``make_fx``, and
+            ``torch.compile`` of a ``torch.func`` transform.
         ValueError: In the backward pass, if `fn` returns another shape or dtype.
 
     Example:
@@ -44,6 +46,18 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     """
     check_floating(tensor, "tensor")
     _check_callable(fn)
+    if torch.compiler.is_compiling():
+        traced = in_transform() or torch.compiler.is_exporting()
+    else:
+        traced = graph_recorded()
+    if traced:
+        raise RuntimeError(
+            "Expected `alter_gradient` to be called where its `fn` can become part of the backward "
+            "pass, but got a call that is traced by `torch.export`, `make_fx`, or `torch.compile` "
+            "with a transform of `torch.func` inside. Their graphs would have the ordinary "
+            "gradient. Use `torch.compile` without `torch.func`, or `torch.func` without "
+            "`torch.compile`."
+        )
     return _Alter.apply(tensor, fn)
 
 

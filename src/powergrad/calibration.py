@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import math
 import numbers
-import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 
 from powergrad._check import check_floating, extremes, shape_of
-from powergrad._head import LINEAR_LAYERS, find_head
+from powergrad._head import LINEAR_LAYERS, check_linear, scalable_heads, scale
 
 __all__ = [
     "Reliability",
@@ -283,7 +281,11 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
 
 def fold_alpha(
-    head: nn.Module | str | None, alpha: float, *, model: nn.Module | None = None
+    head: nn.Module | str | None,
+    alpha: float,
+    *,
+    model: nn.Module | None = None,
+    example_inputs: Any = None,
 ) -> nn.Module:
     r"""Scale a trained head by alpha, in place: the network's softmax becomes ``softmax(alpha z)``.
 
@@ -297,15 +299,20 @@ def fold_alpha(
         alpha: The factor, above 0.
         model: The network that `head` belongs to. Give it wherever the head might be shared, which
             the head alone does not show.
+        example_inputs: What `model` is called with: a tensor, a tuple of arguments, or a dict of
+            keyword arguments. The model is run in evaluation mode, and left as it was, to check
+            that its logits scale with the head (a constant per example may be added, as by a
+            log-softmax). With `head` None, the head is found by that.
 
     Returns:
-        The head.
+        The head; a ``ModuleList`` where the logits are made by several, which are scaled together.
 
     Raises:
         ValueError: If alpha is out of range; if the head is not linear, or its weight is
-            parametrised; if `model` uses its parameters elsewhere too (a tied head), or caps its
-            logits (``config.final_logit_softcapping`` and the like), so that scaling the head does
-            not scale the logits alone.
+            parametrised; if several layers of `model` might be the head; if `model` uses its
+            parameters elsewhere too (a tied head), or caps its logits
+            (``config.final_logit_softcapping`` and the like), or if the example shows that scaling
+            the head does not scale the logits.
         TypeError: If alpha is not a number; if `head` is not a module and there is no `model`.
 
     Example:
@@ -317,58 +324,24 @@ def fold_alpha(
     """
     factor = _positive(alpha, "alpha")
     if model is not None:
-        _check_no_cap(model)
-        head = find_head(model, head)
-    if not isinstance(head, nn.Module):
+        heads = scalable_heads(model, head, example_inputs)
+    elif example_inputs is not None:
+        raise TypeError("Expected `model` where `example_inputs` is given, but got None.")
+    elif not isinstance(head, nn.Module):
         raise TypeError(
             "Expected `head` to be a module where `model` is not given, but got "
             f"{type(head).__name__}."
         )
-    if not isinstance(head, LINEAR_LAYERS):
+    elif not isinstance(head, LINEAR_LAYERS):
         raise ValueError(
             "Expected `head` to be a linear layer or a convolution, but got a "
             f"{type(head).__name__}; for a whole network, pass `None, alpha, model=network`."
         )
-    if parametrize.is_parametrized(head) or "weight" not in head._parameters:
-        raise ValueError(
-            "Expected `head` to hold its weight itself, but got one parametrised (as by "
-            "weight_norm); first call `torch.nn.utils.parametrize.remove_parametrizations`."
-        )
-    if model is not None:
-        _check_not_shared(head, model)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.mul_(factor)
-    return head
-
-
-def _check_not_shared(head: nn.Module, model: nn.Module) -> None:
-    """Refuse a parameter that `model` has twice, as one object or as two over one memory."""
-    for parameter in head.parameters():
-        names = [
-            name
-            for name, other in model.named_parameters(remove_duplicate=False)
-            if other is parameter or other.data_ptr() == parameter.data_ptr() != 0
-        ]
-        if len(names) > 1:
-            raise ValueError(
-                "Expected `head` to have parameters of its own, but got one shared by "
-                f"{' and '.join(names)}: scaling it would change more than the logits."
-            )
-
-
-def _check_no_cap(model: nn.Module) -> None:
-    """Refuse a model whose configuration caps the logits with a tanh."""
-    # transformers' names: final_logit_softcapping, logits_soft_cap and output_logit_soft_cap; there
-    # are also caps on the logits of attention and of routers.
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        for name, value in getattr(config, "__dict__", {}).items():
-            if value and re.search(r"^(?!.*(att|router)).*logit.*cap", name):
-                raise ValueError(
-                    f"Expected `model` not to cap its logits, but got `config.{name}` = {value}: "
-                    "the cap comes after the head, and does not scale with it."
-                )
+    else:
+        check_linear(head)
+        heads = [head]
+    scale(heads, factor)
+    return heads[0] if len(heads) == 1 else nn.ModuleList(heads)
 
 
 # Checks ------------------------------------------------------------------------------------------

@@ -21,14 +21,15 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from powergrad._check import check_eps, check_threshold
-from powergrad._clip import ClipReport, Guard, LayerClip, clip_total, clip_units, clip_values
+from powergrad._clip import ClipHandle, ClippingHook, ClipReport, Guard, LayerClip, clip_units
 from powergrad._head import find_head, find_heads
 from powergrad._units import gradients_of, parameters_of
 
@@ -45,8 +46,6 @@ __all__ = [
 ]
 
 Head = nn.Module | str | None
-
-_WHOLE_TENSORS = {"norm": clip_total, "tensor_norm": clip_units, "value": clip_values}
 
 
 class ClipThresholds(TypedDict, total=False):
@@ -90,15 +89,15 @@ def adaptive_clip_grad_(
         clip: The largest ratio of gradient to weight, positive; infinity clips nothing.
         eps: The least norm that a weight is taken to have, so that weights at 0 can move.
         head: The classifier, which is left alone: ``"auto"`` finds it (what the model's
-            ``get_classifier()`` returns, else its last layer). Or the module, or its name, or None
-            to clip it too.
+            ``get_classifier()`` returns, else its last layer, if no other might be it). Or the
+            module, or its name, or None to clip it too.
 
     Returns:
         What was clipped, by parameter; those without a gradient are left out.
 
     Raises:
-        ValueError: If ``clip`` or ``eps`` is out of range, if the head is not found, or if a
-            gradient is sparse in another way than an embedding's.
+        ValueError: If ``clip`` or ``eps`` is out of range, if the head is not found or several
+            layers might be it, or if a gradient is sparse in another way than an embedding's.
         TypeError: If a parameter is not a tensor, or its gradient is a ``DTensor``.
 
     Example:
@@ -170,28 +169,6 @@ def _head_parameters(source: object, head: Head) -> set[Tensor]:
 # Attached to an optimizer -------------------------------------------------------------------------
 
 
-class ClipHandle:
-    """What :func:`clip_grads_before_step` returns; also a context manager that detaches at its end.
-
-    Attributes:
-        last_report: What each method did at the last step, by the method's name.
-    """
-
-    def __init__(self) -> None:
-        self.last_report: dict[str, ClipReport] = {}
-        self._detach: Callable[[], None] = lambda: None
-
-    def remove(self) -> None:
-        """Stop clipping."""
-        self._detach()
-
-    def __enter__(self) -> ClipHandle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-
 def clip_grads_before_step(
     optimizer: torch.optim.Optimizer,
     module: nn.Module | None = None,
@@ -212,7 +189,8 @@ def clip_grads_before_step(
     host does not wait to learn that. With a closure, gradients are clipped after each evaluation.
 
     Args:
-        optimizer: Any optimizer of ``torch.optim``.
+        optimizer: Any ``torch.optim.Optimizer``, also in a wrapper, such as timm's Lookahead or
+            accelerate's ``AcceleratedOptimizer``: the hook is that of the optimizer inside.
         module: The model, for ``agc``: it says what a unit is and which layer is the head.
         eps: For ``agc``, the least norm that a weight is taken to have.
         head: For ``agc``, the layer that is left alone, as in :func:`adaptive_clip_grad_`.
@@ -222,8 +200,10 @@ def clip_grads_before_step(
         A handle: ``remove()`` detaches, ``last_report`` says what was clipped.
 
     Raises:
-        ValueError: If a threshold or ``eps`` is out of range, or if the head is not found.
-        TypeError: If ``optimizer`` is not one, or if there is no threshold or one of another name.
+        ValueError: If a threshold or ``eps`` is out of range, if the head is not found or several
+            layers might be it, or if ``optimizer`` has no parameter of ``module``.
+        TypeError: If ``optimizer`` is not one or does not run its hooks, or if there is no
+            threshold or one of another name.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
@@ -235,11 +215,7 @@ def clip_grads_before_step(
         3
         >>> handle.remove()
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            "Expected `optimizer` to be a torch.optim.Optimizer, but got "
-            f"{type(optimizer).__name__}."
-        )
+    optimizer = _stepping_optimizer(optimizer)
     known = ", ".join(ClipThresholds.__annotations__)
     for method in thresholds:
         if method not in ClipThresholds.__annotations__:
@@ -258,45 +234,36 @@ def clip_grads_before_step(
             )
         spared = _head_parameters(module, head)
     in_model = {} if module is None else {p.tensor: p for p in parameters_of(module)}
-    handle = ClipHandle()
+    if in_model and all(p.tensor not in in_model for p in parameters_of(optimizer)):
+        raise ValueError(
+            "Expected `optimizer` to hold parameters of `module`, but got none of them; pass the "
+            "model that it trains."
+        )
+    return ClippingHook(methods, eps, spared, in_model).attach(optimizer)
 
-    @torch.no_grad()
-    def clip() -> None:
-        parameters = [in_model.get(p.tensor, p) for p in parameters_of(optimizer)]
-        found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
-        finite = None if found_inf is None else found_inf == 0
-        guard = Guard(getattr(optimizer, "grad_scale", None), finite)
-        for method, threshold in methods.items():
-            if method == "agc":
-                gradients = gradients_of(p for p in parameters if p.tensor not in spared)
-                others = gradients_of((p for p in parameters if p.tensor in spared), whole=True)
-                report = clip_units(gradients, threshold, guard, eps, others)
-            else:
-                gradients = gradients_of(parameters, whole=True)
-                report = _WHOLE_TENSORS[method](gradients, threshold, guard)
-            handle.last_report[method] = report
 
-    def before_step(
-        _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if "grad_scaler" in kwargs:
-            raise RuntimeError(
-                f"Expected {type(optimizer).__name__} to find its scale in `grad_scale`, but its "
-                "step() takes a `grad_scaler`, so it is not known at which scale its gradients "
-                "are; detach this clipping, and clip after `scaler.unscale_(optimizer)`."
-            )
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            return clip()
-
-        def closure_then_clip() -> Any:
-            loss = closure()
-            clip()
-            return loss
-
-        if len(args) > 1:
-            return (args[0], closure_then_clip, *args[2:]), kwargs
-        return args, {**kwargs, "closure": closure_then_clip}
-
-    handle._detach = optimizer.register_step_pre_hook(before_step).remove
-    return handle
+def _stepping_optimizer(optimizer: object) -> Optimizer:
+    """The optimizer whose step runs in the end, inside of any wrappers; if that runs its hooks."""
+    # timm's Lookahead, accelerate's and Lightning's optimizers, SAM. A wrapper need not run hooks,
+    # and those inside it run closest to the step.
+    names = ("optimizer", "base_optimizer", "_optimizer", "_base_optimizer")
+    while isinstance(optimizer, Optimizer):
+        inside = (getattr(optimizer, name, None) for name in names)
+        inner = next((each for each in inside if hasattr(each, "step")), None)
+        if inner is None:
+            break
+        optimizer = inner
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            "Expected `optimizer` to be a torch.optim.Optimizer, or a wrapper of one, but got "
+            f"{type(optimizer).__name__}."
+        )
+    hooked = getattr(type(optimizer).step, "hooked", False)  # set by Optimizer.__init__
+    # ZeroRedundancyOptimizer can step while gradients are reduced, before its own step().
+    if not hooked or getattr(optimizer, "_overlap_with_ddp", False):
+        raise TypeError(
+            "Expected `optimizer` to run the hooks of its step, but got "
+            f"{type(optimizer).__name__}, which does not; clip before its step, by "
+            "`adaptive_clip_grad_` or what torch.nn.utils has."
+        )
+    return optimizer

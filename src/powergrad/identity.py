@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from powergrad._check import check_number
-from powergrad._head import LINEAR_LAYERS, find_head
+from powergrad._clip import ClippingHook
+from powergrad._head import scalable_heads, scale
 
 __all__ = ["equivalent_training"]
 
@@ -37,10 +37,13 @@ def equivalent_training(
     optimizer: Optimizer,
     alpha: float,
     head: nn.Module | str | None = None,
+    *,
+    example_inputs: Any = None,
 ) -> Optimizer:
     r"""Turn a training with PGT into the training with plain cross-entropy that equals it.
 
-    The head of `model` is multiplied by alpha, in place; the optimizer returned has each group of
+    The head of `model` is multiplied by alpha, in place, and so are gradients of the backbone that
+    were accumulated for the next step; the optimizer returned has each group of
     `optimizer` split in two. From there, plain cross-entropy gives, step by step, the weights that
     PGT at this constant alpha would have given (the head's times alpha), up to rounding:
 
@@ -52,10 +55,12 @@ def equivalent_training(
     AdamW                    eps * alpha                  lr * alpha, decay / alpha
     =======================  ===========================  ==========================
 
-    It holds for a linear last layer with parameters of its own, one loss term, and a constant
-    alpha. Clipping by the global norm breaks it; per-tensor and adaptive clipping keep it with the
-    backbone's threshold times alpha. A learning-rate schedule must act on the returned optimizer
-    and scale each group, its warm-up start and its floor included. The derivation is in
+    It holds for a linear last layer with parameters of its own, one loss term (an auxiliary head
+    adds another), and a constant alpha. Clipping by the norm of all gradients breaks it. The other
+    methods of :func:`clip_grads_before_step` keep it: where attached to `optimizer`, they move to
+    the optimizer returned, and clip, and report, what they would with PGT; a clipping of your own
+    needs the backbone's threshold times alpha. A learning-rate schedule must act on the returned
+    optimizer and scale each group, its warm-up start and its floor included. The derivation is in
     `docs/theory.md`.
 
     Args:
@@ -64,14 +69,20 @@ def equivalent_training(
             carried over. It must not be used afterwards.
         alpha: The exponent, in (0, 1].
         head: The last layer or its name, where it cannot be found.
+        example_inputs: What `model` is called with: a tensor, a tuple of arguments, or a dict of
+            keyword arguments. The model is run in evaluation mode, and left as it was, to find the
+            head (unless `head` is given) and to check that the logits scale with it.
 
     Returns:
         A new optimizer of the same class, with two groups for each group of `optimizer`, the head's
         after the backbone's (one, where a group holds only parameters of one kind).
 
     Raises:
-        ValueError: If the head is not found, not linear, tied or parametrised; if alpha is not in
-            (0, 1]; if the optimizer holds parameters that are not the model's.
+        ValueError: If the head is not found, not linear, tied or parametrised, or several layers
+            might be it; if the configuration of the model or the example shows that the logits do
+            not scale with it (a soft cap); if alpha is not in (0, 1]; if the optimizer holds
+            parameters that are not the model's, clips by the norm of all gradients, or has other
+            hooks.
         TypeError: If the optimizer is of another class.
 
     Example:
@@ -91,17 +102,25 @@ def equivalent_training(
             "Expected `optimizer` to be torch.optim.SGD, Adam or AdamW, "
             f"but got {type(optimizer).__name__}."
         )
-    own = set(_own_parameters(model, head))
+    heads = scalable_heads(model, head, example_inputs)
+    own = {parameter for layer in heads for parameter in layer.parameters()}
+    clippings = _attached_clippings(optimizer)
     groups = _split(optimizer, own, set(model.parameters()), alpha)
+    scale(heads, alpha)
     with torch.no_grad():
-        for parameter in own:
-            parameter.mul_(alpha)
+        for parameter in model.parameters():
+            if parameter.grad is not None and parameter not in own:
+                parameter.grad.mul_(alpha)
     accepted = inspect.signature(type(optimizer)).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     result = type(optimizer)(groups, **defaults)
     for parameter, state in optimizer.state.items():
         powers = {} if parameter in own else _MOMENTS
         result.state[parameter] = _scaled(state, powers, alpha)
+    for clipping in clippings:
+        clipping.alpha *= alpha
+        clipping.heads = set(own)
+        clipping.attach(result)
     return result
 
 
@@ -124,25 +143,23 @@ def _scaled(options: Mapping[str, Any], powers: Mapping[str, int], alpha: float)
     }
 
 
-def _own_parameters(model: nn.Module, head: nn.Module | str | None) -> list[nn.Parameter]:
-    """The head's parameters, if it is a plain linear layer that shares none of them."""
-    layer = find_head(model, head)
-    if not isinstance(layer, LINEAR_LAYERS):
+def _attached_clippings(optimizer: Optimizer) -> list[ClippingHook]:
+    """The clippings before each step; what else happens at a step cannot be carried over."""
+    before = optimizer._optimizer_step_pre_hooks.values()
+    clippings = [hook for hook in before if isinstance(hook, ClippingHook)]
+    if any("norm" in clipping.thresholds for clipping in clippings):
         raise ValueError(
-            "Expected `head` to be a linear layer or a convolution, but got a "
-            f"{type(layer).__name__}."
+            "Expected `optimizer` to clip each tensor, unit or value, but got clipping by the norm "
+            "of all gradients, with which no plain training equals PGT; first remove it."
         )
-    if parametrize.is_parametrized(layer) or "weight" not in dict(layer.named_parameters()):
-        raise ValueError("Expected `head` to hold its weight itself, but got one parametrised.")
-    own = list(layer.parameters())
-    for parameter in own:
-        names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
-        if len(names) > 1:
+    for hook in [*before, *optimizer._optimizer_step_post_hooks.values()]:
+        if not isinstance(hook, ClippingHook):
             raise ValueError(
-                "Expected `head` to have parameters of its own, but got one shared by "
-                f"{' and '.join(names)}: a tied head has no equal plain training."
+                "Expected `optimizer` to have no hooks but those of `clip_grads_before_step`, but "
+                f"got {getattr(hook, '__qualname__', hook)}; remove it, and register it again on "
+                "the optimizer returned."
             )
-    return own
+    return clippings
 
 
 def _split(

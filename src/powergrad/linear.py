@@ -12,7 +12,7 @@ needs memory for dW and dh, which are needed anyway, and for one block.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 import torch.nn.functional as F
@@ -27,11 +27,10 @@ from powergrad._check import (
     check_labels,
     is_batched,
     is_plain,
-    nonzero,
     shape_of,
     without_autocast,
 )
-from powergrad._rows import loss_and_gradient, mass_of
+from powergrad._rows import divisors_of_mean, loss_and_gradient
 from powergrad.loss import loss_of
 
 __all__ = ["linear_cross_entropy"]
@@ -39,6 +38,40 @@ __all__ = ["linear_cross_entropy"]
 BLOCK_BYTES = 22 << 20  # of logits in a block, at most,
 LEAST_ROWS = 128  # but at least so many rows, because each block rewrites dW,
 MULTIPLE = 16  # in multiples of this, for which matrix products are tuned
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    alpha: float | Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    chunk_rows: int | None = None,
+    return_accuracy: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    alpha: float | Tensor,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    chunk_rows: int | None = None,
+    return_accuracy: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def linear_cross_entropy(
@@ -122,7 +155,8 @@ def linear_cross_entropy(
 
     fitting = BLOCK_BYTES // (classes * hidden.dtype.itemsize)
     block_rows = chunk_rows or max(LEAST_ROWS, fitting // MULTIPLE * MULTIPLE)
-    plan = Plan(block_rows, all_valid, return_accuracy)
+    with_gradients = reduction != "none" and torch.is_grad_enabled()
+    plan = Plan(block_rows, all_valid, return_accuracy, with_gradients)
     layer = (hidden, linear_weight, linear_bias)
     constants = [t for t in (target, weight) if t is not None]
     tensors = [*constants, *(t for t in layer if t is not None)]
@@ -143,6 +177,7 @@ class Plan(NamedTuple):
     rows: int  # per block
     all_valid: bool  # whether it is known that no label is `ignore_index`
     with_accuracy: bool
+    with_gradients: bool  # in the forward pass
 
 
 Layer = tuple[Tensor, Tensor, "Tensor | None"]  # hidden states, head, bias
@@ -216,7 +251,7 @@ class _InBlocks(torch.autograd.Function):
         plan: Plan,
     ) -> tuple[Tensor, Tensor | None]:
         reduction = arguments.reduction
-        in_forward = reduction != "none" and any(ctx.needs_input_grad[:3])
+        in_forward = plan.with_gradients and any(ctx.needs_input_grad[:3])
         needed = ctx.needs_input_grad[:3] if in_forward else (False,) * 3
         with without_autocast(hidden):
             losses, accuracy, gradients = _over_blocks(
@@ -230,20 +265,21 @@ class _InBlocks(torch.autograd.Function):
         if reduction == "none":
             return losses, accuracy
         if reduction == "mean":
-            ctx.mass = mass_of(arguments, plan.all_valid)
-            return losses.sum() / ctx.mass, accuracy
+            divisor, ctx.divisor = divisors_of_mean(arguments, plan.all_valid)
+            return losses.sum() / divisor, accuracy
         return losses.sum(), accuracy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         grad, needed = grads[0], ctx.needs_input_grad[:3]
-        layer, arguments = ctx.saved_tensors[:3], Arguments(*ctx.saved_tensors[3:], *ctx.options)
+        saved = ctx.saved_tensors  # once: a checkpoint computes them again
+        layer, arguments = saved[:3], Arguments(*saved[3:], *ctx.options)
         if torch.is_grad_enabled() or is_batched(grad):
             results = iter(_gradients_of_whole(layer, arguments, needed, grad))
             return *(next(results) if need else None for need in needed), None, None
         gradients, ctx.gradients = ctx.gradients, None
         if arguments.reduction == "mean":
-            grad = grad / nonzero(ctx.mass)
+            grad = grad / ctx.divisor
         if gradients is None:
             plan = ctx.plan._replace(with_accuracy=False)
             with without_autocast(grad):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from powergrad import _native
 from powergrad._check import (
+    PLAIN,
     REDUCTIONS,
     Arguments,
     autocasting,
@@ -33,13 +34,14 @@ from powergrad._check import (
     shape_of,
     values_readable,
 )
-from powergrad._compat import direct_apply
+from powergrad._compat import direct_apply, in_transform
 from powergrad._rows import loss_and_gradient, reduced
-from powergrad.transform import LogSigmoid, log_softmax
+from powergrad.transform import log_sigmoid, log_softmax, way_of
 
 __all__ = ["CrossEntropyLoss", "binary_cross_entropy_with_logits", "cross_entropy"]
 
 SMALL = 1 << 18  # elements of logits, below which labels are checked by `nll_loss`
+OPERATOR = 1 << 16  # elements, from which a compiled graph calls the C kernel
 
 
 def cross_entropy(
@@ -97,14 +99,19 @@ def loss_of(input: Tensor, arguments: Arguments) -> Tensor:
         return _fused_loss(input, arguments)
     class_dim, arguments = check_cross_entropy(input, arguments)
     target, weight, alpha, ignore_index, label_smoothing, reduction = arguments
-    fused = not is_one(alpha) and _can_fuse(input, target, weight)
-    if not fused:
+    compute = by_primitive
+    if not is_one(alpha) and _can_fuse(input, target, weight):
+        if is_plain(input, target):
+            compute = _fused_loss
+        elif _has_operator(input, target):
+            compute = _fused_operator
+    if compute is not _fused_loss:
         check_labels(target, input.shape[class_dim], ignore_index)
     if is_one(alpha):
         return torch.ops.aten.cross_entropy_loss(
             input, target, weight, REDUCTIONS[reduction], ignore_index, label_smoothing
         )
-    loss = (_fused_loss if fused else _by_primitive)(input, arguments)
+    loss = compute(input, arguments)
     soft = target.is_floating_point()
     dtype = torch.promote_types(input.dtype, target.dtype) if soft else input.dtype
     return loss if loss.dtype == dtype or autocasting(input) else loss.to(dtype)
@@ -113,7 +120,7 @@ def loss_of(input: Tensor, arguments: Arguments) -> Tensor:
 # The reference: an ordinary loss of log p, correct for every option and under every transform -----
 
 
-def _by_primitive(input: Tensor, arguments: Arguments) -> Tensor:
+def by_primitive(input: Tensor, arguments: Arguments) -> Tensor:
     class_dim = 0 if input.dim() == 1 else 1
     # 16-bit logits are widened here, once: 1/N and smoothing's 1/C then fit into u = dL/dlog p, and
     # p'/N is rounded to 16 bits only after it was multiplied by the loss scale.
@@ -138,7 +145,8 @@ def _of_labels(log_p: Tensor, class_dim: int, arguments: Arguments) -> Tensor:
     if weight is None:
         return loss.sum() / (~ignored).sum()
     label = target.masked_fill(ignored, 0)
-    return loss.sum() / weight[label].masked_fill(ignored, 0).sum()
+    mass = weight[label].masked_fill(ignored, 0).sum()
+    return loss.sum() / mass.masked_fill(mass == 0, torch.nan)
 
 
 def _of_probabilities(log_p: Tensor, class_dim: int, arguments: Arguments) -> Tensor:
@@ -184,9 +192,7 @@ def _is_common_case(input: Tensor, arguments: Arguments) -> bool:
 
 def _can_fuse(input: Tensor, target: Tensor, weight: Tensor | None) -> bool:
     """Whether `input` is rows of logits, and only their gradient is wanted."""
-    if input.dim() != 2 or not is_plain(input, target):
-        return False
-    if not (torch.is_grad_enabled() and input.requires_grad):
+    if input.dim() != 2 or not (torch.is_grad_enabled() and input.requires_grad):
         return False
     wider = target.is_floating_point() and target.dtype.itemsize > input.dtype.itemsize
     return not (wider or target.requires_grad or (weight is not None and weight.requires_grad))
@@ -218,7 +224,7 @@ class _FusedLoss(torch.autograd.Function):
         (grad,), once = grads, ctx.gradient
         ctx.gradient = None
         if once is None or torch.is_grad_enabled():
-            return _gradient_by_primitive(ctx, grad), None
+            return _gradientby_primitive(ctx, grad), None
         gradient, factor, divisor, dtype = once
         scale = grad.unsqueeze(1) if grad.dim() else grad
         if divisor is not None:
@@ -253,13 +259,47 @@ def _loss_and_gradient(
     return loss_and_gradient(input, arguments, all_valid=all_valid)
 
 
-def _gradient_by_primitive(ctx: Any, grad: Tensor) -> Tensor:
+def _gradientby_primitive(ctx: Any, grad: Tensor) -> Tensor:
     logits, target, weight = ctx.saved_tensors
     differentiated = torch.is_grad_enabled()
     with torch.enable_grad():
         leaf = logits if differentiated else logits.detach().requires_grad_()
-        loss = _by_primitive(leaf, Arguments(target, weight, *ctx.options))
+        loss = by_primitive(leaf, Arguments(target, weight, *ctx.options))
         return torch.autograd.grad(loss, leaf, grad, create_graph=differentiated)[0]
+
+
+# Under `torch.compile`, the C kernel as an operator ----------------------------------------------
+
+
+def _has_operator(input: Tensor, target: Tensor) -> bool:
+    """Whether a compiled graph is faster with the C kernel than with operations it can fuse."""
+    return (
+        torch.compiler.is_compiling()
+        and type(input) in PLAIN
+        and input.is_cpu
+        and input.dtype in (torch.float32, torch.bfloat16)
+        and target.dtype == torch.int64
+        and input.numel() >= OPERATOR
+        and way_of(input) == "potential"
+        and not in_transform()
+        and _native.available()
+    )
+
+
+def _fused_operator(input: Tensor, arguments: Arguments) -> Tensor:
+    target, weight, alpha, *options = arguments
+    exponent = check_alpha(alpha, input, 1)
+    return torch.ops.powergrad.cross_entropy(input, target, weight, exponent, *options)[0]
+
+
+def loss_and_scaled_gradient(input: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor]:
+    """The loss, and its gradient, where the C kernel does not serve `input`."""
+    value, gradient, factor, divisor = _loss_and_gradient(input, arguments)
+    if factor is not None:
+        gradient.mul_(factor)
+    if divisor is not None:
+        gradient.div_(divisor)
+    return value, gradient
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
@@ -389,8 +429,7 @@ def binary_cross_entropy_with_logits(
     logits, exponent = input.to(wide), exponent.to(wide)
     positive = target if pos_weight is None else target * pos_weight
     loss = -(
-        positive * LogSigmoid.apply(logits, exponent)
-        + (1 - target) * LogSigmoid.apply(-logits, exponent)
+        positive * log_sigmoid(logits, exponent) + (1 - target) * log_sigmoid(-logits, exponent)
     )
     loss = reduced(loss if weight is None else loss * weight, reduction)
     if autocasting(input):

@@ -28,8 +28,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from powergrad._check import check_alpha, check_dim, check_floating, check_probabilities, is_one
+from powergrad._check import (
+    PLAIN,
+    check_alpha,
+    check_dim,
+    check_floating,
+    check_number,
+    check_probabilities,
+)
+from powergrad._compat import FakeTensor, in_loss_parallel, in_transform, operators_traced
 
 __all__ = ["log_softmax", "paper_smoothing", "power_transform", "stationary_threshold"]
 
@@ -173,18 +182,31 @@ def log_softmax(
         tensor([-0.5190,  0.2918,  0.2272])
     """
     dim = check_dim(check_floating(input, "input"), dim, "input")
+    if not isinstance(alpha, Tensor):
+        alpha = check_number(alpha)
+        if alpha == 1:
+            return plain_log_softmax(input, dim, dtype)
     exponent = check_alpha(alpha, input, dim)
-    if is_one(alpha):
-        return _plain_log_softmax(input, dim, dtype)
-    function = _LogSoftmax if torch.compiler.is_compiling() else _LogSoftmaxWithTangent
-    return function.apply(input, exponent, dim, dtype)
+    if type(input) not in PLAIN and in_loss_parallel():
+        raise RuntimeError(
+            "Expected `input` to be used outside `loss_parallel()`, but got a "
+            f"{type(input).__name__} inside it, where PyTorch computes the gradient of the logits "
+            "itself, the ordinary one. Leave `loss_parallel()`, and gather the classes if they are "
+            "sharded: `input.full_tensor()`, or `input.redistribute(placements=[Replicate()])`."
+        )
+    how = way_of(input)
+    if how == "potential":
+        return _by_potential(input, alpha if isinstance(alpha, float) else exponent, dim, dtype)
+    if how == "operator":
+        return torch.ops.powergrad.log_softmax(input, exponent, dim, dtype)
+    return _LogSoftmax.apply(input, exponent, dim, dtype)
 
 
 # The operator itself: unlike `torch.log_softmax`, an active `PowerGrad` does not alter it.
-_plain_log_softmax = torch.ops.aten.log_softmax.int
+plain_log_softmax = torch.ops.aten.log_softmax.int
 
 
-def _flattened(scores: Tensor, alpha: Tensor, dim: int) -> Tensor:
+def flattened(scores: Tensor, alpha: Tensor, dim: int) -> Tensor:
     """``p' = softmax(alpha * (z - max z))`` in float32 or wider; `scores` is ``z`` or ``log p``.
 
     The maximum is subtracted first: with a large common offset, ``alpha * z`` would lose precision.
@@ -198,6 +220,33 @@ def _flattened(scores: Tensor, alpha: Tensor, dim: int) -> Tensor:
     return exps / exps.sum(dim, keepdim=True)
 
 
+def altered_backward(
+    u: Tensor, scores: Tensor, alpha: Tensor, dim: int, dtype: torch.dtype
+) -> Tensor:
+    """``u - p' * sum(u)`` in `dtype`; `scores` is ``z`` or ``log p``."""
+    if u.numel() == 0:
+        return torch.empty_like(u, dtype=dtype)
+    p = flattened(scores, alpha, dim)
+    u = u.to(p.dtype)
+    grad = u - p * u.sum(dim, keepdim=True)
+    # At the likeliest class p' may round to 1, and u - p' u to 0. There, 1 - p' is computed as
+    # the sum of the other classes' p', and sum(u) - u as that of their u.
+    top = scores.argmax(dim, keepdim=True)
+    others_p = p.scatter(dim, top, 0.0).sum(dim, keepdim=True)
+    others_u = u.scatter(dim, top, 0.0).sum(dim, keepdim=True)
+    at_top = u.gather(dim, top) * others_p - p.gather(dim, top) * others_u
+    return grad.scatter(dim, top, at_top).to(dtype)
+
+
+def scores_to_save(input: Tensor, log_p: Tensor) -> Tensor:
+    """What the backward pass needs: softmax(alpha * z) = softmax(alpha * log p).
+
+    log p is in memory anyway. But 16 bits round it too far, unlike z: by 6% of the gradient in
+    bfloat16.
+    """
+    return log_p if log_p.dtype in (torch.float32, torch.float64) else input
+
+
 class _LogSoftmax(torch.autograd.Function):
     """The forward of log_softmax, the backward of PGT, which is differentiable again."""
 
@@ -205,69 +254,122 @@ class _LogSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(input: Tensor, alpha: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
-        return _plain_log_softmax(input, dim, dtype)
+        return plain_log_softmax(input, dim, dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         logits, alpha, ctx.dim, _ = inputs
-        ctx.input_dtype = logits.dtype
-        # softmax(alpha * z) = softmax(alpha * log p), and log p is in memory anyway. But 16 bits
-        # round log p too far, unlike z: by 6% of the gradient in bfloat16.
-        wide = output.dtype in (torch.float32, torch.float64)
-        ctx.save_for_backward(output if wide else logits, alpha)
+        ctx.input_dtype, ctx.output_dtype = logits.dtype, output.dtype
+        ctx.save_for_backward(scores_to_save(logits, output), alpha)
+        ctx.save_for_forward(logits, alpha)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scores, alpha = ctx.saved_tensors
-        (u,) = grads
-        if u.numel() == 0:
-            return u.to(ctx.input_dtype), None, None, None
-        dim, p = ctx.dim, _flattened(scores, alpha, ctx.dim)
-        u = u.to(p.dtype)
-        grad = u - p * u.sum(dim, keepdim=True)
-        # At the likeliest class p' may round to 1, and u - p' u to 0. There, 1 - p' is computed as
-        # the sum of the other classes' p', and sum(u) - u as that of their u.
-        top = scores.argmax(dim, keepdim=True)
-        others_p = p.scatter(dim, top, 0.0).sum(dim, keepdim=True)
-        others_u = u.scatter(dim, top, 0.0).sum(dim, keepdim=True)
-        at_top = u.gather(dim, top) * others_p - p.gather(dim, top) * others_u
-        grad = grad.scatter(dim, top, at_top)
-        return grad.to(ctx.input_dtype), None, None, None
-
-
-class _LogSoftmaxWithTangent(_LogSoftmax):
-    """Adds forward-mode AD, which ``torch.compile`` refuses to trace in a custom function."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _LogSoftmax.setup_context(ctx, inputs, output)
-        logits, alpha, _, _ = inputs
-        ctx.output_dtype = output.dtype
-        ctx.save_for_forward(logits, alpha)
+        grad = altered_backward(grads[0], scores, alpha, ctx.dim, ctx.input_dtype)
+        return grad, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         # The transpose of the backward: t - sum(p' * t).
         logits, alpha = ctx.saved_tensors
-        p = _flattened(logits, alpha, ctx.dim)
+        p = flattened(logits, alpha, ctx.dim)
         t = tangents[0].to(p.dtype)
         return (t - (p * t).sum(ctx.dim, keepdim=True)).to(ctx.output_dtype)
 
 
-class LogSigmoid(torch.autograd.Function):
-    """``log sigmoid(z)``, the log-softmax of (z, 0) at z: backward is ``u * sigmoid(-alpha z)``."""
+# Where the program is traced --------------------------------------------------------------------
+#
+# Tracers may look into an `autograd.Function` and keep only its forward, whose derivative is the
+# ordinary one. Two other forms of the same function survive them:
+#
+# - An operator with a registered backward is one node of a graph. Export, `make_fx` and fake
+#   tensors keep it; `torch.func` refuses it.
+# - `log p` as a value, plus a term that is always 0 and whose derivative is that of the potential
+#   (below). It is made of ordinary operations, so all that differentiate a program are right, and
+#   `torch.compile` fuses it. But it needs `detach`, which export's decompositions remove.
 
+
+def way_of(input: Tensor) -> str:
+    """Which form reaches the backward pass: "function", "potential" or "operator"."""
+    if torch.compiler.is_compiling():
+        traced = in_transform() or not torch.compiler.is_exporting()
+        return "potential" if traced else "operator"
+    if isinstance(input, FakeTensor) or (type(input) in PLAIN and operators_traced()):
+        return "function" if in_transform() else "operator"
+    return "function"
+
+
+def _by_potential(
+    input: Tensor, alpha: float | Tensor, dim: int, dtype: torch.dtype | None
+) -> Tensor:
+    r"""``log p``, plus 0 with the derivative of ``z - logsumexp(alpha * z) / alpha``.
+
+    That derivative is ``t - sum(p' * t)``, the transpose of PGT's backward. At alpha 0,
+    ``mean(z)`` over the classes that are not masked takes the place of ``logsumexp``.
+    """
+    log_p = plain_log_softmax(input, dim, dtype).detach()
+    z = input.to(torch.promote_types(log_p.dtype, torch.float32))
+    shifted = z - z.detach().amax(dim, keepdim=True)
+    masked = shifted == -torch.inf
+    shifted = shifted.masked_fill(masked, 0)  # -inf - -inf is NaN
+
+    def mean() -> Tensor:
+        return shifted.sum(dim, keepdim=True) / (~masked).sum(dim, keepdim=True)
+
+    def potential(alpha: float | Tensor) -> Tensor:
+        scaled = (alpha * shifted).masked_fill(masked, -torch.inf)
+        return scaled.logsumexp(dim, keepdim=True) / alpha
+
+    if isinstance(alpha, Tensor):
+        alpha = alpha.to(z.device, z.dtype)
+        positive = alpha > 0
+        level = torch.where(positive, potential(alpha.where(positive, 1)), mean())
+    else:
+        level = potential(alpha) if alpha > 0 else mean()
+    s = shifted - level
+    return log_p + (s - s.detach()).to(log_p.dtype)
+
+
+# Two classes -------------------------------------------------------------------------------------
+
+
+def log_sigmoid(input: Tensor, alpha: Tensor) -> Tensor:
+    """The log-softmax of (z, 0) at z: ``log sigmoid(z)``, with backward ``u * sigmoid(-alpha z)``.
+
+    `alpha` broadcasts over `input`.
+    """
+    how = way_of(input)
+    if how == "operator":
+        two = torch.stack([input, torch.zeros_like(input)], -1)
+        alpha = alpha.unsqueeze(-1) if alpha.dim() else alpha
+        return torch.ops.powergrad.log_softmax(two, alpha, input.dim(), None).select(-1, 0)
+    if how == "potential":
+        positive = alpha > 0
+        nonzero = alpha.where(positive, 1)
+        s = torch.where(positive, logsigmoid(nonzero * input) / nonzero, input / 2)
+        return logsigmoid(input).detach() + (s - s.detach())
+    return _LogSigmoid.apply(input, alpha)
+
+
+class _LogSigmoid(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(input: Tensor, alpha: Tensor) -> Tensor:
-        return torch.nn.functional.logsigmoid(input)
+        return logsigmoid(input)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, alpha = ctx.saved_tensors
         return grads[0] * torch.sigmoid(-alpha * logits), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        logits, alpha = ctx.saved_tensors
+        return tangents[0] * torch.sigmoid(-alpha * logits)

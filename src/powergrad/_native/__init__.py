@@ -61,6 +61,9 @@ def available() -> bool:
     return library() is not None
 
 
+available._dynamo_marked_constant = True  # pyright: ignore  # see powergrad._compat
+
+
 def best_level() -> int:
     """The best instruction set of this CPU: 0 the baseline; on x86-64 also 1 AVX2, 2 AVX-512."""
     kernel = library()

@@ -362,7 +362,9 @@ int64_t powergrad_cross_entropy(const Call *arguments) {
     call.total_weight = w ? 0 : (double)call.classes;
     for (int64_t c = 0; w && c < call.classes; c++)
         call.total_weight += w[c];
-    call.factor = call.reduction == MEAN ? 1 / (w ? target_weight : (double)counted) : 1;
+    /* Weights that count and sum to 0 give NaN, as in PyTorch, not infinity. */
+    const double mass = w ? (target_weight != 0 ? target_weight : NAN) : (double)counted;
+    call.factor = call.reduction == MEAN ? 1 / mass : 1;
 
     float *reduced = NULL;
     if (call.reduction != NONE && !(reduced = malloc((size_t)(call.rows + 1) * sizeof(float))))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from powergrad._head import find_head
+from powergrad._head import evaluating, find_head, unwrap
 from powergrad._units import transposed_groups
 from powergrad.monitor.layers import (
     LAYERS,
@@ -23,7 +22,6 @@ from powergrad.monitor.layers import (
     filter_norms,
     named_units,
     on_host,
-    unwrap,
     weight_of,
 )
 
@@ -67,7 +65,7 @@ def observe(
     classifier = _find_classifier(model, head)
     activity = Activity(classifier=next((n for n, m in modules.items() if m is classifier), None))
     firing = _Firing(activity.fired)
-    with _evaluating(model), ExitStack() as hooks:
+    with evaluating(model), ExitStack() as hooks:
         for name, module in modules.items():
             # Subclasses of LayerNorm may have their channels in another dimension.
             exact = type(module) in (nn.LayerNorm, nn.RMSNorm)
@@ -114,21 +112,6 @@ def _split(batch: Any, model: nn.Module, needs_target: bool) -> tuple[Tensor, An
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     inputs, *rest = (x.to(device) if isinstance(x, Tensor) else x for x in batch)
     return inputs, rest[0] if rest else None
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    # What is compiled runs as it is written. If dynamo was never loaded, which takes seconds,
-    # nothing is.
-    loaded = "torch._dynamo" in sys.modules
-    model.eval()
-    try:
-        with torch.compiler.set_stance("force_eager") if loaded else nullcontext():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _note_features(activity: Activity, module: nn.Module, args: Any, kwargs: Any) -> None:

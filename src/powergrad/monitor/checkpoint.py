@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from powergrad.monitor.layers import ROOT, Weight, plain_name
+from powergrad.monitor.layers import ROOT, Weight, effective_weight, plain_name
 
 
 def state_weights(state: Mapping[str, Any]) -> tuple[list[Weight], bool]:
@@ -19,13 +20,16 @@ def state_weights(state: Mapping[str, Any]) -> tuple[list[Weight], bool]:
     A weight of two or more dimensions is a layer; a vector is a gain if a bias or running
     statistics of its size stand beside it (alone it might be the slopes of a PReLU). A transposed
     convolution is recognised by a bias whose size is not the weight's first. Names in alphabetical
-    order, as safetensors stores them, are not in the order of registration.
+    order, as safetensors stores them, are not in the order of registration. Weights under weight
+    and spectral normalisation, and pruned ones, are computed from what is stored.
     """
     tensors = {
         plain_name(key.removeprefix("module.")): value
         for key, value in state.items()
         if isinstance(value, Tensor) and (value.is_floating_point() or value.dim() == 0)
     }
+    names = [key for key, tensor in tensors.items() if tensor.is_floating_point()]
+    tensors = _with_effective_weights(tensors)
     weights = []
     for key, tensor in tensors.items():
         name, _, leaf = key.rpartition(".")
@@ -44,8 +48,38 @@ def state_weights(state: Mapping[str, Any]) -> tuple[list[Weight], bool]:
         elif any(t is not None and t.shape == tensor.shape for t in (bias, mean)):
             kind = "norm" if mean is None else "batch norm"
             weights.append(Weight(name, kind, tensor, True, None, bias, batches))
-    names = [key for key, tensor in tensors.items() if tensor.is_floating_point()]
     return weights, names != sorted(names)
+
+
+_STORED = re.compile(
+    r"(?:^|(?<=\.))(weight_(?:g|v|u|orig|mask)|parametrizations\.weight\.(?:original[01]?|0\._[uv]))$"
+)
+
+
+def _with_effective_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of `tensors` with the weights that weight normalisation and the like compute."""
+    result: dict[str, Tensor] = {}
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = _STORED.search(key)
+        prefix = key[: match.start()] if match else ""
+        if match is None or f"{prefix}weight" in tensors:
+            result[key] = tensor
+        else:
+            parts.setdefault(prefix, {})[match[1]] = tensor
+            result.setdefault(f"{prefix}weight", tensor)  # its place; see below
+    for prefix, stored in parts.items():
+        weight = effective_weight(stored)
+        if weight is not None:
+            result[f"{prefix}weight"] = weight
+        elif "parametrizations.weight.original" in stored:
+            raise ValueError(
+                "Expected weights that the state dict shows, but got a parametrisation of "
+                f"{prefix.removesuffix('.') or ROOT!r} that it does not; pass the model."
+            )
+        else:
+            del result[f"{prefix}weight"]
+    return result
 
 
 def _transposed_groups(weight: Tensor, bias: Tensor | None) -> int | None:

@@ -30,10 +30,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from powergrad._head import unwrap
 from powergrad.monitor.activity import Activity, observe
 from powergrad.monitor.checkpoint import load_checkpoint, state_weights
 from powergrad.monitor.history import follow
-from powergrad.monitor.layers import Layer, Weight, describe_layers, model_weights, on_host, unwrap
+from powergrad.monitor.layers import Layer, Weight, describe_layers, model_weights, on_host
 from powergrad.monitor.recording import Recording
 from powergrad.monitor.results import Census, LayerState, count
 from powergrad.monitor.thresholds import DeathLine, Thresholds
@@ -66,7 +67,8 @@ def census(
         loss: ``loss(output, target)``, a scalar: any cross-entropy will do.
         initial: The model, state dict or checkpoint at the start of the training, if `source` is
             not a recording: what each norm is compared with.
-        head: The classifier or its name; found if not given.
+        head: The classifier or its name; found if not given. Where several layers might be it,
+            features are not judged without `head`.
         thresholds: See :class:`Thresholds`.
 
     Returns:

@@ -9,14 +9,17 @@ which the 11th has 256 filters, and the classifier as 21.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils import parametrize
 
+from powergrad._head import evaluating, unwrap
 from powergrad._units import by_unit, in_rows, transposed_groups, unit_norms
 
 LAYERS = (_ConvNd, nn.Linear)
@@ -99,12 +102,12 @@ def filter_norms(weights: Sequence[Tensor], groups: Sequence[int | None]) -> lis
 
 def channel_dim(layer: nn.Module) -> int:
     """The dimension of the channels in a layer's inputs and outputs, counted from the end."""
-    return -1 if isinstance(layer, nn.Linear) else 1 - weight_of(layer).dim()
+    return -1 - len(layer.kernel_size) if isinstance(layer, _ConvNd) else -1
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """The weight of a layer as it is now, whole."""
-    weight = module.weight
+    """The weight of a layer as it is now, whole; reading it changes nothing."""
+    weight = _current_weight(module)
     if not isinstance(weight, Tensor) or isinstance(weight, nn.UninitializedParameter):
         raise ValueError(
             "Expected every layer of `model` to have its weight, but got a "
@@ -118,15 +121,46 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel, DataParallel and ``torch.compile``."""
-    while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
+def _current_weight(module: nn.Module) -> Any:
+    if parametrize.is_parametrized(module, "weight"):
+        with evaluating(module.get_submodule("parametrizations.weight")):  # no power iteration
+            return module.weight
+    stored = {**module._parameters, **module._buffers}
+    # A hook of torch.nn.utils computes the attribute anew only when the layer is called.
+    computed = None if "weight" in stored else effective_weight(stored)
+    return module.weight if computed is None else computed
+
+
+@torch.no_grad()
+def effective_weight(stored: Mapping[str, Tensor | None]) -> Tensor | None:
+    """The weight of a layer that stores other tensors instead, by their names; None if unknown.
+
+    Weight normalisation stores g and v, and the weight is ``g * v / |v|``, with a norm for each
+    entry of g. Spectral normalisation stores W, u and v, and the weight is ``W / (u . W v)``, with
+    W as a matrix. Pruning stores W and a mask. The first two have an older and a newer form.
+    """
+    inside = "parametrizations.weight."
+    for g, v in ((f"{inside}original0", f"{inside}original1"), ("weight_g", "weight_v")):
+        if (gain := stored.get(g)) is not None and (direction := stored.get(v)) is not None:
+            kept = [dim for dim, size in enumerate(gain.shape) if size != 1]
+            others = [dim for dim in range(direction.dim()) if dim not in kept]
+            direction = _wide(direction)
+            return direction * gain / torch.linalg.vector_norm(direction, dim=others, keepdim=True)
+    for original, left, right in (
+        (f"{inside}original", f"{inside}0._u", f"{inside}0._v"),
+        ("weight_orig", "weight_u", "weight_v"),
+    ):
+        weight, u, v = stored.get(original), stored.get(left), stored.get(right)
+        if weight is not None and u is not None and v is not None:
+            weight = _wide(weight)
+            matrix = weight if len(u) == len(weight) else weight.transpose(0, 1)
+            return weight / torch.dot(u.to(weight), matrix.flatten(1) @ v.to(weight))
+    weight, mask = stored.get("weight_orig"), stored.get("weight_mask")
+    return None if weight is None or mask is None else weight * mask
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def plain_name(name: str) -> str:

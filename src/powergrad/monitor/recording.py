@@ -31,7 +31,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from powergrad._head import find_head
+from powergrad._head import find_head, unwrap
 from powergrad._units import transposed_groups
 from powergrad.monitor.layers import (
     LAYERS,
@@ -39,7 +39,6 @@ from powergrad.monitor.layers import (
     channel_dim,
     filter_norms,
     named_units,
-    unwrap,
     weight_of,
 )
 
@@ -305,7 +304,10 @@ def _inputs(layer: _ConvNd | nn.Linear) -> int:
 def _find_classifier(model: nn.Module, features: bool | str) -> _ConvNd | nn.Linear | None:
     if features is False:
         return None
-    head = find_head(unwrap(model), None if features is True else features)
+    try:
+        head = find_head(unwrap(model), None if features is True else features)
+    except ValueError as error:
+        raise ValueError(str(error).replace("`head`", "`features`")) from None
     if not isinstance(head, LAYERS):
         raise ValueError(
             "Expected `features` to name a convolution or a linear layer, but got a "

@@ -1,0 +1,189 @@
+"""The heads of other people's models, and their optimizers under clipping."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from torchvision_shim import declare_torchvision_schemas
+
+from powergrad import clip_grads_before_step, equivalent_training, fold_alpha
+from powergrad._head import find_heads
+
+declare_torchvision_schemas()
+pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own
+timm = pytest.importorskip("timm", reason="needs timm: make test-integrations")
+transformers = pytest.importorskip("transformers", reason="needs it: make test-integrations")
+torchvision = importlib.import_module("torchvision.models")
+segmentation = torchvision.segmentation
+
+SMALL = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+}  # fmt: skip
+IMAGES = {**SMALL, "image_size": 32, "patch_size": 16, "num_labels": 5}
+WORDS = {**SMALL, "vocab_size": 37, "max_position_embeddings": 16, "num_labels": 3}
+GPT2 = {
+    "vocab_size": 37, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+GEMMA = {**SMALL, "vocab_size": 37, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+NO_WEIGHTS = {"weights": None, "weights_backbone": None, "num_classes": 7}
+PIXELS = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+IDS = {"input_ids": torch.tensor([[1, 2, 3]])}
+
+
+def of_transformers(name: str, config: str, **options):
+    return lambda: getattr(transformers, name)(getattr(transformers, config)(**options))
+
+
+def names(heads, model: nn.Module) -> list[str]:
+    return [name for name, m in model.named_modules() if any(m is head for head in heads)]
+
+
+FOUND = {
+    "torchvision resnet18": (lambda: torchvision.resnet18(num_classes=64), ["fc"]),
+    "torchvision vgg11": (lambda: torchvision.vgg11(num_classes=7), ["classifier.6"]),
+    "torchvision vit_b_32": (lambda: torchvision.vit_b_32(num_classes=7), ["heads.head"]),
+    "torchvision squeezenet": (lambda: torchvision.squeezenet1_1(num_classes=7), ["classifier.1"]),
+    "torchvision fcn": (lambda: segmentation.fcn_resnet50(**NO_WEIGHTS), ["classifier.4"]),
+    "timm resnet18": (lambda: timm.create_model("resnet18"), ["fc"]),
+    "timm vit": (lambda: timm.create_model("vit_tiny_patch16_224"), ["head"]),
+    "timm deit": (
+        lambda: timm.create_model("deit_tiny_distilled_patch16_224"),
+        ["head", "head_dist"],
+    ),
+    "ViT": (of_transformers("ViTForImageClassification", "ViTConfig", **IMAGES), ["classifier"]),
+    "BERT": (
+        of_transformers("BertForSequenceClassification", "BertConfig", **WORDS),
+        ["classifier"],
+    ),
+    "RoBERTa": (
+        of_transformers("RobertaForSequenceClassification", "RobertaConfig", **WORDS),
+        ["classifier.out_proj"],
+    ),
+    "DistilBERT": (
+        of_transformers(
+            "DistilBertForSequenceClassification", "DistilBertConfig",
+            vocab_size=37, dim=16, n_layers=1, n_heads=2, hidden_dim=32,
+        ),
+        ["classifier"],
+    ),
+    "GPT-2": (of_transformers("GPT2LMHeadModel", "GPT2Config", **GPT2), ["lm_head"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found_without_an_example(name):
+    make, expected = FOUND[name]
+    model = make()
+    assert names(find_heads(model), model) == expected
+
+
+WITH_EXAMPLE = {
+    "torchvision fcn": (
+        lambda: segmentation.fcn_resnet50(aux_loss=True, **NO_WEIGHTS),
+        PIXELS,
+        ["classifier.4"],
+    ),
+    "torchvision lraspp": (
+        lambda: segmentation.lraspp_mobilenet_v3_large(**NO_WEIGHTS),
+        PIXELS,
+        ["classifier.low_classifier", "classifier.high_classifier"],
+    ),
+    "DeiT": (
+        of_transformers("DeiTForImageClassificationWithTeacher", "DeiTConfig", **IMAGES),
+        {"pixel_values": PIXELS[:, :, :32, :32]},
+        ["cls_classifier", "distillation_classifier"],
+    ),
+}
+
+
+def logits_of(model, example) -> torch.Tensor:
+    with torch.no_grad():
+        model.eval()
+        output = model(**example) if isinstance(example, dict) else model(example)
+    return output["logits" if "logits" in output else "out"]
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLE)
+def test_refused_without_an_example_and_found_with_it(name):
+    make, example, expected = WITH_EXAMPLE[name]
+    torch.manual_seed(0)
+    model = make()
+    with pytest.raises(ValueError, match=expected[0]):
+        fold_alpha(None, 0.25, model=model)
+    start, before = copy.deepcopy(model.state_dict()), logits_of(model, example)
+    model.train()
+    fold_alpha(None, 0.25, model=model, example_inputs=example)
+    assert model.training
+    scaled = {k for k, v in model.state_dict().items() if not torch.equal(v, start[k])}
+    assert {key.rpartition(".")[0] for key in scaled} == set(expected)
+    torch.testing.assert_close(logits_of(model, example), 0.25 * before)
+
+
+def test_tied_and_capped_language_models_are_refused():
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
+    gemma = transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(tie_word_embeddings=False, **GEMMA)
+    )
+    for example in (None, IDS):
+        for model, message in ((gpt2, "a tied head"), (gemma, "final_logit_softcapping` = 30")):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with pytest.raises(ValueError, match=message):
+                fold_alpha(None, 0.5, model=model, example_inputs=example)
+            with pytest.raises(ValueError, match=message):
+                equivalent_training(model, optimizer, 0.5, example_inputs=example)
+
+
+def test_an_example_shows_a_cap_that_the_configuration_hides():
+    config = transformers.Gemma2Config(tie_word_embeddings=False, **GEMMA)
+    model = transformers.Gemma2ForCausalLM(config)
+    forward = model.forward
+
+    def capped(**inputs):
+        config.final_logit_softcapping = 30.0
+        try:
+            return forward(**inputs)
+        finally:
+            config.final_logit_softcapping = None
+
+    config.final_logit_softcapping = None
+    fold_alpha(None, 0.5, model=copy.deepcopy(model), example_inputs=IDS)
+    model.forward = capped
+    with pytest.raises(ValueError, match="do not with lm_head"):
+        equivalent_training(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), 0.5, example_inputs=IDS
+        )
+
+
+# Optimizers ---------------------------------------------------------------------------------------
+
+
+def lookahead(optimizer):
+    return importlib.import_module("timm.optim").Lookahead(optimizer)
+
+
+def accelerated(optimizer):
+    accelerate = pytest.importorskip("accelerate", reason="needs it: make test-integrations")
+    return accelerate.Accelerator(cpu=True).prepare_optimizer(optimizer)
+
+
+def lightning(optimizer):
+    pytest.importorskip("lightning", reason="needs it: make test-integrations")
+    return importlib.import_module("lightning.fabric.wrappers")._FabricOptimizer(
+        optimizer, importlib.import_module("lightning.fabric.strategies").SingleDeviceStrategy()
+    )
+
+
+@pytest.mark.parametrize("wrap", [lookahead, accelerated, lightning])
+def test_what_steps_in_a_wrapper_is_clipped(wrap):
+    w = nn.Parameter(torch.zeros(4))
+    optimizer = wrap(torch.optim.SGD([w], lr=1.0))
+    with clip_grads_before_step(optimizer, norm=1.0) as handle:
+        w.grad = torch.full_like(w, 100.0)
+        optimizer.step()
+        assert handle.last_report["norm"].clipped == 1
+    torch.testing.assert_close(w.detach(), torch.full((4,), -0.5))

@@ -1,0 +1,546 @@
+"""Every way to ask for PGT, in every context that may lose it: what the gradient is there.
+
+A way computes a loss of logits. A context runs it under something that traces, transforms or
+recomputes programs, and returns the gradient at the logits. The outcome of a cell is "right",
+"plain", "wrong", or the error that was raised. ``python tests/never_plain.py`` prints the table and
+writes it to the docs; `tests/test_never_plain.py` tests each cell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import socket
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.parallel.loss import _disable_custom_loss_ops
+from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.spawn import start_processes
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+import powergrad
+from powergrad import PowerGrad
+
+ALPHA = 0.3
+ROWS, CLASSES = 8, 10
+TOLERANCE = 1e-10
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def logits() -> Tensor:
+    return 3 * torch.randn(
+        ROWS, CLASSES, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+
+
+def labels() -> Tensor:
+    return torch.arange(ROWS) * 3 % CLASSES
+
+
+def onehot() -> Tensor:
+    return F.one_hot(labels(), CLASSES).double()
+
+
+# Ways --------------------------------------------------------------------------------------------
+
+
+def softmax_gradient(alpha: float) -> Tensor:
+    """The equation of the paper."""
+    powered = torch.softmax(logits(), 1) ** alpha
+    return (powered / powered.sum(1, keepdim=True) - onehot()) / ROWS
+
+
+def sigmoid_gradient(alpha: float) -> Tensor:
+    p = torch.sigmoid(logits())
+    powered = p**alpha
+    return (powered / (powered + (1 - p) ** alpha) - onehot()) / (ROWS * CLASSES)
+
+
+def doubled_gradient(alpha: float) -> Tensor:
+    return (1 if alpha == 1 else 2) * softmax_gradient(1.0)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A loss of (logits, labels), perhaps inside a context manager, and its gradient."""
+
+    name: str
+    loss: Loss
+    mode: bool = False  # called inside PowerGrad(ALPHA)
+    gradient: Callable[[float], Tensor] = softmax_gradient
+
+    def around(self) -> contextlib.AbstractContextManager[Any]:
+        return PowerGrad(ALPHA) if self.mode else contextlib.nullcontext()
+
+
+def _by_log_softmax(z: Tensor, y: Tensor) -> Tensor:
+    return F.nll_loss(powergrad.log_softmax(z, 1, alpha=ALPHA), y)
+
+
+def _by_tensor(z: Tensor, y: Tensor) -> Tensor:
+    return powergrad.cross_entropy(z, y, alpha=torch.full(z.shape[:1], ALPHA, dtype=z.dtype))
+
+
+def _probabilities(z: Tensor, y: Tensor) -> Tensor:
+    return torch.zeros_like(z.detach()).scatter(1, y.unsqueeze(1), 1)  # vmap refuses `one_hot`
+
+
+def _of_probabilities(z: Tensor, y: Tensor) -> Tensor:
+    return powergrad.cross_entropy(z, _probabilities(z, y), alpha=ALPHA)
+
+
+def _by_linear(z: Tensor, y: Tensor) -> Tensor:
+    return powergrad.linear_cross_entropy(z, torch.eye(CLASSES, dtype=z.dtype), y, alpha=ALPHA)
+
+
+def _binary(z: Tensor, y: Tensor) -> Tensor:
+    return powergrad.binary_cross_entropy_with_logits(z, _probabilities(z, y), alpha=ALPHA)
+
+
+def _by_entering(z: Tensor, y: Tensor) -> Tensor:
+    with PowerGrad(ALPHA):
+        return F.cross_entropy(z, y)
+
+
+def _altered(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(powergrad.alter_gradient(z, lambda g: 2 * g), y)
+
+
+WAYS = [
+    Way("cross_entropy", lambda z, y: powergrad.cross_entropy(z, y, alpha=ALPHA)),
+    Way("cross_entropy, tensor alpha", _by_tensor),
+    Way("cross_entropy, probabilities", _of_probabilities),
+    Way("CrossEntropyLoss", powergrad.CrossEntropyLoss(ALPHA)),
+    Way("log_softmax", _by_log_softmax),
+    Way("linear_cross_entropy", _by_linear),
+    Way("binary_cross_entropy_with_logits", _binary, gradient=sigmoid_gradient),
+    Way("alter_gradient", _altered, gradient=doubled_gradient),
+    Way("PowerGrad: F.cross_entropy", lambda z, y: F.cross_entropy(z, y), mode=True),
+    Way("PowerGrad: nn.CrossEntropyLoss", lambda z, y: nn.CrossEntropyLoss()(z, y), mode=True),
+    Way("PowerGrad: log_softmax", lambda z, y: F.nll_loss(z.log_softmax(1), y), mode=True),
+    Way(
+        "PowerGrad: F.linear_cross_entropy",
+        lambda z, y: F.linear_cross_entropy(z, torch.eye(CLASSES, dtype=z.dtype), y),
+        mode=True,
+    ),
+    Way("PowerGrad, entered inside", _by_entering),
+]
+
+
+# Contexts ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Context:
+    """Either `prepare`, after which the loss is called and `backward` too; or the gradient."""
+
+    name: str
+    group: str
+    prepare: Callable[[Loss], Loss] | None = None
+    gradient: Callable[[Loss, Tensor, Tensor], Tensor] | None = None
+
+    def run(self, way: Way) -> Tensor:
+        """The gradient at the logits. `backward` is called after PowerGrad has ended."""
+        z, y = logits(), labels()
+        with way.around():
+            if self.gradient is not None:
+                return self.gradient(way.loss, z, y)
+            assert self.prepare is not None
+            z.requires_grad_()
+            loss = self.prepare(way.loss)(z, y)
+        loss.backward()
+        assert z.grad is not None
+        return z.grad
+
+
+def _once_more(function: Loss) -> Loss:
+    """An autograd function of the user's own that computes its forward again in its backward."""
+
+    class Recomputing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, z: Tensor, y: Tensor) -> Tensor:
+            ctx.save_for_backward(z, y)
+            return function(z, y)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            z, y = ctx.saved_tensors
+            with torch.enable_grad():
+                leaf = z.detach().requires_grad_()
+                return *torch.autograd.grad(function(leaf, y), leaf, grads[0]), None
+
+    return Recomputing.apply
+
+
+def _checkpointed(reentrant: bool) -> Callable[[Loss], Loss]:
+    def prepare(loss: Loss) -> Loss:
+        inner = lambda z, y: loss(z * 1, y)  # noqa: E731
+        return lambda z, y: checkpoint(inner, z, y, use_reentrant=reentrant)
+
+    return prepare
+
+
+def _selectively(loss: Loss) -> Loss:
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.aten.mul.Tensor])
+
+    return lambda z, y: checkpoint(
+        lambda z, y: loss(z * 1, y), z, y, use_reentrant=False, context_fn=contexts
+    )
+
+
+def _in_a_branch(loss: Loss) -> Loss:
+    def prepared(z: Tensor, y: Tensor) -> Tensor:
+        return torch.cond(z.sum() < 1e9, lambda z, y: loss(z, y) * 1, lambda z, y: z.sum(), (z, y))
+
+    return prepared
+
+
+def _in_a_region(loss: Loss) -> Loss:
+    region = torch.compiler.nested_compile_region(lambda z, y: loss(z, y) * 1)
+    return lambda z, y: region(z * 1, y)
+
+
+def _broken(loss: Loss) -> Loss:
+    def prepared(z: Tensor, y: Tensor) -> Tensor:
+        z = z * 1
+        torch._dynamo.graph_break()
+        value = loss(z, y)
+        torch._dynamo.graph_break()
+        return value * 1
+
+    return prepared
+
+
+def _counting(loss: Loss) -> Loss:
+    def prepared(z: Tensor, y: Tensor) -> Tensor:
+        with FlopCounterMode(display=False):
+            return loss(z, y)
+
+    return prepared
+
+
+def _flatly(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
+    """Per example, whose losses the mean divides by their number."""
+    per_example = vmap(grad(lambda z, y: loss(z.unsqueeze(0), y.unsqueeze(0))))
+    return per_example(z, y) / ROWS
+
+
+def _by_tangents(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
+    tangents = torch.eye(z.numel(), dtype=z.dtype).reshape(-1, *z.shape)
+    one = lambda t: jvp(lambda z: loss(z, y), (z,), (t,))[1]  # noqa: E731
+    return torch.stack([one(t) for t in tangents]).reshape(z.shape)
+
+
+TRANSFORMS: dict[str, Callable[[Loss, Tensor, Tensor], Tensor]] = {
+    "grad": lambda loss, z, y: grad(loss)(z, y),
+    "grad_and_value": lambda loss, z, y: grad_and_value(loss)(z, y)[0],
+    "vmap(grad)": _flatly,
+    "vjp": lambda loss, z, y: vjp(lambda z: loss(z, y), z)[1](torch.ones((), dtype=z.dtype))[0],
+    "jacrev": lambda loss, z, y: jacrev(loss)(z, y),
+    "jvp": _by_tangents,
+}
+
+
+def _in_forward_mode(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
+    from torch.autograd import forward_ad
+
+    results = []
+    for tangent in torch.eye(z.numel(), dtype=z.dtype).reshape(-1, *z.shape):
+        with forward_ad.dual_level():
+            dual = loss(forward_ad.make_dual(z, tangent), y)
+            results.append(forward_ad.unpack_dual(dual).tangent)
+    return torch.stack(results).reshape(z.shape)
+
+
+class _Program(nn.Module):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.loss = loss
+        self.shift = nn.Parameter(torch.zeros(CLASSES, dtype=torch.float64))
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return self.loss(z + self.shift, y)
+
+
+def _exported(strict: bool, then: Callable[[Any], Any] = lambda e: e) -> Callable[[Loss], Loss]:
+    def prepare(loss: Loss) -> Loss:
+        program = torch.export.export(_Program(loss), (logits(), labels()), strict=strict)
+        return then(program).module()
+
+    return prepare
+
+
+def _reloaded(program: Any) -> Any:
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+def _recorded(**options: Any) -> Callable[[Loss], Loss]:
+    return lambda loss: make_fx(loss, **options)(logits().requires_grad_(), labels())
+
+
+def _recorded_gradient(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
+    return make_fx(grad(loss))(z, y)(z, y)
+
+
+def _scripted(loss: Loss) -> Loss:
+    example = (logits().requires_grad_(), labels())
+    return torch.jit.trace(lambda z, y: loss(z, y), example, check_trace=False)
+
+
+def _functionally(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
+    program = _Program(loss)
+    shift = {"shift": program.shift.detach()}
+    return grad(lambda z: functional_call(program, shift, (z, y)))(z)
+
+
+def _eager_contexts() -> Iterator[Context]:
+    yield Context("eager", "eager", lambda loss: loss)
+    for name, transform in TRANSFORMS.items():
+        yield Context(f"torch.func.{name}", "eager", gradient=transform)
+    yield Context("forward-mode AD", "eager", gradient=_in_forward_mode)
+    yield Context("functional_call", "eager", gradient=_functionally)
+    yield Context("checkpoint, reentrant", "eager", _checkpointed(True))
+    yield Context("checkpoint, non-reentrant", "eager", _checkpointed(False))
+    yield Context("selective checkpoint", "eager", _selectively)
+    yield Context("recomputing autograd function", "eager", _once_more)
+    yield Context("dispatch mode", "eager", _counting)
+    yield Context("make_fx", "eager", _recorded())
+    yield Context("make_fx, fake", "eager", _recorded(tracing_mode="fake"))
+    yield Context("make_fx, symbolic", "eager", _recorded(tracing_mode="symbolic"))
+    yield Context("make_fx, pre-dispatch", "eager", _recorded(pre_dispatch=True))
+    yield Context("make_fx of grad", "eager", gradient=_recorded_gradient)
+    yield Context("torch.jit.trace", "eager", _scripted)
+
+
+def _compiled_contexts(backend: str) -> Iterator[Context]:
+    group = f"compile, {backend}"
+
+    def compiled(function: Any, **options: Any) -> Any:
+        return torch.compile(function, backend=backend, **options)
+
+    def whole(function: Any) -> Any:
+        return compiled(function, fullgraph=True)
+
+    yield Context("compile", group, whole)
+    yield Context("compile, dynamic", group, lambda loss: compiled(loss, dynamic=True))
+    yield Context("compile, graph breaks", group, lambda loss: compiled(_broken(loss)))
+    for name, transform in TRANSFORMS.items():
+
+        def gradient(loss: Loss, z: Tensor, y: Tensor, transform: Any = transform) -> Tensor:
+            return whole(lambda z, y: transform(loss, z, y))(z, y)
+
+        if name == "jvp":
+
+            def gradient(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
+                one = whole(lambda z, t: jvp(lambda z: loss(z, y), (z,), (t,))[1])
+                tangents = torch.eye(z.numel(), dtype=z.dtype).reshape(-1, *z.shape)
+                return torch.stack([one(z, t) for t in tangents]).reshape(z.shape)
+
+        yield Context(f"compile(torch.func.{name})", group, gradient=gradient)
+    for form, reentrant in (("reentrant", True), ("non-reentrant", False)):
+        inner = _checkpointed(reentrant)
+        yield Context(f"compile(checkpoint), {form}", group, lambda f, inner=inner: whole(inner(f)))
+        yield Context(
+            f"checkpoint(compile), {form}", group, lambda f, inner=inner: inner(compiled(f))
+        )
+    yield Context("compile(torch.cond)", group, lambda loss: whole(_in_a_branch(loss)))
+    yield Context("compile(nested region)", group, lambda loss: whole(_in_a_region(loss)))
+    yield Context("compile(autograd function)", group, lambda loss: compiled(_once_more(loss)))
+    yield Context("autograd function(compile)", group, lambda loss: _once_more(compiled(loss)))
+
+
+def _exported_contexts() -> Iterator[Context]:
+    for name, strict in (("export", False), ("export, strict", True)):
+        yield Context(name, "export", _exported(strict))
+        yield Context(f"{name}, reloaded", "export", _exported(strict, _reloaded))
+        yield Context(
+            f"{name}, decomposed", "export", _exported(strict, lambda e: e.run_decompositions())
+        )
+
+
+CONTEXTS = [
+    *_eager_contexts(),
+    *(c for backend in ("eager", "aot_eager", "inductor") for c in _compiled_contexts(backend)),
+    *_exported_contexts(),
+]
+
+
+# Outcomes ----------------------------------------------------------------------------------------
+
+
+def judge(gradient: Tensor, way: Way) -> str:
+    """ "right", "plain" or "wrong"."""
+    for outcome, alpha in (("right", ALPHA), ("plain", 1.0)):
+        if (gradient - way.gradient(alpha)).abs().max() <= TOLERANCE:
+            return outcome
+    return "wrong"
+
+
+def outcome(way: Way, context: Context) -> str | Exception:
+    return _outcome(lambda: context.run(way), way)
+
+
+def _outcome(run: Callable[[], Tensor], way: Way) -> str | Exception:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return judge(run(), way)
+        except Exception as error:
+            return error
+
+
+def as_text(result: str | Exception) -> str:
+    return result if isinstance(result, str) else f"{type(result).__name__}: {result}"
+
+
+def kind(text: str) -> str:
+    """ "right", "plain", "wrong", "raises" (an error of ours), or "PyTorch raises"."""
+    if text in ("right", "plain", "wrong"):
+        return text
+    return "raises" if "Expected `" in text or "PowerGrad" in text else "PyTorch raises"
+
+
+# Two processes -----------------------------------------------------------------------------------
+
+
+def _in_half(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[Way], Tensor]:
+    """Each process has half of the rows; the gradients of the parameters are averaged."""
+
+    def run(way: Way) -> Tensor:
+        half = slice(dist.get_rank() * ROWS // 2, (dist.get_rank() + 1) * ROWS // 2)
+        model = wrap(_Program(way.loss))
+        z = logits()[half].requires_grad_()
+        with way.around():
+            loss = model(z, labels()[half])
+        loss.backward()
+        assert z.grad is not None
+        shift = next(model.parameters()).grad
+        shift = shift.full_tensor() if isinstance(shift, DTensor) else shift
+        gathered = [torch.empty_like(z.grad) for _ in range(2)]
+        dist.all_gather(gathered, z.grad)
+        gradient = torch.cat(gathered) / 2
+        assert (shift - gradient.sum(0)).abs().max() <= TOLERANCE
+        return gradient
+
+    return run
+
+
+def _distributed(
+    *placements: Any, parallel: bool = False, compiled: bool = False
+) -> Callable[[Way], Tensor]:
+    def run(way: Way) -> Tensor:
+        mesh = init_device_mesh("cpu", (2,))
+        z = distribute_tensor(logits(), mesh, placements).requires_grad_()
+        rows = [p if p == Shard(0) else Replicate() for p in placements]
+        y = distribute_tensor(labels(), mesh, rows)
+        loss = torch.compile(way.loss, backend="aot_eager") if compiled else way.loss
+        try:
+            with loss_parallel() if parallel else contextlib.nullcontext():
+                with way.around():
+                    value = loss(z, y)
+                value.backward()
+        except Exception:
+            if parallel:  # an error leaves it on
+                _disable_custom_loss_ops()
+            raise
+        assert isinstance(z.grad, DTensor)
+        return z.grad.full_tensor()
+
+    return run
+
+
+DISTRIBUTED: dict[str, Callable[[Way], Tensor]] = {
+    "DistributedDataParallel": _in_half(nn.parallel.DistributedDataParallel),
+    "FSDP2": _in_half(lambda module: fully_shard(module)),
+    "DTensor, replicated": _distributed(Replicate()),
+    "DTensor, rows sharded": _distributed(Shard(0)),
+    "DTensor, classes sharded": _distributed(Shard(1)),
+    "DTensor, classes sharded, loss_parallel": _distributed(Shard(1), parallel=True),
+    "DTensor, classes sharded, loss_parallel, compiled": _distributed(
+        Shard(1), parallel=True, compiled=True
+    ),
+}
+
+
+def _worker(rank: int, port: int, file: str) -> None:
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    outcomes = {}
+    for name, run in DISTRIBUTED.items():
+        for way in WAYS:
+            outcomes[f"{name}|{way.name}"] = as_text(_outcome(lambda r=run, w=way: r(w), way))
+            dist.barrier()
+    if rank == 0:
+        Path(file).write_text(json.dumps(outcomes))
+    dist.destroy_process_group()
+
+
+def distributed_outcomes(folder: Path) -> dict[tuple[str, str], str]:
+    """The outcomes on two processes, by the names of context and way."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    file = folder / "outcomes.json"
+    start_processes(_worker, (port, str(file)), 2, start_method="spawn")
+    found = json.loads(file.read_text())
+    return {tuple(key.split("|")): value for key, value in found.items()}  # pyright: ignore
+
+
+# The record of all outcomes ----------------------------------------------------------------------
+
+RECORD = Path(__file__).with_name("never_plain.json")
+
+
+def key(group: str, context: str) -> str:
+    return context if group in ("eager", "export") else f"{context} [{group}]"
+
+
+def main(words: list[str]) -> None:
+    """Find the outcomes of the contexts that have one of `words`, or of all; and record them."""
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+    def note(name: str, found: dict[str, str]) -> None:
+        record[name] = {way: kind(text) for way, text in found.items()}
+        rest = {way: text for way, text in found.items() if text != "right"}
+        print(f"{name}: {len(found) - len(rest)} right", flush=True)
+        for way, text in rest.items():
+            print(f"    {way}: {kind(text)}: {' '.join(text.split())[:200]}", flush=True)
+
+    for context in CONTEXTS:
+        name = key(context.group, context.name)
+        if not words or any(word in name for word in words):
+            note(name, {way.name: as_text(outcome(way, context)) for way in WAYS})
+    if not words or "distributed" in words:
+        with tempfile.TemporaryDirectory() as folder:
+            found = distributed_outcomes(Path(folder))
+        for name in DISTRIBUTED:
+            note(f"{name} [two processes]", {way.name: found[name, way.name] for way in WAYS})
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,156 @@
+"""The registered operators, by PyTorch's own checks and against the functions they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from references import gradient_of_potential, potential
+from torch import Tensor
+from torch.library import opcheck
+
+import powergrad
+from powergrad import loss as loss_module
+
+OPS = torch.ops.powergrad
+LABELS = torch.tensor([0, 3, 1, -100, 2])
+
+
+def alphas() -> list[Tensor]:
+    per_row = torch.tensor([0.0, 0.3, 0.5, 1.0, 0.7], dtype=torch.float64).reshape(5, 1)
+    return [torch.tensor(0.3, dtype=torch.float64), torch.tensor(0.0), per_row]
+
+
+def logits(generator: torch.Generator, dtype: torch.dtype = torch.float64) -> Tensor:
+    return (3 * torch.randn(5, 4, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+@pytest.mark.parametrize("alpha", alphas())
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_log_softmax_and_its_backward_pass_opcheck(alpha, dtype, generator):
+    z = logits(generator, dtype).requires_grad_()
+    for wider in (None, torch.float64):
+        opcheck(OPS.log_softmax.default, (z, alpha, 1, wider))
+    u = torch.randn(5, 4, generator=generator).to(dtype).requires_grad_()
+    opcheck(OPS.log_softmax_backward.default, (u, z, alpha, 1, torch.float32))
+
+
+@pytest.mark.parametrize("alpha", alphas())
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_cross_entropy_passes_opcheck(alpha, reduction, dtype, generator):
+    z = logits(generator, dtype).requires_grad_()
+    weight = torch.rand(4, generator=generator).to(dtype)
+    for w, eps in ((None, 0.0), (weight, 0.1)):
+        opcheck(OPS.cross_entropy.default, (z, LABELS, w, alpha, -100, eps, reduction))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+def test_cross_entropy_has_the_gradient_of_the_potential(reduction, eps, generator):
+    z = logits(generator).requires_grad_()
+    alpha = torch.tensor(0.3, dtype=torch.float64)
+    value, _ = OPS.cross_entropy(z, LABELS, None, alpha, -100, eps, reduction)
+    expected = F.cross_entropy(z, LABELS, reduction=reduction, label_smoothing=eps)
+    assert torch.allclose(value, expected, rtol=1e-14)
+    upstream = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+    (actual,) = torch.autograd.grad(value, z, upstream, create_graph=True)
+    smooth = potential(z, LABELS, 0.3, reduction=reduction, label_smoothing=eps)
+    (gradient,) = torch.autograd.grad(smooth, z, upstream, create_graph=True)
+    assert (actual - gradient).abs().max() <= 1e-14
+    direction = torch.randn(z.shape, generator=generator, dtype=torch.float64)
+    (second,) = torch.autograd.grad(actual, z, direction)
+    assert (second - torch.autograd.grad(gradient, z, direction)[0]).abs().max() <= 1e-14
+
+
+@pytest.mark.parametrize("alpha", alphas())
+def test_second_and_third_derivatives_are_those_of_the_function(alpha, generator):
+    z = logits(generator).requires_grad_()
+    u, v, w = (torch.randn(z.shape, generator=generator, dtype=torch.float64) for _ in range(3))
+
+    def derivatives(log_p: Tensor) -> list[Tensor]:
+        (first,) = torch.autograd.grad((log_p**2).sum() + (log_p * u).sum(), z, create_graph=True)
+        (second,) = torch.autograd.grad(first, z, v, create_graph=True)
+        return [first, second, *torch.autograd.grad(second, z, w)]
+
+    ours = derivatives(OPS.log_softmax(z, alpha, 1, None))
+    public = alpha.squeeze() if alpha.dim() else alpha
+    expected = derivatives(powergrad.log_softmax(z, 1, alpha=public))
+    for a, b in zip(ours, expected, strict=True):
+        assert (a - b).abs().max() <= 1e-12
+
+
+def test_vmap_over_any_argument(generator):
+    z = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64)
+    u = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64)
+    alpha = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    rows = torch.rand(3, 5, 1, generator=generator, dtype=torch.float64)
+    for in_dims, arguments in (
+        ((0, None), (z, alpha[0])),
+        ((None, 0), (z[0], alpha)),
+        ((2, 0), (z.movedim(0, 2), alpha)),
+        ((0, 0), (z, rows)),
+        ((0, None), (z, rows[0])),
+    ):
+        forward = torch.vmap(lambda z, a: OPS.log_softmax(z, a, 1, None), in_dims)(*arguments)
+        assert torch.allclose(forward, z.expand_as(forward).log_softmax(2)) or in_dims[0] is None
+
+        def backward(z: Tensor, a: Tensor) -> Tensor:
+            return OPS.log_softmax_backward(u[0], z, a, 1, torch.float64)
+
+        actual = torch.vmap(backward, in_dims)(*arguments)
+        for i in range(3):
+            one = [
+                t if d is None else t.select(d, i) for t, d in zip(arguments, in_dims, strict=True)
+            ]
+            assert torch.allclose(actual[i], backward(*one), atol=1e-15)
+    y = LABELS.clamp(min=0)
+    values, gradients = torch.vmap(
+        lambda z: OPS.cross_entropy(z, y, None, alpha[1], -100, 0.1, "mean")
+    )(z)
+    for i in range(3):
+        value, gradient = OPS.cross_entropy(z[i], y, None, alpha[1], -100, 0.1, "mean")
+        assert torch.equal(values[i], value)
+        assert torch.equal(gradients[i], gradient)
+
+
+def test_torch_func_refuses_the_operators(generator):
+    z, alpha = logits(generator), torch.tensor(0.3)
+    with pytest.raises(RuntimeError):
+        torch.func.grad(lambda z: OPS.log_softmax(z, alpha, 1, None)[0, 0])(z)
+
+
+def test_labels_that_are_no_classes_raise_in_a_compiled_graph(monkeypatch):
+    monkeypatch.setattr(loss_module, "OPERATOR", 0)
+    z, y = torch.zeros(5, 4, requires_grad=True), torch.full((5,), 4)
+    if not powergrad.native_available():
+        pytest.skip("needs the C kernel")
+    torch.compiler.reset()
+    with pytest.raises(ValueError, match="labels in `target`"):
+        torch.compile(lambda z: powergrad.cross_entropy(z, y, alpha=0.3), backend="aot_eager")(z)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_compiled_graphs_call_the_kernel_for_large_logits(reduction, per_row, generator):
+    if not powergrad.native_available():
+        pytest.skip("needs the C kernel")
+    z = torch.randn(300, 300, generator=generator).requires_grad_()
+    y = torch.randint(0, 300, (300,), generator=generator)
+    alpha = torch.rand(300, generator=generator, dtype=torch.float64) if per_row else 0.3
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def loss(z: Tensor) -> Tensor:
+        return powergrad.cross_entropy(z, y, alpha=alpha, reduction=reduction)
+
+    torch.compiler.reset()
+    value = torch.compile(loss, backend=backend, fullgraph=True)(z)
+    assert any(n.target is OPS.cross_entropy for n in graphs[0].graph.nodes)
+    upstream = torch.randn(value.shape, generator=generator)
+    (actual,) = torch.autograd.grad(value, z, upstream)
+    expected = gradient_of_potential(z, y, alpha, reduction=reduction, upstream=upstream)
+    assert (actual - expected).abs().max() <= 1e-6 * expected.abs().max()
