@@ -420,7 +420,7 @@ def kind(text: str) -> str:
     """ "right", "plain", "wrong", "raises" (an error of ours), or "PyTorch raises"."""
     if text in ("right", "plain", "wrong"):
         return text
-    return "raises" if "Expected `" in text or "PowerGrad" in text else "PyTorch raises"
+    return "raises" if "Expected `" in text else "PyTorch raises"
 
 
 # Two processes -----------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ __all__ = [
     "foreach_mul_",
     "frames_that_recompute",
     "function_modes",
+    "functions_traced",
     "gradients_hidden",
     "graph_recorded",
     "in_loss_parallel",
@@ -104,8 +105,12 @@ def operators_traced() -> bool:
 
 def anything_traced() -> bool:
     """Whether a transform, forward-mode AD or a tracer sees operators; not ``torch.compile``."""
-    return (
-        forward_ad._current_level >= 0 or _are_functorch_transforms_active() or operators_traced()
+    return bool(
+        forward_ad._current_level >= 0
+        or _are_functorch_transforms_active()
+        or _len_torch_dispatch_stack()  # as `operators_traced`, without another call
+        or _is_tracing()
+        or _dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
     )
 
 
@@ -275,6 +280,26 @@ def capture_in_checkpoints(capture: Callable[[Callable[..., Any]], Callable[...,
 
 # TorchDynamo --------------------------------------------------------------------------------------
 
+
+def functions_traced() -> int:
+    """How many custom autograd functions TorchDynamo is in the forward or backward of."""
+    # 2.13.0: a frame of TorchDynamo's own for each.
+    module: Any = sys.modules.get("torch._dynamo.variables.higher_order_ops")
+    variable = getattr(module, "AutogradFunctionApplyVariable", None)
+    if variable is None:
+        return 0
+    code = inspect.unwrap(variable.call_function).__code__
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
+    while frame is not None:
+        count += frame.f_code is code
+        frame = frame.f_back
+    return count
+
+
+functions_traced._dynamo_marked_constant = True  # pyright: ignore
+
+
 own_modes: set[type] = set()  # function modes that leave operators of higher order alone
 _dynamo_prepared = False
 
@@ -341,6 +366,10 @@ def _show_bodies(torch_function: ModuleType) -> None:
         if isinstance(fn, TorchHigherOrderOperatorVariable) and hasattr(fn, "_call_function"):
             types = {mode.python_type() for mode in tx.symbolic_torch_function_state.mode_stack}
             if types & own_modes and types <= {*own_modes, DeviceContext}:
+                if type(fn).__name__ == "InvokeSubgraphHigherOrderVariable":
+                    # `nested_compile_region`, which wants to use its graph again, cannot guard on
+                    # modes: the body is traced as part of the graph around it.
+                    return args[0].call_function(tx, list(args[1:]), kwargs)
                 return fn._call_function(tx, args, kwargs)
         return dispatch(tx, fn, args, kwargs)
 

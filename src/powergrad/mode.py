@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from contextvars import ContextVar
-from types import AsyncGeneratorType, CoroutineType, GeneratorType, MethodType
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,6 +24,7 @@ from powergrad._compat import (
     custom_function,
     frames_that_recompute,
     function_modes,
+    functions_traced,
     gradients_hidden,
     legacy_reduction,
     legacy_softmax_dim,
@@ -201,6 +202,7 @@ class _Block(TorchFunctionMode):
         self.entered = False
         self.parent: _Block | None = None
         self.before = _tracing_counts() if self.traced else (0, 0)
+        self.functions = functions_traced() if self.traced else 0
 
     def __enter__(self) -> _Block:
         prepare_dynamo()
@@ -279,6 +281,10 @@ class _Block(TorchFunctionMode):
             if self.traced and isinstance(out, Tensor) and out.requires_grad:
                 _note_while_tracing("")
             return out
+        if functions_traced() > (self.functions if self.traced else 0) or (
+            not self.traced and _recomputed_around_trace()
+        ):
+            raise RuntimeError(_about_recomputation(func, "custom autograd functions"))
         alpha = self.owner._alpha_input
         out = replacement(alpha, *args, **kwargs)
         _note_while_tracing("off" if is_one(alpha) else kind)
@@ -301,20 +307,26 @@ class _Block(TorchFunctionMode):
         """Return whether gradients are off only until a backward pass computes the call again."""
         recomputed = False
         for frame in recomputed_later():
-            captured = checkpoints_captured() and custom_function(frame) is None
-            if id(frame) not in self.outer and not captured:
+            if self._is_lost(frame):
                 self.watch = None  # the error says more
                 where = "" if checkpoints_captured() else "checkpoints and "
-                where += "custom autograd functions"
-                raise RuntimeError(
-                    f"Expected `{func.__name__}` under PowerGrad to be called outside "
-                    f"{where} entered within it, but got a call inside one. "
-                    "Its backward pass computes the call again, after PowerGrad has ended. Let the "
-                    "function enter PowerGrad itself, `function = PowerGrad(alpha)(function)`, "
-                    "or call `powergrad.cross_entropy` in it."
-                )
+                raise RuntimeError(_about_recomputation(func, where + "custom autograd functions"))
             recomputed = not torch.is_grad_enabled()
         return recomputed
+
+    def _is_lost(self, frame: FrameType) -> bool:
+        """Whether what `frame`, entered within this block, computes again would be plain."""
+        captured = checkpoints_captured() and custom_function(frame) is None
+        return id(frame) not in self.outer and not captured
+
+
+def _about_recomputation(func: Any, where: str) -> str:
+    return (
+        f"Expected `{func.__name__}` under PowerGrad to be called outside {where} entered within "
+        "it, but got a call inside one. Its backward pass computes the call again, after PowerGrad "
+        "has ended. Let the function enter PowerGrad itself, `function = "
+        "PowerGrad(alpha)(function)`, or call `powergrad.cross_entropy` in it."
+    )
 
 
 # The innermost block of a context. Each task of an event loop has a context of its own, and those
@@ -405,7 +417,18 @@ def _judge_while_tracing(before: tuple[int, int], strict: bool) -> None:
         complain("PowerGrad in a compiled function", {}, strict=strict)
 
 
-for _function in (_note_while_tracing, _tracing_counts, _judge_while_tracing):
+def _recomputed_around_trace() -> bool:
+    """Whether the compiled function is called by a custom autograd function within the block."""
+    block = _CURRENT.get()
+    return block is not None and any(block._is_lost(frame) for frame in recomputed_later())
+
+
+for _function in (
+    _note_while_tracing,
+    _tracing_counts,
+    _judge_while_tracing,
+    _recomputed_around_trace,
+):
     _function._dynamo_marked_constant = True  # pyright: ignore
 
 

@@ -93,7 +93,8 @@ def cross_entropy(
     the other targets' weights.
 
     Args:
-        input: Logits of shape (N, C), float32 or bfloat16; the classes of a row are adjacent.
+        input: Logits of shape (N, C), float32 or bfloat16; the classes of a row are adjacent. It
+            and the target must be plain (``_check.is_plain``), which is not checked again here.
         target: Class indices of shape (N,), int64.
         weight: Class weights of shape (C,), or None.
         alpha: A number in [0, 1], or a tensor of one or of N of them.
@@ -116,7 +117,7 @@ def cross_entropy(
     if kernel is None:
         return None
     dtype = _DTYPES.get(input.dtype)
-    if dtype is None or target.dtype != torch.int64 or not values_readable(input, target):
+    if dtype is None or target.dtype != torch.int64 or not (input.is_cpu and target.is_cpu):
         return None
     shape, strides = input.shape, input.stride()
     if len(shape) != 2 or shape[1] == 0 or target.shape != shape[:1]:
