@@ -1,0 +1,106 @@
+"""No way to ask for PGT is silently plain: each cell of the matrix is right, or raises.
+
+The eager contexts run in `make test`; the others compile, export or start processes, and run in
+`make test-matrix`. What each cell does is recorded in `never_plain.json`, from which the table in
+docs/what-works-where.md is made: ``python tests/never_plain.py`` writes both.
+"""
+
+from __future__ import annotations
+
+import json
+
+import never_plain
+import pytest
+import torch
+from never_plain import (
+    ALPHA,
+    CONTEXTS,
+    DISTRIBUTED,
+    WAYS,
+    Context,
+    Way,
+    as_text,
+    key,
+    kind,
+    outcome,
+)
+from torch import nn
+
+from powergrad import verify
+
+RECORDED = json.loads(never_plain.RECORD.read_text())
+
+
+def cells(groups: set[str]) -> list:
+    return [
+        pytest.param(way, context, id=f"{key(context.group, context.name)}: {way.name}")
+        for context in CONTEXTS
+        for way in WAYS
+        if context.group in groups
+    ]
+
+
+GROUPS = {context.group for context in CONTEXTS}
+
+
+def check(text: str, recorded: str) -> None:
+    assert kind(text) in ("right", "raises", "PyTorch raises"), text
+    assert kind(text) == recorded, text
+
+
+@pytest.mark.parametrize(("way", "context"), cells({"eager"}))
+def test_eager(way: Way, context: Context) -> None:
+    name = key(context.group, context.name)
+    check(as_text(outcome(way, context)), RECORDED[name][way.name])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("way", "context"), cells(GROUPS - {"eager"}))
+def test_traced(way: Way, context: Context) -> None:
+    name = key(context.group, context.name)
+    check(as_text(outcome(way, context)), RECORDED[name][way.name])
+
+
+@pytest.mark.matrix
+def test_two_processes(tmp_path) -> None:
+    for (name, way), text in never_plain.distributed_outcomes(tmp_path).items():
+        check(text, RECORDED[f"{name} [two processes]"][way])
+
+
+def test_the_record_has_every_cell() -> None:
+    names = [key(context.group, context.name) for context in CONTEXTS]
+    names += [f"{name} [two processes]" for name in DISTRIBUTED]
+    assert list(RECORDED) == names
+    for outcomes in RECORDED.values():
+        assert list(outcomes) == [way.name for way in WAYS]
+
+
+def test_the_matrix_sees_plain_and_wrong_gradients() -> None:
+    eager = next(context for context in CONTEXTS if context.name == "eager")
+    plain = Way("plain", lambda z, y: nn.functional.cross_entropy(z, y))
+    wrong = Way("wrong", lambda z, y: 2 * nn.functional.cross_entropy(z, y))
+    assert outcome(plain, eager) == "plain"
+    assert outcome(wrong, eager) == "wrong"
+
+
+# What `verify` says of each cell that has a model and a backward pass -----------------------------
+
+SOFTMAX = [way for way in WAYS if way.gradient is never_plain.softmax_gradient]
+
+
+def verified(way: Way, context: Context) -> str:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, never_plain.CLASSES)).double()
+    x = torch.randn(never_plain.ROWS, 6, dtype=torch.float64)
+    assert context.prepare is not None
+
+    def step() -> None:
+        with way.around():
+            loss = context.prepare(way.loss)(model(x), never_plain.labels())
+        loss.backward()
+
+    result = verify(step, model)
+    if result.verdict == "pgt":
+        assert result.alpha == pytest.approx(ALPHA, abs=1e-6)
+    return result.verdict
