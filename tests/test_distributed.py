@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import socket
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
-from powergrad import PowerGrad, cross_entropy
+from powergrad import PowerGrad, cross_entropy, verify
 
 WORLD = 2
 pytestmark = pytest.mark.skipif(
@@ -54,12 +56,54 @@ def worker(rank: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_data_parallel_gradients_are_those_of_the_joined_batch(tmp_path):
+def verifying_worker(rank: int, port: int, folder: str) -> None:
+    """Each rank verifies a step of AdamW; rank 0 writes what it found, and whether all is back."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD
+    )
+    x, y = data()
+    rows = slice(rank * 6, (rank + 1) * 6)
+    model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        cross_entropy(model(x[rows]), y[rows], alpha=0.3).backward()
+        optimizer.step()
+
+    step()
+    before = copy.deepcopy([(p, p.grad) for p in model.parameters()])
+    found = verify(step, model)
+    for p, (weight, grad) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, weight)
+        assert p.grad is not None
+        assert grad is not None
+        assert torch.equal(p.grad, grad)
+    step()
+    if rank == 0:
+        torch.save((found.verdict, found.alpha, found.rows), f"{folder}/found.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_processes(function: Callable[[int, int, str], None], folder: str) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     multiprocessing.set_forkserver_preload([__name__])  # imported once for all processes
-    start_processes(worker, (port, str(tmp_path)), WORLD, start_method="forkserver")
+    start_processes(function, (port, folder), WORLD, start_method="forkserver")
+
+
+def test_verify_answers_for_the_rows_of_its_process(tmp_path):
+    run_processes(verifying_worker, str(tmp_path))
+    verdict, alpha, rows = torch.load(tmp_path / "found.pt", weights_only=True)
+    assert (verdict, rows) == ("pgt", 6)
+    assert abs(alpha - 0.3) <= 1e-5  # small logits, six rows
+
+
+def test_data_parallel_gradients_are_those_of_the_joined_batch(tmp_path):
+    run_processes(worker, str(tmp_path))
     x, y = data()
     for i, loss in enumerate(losses()):
         model = network()

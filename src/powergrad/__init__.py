@@ -12,6 +12,7 @@ from powergrad.loss import CrossEntropyLoss, binary_cross_entropy_with_logits, c
 from powergrad.mode import PowerGrad
 from powergrad.monitor import FilterMonitor, census
 from powergrad.transform import log_softmax, paper_smoothing, power_transform, stationary_threshold
+from powergrad.verify import verify
 
 __all__ = [
     "CrossEntropyLoss",
@@ -33,4 +34,5 @@ __all__ = [
     "paper_smoothing",
     "power_transform",
     "stationary_threshold",
+    "verify",
 ]
