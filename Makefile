@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-BENCHMARKS := loss linear agc altering monitor planted imports decode train calibration
+BENCHMARKS := loss compiled linear agc altering monitor planted imports decode train calibration
 
-.PHONY: help setup compare test test-core test-deep test-gpu test-integrations test-release dist bench pages docs docs-serve lint check clean
+.PHONY: help setup compare test test-core test-deep test-matrix test-gpu test-integrations test-release dist bench pages docs docs-serve lint check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 19
@@ -29,7 +29,7 @@ BOTH_WAYS := tests/test_loss.py tests/test_linear.py tests/test_mode.py tests/te
 TWO := -n 2 --dist loadgroup
 
 # JAX in a process forbids it to fork, so the other libraries have a run of their own.
-WITHOUT_OTHERS := --ignore=tests/integrations --ignore=tests/release
+WITHOUT_OTHERS := --ignore=tests/integrations --ignore=tests/release -m 'not matrix'
 
 # The core's own tests, except those that compile, train for long, start processes or need other libraries.
 CORE := $(filter-out $(patsubst %,tests/test_%.py,api audit distributed docs package training),$(wildcard tests/test_*.py))
@@ -37,7 +37,8 @@ SLOW := compile or trajectories or ablation or distributed_data_parallel or torc
 
 test: setup ## every test; those that use the C kernel also run without it
 	@echo "tests/integrations (timm, transformers, Lightning, JAX) is left to make test-integrations,"
-	@echo "tests/release (sdist and wheel in an empty environment) to make test-release"
+	@echo "tests/release (sdist and wheel in an empty environment) to make test-release,"
+	@echo "compiled, exported and distributed programs to make test-matrix"
 	$(PYTEST) $(TWO) $(WITHOUT_OTHERS)
 	POWERGRAD_NATIVE=0 $(PYTEST) $(TWO) $(BOTH_WAYS)
 
@@ -47,6 +48,9 @@ test-core: setup ## the core alone, in less than a minute
 test-deep: setup ## like test, with 10,000 random cases and more
 	HYPOTHESIS_PROFILE=deep $(PYTEST) $(TWO) $(WITHOUT_OTHERS)
 	HYPOTHESIS_PROFILE=deep POWERGRAD_NATIVE=0 $(PYTEST) $(TWO) $(BOTH_WAYS)
+
+test-matrix: setup ## PGT under compile, export, make_fx, DTensor and more: no gradient is plain
+	$(PYTEST) $(TWO) -m matrix tests/test_never_plain.py
 
 $(VENV)/.integrations: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt transformers accelerate lightning

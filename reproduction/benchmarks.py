@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -34,6 +36,8 @@ def benchmark_regions() -> Regions:
         "all": _every_case,
         "growth": _growth,
         "linear": _linear,
+        "compiled": _compiled,
+        "works": _what_works_where,
         "others": _others,
         **{name: partial(_whole, name) for name in ("altering", "agc", "monitor")},
         **{f"audit-{name}": partial(_audit, name) for name in audit.TABLES},
@@ -114,6 +118,72 @@ def _linear() -> str:
     keys = ("variant", "median_s", "ratio", "peak_mb", "peak_to_gradients", "rss_mb")
     head = ("variant", "s", "ratio", "peak MB", "peak / (dW + dh)", "growth of resident set, MB")
     return markdown_table(head, [[row[key] for key in keys] for row in _load("bench_linear")])
+
+
+def _compiled() -> str:
+    rows = _load("bench_compiled")
+    names = list(dict.fromkeys(row["variant"] for row in rows if row["variant"] != "plain"))
+    by_size = _by_size([{"case": "", **row} for row in rows])
+    lines = [
+        [size, dtype, *(variants[name]["ratio"] for name in names)]
+        for (_, dtype, size), variants in by_size.items()
+    ]
+    return (
+        "Time of forward and backward over that of eager `F.cross_entropy` "
+        f"({_conditions(rows[0])}; `benchmarks/compiled.py`).\n\n"
+        f"{markdown_table(('rows x classes', 'dtype', *names), lines)}"
+    )
+
+
+def _what_works_where() -> str:
+    """One row per context; the three backends of `torch.compile` share one where they agree."""
+    record = json.loads((RESULTS / "what_works_where.json").read_text("utf-8"))
+    contexts: dict[str, list[dict[str, str]]] = {}
+    for name, outcomes in record["outcomes"].items():
+        contexts.setdefault(name.replace(" [two processes]", ""), []).append(outcomes)
+    merged: dict[str, list[str]] = {}
+    for name, (outcomes,) in contexts.items():
+        context, _, backend = name.partition(" [compile, ")
+        cells = _cells(outcomes)
+        if backend and merged.get(context, cells) != cells:
+            context = f"{context}, backend {backend.rstrip(']')}"
+        merged[context] = cells
+    head = ("context", "functions and modules", "`alter_gradient`", "`PowerGrad` around")
+    lines = [[context, *cells] for context, cells in merged.items()]
+    return (
+        f"{markdown_table((*head, '`PowerGrad` inside'), lines)}\n\n"
+        f"({sum(len(o) for o in record['outcomes'].values()):,} combinations, none of them plain; "
+        f"torch {record['torch']}, {record['date']}; `python tests/never_plain.py`)"
+    )
+
+
+def _cells(outcomes: Mapping[str, str]) -> list[str]:
+    """The columns, each of several ways to ask for PGT."""
+    columns: dict[str, dict[str, str]] = {"": {}, "alter": {}, "around": {}, "inside": {}}
+    for way, outcome in outcomes.items():
+        if way.startswith("PowerGrad: "):
+            columns["around"][way.removeprefix("PowerGrad: ")] = outcome
+        else:
+            column = {"alter_gradient": "alter", "PowerGrad, entered inside": "inside"}.get(way, "")
+            columns[column][way] = outcome
+    return [_cell(ways) for ways in columns.values()]
+
+
+def _cell(ways: Mapping[str, str]) -> str:
+    refused = [way for way, outcome in ways.items() if outcome != "right"]
+    right = [way for way in ways if way not in refused]
+    if not refused:
+        return "yes"
+    if len(refused) < len(right):
+        return f"yes; raises: {_listed(refused)}"
+    if right:
+        return f"raises; yes: {_listed(right)}"
+    ours = all(ways[way] == "raises" for way in refused)
+    return "raises" if ours else "PyTorch raises"
+
+
+def _listed(ways: list[str]) -> str:
+    return "; ".join(f"`{way}`" for way in ways)
 
 
 def _whole(name: str) -> str:

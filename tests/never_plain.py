@@ -2,13 +2,14 @@
 
 A way computes a loss of logits. A context runs it under something that traces, transforms or
 recomputes programs, and returns the gradient at the logits. The outcome of a cell is "right",
-"plain", "wrong", or the error that was raised. ``python tests/never_plain.py`` prints the table and
-writes it to the docs; `tests/test_never_plain.py` tests each cell.
+"plain", "wrong", or the error that was raised. ``python tests/never_plain.py`` prints the outcomes
+and records them in results/; `tests/test_never_plain.py` tests each cell.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import io
 import json
 import socket
@@ -512,7 +513,7 @@ def distributed_outcomes(folder: Path) -> dict[tuple[str, str], str]:
 
 # The record of all outcomes ----------------------------------------------------------------------
 
-RECORD = Path(__file__).with_name("never_plain.json")
+RECORD = Path(__file__).parents[1] / "results" / "what_works_where.json"
 
 
 def key(group: str, context: str) -> str:
@@ -521,7 +522,7 @@ def key(group: str, context: str) -> str:
 
 def main(words: list[str]) -> None:
     """Find the outcomes of the contexts that have one of `words`, or of all; and record them."""
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    record = json.loads(RECORD.read_text())["outcomes"] if RECORD.exists() else {}
 
     def note(name: str, found: dict[str, str]) -> None:
         record[name] = {way: kind(text) for way, text in found.items()}
@@ -539,7 +540,8 @@ def main(words: list[str]) -> None:
             found = distributed_outcomes(Path(folder))
         for name in DISTRIBUTED:
             note(f"{name} [two processes]", {way.name: found[name, way.name] for way in WAYS})
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    conditions = {"torch": torch.__version__, "date": f"{datetime.date.today()}"}
+    RECORD.write_text(json.dumps({**conditions, "outcomes": record}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
