@@ -164,7 +164,8 @@ def test_the_reference_has_every_public_name():
     assert len(set(shown)) == len(shown)
     for module in (powergrad, clipping, monitor, calibration):
         for name in module.__all__:
-            full = {f"powergrad.{name}", f"{module.__name__}.{name}"}
+            home = getattr(getattr(module, name), "__module__", "")
+            full = {f"powergrad.{name}", f"{module.__name__}.{name}", f"{home}.{name}"}
             assert name == "__version__" or full & set(shown), name
 
 
