@@ -23,7 +23,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(KERNEL)
 compare: setup ## does it help? the default comparison: 4 arms x 8 seeds on digits
 	$(BIN)/powergrad compare
 
-BOTH_WAYS := tests/test_loss.py tests/test_linear.py tests/test_mode.py tests/test_clipping.py tests/test_monitor.py
+BOTH_WAYS := tests/test_loss.py tests/test_operators.py tests/test_linear.py tests/test_mode.py tests/test_clipping.py tests/test_monitor.py
 
 # Two processes; tests that share a slow fixture stay in one.
 TWO := -n 2 --dist loadgroup

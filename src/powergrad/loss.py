@@ -298,7 +298,8 @@ def loss_and_scaled_gradient(input: Tensor, arguments: Arguments) -> tuple[Tenso
         gradient.mul_(factor)
     if divisor is not None:
         gradient.div_(divisor)
-    return value, gradient
+    # float16 would lose a small p' before it is multiplied by a loss scale.
+    return value, gradient.to(torch.float32 if input.dtype == torch.float16 else input.dtype)
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
