@@ -132,7 +132,7 @@ class Rows:
 
     @functools.cached_property
     def log_p(self) -> Tensor:
-        """``log_softmax`` of the logits; its size is what rounding multiplies. -inf where masked."""
+        """``log_softmax`` of the logits; rounding errors are multiples of its size."""
         return self.logits.log_softmax(1)
 
     @property
