@@ -240,7 +240,6 @@ class Fit(NamedTuple):
 
     alpha: Tensor  # one, or one per row (n, 1)
     uncertainty: float
-    smoothing: Tensor
     factor: Tensor  # (n, 1), the m of the rows; 1 if class weights explain them
     grade: Literal["exact", "close", "no"]
     deviation: float
@@ -331,7 +330,6 @@ def _fit(
     return Fit(
         alpha,
         max(uncertainty, rows.precision / 4, 1e-6),
-        e,
         torch.ones_like(factor) if class_weights else factor,
         "no" if not sound else "exact" if exact else "close" if close else "no",
         float((left.abs() / largest).max()),

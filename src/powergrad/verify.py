@@ -460,9 +460,7 @@ class _Call:
         return None
 
 
-def _zero_sum_dim(
-    grad: Tensor, dims: list[int], logits: Tensor | None = None
-) -> tuple[int | None, float | None]:
+def _zero_sum_dim(grad: Tensor, dims: list[int], logits: Tensor) -> tuple[int | None, float | None]:
     """Over which of `dims` the gradient sums to zero, None if over several; and None.
 
     If over none: where it is closest to it, and the sum relative to that of absolute values.
@@ -470,24 +468,23 @@ def _zero_sum_dim(
     Rows that are predicted with certainty are left out if there is none: ``p - 1`` may be 0 there,
     by rounding, while the gradients of the other classes are not.
     """
-    limit = 0.05 if grad.dtype.itemsize < 4 else 0.02  # a loss in 16 bits errs by some percent
+    info = torch.finfo(grad.dtype)
+    limit = 0.05 if info.bits < 32 else 0.02  # a loss in 16 bits errs by some percent
     wide = torch.promote_types(grad.dtype, torch.float32)
-
-    def ratio(dim: int, *, certain: bool) -> float:
-        total, size = grad.sum(dim, dtype=wide), grad.abs().sum(dim, dtype=wide)
-        if not certain and logits is not None:
-            doubt = 1 - logits.to(wide).softmax(dim).amax(dim)
-            doubtful = doubt > 100 * torch.finfo(grad.dtype).eps
-            total, size = total * doubtful, size * doubtful
-        return float(total.norm() / size.norm())  # NaN: no row is left
-
-    for certain in (True, False):
-        ratios = {dim: ratio(dim, certain=certain) for dim in dims}
-        below = [dim for dim, value in ratios.items() if not value > limit]
+    ratios: dict[int, float] = {}
+    for leave_out in (False, True):
+        for dim in dims:
+            total, size = grad.sum(dim, dtype=wide), grad.abs().sum(dim, dtype=wide)
+            size += grad.shape[dim] * info.smallest_normal * info.eps / limit  # what underflows
+            if leave_out:
+                doubt = 1 - logits.to(wide).softmax(dim).amax(dim) > 100 * info.eps
+                total, size = total * doubt, size * doubt
+            ratios[dim] = float(total.norm() / size.norm())  # NaN: no row is left
+        below = [dim for dim in dims if not ratios[dim] > limit]
         if below:
             return (below[0] if len(below) == 1 else None), None
-    closest = min(dims, key=lambda dim: ratios[dim])  # pyright: ignore[reportPossiblyUnbound]
-    return closest, ratios[closest]  # pyright: ignore[reportPossiblyUnbound]
+    closest = min(dims, key=lambda dim: ratios[dim])
+    return closest, ratios[closest]
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -497,17 +494,10 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _joined(parts: list[Rows]) -> Rows:
     """All rows, numbered by the call that they are of."""
-    if len(parts) == 1:
-        return parts[0]
-    return Rows(
-        torch.cat([part.logits for part in parts]),
-        torch.cat([part.gradient for part in parts]),
-        max(part.precision for part in parts),
-        torch.cat([part.noise for part in parts]),
-        torch.cat([part.call + number for number, part in enumerate(parts)]),
-        torch.cat([part.example for part in parts]),
-        indirect=parts[0].indirect,
-    )
+    numbered = [replace(part, call=part.call + number) for number, part in enumerate(parts)]
+    names = ("logits", "gradient", "noise", "call", "example")
+    tensors = {name: torch.cat([getattr(part, name) for part in numbered]) for name in names}
+    return replace(parts[0], precision=max(part.precision for part in parts), **tensors)
 
 
 # The gradient of the head's weight ---------------------------------------------------------------
