@@ -15,8 +15,10 @@ from torch import Tensor
 
 from powergrad import _native
 from powergrad._check import Arguments
+from powergrad._compat import run_eagerly
 from powergrad.loss import by_primitive, loss_and_scaled_gradient
 from powergrad.transform import altered_backward, flattened, plain_log_softmax, scores_to_save
+from powergrad.verify import report
 
 __all__: list[str] = []
 
@@ -24,14 +26,20 @@ _LIBRARY = torch.library.Library("powergrad", "DEF")
 
 
 def _define(
-    schema: str, kernel: Callable[..., Any], backward: Any, setup_context: Any, vmap: Any
+    schema: str,
+    kernel: Callable[..., Any],
+    backward: Any = None,
+    setup_context: Any = None,
+    vmap: Any = None,
 ) -> None:
     """Register an operator, whose `kernel` is made of operations that fake tensors have too."""
     name = f"powergrad::{schema.split('(')[0]}"
     _LIBRARY.define(schema, tags=[torch.Tag.pt2_compliant_tag])
     torch.library.impl(name, "CompositeExplicitAutograd", kernel, lib=_LIBRARY)
-    torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_LIBRARY)
-    torch.library.register_vmap(name, vmap, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_LIBRARY)
+    if vmap is not None:
+        torch.library.register_vmap(name, vmap, lib=_LIBRARY)
 
 
 # The primitive -----------------------------------------------------------------------------------
@@ -181,6 +189,37 @@ _define(
     _cross_entropy_vmap,
 )
 torch.library.register_fake("powergrad::cross_entropy", _cross_entropy_fake, lib=_LIBRARY)
+
+
+# The identity, whose backward pass reports the gradient to `powergrad.verify` ---------------------
+
+
+def _watch_gradient(grad: Tensor, logits: Tensor, tag: int) -> Tensor:
+    report(logits, grad, tag)
+    return grad.clone()
+
+
+def _watch_setup(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    logits, ctx.tag = inputs
+    ctx.save_for_backward(logits)
+
+
+def _watch_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (logits,) = ctx.saved_tensors
+    return torch.ops.powergrad.watch_gradient(grad, logits, ctx.tag), None
+
+
+_define(
+    "watch_logits(Tensor logits, int tag) -> Tensor",
+    lambda logits, tag: logits.clone(),
+    _watch_grad,
+    _watch_setup,
+)
+_define("watch_gradient(Tensor grad, Tensor logits, int tag) -> Tensor", _watch_gradient)
+torch.library.register_fake(
+    "powergrad::watch_gradient", lambda grad, logits, tag: torch.empty_like(grad), lib=_LIBRARY
+)
+run_eagerly(_watch_grad)  # where a compiled step calls `backward()`
 
 
 # A batch dimension comes first -------------------------------------------------------------------
