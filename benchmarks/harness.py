@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -53,9 +54,17 @@ def conditions() -> dict[str, Any]:
         "cpu": machine["processor"],
         "python": machine["python"],
         "torch": machine["torch"],
-        "commit": machine["commit"],
+        "commit": commit(),
         "date": machine["time"][:10],
     }
+
+
+def commit() -> str:
+    """The commit of the code; a result or a page that was written since does not make it dirty."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True).strip()
+    code = [*git, "status", "--porcelain", "--", "src", "benchmarks", "pyproject.toml"]
+    return f"{head}-dirty" if subprocess.check_output(code) else head
 
 
 def in_turns(
