@@ -33,7 +33,7 @@ Verdict = Literal["pgt", "plain", "neither", "cannot tell"]
 
 SAME = 1e-3  # alphas closer than this are one
 WIDEST = 0.02  # the largest uncertainty of alpha with which an answer is given
-SIGMAS = 5.0  # standard errors in the uncertainty
+SIGMAS = 10.0  # standard errors in the uncertainty: rounding errors go together
 SIXTEEN = 2.0**-9  # unit roundoff of bfloat16, the coarsest format of a loss
 
 
@@ -324,9 +324,7 @@ def _fit(
     sound = bool((factor > 0).all()) and float(pull.min()) >= -1e-3 * float(pull.max())
     exact = bool((left.abs() <= (4 if rows.in_16_bits else 64) * error).all())
     close = bool((left.abs() <= 4 * error * max(1.0, SIXTEEN / rows.precision)).all())
-    # Errors in 16 bits go together: twice as many standard errors. Alpha itself is rounded, too.
-    sigmas = SIGMAS * (2 if rows.in_16_bits else 1)
-    uncertainty = sigmas * float((scatter / information).max()) ** 0.5  # pyright: ignore
+    uncertainty = SIGMAS * float((scatter / information).max()) ** 0.5  # pyright: ignore
     return Fit(
         alpha,
         max(uncertainty, rows.precision / 4, 1e-6),
