@@ -216,7 +216,7 @@ def _in_a_branch(loss: Loss) -> Loss:
 
 
 def _in_a_region(loss: Loss) -> Loss:
-    region = torch.compiler.nested_compile_region(lambda z, y: loss(z, y) * 1)
+    region: Any = torch.compiler.nested_compile_region(lambda z, y: loss(z, y) * 1)
     return lambda z, y: region(z * 1, y)
 
 
@@ -307,7 +307,8 @@ def _recorded_gradient(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
 
 def _scripted(loss: Loss) -> Loss:
     example = (logits().requires_grad_(), labels())
-    return torch.jit.trace(lambda z, y: loss(z, y), example, check_trace=False)
+    traced: Any = torch.jit.trace(lambda z, y: loss(z, y), example, check_trace=False)
+    return traced
 
 
 def _functionally(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
@@ -347,17 +348,18 @@ def _compiled_contexts(backend: str) -> Iterator[Context]:
     yield Context("compile", group, whole)
     yield Context("compile, dynamic", group, lambda loss: compiled(loss, dynamic=True))
     yield Context("compile, graph breaks", group, lambda loss: compiled(_broken(loss)))
+
+    def tangent_by_tangent(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
+        one = whole(lambda z, t: jvp(lambda z: loss(z, y), (z,), (t,))[1])
+        tangents = torch.eye(z.numel(), dtype=z.dtype).reshape(-1, *z.shape)
+        return torch.stack([one(z, t) for t in tangents]).reshape(z.shape)
+
     for name, transform in TRANSFORMS.items():
 
-        def gradient(loss: Loss, z: Tensor, y: Tensor, transform: Any = transform) -> Tensor:
+        def at_once(loss: Loss, z: Tensor, y: Tensor, transform: Any = transform) -> Tensor:
             return whole(lambda z, y: transform(loss, z, y))(z, y)
 
-        if name == "jvp":
-
-            def gradient(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
-                one = whole(lambda z, t: jvp(lambda z: loss(z, y), (z,), (t,))[1])
-                tangents = torch.eye(z.numel(), dtype=z.dtype).reshape(-1, *z.shape)
-                return torch.stack([one(z, t) for t in tangents]).reshape(z.shape)
+        gradient = tangent_by_tangent if name == "jvp" else at_once
 
         yield Context(f"compile(torch.func.{name})", group, gradient=gradient)
     for form, reentrant in (("reentrant", True), ("non-reentrant", False)):
@@ -427,7 +429,7 @@ def kind(text: str) -> str:
 # Two processes -----------------------------------------------------------------------------------
 
 
-def _in_half(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[Way], Tensor]:
+def _in_half(wrap: Callable[[nn.Module], Any]) -> Callable[[Way], Tensor]:
     """Each process has half of the rows; the gradients of the parameters are averaged."""
 
     def run(way: Way) -> Tensor:
@@ -438,7 +440,7 @@ def _in_half(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[Way], Tensor]:
             loss = model(z, labels()[half])
         loss.backward()
         assert z.grad is not None
-        shift = next(model.parameters()).grad
+        shift: Any = next(model.parameters()).grad
         shift = shift.full_tensor() if isinstance(shift, DTensor) else shift
         gathered = [torch.empty_like(z.grad) for _ in range(2)]
         dist.all_gather(gathered, z.grad)
