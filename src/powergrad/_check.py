@@ -201,7 +201,7 @@ class Arguments(NamedTuple):
     reduction: str
 
 
-def check_cross_entropy(input: Tensor, arguments: Arguments) -> tuple[int, Arguments]:
+def check_cross_entropy(input: Tensor, arguments: tuple[Any, ...]) -> tuple[int, Arguments]:
     """Check all but the values of labels; return the class dimension, and labels as int64."""
     target, weight, alpha, ignore_index, label_smoothing, reduction = arguments
     check_floating(input, "input")

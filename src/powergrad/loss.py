@@ -96,17 +96,17 @@ def loss_of(input: Tensor, arguments: tuple[Any, ...]) -> Tensor:
     """:func:`cross_entropy` of `arguments`, in the order of `Arguments`."""
     if _is_common_case(input, arguments):  # `Arguments` would take 1% of the time of a small loss
         return _fused_loss(input, arguments)
-    class_dim, arguments = check_cross_entropy(input, Arguments(*arguments))
+    class_dim, arguments = check_cross_entropy(input, arguments)
     target, weight, alpha, ignore_index, label_smoothing, reduction = arguments
-    compute = by_primitive
-    if not is_one(alpha) and _can_fuse(input, target, weight):
+    compute, one = by_primitive, is_one(alpha)
+    if not one and _can_fuse(input, target, weight):
         if is_plain(input, target):
             compute = _fused_loss
         elif _has_operator(input, target):
             compute = _fused_operator
     if compute is not _fused_loss:
         check_labels(target, input.shape[class_dim], ignore_index)
-    if is_one(alpha):
+    if one:
         return torch.ops.aten.cross_entropy_loss(
             input, target, weight, REDUCTIONS[reduction], ignore_index, label_smoothing
         )
