@@ -43,5 +43,11 @@ def device() -> torch.device:
 
 
 @pytest.fixture
+def nothing_traced(monkeypatch) -> None:
+    """Each test as in a process of its own, in which compiled code has altered nothing."""
+    monkeypatch.setattr("powergrad.mode._traced_calls", {})
+
+
+@pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)

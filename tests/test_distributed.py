@@ -40,13 +40,17 @@ def losses():
     yield PowerGrad(0.3)(F.cross_entropy)
 
 
-def worker(rank: int, port: int, folder: str) -> None:
+def join(rank: int, port: int) -> tuple[torch.Tensor, torch.Tensor, slice]:
+    """Enter the group of processes; return the data, and which rows of it are this rank's."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD
     )
-    x, y = data()
-    rows = slice(rank * 6, (rank + 1) * 6)
+    return *data(), slice(rank * 6, (rank + 1) * 6)
+
+
+def worker(rank: int, port: int, folder: str) -> None:
+    x, y, rows = join(rank, port)
     for i, loss in enumerate(losses()):
         model = DistributedDataParallel(network())
         loss(model(x[rows]), y[rows]).backward()
@@ -58,12 +62,7 @@ def worker(rank: int, port: int, folder: str) -> None:
 
 def verifying_worker(rank: int, port: int, folder: str) -> None:
     """Each rank verifies a step of AdamW; rank 0 writes what it found, and whether all is back."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD
-    )
-    x, y = data()
-    rows = slice(rank * 6, (rank + 1) * 6)
+    x, y, rows = join(rank, port)
     model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 

@@ -23,10 +23,7 @@ NOTHING = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _nothing_was_traced(monkeypatch) -> None:
-    """Each test as in a process of its own, in which compiled code has altered nothing."""
-    monkeypatch.setattr("powergrad.mode._traced_calls", {})
+pytestmark = pytest.mark.usefixtures("nothing_traced")
 
 
 @pytest.fixture

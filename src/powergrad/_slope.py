@@ -48,7 +48,7 @@ class Verification:
             none of both; or "cannot tell", where the data do not determine the answer.
         alpha: The effective alpha, where the verdict is "pgt" or "plain"; the mean over the rows,
             if each has its own.
-        uncertainty: How far `alpha` may be from the true one: five standard errors, ten in 16 bits.
+        uncertainty: How far `alpha` may be from the true one: ten standard errors.
         deviation: The largest difference between the gradient and the fitted one, relative to the
             largest entry of its row; for "neither" that of the best fit, if there is one.
         rows: How many rows of logits were measured.

@@ -36,7 +36,7 @@ from powergrad._check import (
 )
 from powergrad._compat import direct_apply, in_transform
 from powergrad._rows import loss_and_gradient, reduced
-from powergrad.transform import log_sigmoid, log_softmax, way_of
+from powergrad.transform import log_sigmoid, log_softmax
 
 __all__ = ["CrossEntropyLoss", "binary_cross_entropy_with_logits", "cross_entropy"]
 
@@ -223,7 +223,7 @@ class _FusedLoss(torch.autograd.Function):
         (grad,), once = grads, ctx.gradient
         ctx.gradient = None
         if once is None or torch.is_grad_enabled():
-            return _gradientby_primitive(ctx, grad), None
+            return _gradient_by_primitive(ctx, grad), None
         gradient, factor, divisor, dtype = once
         scale = grad.unsqueeze(1) if grad.dim() else grad
         if divisor is not None:
@@ -258,7 +258,7 @@ def _loss_and_gradient(
     return loss_and_gradient(input, arguments, all_valid=all_valid)
 
 
-def _gradientby_primitive(ctx: Any, grad: Tensor) -> Tensor:
+def _gradient_by_primitive(ctx: Any, grad: Tensor) -> Tensor:
     logits, target, weight = ctx.saved_tensors
     differentiated = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -279,7 +279,7 @@ def _has_operator(input: Tensor, target: Tensor) -> bool:
         and input.dtype in (torch.float32, torch.bfloat16)
         and target.dtype == torch.int64
         and input.numel() >= OPERATOR
-        and way_of(input) == "potential"
+        and not torch.compiler.is_exporting()
         and not in_transform()
         and _native.available()
     )

@@ -141,17 +141,9 @@ def _cross_entropy(
     return loss_and_scaled_gradient(input, arguments) if native is None else native
 
 
-def _cross_entropy_fake(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    alpha: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> tuple[Tensor, Tensor]:
+def _cross_entropy_fake(input: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(input.dtype, torch.float32)
-    value = input.new_empty(input.shape[:1] if reduction == "none" else (), dtype=wide)
+    value = input.new_empty(input.shape[:1] if arguments[-1] == "none" else (), dtype=wide)
     dtype = torch.float32 if input.dtype == torch.float16 else input.dtype
     return value, input.new_empty(input.shape, dtype=dtype)
 
