@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-BENCHMARKS := loss compiled linear agc altering monitor planted imports decode train calibration
+BENCHMARKS := loss compiled linear agc altering monitor planted imports decode train calibration run
 
 .PHONY: help setup compare test test-core test-deep test-matrix test-gpu test-integrations test-release dist bench pages docs docs-serve lint check clean
 

@@ -10,13 +10,17 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import TextIO, cast
 
 # By command: the module of powergrad.lab.cli that has it, and its line in the help.
 COMMANDS = {
     "compare": (
         "studies",
         "Does it help here? Baseline, PGT, AGC and combinations over seeds, with a verdict.",
+    ),
+    "run": (
+        "running",
+        "One program, unchanged, with altered gradients: run --alpha 0.3 -- train.py.",
     ),
     "sweep": ("studies", "A grid over alpha, and any other key, over seeds."),
     "decompose": ("studies", "Which part of PGT helps here?"),
@@ -55,9 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app.command(place_of(name), name=name, help=line, sort_key=number)
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(tokens, exit_on_error=False, result_action="return_value") or 0
+        result = app(tokens, exit_on_error=False, result_action="return_value") or 0
         sys.stdout.flush()
-        return code
     except CycloptsError:  # has been printed
         return 2
     except BrokenPipeError:
@@ -75,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"powergrad: {message}", file=sys.stderr)
         return 2
+    # A program of the user's, whose errors are its own.
+    return cast(int, result() if callable(result) else result)
 
 
 def _is_unread(stream: TextIO) -> bool:

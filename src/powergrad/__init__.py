@@ -11,6 +11,7 @@ from powergrad.linear import linear_cross_entropy
 from powergrad.loss import CrossEntropyLoss, binary_cross_entropy_with_logits, cross_entropy
 from powergrad.mode import PowerGrad
 from powergrad.monitor import FilterMonitor, census
+from powergrad.reporting import report
 from powergrad.transform import log_softmax, paper_smoothing, power_transform, stationary_threshold
 from powergrad.verify import verify
 
@@ -33,6 +34,7 @@ __all__ = [
     "native_available",
     "paper_smoothing",
     "power_transform",
+    "report",
     "stationary_threshold",
     "verify",
 ]

@@ -103,6 +103,14 @@ class ClipReport(Mapping[str, LayerClip]):
         """The number of units clipped, over all layers."""
         return sum(layer.clipped for layer in self.values())
 
+    def _count(self) -> tuple[int, Tensor | int]:
+        """`units` and `clipped`; the latter stays on the device of the gradients."""
+        over = [(part.norms > part.floors * self.threshold).sum() for part in self._parts]
+        clipped = sum(number.to(over[0].device) for number in over)
+        if over and self._finite is not None:
+            clipped = clipped * self._finite.to(over[0].device)
+        return sum(sum(part.units) for part in self._parts), clipped
+
     @property
     def largest(self) -> float:
         """The largest of what was compared with the threshold, over all layers; 0 without any."""

@@ -60,6 +60,7 @@ __all__ = [
     "custom_function",
     "direct_apply",
     "foreach_mul_",
+    "forget_functions",
     "frames_that_recompute",
     "function_modes",
     "functions_traced",
@@ -73,6 +74,7 @@ __all__ = [
     "is_legacy_batchedtensor",
     "legacy_reduction",
     "legacy_softmax_dim",
+    "on_first_backward",
     "operators_traced",
     "own_modes",
     "pop_mode",
@@ -280,6 +282,22 @@ def capture_in_checkpoints(capture: Callable[[Callable[..., Any]], Callable[...,
     _captured = True
 
 
+def on_first_backward(function: Callable[[Any], None]) -> None:
+    """Call `function` with the tensors at which the first backward pass of the process begins."""
+    # 2.13.0: `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` meet here.
+    run: Any = getattr(torch.autograd, "_engine_run_backward", None)
+    if run is None:
+        return
+
+    def first(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        torch.autograd._engine_run_backward = run  # pyright: ignore
+        function(roots)
+        return run(roots, *args, **kwargs)
+
+    run_eagerly(first)
+    torch.autograd._engine_run_backward = first  # pyright: ignore
+
+
 # TorchDynamo --------------------------------------------------------------------------------------
 
 
@@ -300,6 +318,21 @@ def functions_traced() -> int:
 
 
 functions_traced._dynamo_marked_constant = True  # pyright: ignore
+
+
+def forget_functions() -> None:
+    """Let PyTorch look up its own functions anew, after some were replaced for a while."""
+    # 2.13.0: tables by function, which are made once. TorchDynamo's is made when it is loaded.
+    tables = {
+        "torch.overrides": ("get_testing_overrides", "_get_overridable_functions"),
+        "torch._dynamo.variables.torch": ("get_overridable_functions",),
+        "torch._dynamo.trace_rules": ("get_torch_obj_rule_map", "get_tensor_method"),
+    }
+    for module, names in tables.items():
+        for name in names:
+            table = getattr(sys.modules.get(module), name, None)
+            if hasattr(table, "cache_clear"):
+                table.cache_clear()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 own_modes: set[type] = set()  # function modes that leave operators of higher order alone

@@ -256,6 +256,24 @@ class _Block(TorchFunctionMode):
             self.watch.saw_loss(func, out)
         return out
 
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``func(*args, **kwargs)`` as inside of this block, which is entered for it alone.
+
+        `func` is one that PowerGrad alters. Nothing else is called inside, so that PyTorch need not
+        know of the block, which would take longer than a small loss.
+        """
+        kind, replacement = _KNOWN[func]
+        if replacement is None or self._leaves_alone(kind, kwargs):
+            return func(*args, **kwargs)
+        frames = frames_that_recompute()
+        self.outer = {id(frame) for frame in frames}
+        self.counts = not any(map(recomputes_now, frames))
+        token = _CURRENT.set(self)
+        try:
+            return self._alter(func, kind, replacement, args, kwargs)
+        finally:
+            _CURRENT.reset(token)
+
     def _alter(
         self, func: Any, kind: str, replacement: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:

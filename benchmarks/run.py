@@ -1,0 +1,114 @@
+"""What `powergrad run --alpha 0.3` costs per training step, against the same step without it.
+
+The step is the usual one: zero_grad, forward, `F.cross_entropy`, backward, `optimizer.step()`. The
+variants share one process, network and data, so that nothing else differs: what `powergrad run`
+installs is switched on for its own steps (`run`) and off for the others (`plain`, and `hand`, which
+calls `powergrad.cross_entropy`). Switching is not timed. Steps alternate in random order, each
+timed by CPU time; a ratio is one of medians. The first steps, which `powergrad run` watches to
+measure alpha, are over before the timing begins.
+
+    python benchmarks/run.py [--rounds 200]     writes results/bench_run.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NoReturn
+
+import torch
+from harness import save, warm_allocator
+from torch import nn
+from torch.nn import functional as F
+
+import powergrad
+from powergrad.lab.models import create_model
+from powergrad.launch import Options
+from powergrad.launch.losses import Losses
+from powergrad.launch.optimizers import ATTEMPTS, Optimizers
+
+ALPHA = 0.3
+
+
+def perceptron() -> nn.Module:
+    layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
+    return nn.Sequential(*layers)
+
+
+CASES: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], str]] = [
+    ("mlp 784-512-512-10", perceptron, (128, 784), "SGD"),
+    ("resnet8", lambda: create_model("resnet8", num_classes=10), (64, 3, 32, 32), "SGD"),
+    ("resnet20", lambda: create_model("resnet20", num_classes=10), (64, 3, 32, 32), "SGD"),
+    ("resnet20", lambda: create_model("resnet20", num_classes=10), (64, 3, 32, 32), "AdamW"),
+]
+
+
+def refuse(message: str) -> NoReturn:
+    raise RuntimeError(message)
+
+
+def measure(
+    name: str, make: Callable[[], nn.Module], shape: tuple[int, ...], kind: str, rounds: int
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, images, labels = make(), torch.randn(shape), torch.randint(0, 10, shape[:1])
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3)
+
+    def step(loss_fn: Callable[..., torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        loss_fn(model(images), labels).backward()
+        optimizer.step()
+
+    def by_hand(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return powergrad.cross_entropy(logits, target, alpha=ALPHA)
+
+    losses = Losses(ALPHA)
+    optimizers = Optimizers(Options(alpha=ALPHA), lambda: None, refuse)
+    seconds: dict[str, list[float]] = {"plain": [], "hand": [], "run": []}
+    order, chance = list(seconds), random.Random(0)
+    for number in range(rounds + ATTEMPTS + 5):
+        chance.shuffle(order)
+        for variant in order:
+            if variant == "run":
+                losses.install()
+                optimizers.install()
+            loss_fn = by_hand if variant == "hand" else F.cross_entropy
+            begin = time.process_time()
+            step(loss_fn)
+            if number >= ATTEMPTS + 5:
+                seconds[variant].append(time.process_time() - begin)
+            if variant == "run":
+                losses.remove()
+                optimizers.close()
+    assert losses.altered == {"cross_entropy": rounds + ATTEMPTS + 5}
+    medians = {variant: median(times) for variant, times in seconds.items()}
+    return {
+        "model": name,
+        "batch": shape[0],
+        "optimizer": kind,
+        "rounds": rounds,
+        **{f"{variant}_ms": round(1e3 * value, 4) for variant, value in medians.items()},
+        "ratio_run": round(medians["run"] / medians["plain"], 4),
+        "ratio_hand": round(medians["hand"] / medians["plain"], 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=200)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    rows = []
+    for name, make, shape, kind in CASES:
+        number = rounds * 5 if name.startswith("mlp") else rounds
+        rows.append(measure(name, make, shape, kind, number if name != "resnet20" else rounds // 2))
+        print(rows[-1], flush=True)
+    save("run", rows)
+
+
+if __name__ == "__main__":
+    warm_allocator()
+    main()

@@ -1,0 +1,70 @@
+"""What ``powergrad run`` is asked for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from powergrad._check import check_number, check_threshold
+from powergrad.clipping import ClipThresholds
+from powergrad.launch.scaling import Scales
+from powergrad.monitor import Recording
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of ``powergrad run``; the defaults change nothing.
+
+    Raises:
+        ValueError: If one is out of range, or `monitor` holds a recording.
+    """
+
+    alpha: float = 1.0
+    agc: float | None = None
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    decay_scale: float = 1.0
+    lr_scale: float = 1.0
+    head_lr_scale: float = 1.0
+    head: str | None = None
+    monitor: Path | None = None
+    strict: bool = False
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_number(self.alpha)
+        for name in ("agc", "clip_norm", "clip_value"):
+            value = getattr(self, name)
+            if value is not None:
+                check_threshold(value, name.replace("_", "-"))
+        for name, least in (("decay_scale", "0 or more"), ("lr_scale", ""), ("head_lr_scale", "")):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and (value > 0 or (value == 0 and least))):
+                raise ValueError(
+                    f"Expected `{name.replace('_', '-')}` to be {least or 'positive'}, but got "
+                    f"{value}."
+                )
+        if self.monitor is not None and Recording.exists(self.monitor):
+            raise ValueError(
+                f"Expected `monitor` to be a folder without a recording, but {str(self.monitor)!r} "
+                "holds one."
+            )
+
+        if self.json is not None and not self.json.parent.is_dir():
+            raise ValueError(
+                f"Expected `json` to be a file in a folder that exists, but got {str(self.json)!r}."
+            )
+
+    @property
+    def thresholds(self) -> ClipThresholds:
+        """Those of :func:`powergrad.clip_grads_before_step`."""
+        known = {"agc": self.agc, "norm": self.clip_norm, "value": self.clip_value}
+        return ClipThresholds(**{k: v for k, v in known.items() if v is not None})  # type: ignore[typeddict-item]
+
+    @property
+    def scales(self) -> Scales:
+        """What learning rates and decays are multiplied by."""
+        return Scales(self.lr_scale, self.head_lr_scale, self.decay_scale)

@@ -1,0 +1,225 @@
+"""One program from start to end: what is attached to it, and what is said of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from powergrad._compat import on_first_backward
+from powergrad._head import _REMEDY
+from powergrad._slope import counted
+from powergrad._version import __version__
+from powergrad.launch.losses import Losses
+from powergrad.launch.optimizers import Optimizers
+from powergrad.launch.options import Options
+from powergrad.launch.program import Program
+from powergrad.reporting import write_json
+
+__all__ = ["NOT_ALTERED", "launch"]
+
+NOT_ALTERED = 3  # the exit code where the program was not altered as asked
+FORMAT = 1
+
+
+def launch(program: Program, options: Options) -> int:
+    """Execute a program in this process, with altered gradients.
+
+    Args:
+        program: The program.
+        options: What is altered.
+
+    Returns:
+        The exit code: that of the program; `NOT_ALTERED` where it is 0 and something that was asked
+        for did not happen.
+
+    Raises:
+        KeyboardInterrupt: If the program was interrupted; its traceback has been printed.
+    """
+    if options.json is not None:
+        options.json.unlink(missing_ok=True)  # what is there afterwards is of this run
+    session = _Session(options)
+    session.install()
+    process = os.getpid()
+    ending = program.execute()
+    code = ending.code
+    if os.getpid() == process:  # else the program has forked
+        code = session.finish(code, program)
+    if ending.interrupted:
+        sys.excepthook = lambda *_: None
+        raise KeyboardInterrupt
+    return code
+
+
+class _Refused(SystemExit):
+    """Ends a program that cannot be altered as asked; no ``except Exception`` holds it up."""
+
+
+@dataclass
+class _Session:
+    options: Options
+    refusals: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    first_loss: Tensor | None = None
+    graph: list[str] = field(default_factory=list)  # where the first backward pass began
+
+    def __post_init__(self) -> None:
+        self.losses = Losses(self.options.alpha)
+        self.optimizers = Optimizers(self.options, self._altered, self._refuse)
+
+    def install(self) -> None:
+        if self.options.alpha != 1:
+            self.losses.install()
+        self.optimizers.install()
+        on_first_backward(self._note_backward)
+
+    def finish(self, code: int, program: Program) -> int:
+        """Say what was done; returns the exit code."""
+        self.optimizers.close()
+        self.problems = self.refusals or ([] if code else self._problems())
+        code = NOT_ALTERED if self.problems and not code else code
+        rank = os.environ.get("RANK", "0")
+        words = [f"powergrad run: {self._line()}"] if rank == "0" else []
+        words += [f"powergrad run: error: {problem}" for problem in self.problems]
+        print(*words, sep="\n", end="\n" if words else "", file=sys.__stderr__, flush=True)
+        if self.options.json is not None and rank == "0":
+            write_json(self.options.json, self._summary(code, program))
+        return code
+
+    def _altered(self) -> int | None:
+        return None if self.losses.compiled else sum(self.losses.altered.values())
+
+    def _refuse(self, message: str) -> NoReturn:
+        message = message.replace(_REMEDY, "name it by `--head NAME`")
+        message = message.removesuffix(" With `head=None` every layer is clipped.")
+        self.refusals.append(message)
+        raise _Refused(NOT_ALTERED)
+
+    def _note_backward(self, roots: Sequence[Any]) -> None:
+        root = roots[0] if roots else None
+        if not isinstance(root, Tensor):
+            return
+        if root.numel() == 1:
+            self.first_loss = root.detach().clone()
+        node = root.grad_fn
+        while node is not None and len(self.graph) < 4:
+            self.graph.append(node.name())
+            node = next((n for n, _ in node.next_functions if n is not None), None)
+
+    # What was not done ----------------------------------------------------------------------------
+
+    def _problems(self) -> list[str]:
+        """Everything that was asked for and did not happen: such a run is a plain one."""
+        options, optimizers = self.options, self.optimizers
+        problems = self._problems_of_alpha() if options.alpha != 1 else []
+        steps = sum(seen.steps for seen in optimizers.seen)
+        for option in self._asked_of_optimizers():
+            why = ""
+            if not steps:
+                why = "no optimizer of torch.optim, or derived from one, has stepped"
+            elif option in _CLIPPING and not int(optimizers.clipped[_CLIPPING[option]].clipped):
+                why = f"no gradient was above the threshold in {counted(steps, 'step')}"
+            elif option in _SCALING and _SCALING[option] not in optimizers.scaled:
+                why = {
+                    "--lr-scale": "every learning rate was 0",
+                    "--decay-scale": "no optimizer has a weight decay",
+                    "--head-lr-scale": "no optimizer that has stepped holds the head",
+                }[option]
+            if why:
+                problems.append(f"{option} changed nothing: {why}.")
+        return problems
+
+    def _problems_of_alpha(self) -> list[str]:
+        option = f"--alpha {self.options.alpha:g}"
+        if not self.losses.altered and not self.losses.compiled:
+            began = f" Its first backward pass began at {', '.join(self.graph)}."
+            return [
+                f"{option} altered nothing: no cross-entropy or log-softmax of PyTorch with a "
+                f"gradient was called in this process.{began if self.graph else ''} Kernels of "
+                "other libraries, TorchScript and processes that the program starts by itself are "
+                "not reached: choose PyTorch's loss, or start the processes by torchrun."
+            ]
+        measured = self.optimizers.verification
+        if measured is not None and measured.verdict == "plain":
+            return [f"{option} did not reach the model: its head's gradient is {measured}."]
+        if self.options.strict and not self._is_proved():
+            why = "no second step was taken" if measured is None else str(measured)
+            return [f"{option} was not proved: {why}."]
+        return []
+
+    def _is_proved(self) -> bool:
+        measured = self.optimizers.verification
+        if measured is None or measured.verdict != "pgt" or measured.alpha is None:
+            return False
+        return abs(measured.alpha - self.options.alpha) <= 1e-3 + (measured.uncertainty or 0)
+
+    def _asked_of_optimizers(self) -> list[str]:
+        options = self.options
+        asked = [option for option, method in _CLIPPING.items() if method in options.thresholds]
+        scales = asdict(options.scales)
+        asked += [option for option, name in _SCALING.items() if scales[name] != 1]
+        return asked + ["--monitor"] * (options.monitor is not None)
+
+    # What was done --------------------------------------------------------------------------------
+
+    def _line(self) -> str:
+        """The summary as one line."""
+        options, losses, optimizers = self.options, self.losses, self.optimizers
+        parts = []
+        if options.alpha != 1:
+            kinds = [f"{count:,} {kind}" for kind, count in losses.altered.items()]
+            kinds += [
+                f"{count:,} {kind} in compiled code" for kind, count in losses.compiled.items()
+            ]
+            parts.append(f"alpha {options.alpha:g} altered {', '.join(kinds) or 'nothing'}")
+            if optimizers.verification is not None:
+                parts.append(f"step {optimizers.verified_step}: {optimizers.verification}")
+        for name, total in optimizers.clipped.items():
+            parts.append(f"{name} clipped {int(total.clipped):,} of {total.units:,} units")
+        for option, name in _SCALING.items():
+            scale = asdict(options.scales)[name]
+            if scale != 1:
+                done = "" if name in optimizers.scaled else " (not applied)"
+                parts.append(f"{option.removeprefix('--')} {scale:g}{done}")
+        steps = [f"{counted(seen.steps, 'step')} of {seen.kind}" for seen in optimizers.seen]
+        return "; ".join([*(parts or ["nothing was asked for"]), ", ".join(steps) or "no steps"])
+
+    def _summary(self, code: int, program: Program) -> dict[str, Any]:
+        """The summary for programs."""
+        options, optimizers = self.options, self.optimizers
+        loss = None if self.first_loss is None else float(self.first_loss)
+        measured = optimizers.verification
+        return {
+            "format": FORMAT,
+            "powergrad": __version__,
+            "command": program.command,
+            "options": {
+                k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()
+            },
+            "exit_code": code,
+            "problems": self.problems,
+            "altered": self.losses.altered,
+            "altered_in_compiled_code": self.losses.compiled if options.alpha != 1 else {},
+            "optimizers": [{"class": seen.kind, "steps": seen.steps} for seen in optimizers.seen],
+            "steps": sum(seen.steps for seen in optimizers.seen),
+            "clipped": {
+                name: {"units": total.units, "clipped": int(total.clipped)}
+                for name, total in optimizers.clipped.items()
+            },
+            "scaled": sorted(optimizers.scaled),
+            "first_loss": loss if loss is not None and math.isfinite(loss) else None,
+            "verification": None
+            if measured is None
+            else {**asdict(measured), "step": optimizers.verified_step, "text": str(measured)},
+        }
+
+
+# By option: the method of clipping, and what of a group is scaled.
+_CLIPPING = {"--agc": "agc", "--clip-norm": "norm", "--clip-value": "value"}
+_SCALING = {"--lr-scale": "lr", "--head-lr-scale": "head_lr", "--decay-scale": "weight_decay"}

@@ -1,0 +1,115 @@
+"""``powergrad run`` on the scripts of docs/your-script.md, against changes written in by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from launching import Launcher
+from pages import ROOT, blocks_of
+
+PAGE = ROOT / "docs" / "your-script.md"
+SCRIPTS = {b.needs: b.code for b in blocks_of(PAGE.read_text()) if b.language == "python"}
+PREPARE = f"""
+import importlib, sys
+sys.path.append({str(ROOT / "tests")!r})
+from torchvision_shim import declare_torchvision_schemas
+declare_torchvision_schemas()
+for name in ("timm", "transformers.trainer", "lightning"):
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        pass
+"""
+START = "import powergrad, torch\ntorch.set_default_dtype(torch.float64)\n"
+SEED = "import numpy; numpy.random.seed(0)\n"
+END = "import sys\ntorch.save(model.state_dict(), sys.argv[1])\n"
+
+# The head's learning rate halved in each group of an optimizer, by hand.
+SPLIT = """
+def split(optimizer, head, key="lr"):
+    head = set(head.parameters())
+    groups = [
+        {**group, "params": [p for p in group["params"] if (p in head) == inside],
+         key: group.get(key, 1) * (0.5 if inside else 1)}
+        for group in optimizer.param_groups for inside in (False, True)
+    ]
+    return type(optimizer)([g for g in groups if g["params"]])
+"""
+ALTERED = "powergrad.cross_entropy({}, {}, alpha=0.3)"
+CHANGES: dict[str | None, list[tuple[str, str]]] = {
+    None: [
+        ("F.cross_entropy(model(images), labels)", ALTERED.format("model(images)", "labels")),
+        ("schedule = ", "optimizer = split(optimizer, model[2])\nschedule = "),
+    ],
+    "timm": [
+        ("loss_fn(model(mixed), targets)", ALTERED.format("model(mixed)", "targets")),
+        (  # by timm's own factor for a group, which its schedules know, also their warm-up
+            "schedule = ",
+            "optimizer = split(optimizer, model.get_classifier(), 'lr_scale')\nschedule = ",
+        ),
+    ],
+    "transformers": [
+        (
+            "trainer.train()",
+            "trainer.compute_loss = powergrad.PowerGrad(0.3)(trainer.compute_loss)\n"
+            "trainer.create_optimizer()\n"
+            "trainer.optimizer = split(trainer.optimizer, model.classifier)\n"
+            "trainer.train()",
+        )
+    ],
+    "lightning": [
+        (
+            "F.cross_entropy(self.network(batch[0]), batch[1])",
+            ALTERED.format("self.network(batch[0])", "batch[1]"),
+        ),
+        ("return torch.optim.AdamW(", "return split(torch.optim.AdamW("),
+        ("weight_decay=0.01)\n\nlight", "weight_decay=0.01), self.network[2])\n\nlight"),
+    ],
+}
+STEPS = {None: 20, "timm": 4, "transformers": 6, "lightning": 8}
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory):
+    launcher = Launcher(tmp_path_factory.mktemp("launch"), PREPARE)
+    yield launcher
+    launcher.close()
+
+
+@pytest.mark.parametrize("library", SCRIPTS, ids=str)
+def test_a_run_is_the_script_with_the_change_written_in(library, launcher, tmp_path):
+    if library and importlib.util.find_spec(library) is None:
+        pytest.skip(f"needs {library}: make test-integrations")
+    text = SCRIPTS[library]
+    by_hand = text
+    for old, new in CHANGES[library]:
+        assert by_hand.count(old) == 1, old
+        by_hand = by_hand.replace(old, new)
+    weights = {}
+    file = tmp_path / "summary.json"
+    for name, code in (("plain", text), ("ours", text), ("by_hand", SPLIT + by_hand)):
+        script, saved = tmp_path / f"{name}.py", tmp_path / f"{name}.pt"
+        script.write_text(START + SEED + code + END)
+        options = ("run", "--alpha", 0.3, "--head-lr-scale", 0.5, "--json", file, "--")
+        run = (
+            launcher.powergrad(*options, script, saved)
+            if name == "ours"
+            else launcher.python(script, saved)
+        )
+        assert run.code == 0, run.err
+        weights[name] = torch.load(saved, weights_only=True)
+    assert distance(weights["ours"], weights["by_hand"]) < 1e-10  # Adam divides by gradients near 0
+    assert distance(weights["ours"], weights["plain"]) > 1e-4
+    found = json.loads(Path(file).read_text())
+    assert found["steps"] == STEPS[library]
+    assert sum(found["altered"].values()) == STEPS[library]
+    measured = found["verification"]["text"]
+    assert ("PGT at alpha 0.300" if library in (None, "lightning") else "cannot tell") in measured
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
