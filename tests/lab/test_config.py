@@ -34,11 +34,40 @@ def test_the_default_is_the_papers_common_recipe():
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_shipped_recipe_loads_and_says_what_it_is_for(name):
-    recipe = load_recipe(name)
+    recipe = load_recipe(name, {"data.name": "folder:photos"} if name == "images" else {})
     assert Recipe.from_yaml(recipe.to_yaml(), "copy") == recipe
     text = header(name)
     for word in ("powergrad", "Hardware", "Expect"):
         assert word in text, f"{name}: no {word!r} in its header"
+
+
+def test_a_recipe_refuses_data_that_it_is_not_made_for_unless_told_twice(tmp_path):
+    for change in ({}, {"data.only": "any"}, {"data.size": 16}):
+        assert load_recipe("zeroing-out", change).data.name == "digits"
+    with pytest.raises(
+        RecipeError,
+        match=r"data: expected digits, which this recipe is made for, but got 'folder:pets'; for "
+        r"photographs there is the recipe `images`; to use this one anyway, add `--data.only any`",
+    ):
+        load_recipe("zeroing-out", {"data.name": "folder:pets"})
+    told_twice = load_recipe("zeroing-out", {"data.name": "folder:pets", "data.only": "any"})
+    assert told_twice.data.name == "folder:pets"
+    # Nothing of it is left in the recipe: neither in the run's name nor in its file.
+    file = tmp_path / "plain.yaml"
+    file.write_text("base: zeroing-out\ndata: {only: any}")
+    assert load_recipe(file).key == load_recipe("zeroing-out").key
+    assert "only" not in load_recipe("zeroing-out").to_yaml()
+    assert told_twice.override({"seed": 1}).data.name == "folder:pets"
+
+
+def test_the_recipe_for_photographs_asks_for_a_folder():
+    with pytest.raises(RecipeError, match=r"`--data.name folder:PATH`, but got none"):
+        load_recipe("images")
+    with pytest.raises(RecipeError, match=r"expected folder:PATH, .* but got 'digits'; to use"):
+        load_recipe("images", {"data.name": "digits"})
+    recipe = load_recipe("images", {"data.name": "folder:pets"})
+    assert (recipe.data.size, recipe.data.flip, recipe.model.norm) == (64, True, "batch")
+    assert recipe.data.scale == (0.08, 1.0)  # the paper's
 
 
 @given(

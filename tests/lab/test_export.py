@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from photos import write_photos
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -35,7 +36,7 @@ from powergrad.lab.run import Run, RunError
 from powergrad.lab.train import train
 
 ALPHA = 0.25
-ALL = {"model.safetensors", "model.pt2", "model.onnx", "README.md"}
+ALL = {"model.safetensors", "model.pt2", "model.onnx", "preprocessing.json", "README.md"}
 
 
 def command(*tokens: object) -> int:
@@ -171,6 +172,123 @@ def test_a_folder_of_images_is_normalised_by_the_graph(tmp_path):
     torch.testing.assert_close(images, (pixels / 255 - mean) / std)
 
 
+@pytest.fixture(scope="module")
+def photo_run(tmp_path_factory) -> Path:
+    """A run on JPEGs of several sizes; in the larger ones, `draft` decodes a smaller image."""
+    root = tmp_path_factory.mktemp("photos")
+    write_photos(root / "data", classes=4, train=40, val=40, side=60)
+    write_photos(root / "large", classes=4, train=40, val=40, side=150)
+    for path in (root / "large").glob("*/*/*[05].jpg"):
+        path.replace(root / "data" / path.relative_to(root / "large"))
+    changes = {"train.epochs": 10, "train.batch_size": 16, "data.size": 32, "loss.alpha": ALPHA}
+    data = {"data.name": f"folder:{root / 'data'}", "optimizer.lr": 0.05, "machine.threads": 1}
+    train(load_recipe("images", {**changes, **data, "model.width": 8}), root / "run")
+    return root / "run"
+
+
+def prepared_by_hand(path: Path, prepared: dict[str, Any]) -> np.ndarray:
+    """What preprocessing.json says, step by step."""
+    (size, _), crop, resize = prepared["size"], prepared["crop"], prepared["resize"]
+    assert prepared["steps"] == ["crop", "resize", "normalise"]
+    assert prepared["channels"] == ["red", "green", "blue"]
+    assert (crop["shape"], crop["at"]) == ("square", "centre")
+    assert resize == {"filter": "bilinear", "antialias": True, "implementation": "Pillow"}
+    assert prepared["range"] == [0, 255]
+    with Image.open(path) as image:
+        full = np.array(image.size)
+        names: dict[str, Any] = {"width": image.width, "height": image.height, **crop}
+        for name in ("side", "left", "top"):
+            names[name] = eval(crop[name], dict(names))
+        side = names["side"]
+        k = max(
+            k for k in (8, 4, 2, 1) if k == 1 or (k <= full // np.ceil(full * size / side)).all()
+        )
+        image.draft(None, tuple((full // k).tolist()))
+        factor = np.array(image.size) / full
+        assert (image.size == -(-full // k)).all()
+        corner = np.array([names["left"], names["top"]])
+        (left, top), (right, bottom) = (
+            np.floor(edge * factor + 0.5).astype(int) for edge in (corner, corner + side)
+        )
+        rgb = np.asarray(image.convert("RGB"))[top:bottom, left:right]
+    pixels = np.asarray(Image.fromarray(rgb).resize((size, size), Image.Resampling.BILINEAR))
+    return np.moveaxis(pixels.astype(np.float32), 2, 0)
+
+
+def test_images_prepared_as_the_export_says_have_the_recorded_accuracy(photo_run, monkeypatch):
+    import onnxruntime
+
+    assert command(photo_run) == 0
+    monkeypatch.chdir(photo_run / "export")
+    prepared = json.loads(Path("preprocessing.json").read_text())
+    root = Path(Run(photo_run).recipe().data.name.removeprefix("folder:"))
+    paths = sorted((root / "val").rglob("*.jpg"))
+    classes = json.loads((photo_run / "classes.json").read_text())
+    labels = np.array([classes.index(path.parent.name) for path in paths])
+    result = Run(photo_run).result()
+    assert result is not None
+    assert 40 < result["test_accuracy"] < 100  # or the comparison would say little
+
+    # By what preprocessing.json says, and the weights of the network alone.
+    pixels = np.stack([prepared_by_hand(path, prepared) for path in paths])
+    mean, std = (np.reshape(prepared["normalise"][key], (3, 1, 1)) for key in ("mean", "std"))
+    network = create_model("resnet18", num_classes=4, width=8)
+    network.load_state_dict(load_file("model.safetensors"))
+    with torch.no_grad():
+        logits = network.eval()(torch.tensor((pixels - mean) / std, dtype=torch.float32)).numpy()
+    assert 100 * (logits.argmax(1) == labels).mean() == pytest.approx(result["test_accuracy"])
+
+    # By the code of the card, and the graph that normalises by itself.
+    card = Path("README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", card, re.M | re.S)
+    namespace: dict[str, Any] = {}
+    exec(blocks[0], namespace)
+    same = np.stack([namespace["prepare"](path) for path in paths])
+    assert np.array_equal(same, pixels)
+    session = onnxruntime.InferenceSession("model.onnx")
+    from_onnx = np.asarray(session.run(None, {"pixels": same})[0])
+    np.testing.assert_allclose(from_onnx, logits, atol=1e-3)
+    recorded = load_file(photo_run / "test.safetensors")["logits"].numpy()
+    np.testing.assert_allclose(from_onnx, ALPHA * recorded, atol=1e-3)
+    for block in blocks[1:]:
+        exec(block.replace('"photo.jpg"', repr(str(paths[0]))), namespace)
+    np.testing.assert_allclose(namespace["logits"].detach(), logits[:1], atol=1e-3)
+
+    # What people do otherwise is not the same.
+    plain = np.stack([np.moveaxis(np.asarray(load_rgb(path)), 2, 0) for path in paths])
+    assert abs(plain.astype(np.float32) - pixels).mean() > 3
+    extra = {"metadata.json": ""}
+    torch.export.load("model.pt2", extra_files=extra)
+    assert json.loads(json.loads(extra["metadata.json"])["preprocessing"]) == prepared
+
+
+def load_rgb(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        return image.convert("RGB").resize((32, 32))
+
+
+def test_stored_sets_are_prepared_as_they_are(exported):
+    prepared = json.loads((exported / "preprocessing.json").read_text())
+    assert (prepared["crop"], prepared["resize"]) == (None, None)
+    assert (prepared["channels"], prepared["size"]) == (["grey"], [8, 8])
+    _, images, _ = digits(test=False)
+    pixels = digits(test=False)[0]
+    mean, std = prepared["normalise"]["mean"][0], prepared["normalise"]["std"][0]
+    torch.testing.assert_close((pixels - mean) / std, images, atol=1e-5, rtol=0)
+    assert "their 17 levels times 15" in (exported / "README.md").read_text()
+
+
+def test_a_run_without_a_test_set_is_reported_on_half_of_what_it_held_out(tmp_path):
+    photos = write_photos(tmp_path / "data", train=20, val=0)
+    changes = {"train.epochs": 1, "train.batch_size": 16, "data.size": 16, "model.width": 8}
+    data = {"data.name": f"folder:{photos}", "data.hold_out": 0.4, "machine.threads": 1}
+    train(load_recipe("images", {**changes, **data, "schedule.warmup_epochs": 0}), tmp_path / "run")
+    export.export_run(tmp_path / "run", formats=["safetensors"])
+    card = (tmp_path / "run" / "export" / "README.md").read_text()
+    assert "a fixed half of the training images that the run held out (`data.hold_out` 0.4)" in card
+    assert "12 images that were neither trained nor fitted on" in card
+
+
 # What the card says -------------------------------------------------------------------------------
 
 
@@ -261,7 +379,7 @@ def test_the_card_has_the_recipe_but_not_the_machine(run, exported):
 def test_held_out_training_data_is_fitted_on_and_the_test_set_reported(tmp_path):
     folder = train_small(tmp_path / "run", loss__alpha=ALPHA, data__hold_out=0.2)
     assert command(folder, "--temperature", "fitted", "--format", "safetensors") == 0
-    assert {p.name for p in (folder / "export").iterdir()} == {"model.safetensors", "README.md"}
+    assert {p.name for p in (folder / "export").iterdir()} == ALL - {"model.pt2", "model.onnx"}
     _, images, labels = digits(test=False)
     held = torch.from_numpy(held_out(labels.numpy(), 0.2))
     t = fit(trained_logits(folder, images[held]), labels[held])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,19 +18,14 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from PIL import Image, JpegImagePlugin
+from PIL import Image, JpegImagePlugin, UnidentifiedImageError
 from scipy import stats
 
 from powergrad.lab.config import Data
 from powergrad.lab.data import Datasets, load_data
-from powergrad.lab.data.folder import (
-    _begin_worker,
-    centre_box,
-    list_folder,
-    random_box,
-    read_image,
-)
-from powergrad.lab.data.streams import Stream, permutation, uniform
+from powergrad.lab.data.folder import begin_worker, centre_box, random_box, read_image
+from powergrad.lab.data.listing import list_folder
+from powergrad.lab.data.streams import Stream, held_out_groups, permutation, uniform
 
 # Python 3.12 and later warn of forks beside threads, which is how PyTorch starts its workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -78,7 +74,7 @@ def all_batches(data: Datasets) -> list[torch.Tensor]:
 
 
 def names_of(root: Path) -> list[bytes]:
-    return [path.tobytes().rstrip(b"\0") for path in list_folder(root)[0].paths]
+    return [path.tobytes().rstrip(b"\0") for path in list_folder(root).train.paths]
 
 
 def test_names_may_hold_anything(tmp_path: Path):
@@ -87,12 +83,13 @@ def test_names_may_hold_anything(tmp_path: Path):
     for name in names:
         path = os.fsencode(tmp_path) + b"/train/sp ace/" + name
         put(tmp_path / "train" / "sp ace" / "x.png").rename(os.fsdecode(path))
-    assert names_of(tmp_path) == sorted(b"sp ace/" + name for name in names)
-    (batch,) = load(tmp_path).train.train_batches(5, seed=0, epoch=0)
-    assert batch.images.shape == (5, 3, 12, 12)
+    put(tmp_path / "train" / "z" / "1.png")
+    assert names_of(tmp_path) == [*sorted(b"sp ace/" + name for name in names), b"z/1.png"]
+    (batch,) = load(tmp_path).train.train_batches(6, seed=0, epoch=0)
+    assert batch.images.shape == (6, 3, 12, 12)
     (tmp_path / os.fsdecode(b"train/sp ace/\xff\xfe.png")).write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"udcff.*UnidentifiedImageError") as caught:
-        list(load(tmp_path).train.train_batches(5, seed=0, epoch=0))
+        list(load(tmp_path).train.train_batches(6, seed=0, epoch=0))
     str(caught.value).encode()  # can be printed
 
 
@@ -113,9 +110,74 @@ def test_extensions_hidden_files_links_and_depth(tmp_path: Path):
     expected = ["1.JPG", "2.jpeg", "3.Png", "4.webp", "5.BMP", "9.png"]
     expected += ["deep/er/6.png", "linked/8.png"]
     assert names_of(tmp_path) == [*(f"a/{name}".encode() for name in expected), b"b/8.png"]
-    assert list_folder(tmp_path)[0].labels.tolist() == [0] * 8 + [1]
+    assert list_folder(tmp_path).train.labels.tolist() == [0] * 8 + [1]
     (batch,) = load(tmp_path).train.train_batches(9, seed=0, epoch=0)
     assert len(batch.images) == 9
+
+
+def ignored(root: Path, **options: Any) -> dict[str, str]:
+    return dict(list_folder(root, **options).ignored)
+
+
+def test_links_that_lead_back_are_neither_classes_nor_images(tmp_path: Path):
+    make_folder(tmp_path)
+    train = tmp_path / "train"
+    (train / "itself").symlink_to("itself")
+    (train / "same").symlink_to(".")
+    (train / "parent").symlink_to(tmp_path)
+    (train / "nowhere").symlink_to("gone")
+    (train / "a" / "up").symlink_to(train)
+    (train / "a" / "further").symlink_to(tmp_path.parent)
+    (tmp_path / "other").mkdir()
+    (train / "b" / "out").symlink_to(tmp_path / "other")
+    (tmp_path / "other" / "back").symlink_to(train / "b")
+    assert load(tmp_path).classes == ("a", "b")
+    assert len(load(tmp_path).train) == 12
+    above, broken = "link to a folder above it", "link that leads nowhere"
+    assert ignored(tmp_path) == {
+        "train/itself": broken,
+        "train/nowhere": broken,
+        "train/same": above,
+        "train/parent": above,
+        "train/a/up": above,
+        "train/a/further": above,
+        "train/b/out/back": above,
+    }
+
+
+def test_what_is_left_out_is_noted_with_its_reason(tmp_path: Path):
+    make_folder(tmp_path)
+    for name in ("val/.DS_Store", "train/a/notes.TXT", "val/b/LICENSE", "train/list.csv"):
+        (tmp_path / name).write_text("")
+    put(tmp_path / "train" / "lonely.png")
+    put(tmp_path / "train" / "a" / "more" / "1.png")
+    (tmp_path / "train" / "a" / "twice").symlink_to(tmp_path / "train" / "a" / "more")
+    assert ignored(tmp_path) == {
+        "val/.DS_Store": "hidden",
+        "train/a/notes.TXT": "extension .txt",
+        "val/b/LICENSE": "no extension",
+        "train/list.csv": "not in a class folder",
+        "train/lonely.png": "not in a class folder",
+        "train/a/twice": "folder that is already included by a link",
+    }
+    assert len(load(tmp_path).train) == 13
+
+
+@pytest.mark.parametrize("layout", ["train", "direct"])
+def test_hold_out_needs_neither_val_nor_train(tmp_path: Path, layout: str):
+    make_folder(tmp_path, train=8)
+    expected = load(tmp_path, hold_out=0.25)
+    shutil.rmtree(tmp_path / "val")
+    root = tmp_path if layout == "train" else tmp_path / "train"
+    data = load(root, hold_out=0.25)
+    assert (expected.has_test, data.has_test) == (True, False)
+    assert data.classes == ("a", "b")
+    assert torch.equal(data.train.labels, expected.train.labels)
+    ((batch, _),), ((same, _),) = (d.test.test_batches(9) for d in (data, expected))
+    assert torch.equal(batch.images, same.images)
+    (tmp_path / "train").rename(tmp_path / "val")
+    with pytest.raises(FileNotFoundError, match="Expected a folder train/"):
+        load(tmp_path, hold_out=0.25)
 
 
 def test_test_folder_stands_in_for_val(tmp_path: Path):
@@ -135,21 +197,21 @@ def test_relative_folder_is_looked_for_in_the_data_folder(tmp_path: Path):
 
 
 def test_folders_that_cannot_be_used_are_refused(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="Expected a folder train/ in"):
+    with pytest.raises(FileNotFoundError, match=r"Expected a folder train/ in.*data.hold_out 0.2"):
         load(tmp_path)
     (tmp_path / "train" / "a").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="Expected a folder val/ or test/ in"):
+    with pytest.raises(FileNotFoundError, match=r"Expected a folder val/ or test/ .*hold_out 0.2"):
         load(tmp_path)
     (tmp_path / "val").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"Expected images .*train'"):
+    (tmp_path / "train" / "a" / "1.psd").write_text("")
+    with pytest.raises(ValueError, match=r"train'.* 'train/a/1.psd \(extension .psd\)'\.\n.*val'"):
         load(tmp_path)
     put(tmp_path / "train" / "a" / "1.png")
-    with pytest.raises(FileNotFoundError, match=r"Expected images .*val'"):
+    with pytest.raises(ValueError, match=r"(?s)only 'a': there is nothing.*Expected images .*val'"):
         load(tmp_path)
     put(tmp_path / "val" / "a" / "1.png")
-    assert len(load(tmp_path).test) == 1
     (tmp_path / "train" / "b").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"in every class of .* but got none in 'b'"):
+    with pytest.raises(ValueError, match=r"in every class of .* but got none in 'b'"):
         load(tmp_path)
     put(tmp_path / "train" / "b" / "1.png")
     assert load(tmp_path).classes == ("a", "b")  # val need not have it
@@ -185,6 +247,85 @@ def test_hold_out_and_limit_of_a_folder(tmp_path: Path):
     assert not train & test
     images = torch.cat([batch.images for batch, _ in data.test.test_batches(3)])
     assert images.shape == (4, 3, 12, 12)
+
+
+def make_tracks(root: Path, tracks: int = 10, frames: int = 3, classes: str = "ab") -> Path:
+    """Frames of tracks, whose numbers begin anew in each class, as in GTSRB."""
+    for name in classes:
+        for track in range(tracks):
+            for frame in range(frames):
+                put(root / name / f"{track:05d}_{frame:02d}.ppm")
+    return root
+
+
+def paths_of(split: Any) -> set[str]:
+    return {os.fsdecode(path) for path in split.reader.listing.paths}
+
+
+@pytest.mark.parametrize("pattern", [r"(.+)_\d+\.ppm", r".+/\d{5}"])
+def test_frames_of_a_track_stay_on_one_side(tmp_path: Path, pattern: str):
+    make_tracks(tmp_path)
+    data = load(tmp_path, hold_out=0.2, groups=pattern)
+    kept, held = paths_of(data.train), paths_of(data.test)
+    assert (len(kept), len(held)) == (48, 12)
+    tracks = [{path[:7] for path in side} for side in (kept, held)]
+    assert not tracks[0] & tracks[1]
+    assert sorted(track[0] for track in tracks[1]) == ["a", "a", "b", "b"]
+    assert paths_of(load(tmp_path, hold_out=0.2, groups=pattern).test) == held
+    plain = paths_of(load(tmp_path, hold_out=0.2).test)
+    assert len({path[:7] for path in plain}) > 4  # which images alone would have been torn apart
+
+
+def test_a_group_may_span_classes(tmp_path: Path):
+    make_tracks(tmp_path, tracks=5)
+    held = paths_of(load(tmp_path, hold_out=0.4, groups=r"(\d+)_").test)
+    assert len(held) == 12
+    assert len({path[2:7] for path in held}) == 2
+
+
+def test_groups_that_cannot_be_used_are_refused(tmp_path: Path):
+    make_tracks(tmp_path, tracks=2)
+    put(tmp_path / "b" / "extra.png")
+    with pytest.raises(ValueError, match=r"not match 1 of 13, such as 'b/extra.png'"):
+        load(tmp_path, hold_out=0.5, groups=r"(.+)_\d+")
+    with pytest.raises(ValueError, match=r"not match 13 of 13, such as 'a/00000_00.ppm'"):
+        load(tmp_path, hold_out=0.5, groups="patient")
+    with pytest.raises(ValueError, match=r"expected a regular expression, but got '\(': missing"):
+        Data(name="folder:x", groups="(")
+    with pytest.raises(ValueError, match="expected no groups for digits, whose images have no"):
+        Data(name="digits", groups="x")
+    with pytest.raises(ValueError, match=r"`data.hold_out` to leave examples to train and to test"):
+        load(tmp_path, hold_out=0.2, groups="^[ab]")  # each class is one group
+
+
+def imbalance(labels: np.ndarray, is_held: np.ndarray, fraction: float) -> float:
+    parts = [is_held[labels == k] for k in np.unique(labels)]
+    return sum((part.sum() - fraction * len(part)) ** 2 / len(part) for part in parts)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=60),
+    st.floats(0, 0.9),
+)
+def test_held_out_groups_are_whole_and_no_other_choice_of_one_group_is_better(
+    pairs: list[tuple[int, int]], fraction: float
+):
+    labels, groups = np.array(pairs).T
+    is_held = held_out_groups(labels, groups, fraction)
+    best = imbalance(labels, is_held, fraction)
+    for group in np.unique(groups):
+        members = groups == group
+        assert len(set(is_held[members])) == 1
+        assert imbalance(labels, is_held ^ members, fraction) >= best - 1e-6
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.floats(0, 0.99))
+def test_groups_of_one_are_held_out_as_without_groups(labels: list[int], fraction: float):
+    given_labels = np.array(labels)
+    is_held = held_out_groups(given_labels, np.arange(len(labels)), fraction)
+    for k in set(labels):
+        count = (given_labels == k).sum()
+        assert abs(is_held[given_labels == k].sum() - fraction * count) <= 0.5 + 1e-6
 
 
 # Which pixels ------------------------------------------------------------------------------------
@@ -302,8 +443,8 @@ def test_training_images_are_those_of_a_loop(tmp_path: Path):
 
 def test_testing_resizes_the_shorter_side_and_cuts_the_centre(tmp_path: Path):
     image = picture(80, 64)
-    for part in ("train", "val"):
-        put(tmp_path / part / "a" / "x.png", image)
+    for part in ("train/a", "train/b", "val/a"):
+        put(tmp_path / part / "x.png", image)
     ((batch, index),) = load(tmp_path, size=28).test.test_batches(1)
     resized = image.resize((40, 32), Image.Resampling.BILINEAR).crop((6, 2, 34, 30))
     expected = (np.asarray(resized).transpose(2, 0, 1) / 255 - MEAN) / STD
@@ -312,6 +453,10 @@ def test_testing_resizes_the_shorter_side_and_cuts_the_centre(tmp_path: Path):
     inside = (slice(None), slice(1, -1), slice(1, -1))
     difference = abs(batch.images[0].numpy() - expected)[inside]
     assert difference.max() <= 1.01 / 255 / STD.min()
+    # Cropped first, it is Pillow's result to the bit.
+    centre = image.crop((12, 4, 68, 60)).resize((28, 28), Image.Resampling.BILINEAR)
+    expected = (np.asarray(centre).transpose(2, 0, 1) / 255 - MEAN) / STD
+    assert abs(batch.images[0].numpy() - expected).max() < 1e-5
 
 
 def test_large_jpegs_are_decoded_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -378,6 +523,10 @@ def test_every_kind_of_image_becomes_what_it_shows(tmp_path: Path):
             {"quality": 100, "subsampling": 0},
             colour,
         ),
+        "frames": (palette, "gif", {}, np.asarray(palette.convert("RGB"))),
+        "TIFF": (image, "tif", {"compression": "tiff_lzw"}, colour),
+        "TIFF of 16 bits": (Image.fromarray(wide), "tiff", {}, np.rint(wide / 257)),
+        "TIFF of print": (image.convert("CMYK"), "tif", {}, colour),
     }
     for name, (picture, extension, options, expected) in cases.items():
         path = put(tmp_path / f"{name}.{extension}", picture, **options)
@@ -387,6 +536,65 @@ def test_every_kind_of_image_becomes_what_it_shows(tmp_path: Path):
         planes = expected.transpose(2, 0, 1) if expected.ndim == 3 else expected[None]
         tolerance = 6 if extension == "jpg" else 0
         assert abs(got.numpy() - planes.astype(float)).max() <= tolerance, name
+
+
+def netpbm(path: Path, kind: str, values: np.ndarray, largest: int) -> Path:
+    """A PGM or PPM file, byte by byte: the header, then the values from the top left."""
+    height, width = values.shape[:2]
+    header = f"{kind}\n# by hand\n{width} {height}\n{largest}\n".encode()
+    path.write_bytes(header + values.astype(">u2" if largest > 255 else "u1").tobytes())
+    return path
+
+
+@pytest.mark.parametrize("largest", [100, 255, 1023, 65535])
+@pytest.mark.parametrize("kind", ["P5", "P6"])
+def test_netpbm_of_any_depth(tmp_path: Path, kind: str, largest: int):
+    shape = (5, 7) if kind == "P5" else (5, 7, 3)
+    values = np.random.default_rng(0).integers(0, largest + 1, shape)
+    path = netpbm(tmp_path / "x.pnm", kind, values, largest)
+    got = read_image(path, whole, 7).numpy()
+    exact = values * 255 / largest
+    rows, columns = triangle_weights(5, 7), triangle_weights(7, 7)
+    exact = np.einsum("ih,hwc,jw->cij", rows, np.atleast_3d(exact), columns)
+    assert abs(got - exact).max() <= RESIZE_ERROR + 0.5
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    [
+        (np.array([[0, 70_000], [9, 140_000]], np.int32), 0, 140_000),
+        (np.array([[-1000, 3000], [0, 1000]], np.int32), -1000, 3000),
+        (np.array([[0, 255], [700, 4095]], np.int32), 0, 65535),
+        (np.array([[0, 0.25], [0.5, 1]], np.float32), 0, 1),
+        (np.array([[0, 1], [128.25, 200]], np.float32), 0, 255),
+        (np.array([[0, 256], [30_000, 60_000]], np.float32), 0, 65535),
+        (np.array([[-1, 0], [0.5, 1]], np.float32), -1, 1),
+        (np.full((2, 2), -5, np.float32), -5, -4),
+    ],
+)
+def test_wide_values_are_scaled_by_the_whole_image(
+    tmp_path: Path, values: np.ndarray, low: float, high: float
+):
+    path = put(tmp_path / "x.tif", Image.fromarray(values))
+    expected = np.rint(255 * (values.astype(float) - low) / (high - low))
+    assert np.array_equal(read_image(path, whole, 2)[0].numpy(), expected)
+    corner = read_image(path, lambda w, h: (0, 0, 1, 1), 1)  # of a crop: the same level
+    assert corner.item() == expected[0, 0]
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path: Path):
+    path = put(tmp_path / "x.tif", Image.fromarray(np.array([[0, np.nan]], np.float32)))
+    with pytest.raises(ValueError, match="not finite"):
+        read_image(path, whole, 2)
+
+
+def test_content_counts_more_than_the_extension_but_only_safe_formats(tmp_path: Path):
+    grey = Image.fromarray(np.full((4, 4), 9, np.uint8))
+    for name, kind in (("1.png", "GIF"), ("2.jpg", "TIFF"), ("3.bmp", "PPM")):
+        assert read_image(put(tmp_path / name, grey, format=kind), whole, 4).max() == 9
+    for kind in ("EPS", "ICO", "PDF", "PCX"):
+        with pytest.raises(UnidentifiedImageError):
+            read_image(put(tmp_path / "4.png", grey, format=kind), whole, 4)
 
 
 def test_exif_orientation_is_ignored(tmp_path: Path):
@@ -552,7 +760,7 @@ def test_a_worker_whose_main_process_has_gone_before_it_began_ends():
         pytest.skip("workers are forked where that is the default")
     fork = multiprocessing.get_context("fork")
     for parent, code in ((1, 1), (os.getpid(), 0)):
-        process = fork.Process(target=_begin_worker, args=(parent, 0))
+        process = fork.Process(target=begin_worker, args=(parent, 0))
         process.start()
         process.join(60)
         assert process.exitcode == code

@@ -1,7 +1,8 @@
-"""The model card of an export: recipe, data, results, and how each file is loaded."""
+"""The model card of an export: recipe, data, results, how images are prepared and files loaded."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from powergrad.lab.environment import describe_machine
 from powergrad.lab.trained import BINS, HeldOut, Trained
 from powergrad.lab.words import markdown_table
 
-__all__ = ["model_card"]
+__all__ = ["model_card", "preprocessing"]
 
 # By measure: the heading of its column, its type on model hubs, and its name there if it needs one.
 MEASURES = {
@@ -23,6 +24,68 @@ MEASURES = {
     "ece_width": ("ECE, width", "ece", "ECE, bins of equal width"),
     "ece_mass": ("ECE, mass", "ece", "ECE, bins of equal mass"),
 }
+
+# What `powergrad.lab.data.folder.read_image` does in testing, with Pillow and numpy alone.
+PREPARE = """\
+import math
+
+import numpy as np
+from PIL import Image
+
+SIZE, FRACTION = {size}, {fraction}
+
+
+def prepare(path):
+    \"\"\"Pixels from 0 to 255, float32 (3, SIZE, SIZE), in the order red, green, blue.\"\"\"
+    with Image.open(path) as image:
+        width, height = image.size
+        side = max(1, round(FRACTION * min(width, height)))  # of the square in the centre
+        left, top = (width - side) // 2, (height - side) // 2
+        # Large JPEGs are decoded at a half, a quarter or an eighth of their size.
+        image.draft(None, (math.ceil(width * SIZE / side), math.ceil(height * SIZE / side)))
+        x, y = image.width / width, image.height / height
+        box = (left * x, top * y, (left + side) * x, (top + side) * y)
+        square = image.crop([int(edge + 0.5) for edge in box]).convert("RGB")
+    square = square.resize((SIZE, SIZE), Image.Resampling.BILINEAR)
+    return np.asarray(square, np.float32).transpose(2, 0, 1)"""
+
+
+def preprocessing(recipe: Recipe, data: Datasets, metadata: dict[str, str]) -> dict[str, Any]:
+    """How images must be prepared for an exported network, as values for JSON."""
+    crop = resize = None
+    if recipe.data.name.startswith("folder:"):
+        crop = {
+            "shape": "square",
+            "at": "centre",
+            "fraction_of_shorter_side": recipe.data.test_crop,
+            "side": "max(1, round(fraction_of_shorter_side * min(width, height)))",
+            "left": "(width - side) // 2",
+            "top": "(height - side) // 2",
+            "jpeg_decoded_at": "1/k of its size, with the largest k of 8, 4, 2, 1 for which k is "
+            "at most width // ceil(width * size / side) and height // ceil(height * size / side)",
+            "edges_if_k_above_1": "floor(edge * decoded size / size + 0.5)",
+        }
+    if crop or recipe.data.size:
+        by = "Pillow" if crop else "PyTorch"
+        resize = {"filter": "bilinear", "antialias": True, "implementation": by}
+    return {
+        "steps": ["crop", "resize", "normalise"],
+        "channels": ["grey"] if data.channels == 1 else ["red", "green", "blue"],
+        "layout": "batch, channel, height, width",
+        "dtype": "float32",
+        "size": [data.size, data.size],
+        "crop": crop,
+        "resize": resize,
+        "range": [0, 255],
+        "normalise": {
+            "mean": json.loads(metadata["mean"]),
+            "std": json.loads(metadata["std"]),
+            "by_the_caller": ["model.safetensors"],
+            "by_the_file": ["model.pt2", "model.onnx"],
+        },
+        "exif_orientation": "ignored",
+        "transparency": "dropped",
+    }
 
 
 def model_card(
@@ -51,13 +114,16 @@ def model_card(
         + _folding(exported["temperature"]),
         _provenance(trained),
         "## Input and output",
-        f"Images of shape (batch, {data.channels}, {data.size}, {data.size}), float32. "
+        f"Images of shape (batch, {data.channels}, {data.size}, {data.size}), float32, "
+        f"{'grey' if data.channels == 1 else 'in the order red, green, blue'}. "
         "`model.pt2` and `model.onnx` take pixels from 0 to 255, and normalise them themselves. "
         "`model.safetensors` holds the weights alone, for normalised images: from pixels between 0 "
         f"and 255 subtract the mean {metadata['mean']}, and divide by the standard deviation "
         f"{metadata['std']}, per channel. The output is one logit per class; probabilities are "
         "their softmax. The classes, in order:",
         f"```json\n{metadata['classes']}\n```",
+        "## Preparing images",
+        *_preparation(recipe, data),
         "## Results",
         f"Measured on {outputs.report_on}. "
         + (unfitted or f"The fitted temperature has the least NLL on {outputs.fit_on}."),
@@ -135,13 +201,42 @@ def _results_table(results: dict[str, dict[str, float]]) -> str:
     return markdown_table(header, rows)
 
 
+def _preparation(recipe: Recipe, data: Datasets) -> Iterator[str]:
+    size, fraction = data.size, recipe.data.test_crop
+    exactly = "The figures below hold for images that are prepared as in the tests of the run"
+    if not recipe.data.name.startswith("folder:"):
+        resized = f", resized to {size}x{size} pixels (bilinear, antialiased)"
+        yield (
+            f"{exactly}: the images of {recipe.data.name} as they are stored"
+            f"{resized if recipe.data.size else ''}"
+            f"{', their 17 levels times 15' if recipe.data.name == 'digits' else ''}. "
+            "`preprocessing.json` says the same for programs."
+        )
+        return
+    yield (
+        f"{exactly}: the square in the centre, whose side is {fraction:g} of the shorter side of "
+        f"the image, is cut out and resized to {size}x{size} pixels by Pillow's bilinear filter, "
+        "which is antialiased. EXIF orientation is ignored, and transparency is dropped. Other "
+        "ways to resize or crop cost accuracy. `preprocessing.json` says the same for programs, "
+        "and this code does it for images of 8 bits per channel (16-bit grey values are divided by "
+        "257):"
+    )
+    yield f"```python\n{PREPARE.format(size=size, fraction=fraction)}\n```"
+
+
 def _snippets(
     trained: Trained, data: Datasets, metadata: dict[str, str], formats: list[str]
 ) -> Iterator[str]:
     """Code that loads each file, to be run in its folder."""
     arguments = ", ".join(f"{key}={value!r}" for key, value in trained.options(data).items())
     shape = f"4, {data.channels}, {data.size}, {data.size}"
-    yield f"import torch\n\npixels = 255 * torch.rand({shape})  # your images"
+    if trained.recipe.data.name.startswith("folder:"):
+        yield (
+            'import torch\n\npaths = ["photo.jpg"]  # your images\n'
+            "pixels = torch.from_numpy(np.stack([prepare(path) for path in paths]))"
+        )
+    else:
+        yield f"import torch\n\npixels = 255 * torch.rand({shape})  # your images"
     if "safetensors" in formats:
         yield (
             "from safetensors.torch import load_file\n"

@@ -11,13 +11,21 @@ import contextlib
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from powergrad.lab.words import did_you_mean
 
@@ -64,7 +72,56 @@ class Data(Section):
     cutmix: Annotated[NotNegative, "cutmix's Beta parameter; 0 is off"] = 0.0
     bad_images: Annotated[Literal["refuse", "skip"], "what to do with unreadable images"] = "refuse"
     hold_out: Annotated[BelowOne, "test on this fraction of the training data instead"] = 0.0
+    groups: Annotated[
+        str | None,
+        "folders: regular expression; hold_out keeps images together whose paths have the same "
+        "match (of its first group, if any); no effect where hold_out is 0",
+    ] = None
     limit: Annotated[Count | None, "use only this many training examples"] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _made_for(cls, values: Any) -> Any:
+        """Check ``only``, by which a recipe file names the data that it is made for.
+
+        It begins `data.name`, or is ``any``. It is not kept: a run does not depend on it.
+        """
+        if not isinstance(values, Mapping) or "only" not in values:
+            return values
+        rest = {key: value for key, value in values.items() if key != "only"}
+        only, name = str(values["only"]), str(rest.get("name", ""))
+        if only == "any" or name.startswith(only):
+            return rest
+        if not name:
+            raise ValueError(
+                f"expected the data that this recipe is made for, `--data.name {only}"
+                f"{'PATH' if only.endswith(':') else ''}`, but got none"
+            )
+        other = "; for photographs there is the recipe `images`" if ":" in name else ""
+        raise ValueError(
+            f"expected {only}{'PATH' if only.endswith(':') else ''}, which this recipe is made "
+            f"for, but got {name!r}{other}; to use this one anyway, add `--data.only any`"
+        )
+
+    @field_validator("groups")
+    @classmethod
+    def _groups_are_a_pattern(cls, groups: str | None) -> str | None:
+        try:
+            re.compile(groups or "")
+        except re.error as error:
+            raise ValueError(
+                f"expected a regular expression, but got {groups!r}: {error}"
+            ) from None
+        return groups
+
+    @model_validator(mode="after")
+    def _groups_need_names(self) -> Data:
+        if self.groups is not None and not self.name.startswith("folder:"):
+            raise ValueError(
+                f"expected no groups for {self.name}, whose images have no names, but got "
+                f"{self.groups!r}"
+            )
+        return self
 
 
 class Model(Section):
@@ -181,6 +238,10 @@ class Machine(Section):
     threads: Annotated[Count | None, "threads of each process"] = None
     workers: Annotated[Natural, "processes that decode images, for each process"] = 0
     data_dir: Annotated[str | None, "where the data files are"] = None
+    fingerprint: Annotated[
+        Literal["times", "sizes", "contents"],
+        "folders: changed data are noticed by names and sizes, by times too, or by contents",
+    ] = "times"
     checkpoint_seconds: Annotated[NotNegative, "seconds between checkpoints"] = 60.0
     checkpoint_steps: Annotated[Count | None, "steps between checkpoints"] = None
     keep_best: Annotated[bool, "keep the weights of the best test accuracy"] = True

@@ -7,7 +7,8 @@ the predicted class is that of the trained network:
     model.safetensors   the weights of the network, for normalised images
     model.pt2           torch.export's program: pixels from 0 to 255 in, logits out, any batch
     model.onnx          the same for ONNX, checked by onnxruntime
-    README.md           the card: recipe, data, results, how each file is loaded
+    preprocessing.json  how images must be prepared: crop, size, filter, range, mean and deviation
+    README.md           the card: recipe, data, results, how images are prepared and files loaded
 
 The folder is written under another name, read back, compared with the network, and renamed: it is
 complete, or not there.
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from powergrad import __version__, fold_alpha
-from powergrad.lab.card import model_card
+from powergrad.lab.card import model_card, preprocessing
 from powergrad.lab.data import Datasets, Split
 from powergrad.lab.data.memory import MemorySplit
 from powergrad.lab.run import RunError
@@ -44,7 +45,7 @@ from powergrad.lab.words import did_you_mean
 __all__ = ["Exported", "export_run"]
 
 FILES = {"safetensors": "model.safetensors", "torch": "model.pt2", "onnx": "model.onnx"}
-CARD = "README.md"
+CARD, PREPROCESSING = "README.md", "preprocessing.json"
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-5  # of the largest logit, and of 1 where that is less
 TRACED = 2  # images that graphs are traced with; they are checked with other numbers
@@ -129,11 +130,15 @@ def export_run(
     after = answers(lambda images: deployed(deployed.pixels(images)), trained.recipe, data)
     results["exported"] = {"temperature": divisor, **measures(after.report)}
     metadata = _metadata(trained, data, deployed, divisor)
+    prepared = preprocessing(trained.recipe, data, metadata)
+    metadata["preprocessing"] = json.dumps(prepared)
     card = model_card(trained, data, before, metadata, results, formats, unfitted)
     with _written_whole(place) as folder:
         _write(folder, formats, deployed, metadata, data)
+        (folder / PREPROCESSING).write_text(json.dumps(prepared, indent=1) + "\n", encoding="utf-8")
         (folder / CARD).write_text(card, encoding="utf-8")
-    return Exported(place, [*(FILES[name] for name in formats), CARD], divisor, results)
+    files = [*(FILES[name] for name in formats), PREPROCESSING, CARD]
+    return Exported(place, files, divisor, results)
 
 
 # The network --------------------------------------------------------------------------------------
@@ -229,7 +234,7 @@ def _check_place(place: Path, force: bool) -> None:
     if place.exists() and not place.is_dir():
         raise RunError(f"Expected {str(place)!r} to be a folder, but got a file.")
     names = {path.name for path in place.iterdir()} if place.exists() else set()
-    foreign = sorted(names - {*FILES.values(), CARD})
+    foreign = sorted(names - {*FILES.values(), PREPROCESSING, CARD})
     if foreign:
         raise RunError(
             f"Expected {str(place)!r} to be new, or an export to replace, but got a folder with "

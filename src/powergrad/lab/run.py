@@ -144,12 +144,16 @@ class Run:
     # Writing: only the process that holds the folder ---------------------------------------------
 
     @contextlib.contextmanager
-    def open(self, recipe: Recipe) -> Iterator[Run]:
+    def open(self, recipe: Recipe, data: str = "") -> Iterator[Run]:
         """Hold the folder for the run of `recipe`, a new one or one to be resumed.
 
+        Args:
+            recipe: What the run does.
+            data: The fingerprint of its data; empty where they cannot change.
+
         Raises:
-            RunError: If another process holds the folder, it holds another run, or cannot be
-                written.
+            RunError: If another process holds the folder, it holds another run or one of other
+                data, or cannot be written.
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -168,9 +172,16 @@ class Run:
             if self.exists():
                 self.check_recipe(recipe)
                 environment = self.environment()
+                if environment.get("data", data) != data:
+                    raise RunError(
+                        f"Expected the data of the run in {str(self.folder)!r} to be as they were, "
+                        "but got images that were changed since; give another folder."
+                    )
                 environment.setdefault("resumed", []).append(describe_machine())
             else:
                 environment = {"format": FORMAT, "seed": recipe.seed, **describe_machine()}
+                if data:
+                    environment["data"] = data
             write_json(self.folder / "environment.json", environment)
             write_text(self.folder / "config.yaml", recipe.to_yaml())
             yield self

@@ -18,7 +18,7 @@ import torch
 
 import powergrad
 from powergrad.lab.config import Recipe
-from powergrad.lab.data import load_data
+from powergrad.lab.data import folder_fingerprint, load_data
 from powergrad.lab.distributed import Processes, join_processes
 from powergrad.lab.progress import Progress, Row, Silent
 from powergrad.lab.run import Run, RunError
@@ -51,7 +51,9 @@ def train(recipe: Recipe, folder: str | Path, *, progress: Progress | None = Non
         torch.set_num_threads(recipe.machine.threads)
     with (
         join_processes(recipe.machine.device) as processes,
-        run.open(recipe) if processes.first else contextlib.nullcontext(),
+        run.open(recipe, folder_fingerprint(recipe))
+        if processes.first
+        else contextlib.nullcontext(),
     ):
         processes.wait()  # for the first one, which holds the folder and shows progress
         if run.result() is None:
@@ -107,7 +109,8 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
         run.save_weights("model.safetensors", session.weights())
         if outputs["logits"].numel() <= KEPT_LOGITS:
             run.save_weights("test.safetensors", outputs)
-        run.finish({"diverged": session.diverged, "steps": session.step, **row})
+        ended = {"diverged": session.diverged, "steps": session.step, "classes": len(data.classes)}
+        run.finish({**ended, **row})
         progress.end(row)
 
 

@@ -151,29 +151,31 @@ def answers(forward: Callable[[Tensor], Tensor], recipe: Recipe, data: Datasets)
     """The outputs of a network on images to fit a temperature on, and on others to report on.
 
     If the run held out a part of its training data, that part is fitted on and the test set is
-    reported on. If it trained on all of them, a fixed half of each class of the test set is fitted
-    on, and the other half is reported on.
+    reported on. If there is no such part, or no test set, a fixed half of each class of what there
+    is is fitted on, and the other half is reported on.
     """
     size = recipe.train.test_batch_size or recipe.train.batch_size
     tested = _run_over(forward, data.test, size)
-    if recipe.data.hold_out:
+    kept_back = f"training images that the run held out (`data.hold_out` {recipe.data.hold_out:g})"
+    if recipe.data.hold_out and data.has_test:
         test = _load(recipe.override({"data.hold_out": 0.0})).test
         return HeldOut(
             tested,
             _run_over(forward, test, size),
-            f"the {len(tested.labels):,} training images that the run held out "
-            f"(`data.hold_out` {recipe.data.hold_out:g})",
+            f"the {len(tested.labels):,} {kept_back}",
             f"the test set, {len(test):,} images that were neither trained nor fitted on",
         )
     half = torch.from_numpy(held_out(tested.labels.numpy(), 0.5))
     fit, report = (Answers(*(tensor[part] for tensor in tested)) for part in (half, ~half))
+    name, reason = "test set", "since the run trained on all of its training data"
+    if recipe.data.hold_out:
+        name, reason = kept_back, "since the data have no test set"
     return HeldOut(
         fit,
         report,
-        f"the other half of the test set, {len(fit.labels):,} images, since the run trained on all "
-        "of its training data",
-        f"a fixed half of the test set, {len(report.labels):,} images that were neither trained "
-        "nor fitted on",
+        f"the other half of the {name}, {len(fit.labels):,} images, {reason}",
+        f"a fixed half of the {name}, {len(report.labels):,} images that were neither trained nor "
+        "fitted on",
     )
 
 

@@ -18,6 +18,7 @@ from powergrad.lab.config import (
     parse_overrides,
     recipe_names,
 )
+from powergrad.lab.data import folder_fingerprint
 from powergrad.lab.export import export_run
 from powergrad.lab.progress import for_terminal
 from powergrad.lab.run import Run, open_run
@@ -41,7 +42,8 @@ def train(
     """Train one network as a recipe says.
 
     The run's folder is named by its recipe, so the same command goes on where an interrupted run
-    stopped, and does nothing where it is finished.
+    stopped, and does nothing where it is finished. A run whose loss is no longer finite ends early
+    and says that it diverged; that is a result, so the exit code is 0.
 
     Args:
         recipe: The name of a recipe (see --list), a YAML file, or the folder of a run.
@@ -74,9 +76,11 @@ def train(
         raise ValueError(f"Expected a run to resume at {str(run.folder)!r}, but got none.")
     if processes > 1:
         return _launch(processes, sys.argv[1:])
-    if run.result() is not None:
+    _put_aside(run, folder_fingerprint(chosen))
+    result = run.result()
+    if result is not None:
         run.check_recipe(chosen)
-        print(f"{run.folder} is finished.")
+        print(f"{run.folder} is finished{': it diverged' if result['diverged'] else ''}.")
         return 0
     progress = for_terminal()
     try:
@@ -87,6 +91,15 @@ def train(
     finally:
         progress.close()
     return 0
+
+
+def _put_aside(run: Run, data: str) -> None:
+    """Move a run of images that were changed since out of the way, and say so."""
+    before = run.environment().get("data", data)
+    if before != data:
+        moved = run.folder.with_name(f"{run.folder.name}-{before.partition(':')[2][:8]}")
+        run.folder.rename(moved)
+        print(f"The images changed since the run in {run.folder}, which is now {moved}.")
 
 
 def run_name(recipe: Recipe) -> str:

@@ -2,11 +2,13 @@
 
 An image is read once: `draft` lets libjpeg decode it at a half, a quarter or an eighth of its size
 where the crop is that much larger than the result; then the crop is cut and resized in one
-step, bilinear with antialiasing. PyTorch's resize of bytes is, like Pillow's, within one level of
-255 of the exact filter, and is the faster one where the CPU has AVX2. Bytes travel between
-processes; batches are normalised where they arrive.
+step, bilinear with antialiasing. PyTorch's resize of bytes is, like Pillow's, within two levels of
+255 of the exact filter, and is the faster one where the CPU has AVX2: it is used in training.
+Testing uses Pillow's, so that others can prepare images in the same way without PyTorch. Bytes
+travel between processes; batches are normalised where they arrive.
 
-EXIF orientation is ignored, as torchvision and timm ignore it; transparency is dropped.
+EXIF orientation is ignored, as torchvision and timm ignore it; transparency is dropped; of several
+frames the first is taken.
 """
 
 from __future__ import annotations
@@ -32,116 +34,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from powergrad.lab.config import Data
+from powergrad.lab.data.listing import FORMATS, Listing
 from powergrad.lab.data.split import Batch, Mixing, Split
 from powergrad.lab.data.streams import Stream, uniform
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP")  # by content: ImageNet has a PNG that is called .JPEG
 MEAN = (0.485, 0.456, 0.406)  # ImageNet's, as every library has them
 STD = (0.229, 0.224, 0.225)
 CHUNK = 16  # images that a worker hands over at once: 2.4 MB of shared memory at 224 pixels
 ATTEMPTS = 10
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
-
-
-# Which files -------------------------------------------------------------------------------------
-
-
-class Listing(NamedTuple):
-    """The images below a folder.
-
-    Paths are bytes of one width in one array, so that names may hold anything, and worker
-    processes share a million of them without copying.
-    """
-
-    root: bytes
-    paths: NDArray[np.bytes_]
-    labels: NDArray[np.int64]
-
-    def path(self, index: int) -> bytes:
-        """The path of an image."""
-        return os.path.join(self.root, self.paths[index])
-
-    def subset(self, indices: NDArray[np.int64]) -> Listing:
-        """The images of the given indices."""
-        return Listing(self.root, self.paths[indices], self.labels[indices])
-
-
-def list_folder(root: Path) -> tuple[Listing, Listing, tuple[str, ...]]:
-    """The images of ``train/`` and of ``val/`` (or ``test/``), and the classes of ``train/``.
-
-    Images are files of the :data:`EXTENSIONS`, in any case, at any depth below their class; names
-    that begin with a dot are left out, and links are followed. A class may be missing from val.
-
-    Raises:
-        FileNotFoundError: If a folder is missing, or a class of train has no images.
-        ValueError: If val has a class that train does not have.
-    """
-    train_folder = root / "train"
-    test_folder = root / "val" if (root / "val").is_dir() else root / "test"
-    for folder, names in ((train_folder, "train/"), (test_folder, "val/ or test/")):
-        if not folder.is_dir():
-            raise FileNotFoundError(
-                f"Expected a folder {names} in {str(root)!r}, with one folder per class, but got "
-                "none."
-            )
-    classes = _subfolders(train_folder)
-    unknown = sorted(set(_subfolders(test_folder)) - set(classes))
-    if unknown:
-        raise ValueError(
-            f"Expected the classes of {str(test_folder)!r} to be among those of train/, but got "
-            f"{_some(unknown)} too."
-        )
-    train, test = (_list_images(folder, classes) for folder in (train_folder, test_folder))
-    for folder, listing in ((train_folder, train), (test_folder, test)):
-        if not len(listing.labels):
-            raise FileNotFoundError(
-                f"Expected images ({', '.join(EXTENSIONS)}) in {str(folder)!r}, in one folder per "
-                "class, but got none."
-            )
-    counts = np.bincount(train.labels, minlength=len(classes))
-    empty = [name for name, count in zip(classes, counts, strict=True) if not count]
-    if empty:
-        raise FileNotFoundError(
-            f"Expected images in every class of {str(train_folder)!r}, but got none in "
-            f"{_some(empty)}; remove the folder if there is no such class."
-        )
-    return train, test, tuple(classes)
-
-
-def _list_images(folder: Path, classes: Sequence[str]) -> Listing:
-    paths = [sorted(_images_below(folder / name, folder)) for name in classes]
-    labels = np.repeat(np.arange(len(classes)), [len(group) for group in paths])
-    images = list(itertools.chain.from_iterable(paths))
-    return Listing(os.fsencode(folder), np.array(images, np.bytes_), labels)
-
-
-def _images_below(folder: Path, root: Path) -> Iterator[bytes]:
-    """Paths relative to `root`."""
-    visited = set()
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        place = os.path.realpath(parent)
-        if place in visited:  # a link to a folder above it
-            folders.clear()
-            continue
-        visited.add(place)
-        inside = os.path.relpath(parent, root)
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            if name.lower().endswith(EXTENSIONS) and not name.startswith("."):
-                yield os.fsencode(os.path.join(inside, name))
-
-
-def _subfolders(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first five of `names`; `repr` shows any character."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(map(repr, names[:5])) + more
 
 
 # One image ---------------------------------------------------------------------------------------
@@ -191,13 +93,30 @@ def centre_box(width: int, height: int, fraction: float) -> Box:
     return left, top, left + side, top + side
 
 
-def read_image(path: bytes | str | Path, choose: Callable[[int, int], Box], size: int) -> Tensor:
-    """The box ``choose(width, height)`` of an image, resized to `size`.
+def open_image(path: bytes | str | Path) -> Image.Image:
+    """An image of one of the :data:`~powergrad.lab.data.listing.FORMATS`, by its content."""
+    return Image.open(path, formats=_formats())
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)  # AVIF came with Pillow 11.3
+
+
+def read_image(
+    path: bytes | str | Path,
+    choose: Callable[[int, int], Box],
+    size: int,
+    *,
+    by_pillow: bool = False,
+) -> Tensor:
+    """The box ``choose(width, height)`` of an image, resized to `size` by PyTorch or by Pillow.
 
     Returns:
         uint8 (3, size, size), or (1, size, size) of a grey image.
     """
-    with Image.open(path, formats=FORMATS) as image:
+    with open_image(path) as image:
         width, height = image.size
         left, top, right, bottom = choose(width, height)
         # Decoded so small that at least `size` pixels are left in the box.
@@ -206,22 +125,41 @@ def read_image(path: bytes | str | Path, choose: Callable[[int, int], Box], size
         x, y = image.width / width, image.height / height
         edges = left * x, top * y, right * x, bottom * y
         left, top, right, bottom = (int(edge + 0.5) for edge in edges)
-        crop = image.crop((left, top, right, bottom))
+        crop = eight_bits(image).crop((left, top, right, bottom))
+    crop = grey_or_rgb(crop)
+    if by_pillow:
+        crop = crop.resize((size, size), Image.Resampling.BILINEAR)
+        return torch.from_numpy(np.atleast_3d(np.array(crop))).permute(2, 0, 1)
     # As a permuted batch of one, which PyTorch treats as channels-last and need not copy.
-    pixels = torch.from_numpy(np.atleast_3d(_bytes(crop)))[None].permute(0, 3, 1, 2)
+    pixels = torch.from_numpy(np.atleast_3d(np.array(crop)))[None].permute(0, 3, 1, 2)
     return F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)[0]
 
 
-def _bytes(image: Image.Image) -> NDArray[np.uint8]:
-    """Pixels (H, W) or (H, W, 3) of an image of any mode."""
-    if image.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255
-        wide = np.asarray(image).astype(np.int64)
-        return ((wide + 128) // 257).clip(0, 255).astype(np.uint8)
+def eight_bits(image: Image.Image) -> Image.Image:
+    """An image of whole numbers or floats as one of bytes; any other image as it is.
+
+    The range that becomes 0 to 255 is the first of these that holds all values of the image: for
+    whole numbers 0 to 65535, for floats 0 to 1, 0 to 255 and 0 to 65535; else it is the image's
+    own. (Pillow's `convert` cuts everything above 255 off.)
+    """
+    if image.mode[0] not in "IF":
+        return image
+    values = np.asarray(image, np.float64)
+    least, largest = values.min(), values.max()
+    if not np.isfinite([least, largest]).all():
+        raise ValueError("it has pixels that are not finite")
+    highs = (1.0, 255.0, 65535.0) if image.mode == "F" else (65535.0,)
+    low, high = 0.0, next((high for high in highs if largest <= high), math.inf)
+    if least < 0 or high == math.inf:
+        low, high = least, max(largest, least + 1)
+    return Image.fromarray(np.rint((values - low) * (255 / (high - low))).astype(np.uint8))
+
+
+def grey_or_rgb(image: Image.Image) -> Image.Image:
+    """An image of bytes, of any mode, as one of mode L or RGB."""
     if image.mode == "P":  # its transparency may be in a form that only RGBA takes
         image = image.convert("RGBA")
-    if image.mode not in ("L", "RGB"):
-        image = image.convert("RGB")
-    return np.array(image)
+    return image if image.mode in ("L", "RGB") else image.convert("RGB")
 
 
 # Many images -------------------------------------------------------------------------------------
@@ -263,7 +201,12 @@ class Reader(Dataset[Chunk]):
         for index, choose, mirrored in self._plans(task):
             for candidate in (i % count for i in range(index, index + attempts)):
                 try:
-                    image = read_image(self.listing.path(candidate), choose, self.size)
+                    image = read_image(
+                        self.listing.path(candidate),
+                        choose,
+                        self.size,
+                        by_pillow=task.moment is None,
+                    )
                 except MemoryError:
                     raise
                 except Exception as error:  # whatever a decoder makes of a damaged file
@@ -323,8 +266,8 @@ class FolderSplit(Split):
             sampler=list(itertools.chain.from_iterable(tasks)),
             batch_size=None,
             num_workers=self.workers,
-            collate_fn=_unchanged,
-            worker_init_fn=functools.partial(_begin_worker, os.getpid()),
+            collate_fn=unchanged,
+            worker_init_fn=functools.partial(begin_worker, os.getpid()),
             generator=torch.Generator(),  # else it draws a seed from the global one
         )
         held = [iter(loader)]
@@ -359,11 +302,12 @@ class FolderSplit(Split):
                 warnings.warn(f"Skipped {path!r}: {reason}", stacklevel=2)
 
 
-def _unchanged(chunk: Any) -> Any:
+def unchanged(chunk: Any) -> Any:
+    """What a worker returns, as it is."""
     return chunk
 
 
-def _begin_worker(main: int, worker: int) -> None:
+def begin_worker(main: int, worker: int) -> None:
     """Leave the reaction to a signal to the main process.
 
     A worker that dies at once makes PyTorch raise in the main process, which may be saving its

