@@ -1,0 +1,1 @@
+"""The experiment of docs/protocol.md: its regimes, its rule, and what it found."""

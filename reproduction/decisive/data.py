@@ -1,0 +1,86 @@
+"""The rows of docs/protocol.md: kept in results/decisive_REGIME.csv, and read from there."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from powergrad.lab.files import write_csv
+from powergrad.lab.run import Run
+
+__all__ = ["REGIMES", "collect", "differences", "read", "units"]
+
+REGIMES = {"norm": "with batch normalisation", "plain": "without normalisation"}
+FINALS = 3  # seeds per repeat
+ABOUT = ("arm", "seed", "run", "repeat", "commit", "phase")
+
+
+def collect(runs: Path, results: Path) -> list[Path]:
+    """Copy the rows of all finished runs to `results`; rows that are there already stay.
+
+    Runs of a repeat that is not complete yet have no number of a repeat: they are only reused.
+    """
+    written = []
+    for regime in (*REGIMES, "null", "pilot-norm", "pilot-plain"):
+        folder = runs / f"decisive-{regime}"
+        if not folder.is_dir():
+            continue
+        path = results / f"decisive_{regime.replace('-', '_')}.csv"
+        rows = {row["run"]: row for row in _csv_rows(path)}
+        for result in sorted(folder.glob("**/result.json")):
+            name = str(result.parent.relative_to(folder))
+            rows.setdefault(name, _row(name, result.parent))
+        rows |= {row["run"]: row for row in _csv_rows(folder / "study.csv")}
+        columns = [*ABOUT, *(key for row in rows.values() for key in row)]
+        order = sorted(
+            rows.values(), key=lambda r: (r["phase"], int(r["repeat"] or 999), r["arm"], r["run"])
+        )
+        write_csv(path, list(dict.fromkeys(columns)), order)
+        written.append(path)
+    return written
+
+
+def _csv_rows(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _row(name: str, folder: Path) -> dict[str, Any]:
+    run = Run(folder)
+    phase, _, last = name.rpartition("/")
+    metrics = {key: value for key, value in (run.result() or {}).items() if key != "format"}
+    return {
+        "arm": last.rpartition("-seed")[0],
+        "seed": run.recipe().seed,
+        "run": name,
+        "repeat": "",
+        "commit": run.environment().get("commit") or "",
+        "phase": phase or "final",
+        "optimizer.lr": run.recipe().optimizer.lr,
+        "optimizer.weight_decay": run.recipe().optimizer.weight_decay,
+        **metrics,
+    }
+
+
+def read(results: Path, regime: str) -> list[dict[str, str]]:
+    """The rows of a regime."""
+    return _csv_rows(results / f"decisive_{regime}.csv")
+
+
+def units(rows: list[dict[str, str]], arm: str) -> dict[int, float]:
+    """The mean test accuracy of each complete repeat of an arm; a lost run counts as 10%."""
+    repeats: dict[int, list[float]] = {}
+    for row in rows:
+        if row["phase"] == "final" and row["arm"] == arm and row["repeat"]:
+            value = 10.0 if row["diverged"] == "True" else float(row["test_accuracy"])
+            repeats.setdefault(int(row["repeat"]), []).append(value)
+    return {n: sum(v) / len(v) for n, v in sorted(repeats.items()) if len(v) == FINALS}
+
+
+def differences(rows: list[dict[str, str]], arm: str, baseline: str) -> list[float]:
+    """Arm less baseline in every repeat that both have."""
+    a, b = units(rows, arm), units(rows, baseline)
+    return [a[repeat] - b[repeat] for repeat in a if repeat in b]

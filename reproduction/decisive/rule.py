@@ -1,0 +1,130 @@
+"""The rule of docs/protocol.md, and its power. It knows numbers, not runs.
+
+A regime's data are the units of each arm: the mean test accuracy of each repeat's winner over its
+fresh seeds. Units of one repeat are paired: all arms tried the same points with the same seeds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+__all__ = ["LEVEL", "MARGIN", "Decision", "decide", "holm", "interval", "power", "sign_flip"]
+
+Array = NDArray[np.float64]
+
+LEVEL = 0.025  # of each of the two looks
+MARGIN = 0.3  # points of test accuracy
+EXACT = 16  # pairs up to which all sign patterns are counted
+DRAWS = 99_999
+
+
+class Decision(NamedTuple):
+    """What the rule says.
+
+    Attributes:
+        verdict: ``helps``, ``hurts``, ``makes no difference that matters`` or ``not settled``.
+        p: Of the stratified sign-flip test.
+        means: The mean difference of each regime.
+        intervals: The 90% interval of each regime.
+    """
+
+    verdict: str
+    p: float
+    means: Mapping[str, float]
+    intervals: Mapping[str, tuple[float, float]]
+
+
+def decide(differences: Mapping[str, Sequence[float]], level: float = LEVEL) -> Decision:
+    """The verdict on the differences of some regimes, at one look."""
+    p, direction = sign_flip(list(differences.values()))
+    intervals = {name: interval(d) for name, d in differences.items()}
+    if p < level:
+        verdict = "helps" if direction > 0 else "hurts"
+    elif all(low > -MARGIN and high < MARGIN for low, high in intervals.values()):
+        verdict = "makes no difference that matters"
+    else:
+        verdict = "not settled"
+    means = {name: float(np.mean(d)) for name, d in differences.items()}
+    return Decision(verdict, p, means, intervals)
+
+
+def sign_flip(strata: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The two-sided p of a stratified sign-flip test, and the sign of its statistic.
+
+    Each stratum is divided by its root mean square, which flipping signs does not change, so that
+    regimes count alike whatever their noise is. All patterns are counted up to 16 pairs; beyond,
+    99,999 random ones give ``(b + 1) / (draws + 1)``.
+
+    Example:
+        >>> sign_flip([[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]])  # all of one sign: 2 of 64 patterns
+        (0.03125, 1.0)
+    """
+    scaled = []
+    for stratum in strata:
+        d = np.asarray(stratum, float)
+        rms = math.sqrt(float((d**2).mean()))
+        scaled.append(d / rms if rms else d)
+    values = np.concatenate(scaled)
+    observed = float(values.sum())
+    n = len(values)
+    reached = int((np.abs(_signs(n) @ values) >= abs(observed) - 1e-9).sum())
+    p = reached / 2**n if n <= EXACT else (reached + 1) / (DRAWS + 1)
+    return p, float(np.sign(observed))
+
+
+@functools.lru_cache(maxsize=4)
+def _signs(n: int) -> Array:
+    """All patterns of n signs, or random ones where they are too many; one per row."""
+    if n > EXACT:
+        return np.random.default_rng(0).choice([-1.0, 1.0], (DRAWS, n))
+    return 1.0 - 2.0 * ((np.arange(2**n)[:, None] >> np.arange(n)) & 1)
+
+
+def interval(differences: Sequence[float], confidence: float = 0.9) -> tuple[float, float]:
+    """Student's interval of a mean difference."""
+    found = stats.ttest_1samp(np.asarray(differences, float), 0).confidence_interval(confidence)
+    return float(found.low), float(found.high)
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Holm's adjusted p-values.
+
+    Example:
+        >>> holm({"a": 0.01, "b": 0.04})
+        {'a': 0.02, 'b': 0.04}
+    """
+    adjusted: dict[str, float] = {}
+    largest = 0.0
+    for place, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        largest = max(largest, min(1.0, (len(p_values) - place) * p))
+        adjusted[name] = largest
+    return {name: adjusted[name] for name in p_values}
+
+
+def power(
+    effect: float, spreads: Sequence[float], studies: int = 400, seed: int = 0
+) -> dict[str, float]:
+    """How often each verdict is reached over both looks, for a true difference in every regime.
+
+    Args:
+        effect: The true difference, in points.
+        spreads: Standard deviation of a pair's difference, for each regime.
+        studies: Number of simulated experiments.
+        seed: Seed of the simulation.
+    """
+    rng = np.random.default_rng(seed)
+    counts: dict[str, int] = {}
+    for _ in range(studies):
+        pairs = [effect + spread * rng.standard_normal(16) for spread in spreads]
+        decision = decide({str(i): d[:8].tolist() for i, d in enumerate(pairs)})
+        if decision.verdict == "not settled":
+            decision = decide({str(i): d.tolist() for i, d in enumerate(pairs)})
+        counts[decision.verdict] = counts.get(decision.verdict, 0) + 1
+    return {verdict: count / studies for verdict, count in counts.items()}
