@@ -10,13 +10,16 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import permutation_test
 
 from benchmarks import audit
 from powergrad.lab.paper.evidence import Outcome
-from powergrad.lab.stats import sign_flip_test, t_interval
+from powergrad.lab.stats import t_interval
 from powergrad.lab.study import Results
-from powergrad.lab.words import markdown_table, number
+from powergrad.lab.words import markdown_table, number, short_key
 from reproduction.marks import Regions
+from reproduction.studies import verdict_in_words
 
 __all__ = ["benchmark_regions"]
 
@@ -30,7 +33,8 @@ def benchmark_regions() -> Regions:
     """The regions that are made from results/*.csv and from the default comparison."""
     return {
         "calibration": _calibration,
-        "compare": _compare,
+        "compare": lambda: _study("compare_digits"),
+        "compare-short": _compare_short,
         "examples": _examples,
         "loss": _loss,
         "all": _every_case,
@@ -39,6 +43,7 @@ def benchmark_regions() -> Regions:
         "compiled": _compiled,
         "works": _what_works_where,
         "others": _others,
+        "verdicts": _simulated_verdicts,
         **{name: partial(_whole, name) for name in ("altering", "agc", "monitor")},
         **{f"audit-{name}": partial(_audit, name) for name in audit.TABLES},
     }
@@ -195,12 +200,113 @@ def _whole(name: str) -> str:
 
 
 def _others() -> str:
-    names = ("agc", "altering", "monitor", "imports", "train", "decode")
+    names = ("agc", "altering", "monitor", "imports", "train", "decode", "run")
     return "\n\n".join(f"### `benchmarks/{name}.py`\n\n{_whole(name)}" for name in names)
 
 
 def _audit(name: str) -> str:
     return audit.TABLES[name](audit.Results(audit.read_results()))
+
+
+# Simulated studies --------------------------------------------------------------------------------
+
+
+def _simulated_verdicts() -> str:
+    """How the test was chosen, how often it errs, and how often it settles an arm."""
+    rows = _load("bench_verdicts")
+
+    def share(column: str, **wanted: str) -> str:
+        row = next(row for row in rows if wanted.items() <= row.items())
+        return f"{100 * float(row[column]):.1f}%"
+
+    def settled(**wanted: str) -> str:
+        row = next(row for row in rows if wanted.items() <= row.items())
+        both = float(row["called_different"]) + float(row["called_equivalent"])
+        return f"{100 * both:.0f}% ({float(row['mean_runs']):.1f})"
+
+    def values(column: str, table: str) -> list[str]:
+        return list(dict.fromkeys(row[column] for row in rows if row["table"] == table))
+
+    def studies(table: str) -> str:
+        counts = sorted(map(int, values("studies", table)))
+        return " or ".join(f"{count:,}" for count in counts)
+
+    uneven = ("normal", "one arm varies thrice", "baseline varies thrice", "as measured")
+    effects, runs = ("0.0", "0.5", "1.0"), ("8", "8..24")
+    chosen = markdown_table(
+        ("test", *(f"false, {noise}" for noise in uneven), *(f"settled, {e}" for e in effects)),
+        [
+            (
+                test,
+                *(
+                    share(
+                        "any_called_different",
+                        table="choice", test=test, noise=noise, runs="8..24", effect="0.0",
+                    )
+                    for noise in uneven
+                ),
+                *(
+                    settled(
+                        table="choice", test=test, noise="as measured", runs="8..24", effect=effect
+                    )
+                    for effect in effects
+                ),
+            )
+            for test in values("test", "choice")
+        ],
+    )  # fmt: skip
+    errors = markdown_table(
+        (
+            "noise", "arms",
+            *(f"false difference, {n} runs" for n in runs),
+            *(f"false equivalence, {n} runs" for n in runs),
+        ),
+        [
+            (
+                noise,
+                arms,
+                *(
+                    share(column, table="error", noise=noise, arms=arms, runs=n, effect=effect)
+                    for column, effect in (
+                        ("any_called_different", "0.0"), ("any_called_equivalent", "0.5")
+                    )
+                    for n in runs
+                ),
+            )
+            for noise in values("noise", "error")
+            for arms in values("arms", "error")
+        ],
+    )  # fmt: skip
+    power = markdown_table(
+        ("noise", "arms", "runs", *(f"settled, {effect}" for effect in effects)),
+        [
+            (
+                noise,
+                arms,
+                n,
+                *(
+                    settled(table="power", noise=noise, arms=arms, runs=n, effect=effect)
+                    for effect in effects
+                ),
+            )
+            for noise in values("noise", "power")
+            for arms in values("arms", "power")
+            for n in runs
+        ],
+    )
+    return (
+        "`python benchmarks/verdicts.py`: standard deviation 0.4, margin 0.5 "
+        f"({_conditions(rows[0])}; `results/bench_verdicts.csv`). Arms are counted without the "
+        "baseline.\n\n"
+        f"The choice, 3 arms, looks at 8..24 runs, {studies('choice')} studies each. *False*: the "
+        "share of studies without any difference in which some arm is called better or worse. "
+        "*Settled*: the share of arms with a verdict at a true difference of 0, the margin and "
+        f"twice the margin, with the mean number of runs per arm in brackets.\n\n{chosen}\n\n"
+        f"The error of the intervals, {studies('error')} studies each. *False equivalence*: the "
+        "share of studies in which some arm is called equivalent though all differ by the "
+        f"margin.\n\n{errors}\n\n"
+        f"How often they settle an arm, {studies('power')} studies each:\n\n{power}"
+    )
 
 
 # Studies ------------------------------------------------------------------------------------------
@@ -210,15 +316,25 @@ def _spread(values: list[float], places: int) -> str:
     return f"{fmean(values):.{places}f} ± {stdev(values):.{places}f}"
 
 
-def _compare() -> str:
-    """The default comparison, as it is and with the learning rate tuned for every arm."""
-    return "\n\n".join(_study(name) for name in ("compare_digits", "compare_digits_tuned_lr"))
+def _compare_short() -> str:
+    """The default comparison, in a table for the README."""
+    results = Results.load(RESULTS / "compare_digits.json")
+    lines = []
+    for arm in results.arms:
+        comparison = results.comparison(arm)
+        outcome = Outcome.of(comparison) if comparison else None
+        cells = [outcome.with_interval, comparison.verdict] if outcome and comparison else ["", ""]
+        values = [*results.units(arm).values()]
+        lines.append([arm, str(len(values)), _spread(values, 2), *cells])
+    table = markdown_table(("arm", "seeds", "test %", "difference (95%)", "verdict"), lines)
+    return f"{table}\n\n**{results.verdict()}** (`results/compare_digits.json`)"
 
 
 def _study(name: str) -> str:
     """A finished study."""
     results = Results.load(RESULTS / f"{name}.json")
     tuning = results.tuning
+    keys = tuning.keys if tuning and not tuning.is_unit else ()
     lines = []
     for arm in results.arms:
         means = {
@@ -230,23 +346,37 @@ def _study(name: str) -> str:
         lines.append(
             [
                 arm,
-                *([number(tuning.arms[arm].chosen)] if tuning else []),
+                *(number(tuning.arms[arm].winner.point[key]) for key in keys if tuning),
                 f"{means['train_accuracy']:.2f}",
-                _spread([*results.values(arm).values()], 2),
-                *([outcome.with_interval, outcome.p, outcome.verdict] if outcome else [""] * 3),
+                _spread([*results.units(arm).values()], 2),
+                *(
+                    [outcome.with_interval, outcome.p, verdict_in_words(comparison)]
+                    if outcome and comparison
+                    else [""] * 3
+                ),
                 f"{means['nll']:.3f} / {means['nll_scaled']:.3f}",
                 f"{means['ece']:.3f} / {means['ece_scaled']:.3f}",
                 f"{means['dead_units']:.1f}",
             ]
         )
-    rate = ["lr"] if tuning else []
-    head = ("arm", *rate, "train %", "test %", "difference (95% interval)", "p", "verdict")
+    head = (
+        "arm",
+        *map(short_key, keys),
+        "train %",
+        "test %",
+        "difference (95% interval)",
+        "p",
+        "verdict",
+    )
     table = markdown_table((*head, "NLL at 1 / at 1/alpha", "ECE", "dead filters"), lines)
-    seeds = len({row.seed for row in results.rows})
+    counts = sorted({len(results.of_arm(arm)) for arm in results.arms})
+    seeds = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     made = results.environment
+    notes = "".join(f"\n\n{note}" for note in results.notes())
     return (
         f"`{made['command']}`: {seeds} seeds per arm, torch {made['torch']}, {made['time'][:10]}, "
-        f"commit {made['commit']} (`results/{name}.json`). **{results.verdict()}**\n\n{table}"
+        f"commit {made['commit']} (`results/{name}.json`). **{results.verdict()}**\n\n"
+        f"{table}{notes}"
     )
 
 
@@ -263,10 +393,16 @@ def _examples() -> str:
             )
             gaps = [pgt[seed] - value for seed, value in plain.items()]
             cells = [_spread([*values], 3) for values in (plain.values(), pgt.values(), gaps)]
-            p = float(sign_flip_test(gaps))
+            # The exact sign-flip test, as examples/comparison.py prints it.
+            flips = permutation_test((gaps,), _size, permutation_type="samples", alternative="less")
+            p = float(flips.pvalue)
             lines.append([task.replace("_", " "), metric, *cells, f"{p:.3f}"])
     head = ("task", "measure", "cross-entropy", "PGT, alpha 0.3", "difference", "p")
     return markdown_table(head, lines)
+
+
+def _size(gaps: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+    return -np.abs(np.mean(gaps, axis=axis))
 
 
 ERRORS = {"nll": "NLL", "brier": "Brier", "ece_width": "ECE, width", "ece_mass": "ECE, mass"}

@@ -24,7 +24,7 @@ from reproduction.studies import Arm, Contrast, Trial, compare_arms, contrasts_o
 
 __all__ = ["CLAIMS", "PGT", "SHORTER", "against_controls", "claim_regions", "contrast_table"]
 
-VERDICTS = ("better", "equivalent", "worse", "underpowered", "too few seeds")
+VERDICTS = ("better", "equivalent", "worse", "not settled", "too few seeds")
 DEEPER = "Networks deeper than ResNet-18 cannot be trained without normalisation"
 ZEROED = "Fewer filters die with PGT, hardly any with AGC, none with both"
 ENOUGH = 4.6  # the decay exponent at which a filter without gradient falls to 1% of its start
@@ -180,7 +180,7 @@ def _at_a_glance(trials: Sequence[Trial]) -> str:
         cells = _columns(outcomes, ({"fewer"}, {"as many"}, {"more"}))
         title = f"With {' + '.join(sorted(methods))} fewer filters die"
         lines.append((_link(title, ZEROED), "figures", *cells, ""))
-    head = ("claim", "published", "borne out", f"within {MARGIN:g}", "contrary", "not told apart")
+    head = ("claim", "published", "borne out", f"within {MARGIN:g}", "contrary", "not settled")
     return markdown_table((*head, "PGT against a simpler control"), lines)
 
 
@@ -231,12 +231,14 @@ def _compare(claim: Claim, trial: Trial, arm: Arm, against: Arm) -> Iterator[Con
         arm.name: _metric(arm, claim.metric),
         against.name: _metric(against, claim.metric),
     }
-    yield from compare_arms(trial, arm, against, values)
+    is_doubtful = claim.metric == "test" and (arm.at_edge or against.at_edge)
+    withhold = {arm.name: "A rate was chosen at the edge."} if is_doubtful else {}
+    yield from compare_arms(trial, arm, against, values, withhold=withhold)
 
 
-def _metric(arm: Arm, metric: str) -> dict[int, float]:
+def _metric(arm: Arm, metric: str) -> Mapping[int, float]:
     if metric == "gap":
-        return {seed: value - arm.test[seed] for seed, value in arm.train.items()}
+        return {unit: value - arm.test[unit] for unit, value in arm.train.items()}
     return arm.train if metric == "train" else arm.test
 
 
@@ -317,7 +319,7 @@ def _depths(trials: Sequence[Trial]) -> Iterator[Depth]:
                 continue
             level = _mean(first.test)
             ended = sorted(arm.test.values())
-            failed = sum(accuracy < level / 2 for accuracy in ended)  # 0 where a run diverged
+            failed = sum(accuracy < level / 2 for accuracy in ended)  # as a run that diverged
             outcome = {0: "none failed", len(ended): "all failed"}.get(failed, f"{failed} failed")
             accuracies = f"{_mean(arm.test):.2f} ({ended[0]:.2f} to {ended[-1]:.2f})"
             cells = (f"`{trial.name}`", arm.label, arm.measured_on, f"{arm.rate}; {first.rate}")

@@ -30,6 +30,7 @@ __all__ = [
     "other_settings",
     "read_studies",
     "trial_of_study",
+    "verdict_in_words",
 ]
 
 KINDS = (StudyKind.COMPARE, StudyKind.SWEEP, StudyKind.DECOMPOSE)  # results/KIND_NAME.json
@@ -121,6 +122,8 @@ class Arm:
         rate: Its learning rate, and how it was chosen.
         exponent: How far decay alone shrank a filter.
         rows: Its runs.
+        test: The test accuracy of every run, or of every repeat, as the study compares it.
+        at_edge: Whether its rate was chosen at the edge of what was tried.
     """
 
     name: str
@@ -131,20 +134,17 @@ class Arm:
     rate: str
     exponent: float
     rows: tuple[RunRow, ...]
-
-    @property
-    def test(self) -> dict[int, float]:
-        """The test accuracy of every seed, 0 of a run that diverged."""
-        return _values(self.rows, "test_accuracy")
+    test: Mapping[int, float]
+    at_edge: bool = False
 
     @property
     def train(self) -> dict[int, float]:
-        """The training accuracy of every seed that did not diverge."""
+        """The training accuracy of every run, or repeat, that did not diverge."""
         return _values(_finished(self.rows), "train_accuracy")
 
     @property
     def dead(self) -> dict[int, float]:
-        """The dead filters of every seed that did not diverge, where they were counted."""
+        """The dead filters of every run, or repeat, that did not diverge, where counted."""
         return _values(_finished(self.rows), "dead_units")
 
     @property
@@ -168,8 +168,11 @@ def _finished(rows: Sequence[RunRow]) -> list[RunRow]:
 
 
 def _values(rows: Sequence[RunRow], metric: str) -> dict[int, float]:
-    values = {row.seed: row.value(metric) for row in rows}
-    return {seed: value for seed, value in values.items() if value is not None}
+    units: dict[int, list[float]] = {}
+    for row in rows:
+        if (value := row.value(metric)) is not None:
+            units.setdefault(row.seed if row.unit is None else row.unit, []).append(value)
+    return {unit: sum(values) / len(values) for unit, values in units.items()}
 
 
 def fingerprint(row: RunRow) -> tuple[Any, ...]:
@@ -245,7 +248,7 @@ def _trial_of_measurement(study: Measurement) -> Trial:
             recipe,
             study.conditions.tuning,
             study.conditions.exponents[row.arm],
-            study.results.of_arm(row.arm),
+            study.results,
         )
         for row in rows
     )
@@ -264,7 +267,7 @@ def trial_of_study(name: str, results: Results) -> Trial:
             base,
             results.tuning,
             _exponent(base.override(results.study.arms[arm]), results.of_arm(arm)),
-            results.of_arm(arm),
+            results,
         )
         for arm in sorted(results.arms, key=lambda arm: arm != results.baseline)
     )
@@ -286,11 +289,15 @@ def _arm(
     base: Recipe,
     tuning: Tuning | None,
     exponent: float,
-    rows: Sequence[RunRow],
+    results: Results,
 ) -> Arm:
-    rate = f"{changes.get('optimizer.lr', base.optimizer.lr):g}"
-    if tuning is not None and name in tuning.arms:
-        rate += ", tuned" + (" (edge)" if tuning.arms[name].at_edge else "")
+    rows = results.of_arm(name)
+    rate, at_edge = f"{changes.get('optimizer.lr', base.optimizer.lr):g}", False
+    if tuning is not None and tuning.is_unit:
+        rate = "tuned in every repeat"
+    elif tuning is not None and name in tuning.arms:
+        at_edge = tuning.arms[name].at_edge
+        rate += ", tuned" + (" (edge)" if at_edge else "")
     # What it was measured on may differ from the study's recipe in these; the rest need not even be
     # a recipe (at full scale there are the paper's changes only).
     apart = {key: changes[key] for key in ("model.name", "train.batch_size") if key in changes}
@@ -304,6 +311,8 @@ def _arm(
         rate,
         exponent,
         tuple(rows),
+        results.units(name),
+        at_edge,
     )
 
 
@@ -331,7 +340,7 @@ class Contrast:
         outcome = Outcome.of(self.comparison)
         other = f" against {against.label}" if against.methods else ""
         is_alike = against.measured_on == arm.measured_on
-        verdict = outcome.verdict
+        verdict = verdict_in_words(self.comparison)
         if arm.diverged or against.diverged:
             verdict += f"; diverged: {arm.diverged} against {against.diverged}"
         if self.trial.within:
@@ -345,6 +354,12 @@ class Contrast:
             outcome.with_interval,
             verdict,
         )
+
+
+def verdict_in_words(comparison: stats.Comparison) -> str:
+    """The verdict, and whether *better* is withheld because a value was chosen at an edge."""
+    withheld = "; better withheld (edge)" if comparison.withheld else ""
+    return Outcome.of(comparison).verdict + withheld
 
 
 def contrasts_of(trial: Trial) -> list[Contrast]:

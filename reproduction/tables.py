@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -12,6 +11,8 @@ from powergrad.lab.paper.rows import Experiment, Figure, Use, changes_of, load_p
 from powergrad.lab.paper.show import hours_in_words
 from powergrad.lab.paper.small import LEAST
 from powergrad.lab.study import Results, Tuning
+from powergrad.lab.study.records import Trial as TuningTrial
+from powergrad.lab.study.records import describe_point
 from powergrad.lab.words import markdown_table, number
 from reproduction.claims import PGT, SHORTER, against_controls, contrast_table, counted
 from reproduction.marks import Regions
@@ -23,11 +24,12 @@ from reproduction.studies import (
     fingerprint,
     other_settings,
     trial_of_study,
+    verdict_in_words,
 )
 
 __all__ = ["table_regions"]
 
-MEASURED = ("difference (95% interval)", "p (Holm)", "verdict")
+MEASURED = ("difference (95% interval)", "p", "verdict")
 
 
 def table_regions(
@@ -119,7 +121,8 @@ def _cells(study: Measurement, arm: str) -> list[str]:
     if arm not in study.comparisons:
         return [*cells, "", "", "too few seeds"]
     outcome = Outcome.of(study.comparisons[arm])
-    return [*cells, outcome.with_interval, outcome.p, outcome.verdict]
+    verdict = verdict_in_words(study.comparisons[arm])
+    return [*cells, outcome.with_interval, outcome.p, verdict]
 
 
 def _grid(study: Measurement) -> str:
@@ -161,13 +164,26 @@ def _conditions(study: Measurement) -> Iterator[str]:
 
 
 def _tuned(tuning: Tuning) -> str:
-    words = ", ".join(
-        f"{arm} {number(tuned.chosen)}" + (" (edge of the grid)" if tuned.at_edge else "")
-        for arm, tuned in tuning.arms.items()
-    )
+    keys = " and ".join(f"`{key}`" for key in tuning.keys)
     arms = "every arm alike" if len(tuning.arms) > 1 else "one arm, and the same in all"
-    seeds = f"{len(tuning.seeds)} seed{'s' if len(tuning.seeds) > 1 else ''} per value"
-    return f"`{tuning.key}` tuned for {arms}, on held-out training data ({seeds}): {words}."
+    how = f"{tuning.seeds} seed{'s' if tuning.seeds > 1 else ''} per value"
+    if tuning.is_unit:
+        how += f", anew in each of {len(tuning.repeats)} repeats"
+        words = "; ".join(map(tuning.describe, tuning.arms))
+    else:
+        words = ", ".join(
+            f"{arm} {_point(choice.winner, tuning.keys)}"
+            + (" (edge of the grid)" if choice.at_edge else "")
+            for arm, choice in tuning.arms.items()
+        )
+    return f"{keys} tuned for {arms}, on held-out training data ({how}): {words}."
+
+
+def _point(trial: TuningTrial, keys: Sequence[str]) -> str:
+    """The values of a point: bare if one key was tuned."""
+    if len(keys) == 1:
+        return number(trial.point[keys[0]])
+    return describe_point(trial.point, keys)
 
 
 def _zeroing_out(evidence: Evidence) -> str:
@@ -218,17 +234,14 @@ def _study(name: str, results: Results) -> Iterator[str]:
         cells += [f"{sum(dead) / len(dead):.1f}" if dead else "", f"{arm.exponent:.1f}"]
         if comparison := results.comparison(arm.name):
             outcome = Outcome.of(comparison)
-            cells += [outcome.with_interval, outcome.p, outcome.verdict]
+            cells += [outcome.with_interval, outcome.p, verdict_in_words(comparison)]
         else:
             cells += ["", "", ""]
         lines.append(cells)
     head = ("arm", "n", "train", "test", "dead filters", "decay exponent")
     yield markdown_table((*head, *MEASURED), lines)
-    if lost := Counter(row.arm for row in results.rows if row.diverged):
-        words = ", ".join(f"{count} of {arm}" for arm, count in lost.items())
-        yield (
-            f"Diverged, which counts as no right answer; their filters are not counted: {words}."
-        )
+    if lost := results.diverged():
+        yield f"{lost} Its filters are not counted."
 
 
 # The rest of the paper ----------------------------------------------------------------------------
@@ -284,14 +297,15 @@ def _not_better(trials: Sequence[Trial]) -> str:
     rows = counted(rows)
     better = sum(contrast.verdict == "better" for contrast in rows)
     grid = sum(contrast.trial.is_grid for contrast in rows)
-    able = {contrast.trial.name for contrast in rows if contrast.verdict != "too few seeds"}
+    withheld = sum(bool(contrast.comparison.withheld) for contrast in rows)
     return (
         f"Of {len(rows)} comparisons ({grid} of them points of grids over alpha), "
-        f"{better} came out better. Within a study p values are corrected for "
-        f"its arms, but not for the number of studies: of {len(able)} that have enough seeds for a "
-        f"verdict, at most {0.05 * len(able):.1f} are expected to have a false one, of either "
-        "sign. Some studies share a baseline, so they are not independent; one whose runs are all "
-        "in a larger one is not counted. These did not come out better:\n\n"
+        f"{better} came out better; {withheld} more would have, had not a rate been chosen at the "
+        "edge of what was tried. Within a study intervals and p-values are corrected for its "
+        "arms, but not for the number of studies, nor for the noise of tuning: every arm was "
+        "tuned once or not at all, so a verdict holds for the chosen values. Some studies share a "
+        "baseline, so they are not independent; one whose runs are all in a larger one is not "
+        "counted. These did not come out better:\n\n"
         f"{contrast_table(others)}"
     )
 

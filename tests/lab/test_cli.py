@@ -86,6 +86,24 @@ def test_train_then_resume_then_inspect(tmp_path, capsys):
     assert (tmp_path / "layers.csv").read_text().startswith("number,layer")
 
 
+@pytest.mark.parametrize("bar", [False, True])
+def test_train_says_that_it_diverged(tmp_path, capsys, monkeypatch, bar):
+    if bar:
+        monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    command = ("train", "digits", *SMALL, "--optimizer.lr", "1e30", "--out", tmp_path)
+    assert powergrad(*command) == 0
+    (folder,) = tmp_path.iterdir()
+    result = Run(folder).result()
+    assert result is not None
+    assert result["diverged"]
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"diverged: the loss was not finite in epoch 1 (step {result['steps']} of " in said
+    assert "try a lower optimizer.lr" in said
+    assert "finished:" not in said
+    assert powergrad(*command) == 0
+    assert capsys.readouterr().out.strip() == f"{folder} is finished: it diverged."
+
+
 def test_inspect_a_checkpoint(tmp_path, capsys):
     weight = torch.ones(4, 3)
     weight[2] = 0

@@ -34,7 +34,7 @@ from powergrad.lab.paper.rows import Use, changes_of, load_paper
 from powergrad.lab.paper.small import LEAST, decay_exponent, plan_replica
 from powergrad.lab.run import RunError
 from powergrad.lab.schedules import learning_rate_at
-from powergrad.lab.stats import compare
+from powergrad.lab.stats import Design, compare
 from powergrad.lab.study import Results, Study, StudyKind
 from powergrad.lab.train import train
 from powergrad.monitor import Recording, census
@@ -502,7 +502,7 @@ def make_runs(folder, experiment, arms, seeds):
     """What ``powergrad paper run`` does, in this process and tiny."""
     rows = [row for row in experiment.rows if arms is None or row.arm in arms]
     replica = plan_replica(experiment, rows, "digits", TINY)
-    study = Study(StudyKind.PAPER, RecipeProgram(replica.base), replica.arms, list(seeds))
+    study = Study(StudyKind.PAPER, RecipeProgram(replica.base), replica.arms, Design((len(seeds),)))
     jobs = study.jobs()
     for job in jobs.values():
         job.execute(folder)
@@ -679,13 +679,13 @@ def test_who_is_dead_in_a_figure(layer, first, last, words):
 
 
 def test_too_few_seeds_have_neither_interval_nor_verdict():
-    def spread(mean, seeds=8):
-        return {seed: mean + 0.01 * (seed - (seeds - 1) / 2) for seed in range(seeds)}
+    def spread(mean, seeds=8, step=0.01):
+        return {seed: mean + step * (seed - (seeds - 1) / 2) for seed in range(seeds)}
 
     (few,) = compare({"a": spread(90, 3), "b": spread(91, 3)}, "a", margin=0.5)
     assert Outcome.of(few) == ("+1.00", "", "", "too few seeds")
     assert Outcome.of(few).with_interval == "+1.00"
-    (none,) = compare({"a": spread(90), "b": spread(89.999)}, "a", margin=0.5)
+    (none,) = compare({"a": spread(90, step=1e-4), "b": spread(89.999, step=1e-4)}, "a", margin=0.5)
     assert Outcome.of(none).with_interval.startswith("+0.00 (-0.00 to ")
 
 
@@ -762,7 +762,20 @@ def test_run_plans_both_scales(tmp_path, capsys):
         (("T1.7", "--data", "/nowhere"), "--data to be digits, fashion-mnist, cifar10 or folder"),
         (("T1.7", "--scale", "small", "--data", "folder:/nowhere"), "nowhere"),
         (("T1.7", "--scale", "small", "--tune", "nokey=1,2"), "nokey"),
-        (("T1.7", "--scale", "small", "--tune-seeds", "0"), "--tune-seeds to be at least 1"),
+        (
+            ("T1.7", "--scale", "small", "--tune", "lr", "--tune-seeds", "0"),
+            "--tune-seeds to be at least 1",
+        ),
+        (("T1.7", "--scale", "small", "--tune-seeds", "5"), "--tune-seeds with --tune only"),
+        (("T1.7", "--data", "folder:x", "--trials", "5"), "--trials with --scale small only"),
+        (
+            ("T1.7", "--data", "folder:x", "--tune-map", "identity"),
+            "--tune-map with --scale small only",
+        ),
+        (
+            ("T1.7", "--scale", "small", "--tune", "lr", "--repeats", "8"),
+            "no --repeats for an item of the paper",
+        ),
         (("T1.7", "--scale", "small", "--metric", "nonsense"), "nonsense"),
         (("F7",), r"a figure: `powergrad paper figure F7"),
         (("T1.8",), r"did you mean 'T\d\.\d'"),
@@ -774,13 +787,13 @@ def test_run_names_a_bad_argument_before_it_trains(tmp_path, tokens, message):
     assert not list(tmp_path.iterdir())
 
 
-def execute_here(jobs, folder, **options):
+def execute_here(queue, jobs, watch):
     """What the queue does, without its processes; test_study.py tests the queue."""
-    return {job.name: job.execute(folder) for job in jobs}
+    return {job.name: job.execute(queue.folder) for job in jobs}
 
 
 def test_run_tunes_and_trains_a_replica_reports_and_collects_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("powergrad.lab.study.results.run_jobs", execute_here)
+    monkeypatch.setattr("powergrad.lab.jobs.queue.JobQueue.run", execute_here)
     small = ["--data.limit", "160", "--model.width", "2", "--train.epochs", "2"]
     options = ["--seeds", "2", "--workers", "1", "--out", str(tmp_path / "runs")]
     tune = ["--tune", "lr=0.01,0.02", "--tune-seeds", "1", "--metric", "nll"]
@@ -793,13 +806,13 @@ def test_run_tunes_and_trains_a_replica_reports_and_collects_it(tmp_path, capsys
     assert "PGT" in study.comparisons
     conditions = study.conditions
     assert conditions.tuning is not None
-    rates = sorted(tuned.chosen for tuned in conditions.tuning.arms.values())
+    winners = {arm: choice.winner for arm, choice in conditions.tuning.arms.items()}
+    rates = sorted(winner.changes["optimizer.lr"] for winner in winners.values())
     words = f"{rates[0]:g}" if rates[0] == rates[1] else f"{rates[0]:g} to {rates[1]:g}"
     assert f"the rate: {words}, not 0.4" in conditions.lost
-    for arm, tuned in conditions.tuning.arms.items():
-        best = min(tuned.means, key=lambda tried: tried.mean)  # less NLL is better
-        assert tuned.chosen == best.value
-        ratio = conditions.exponents[arm] / tuned.chosen
+    for arm, choice in conditions.tuning.arms.items():
+        assert choice.winner is min(choice.trials, key=lambda trial: trial.mean)  # of NLL
+        ratio = conditions.exponents[arm] / choice.winner.changes["optimizer.lr"]
         pgt = conditions.exponents["PGT"] / conditions.arms["PGT"]["optimizer.lr"]
         assert ratio == pytest.approx(pgt, rel=0.05)
     # As every study it leaves its results, a figure and a page.

@@ -32,6 +32,7 @@ from powergrad.lab.report import norms, write_report
 from powergrad.lab.report.collect import collect
 from powergrad.lab.report.page import as_json, make_page
 from powergrad.lab.run import Run, RunError
+from powergrad.lab.stats import Design
 from powergrad.lab.study import Results, Study, StudyKind
 from powergrad.monitor import Recording
 
@@ -51,7 +52,7 @@ ARMS: dict[str, dict[str, Any]] = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
 
 def make_study(folder: Path, seeds: int = 2) -> Study:
     """A real study of a small network, done here rather than by workers."""
-    study = Study(StudyKind.COMPARE, RecipeProgram(RECIPE), ARMS, range(seeds))
+    study = Study(StudyKind.COMPARE, RecipeProgram(RECIPE), ARMS, Design((seeds,)))
     study.claim(folder)
     for job in study.jobs().values():
         job.execute(folder)
@@ -221,10 +222,20 @@ def test_verdict_and_numbers_are_those_of_the_study(made: Path) -> None:
 
 
 def test_the_control_that_is_missing_is_named(study: Path) -> None:
+    for folder in study.glob("*-seed*"):
+        shutil.rmtree(folder)
     saved = json.loads((study / "study.json").read_text())
-    saved["comparisons"][0]["verdict"] = "better"
+    saved["rows"] = [
+        {"arm": arm, "seed": seed, "elsewhere": True, "test_accuracy": mean + 0.1 * seed}
+        for seed in range(8)
+        for arm, mean in (("baseline", 90.0), ("pgt", 92.0))
+    ]
     (study / "study.json").write_text(json.dumps(saved))
-    (note,) = shown(study)["notes"]
+    described = yaml.safe_load((study / "study.yaml").read_text())
+    (study / "study.yaml").write_text(yaml.safe_dump({**described, "seeds": "8"}))
+    page = shown(study)
+    assert page["headline"] == "Here pgt is better than baseline."
+    (note,) = page["notes"]
     assert note.startswith("Before you keep pgt:")
     assert "less-decay" in note
 
@@ -268,7 +279,7 @@ def test_a_missing_run_is_named_and_the_others_are_compared(study: Path) -> None
     assert "1 run is missing: pgt seed 1 (not started)." in page["notes"]
     assert page["comparisons"] == []  # one seed says nothing of the noise
     assert page["headline"].startswith("No verdict yet")
-    assert "Too few finished seeds to compare: pgt." in page["notes"]
+    assert "Too few finished runs to compare: pgt." in page["notes"]
 
 
 def test_an_unfinished_run_is_shown_as_far_as_it_is(study: Path) -> None:
@@ -278,14 +289,14 @@ def test_an_unfinished_run_is_shown_as_far_as_it_is(study: Path) -> None:
     (folder / "metrics.csv").write_text("".join(lines[:3]))
     page = shown(study)
     assert "Only 3 of 4 runs count: the others have no result." in page["notes"]
-    assert "Too few finished seeds to compare: baseline." in page["notes"]
+    assert "Too few finished runs to compare: baseline." in page["notes"]
     assert page["comparisons"] == []
     run = page["runs"][1]
     assert (run["status"], run["note"]) == ("unfinished", "at epoch 2 of 3")
     assert run["curve"]["epoch"] == [1, 2]
 
 
-def test_a_diverged_run_has_no_part_in_the_verdict(tmp_path: Path) -> None:
+def test_a_diverged_run_counts_as_guessing(tmp_path: Path) -> None:
     third = tmp_path / "three"
     make_study(third, seeds=3)
     folder = run_of(third, "pgt", 2)
@@ -297,18 +308,26 @@ def test_a_diverged_run_has_no_part_in_the_verdict(tmp_path: Path) -> None:
     Run(folder).save_weights(
         "test.safetensors", {**outputs, "logits": torch.full_like(outputs["logits"], math.nan)}
     )
-    (third / "study.json").unlink()  # which a study with such a run does not get
+    (third / "study.json").unlink()  # which has what was there before
     page = shown(third)
     assert page["runs"][-1]["status"] == "diverged"
     assert page["runs"][-1]["final"]["test_accuracy"] is None
     assert any("diverged: pgt seed 2" in note for note in page["notes"])
     values = {
-        arm: {s: Run(run_of(third, arm, s)).result()["test_accuracy"] for s in seeds}  # type: ignore[index]
-        for arm, seeds in (("baseline", (0, 1, 2)), ("pgt", (0, 1)))
+        arm: {s: Run(run_of(third, arm, s)).result()["test_accuracy"] for s in range(3)}  # type: ignore[index]
+        for arm in ("baseline", "pgt")
     }
-    (expected,) = stats.compare(values, "baseline", margin=0.5, metric="points of test accuracy")
-    assert page["comparisons"][0]["difference"] == expected.difference
-    assert page["comparisons"][0]["sentence"] == expected.sentence
+    values["pgt"][2] = 10.0  # of ten classes
+    (expected,) = stats.compare(
+        values,
+        "baseline",
+        margin=0.5,
+        design=Design((3,)),
+        unit="points of test accuracy",
+        diverged={"pgt": [2]},
+    )
+    assert page["comparisons"] == [json.loads(as_json(expected.to_dict()))]
+    assert "Diverged: 1 of 3 runs of pgt. A run that diverged counts as 10." in page["notes"]
     assert make_page(collect([third]))
 
 
@@ -326,7 +345,7 @@ def test_what_cannot_be_read_is_told(study: Path) -> None:
 
 
 def test_a_study_without_any_run_has_a_page(tmp_path: Path) -> None:
-    Study(StudyKind.COMPARE, RecipeProgram(RECIPE), ARMS, range(2)).claim(tmp_path)
+    Study(StudyKind.COMPARE, RecipeProgram(RECIPE), ARMS, Design((2,))).claim(tmp_path)
     page = shown(tmp_path)
     assert [run["status"] for run in page["runs"]] == ["missing"] * 4
     assert [arm["name"] for arm in page["arms"]] == ["baseline", "pgt"]

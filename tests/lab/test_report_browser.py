@@ -30,8 +30,10 @@ from powergrad.lab.jobs import RecipeJob, RecipeProgram
 from powergrad.lab.models import create_model
 from powergrad.lab.report import write_report
 from powergrad.lab.run import Run
-from powergrad.lab.study import Decomposition, Grid, Results, Study, StudyKind
+from powergrad.lab.stats import Design
+from powergrad.lab.study import Decomposition, Grid, Results, Study, StudyKind, Tuning
 from powergrad.lab.study.arms import decomposition
+from powergrad.lab.study.records import Choice, Trial
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = os.environ.get("POWERGRAD_CHROMIUM") or next(
@@ -146,12 +148,16 @@ def pretended(study: Study, folder: Path, **records: Any) -> Path:
         run = Run(folder / job.name)
         with run.open(job.recipe):
             pretend(run, 80 + 7 * place % 11)
-    replace(Results.of_runs(study, folder), **records).save(folder)
+    results = Results.of_runs(study, folder)
+    if study.finals:
+        rows = [replace(row, unit=study.unit_of(row.seed)) for row in results.rows]
+        results = replace(results, rows=rows)
+    replace(results, **records).save(folder)
     return write_report([folder], folder / "report.html")
 
 
-def study_of(kind: StudyKind, recipe: Recipe, arms: Any, seeds: Any) -> Study:
-    return Study(kind, RecipeProgram(recipe), arms, seeds)
+def study_of(kind: StudyKind, recipe: Recipe, arms: Any, *looks: int, **options: Any) -> Study:
+    return Study(kind, RecipeProgram(recipe), arms, Design(looks), **options)
 
 
 def read(download: Download) -> list[dict[str, str]]:
@@ -574,7 +580,7 @@ def test_an_empty_study_and_single_runs(
 ) -> None:
     empty = tmp_path / "empty"
     arms = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
-    study_of(StudyKind.COMPARE, Recipe(), arms, [0]).claim(empty)
+    study_of(StudyKind.COMPARE, Recipe(), arms, 1).claim(empty)
     page = visit(write_report([empty], tmp_path / "empty.html"))
     assert page.inner_text(".headline").startswith("No verdict yet")
     (run,) = study.glob("pgt-seed0-*")
@@ -590,7 +596,7 @@ def test_an_empty_study_and_single_runs(
 
 def test_a_decomposition_shows_the_parts(visit: Callable[..., Page], tmp_path: Path) -> None:
     arms = decomposition(Recipe(), 0.25)
-    study = study_of(StudyKind.DECOMPOSE, Recipe(), arms, range(3))
+    study = study_of(StudyKind.DECOMPOSE, Recipe(), arms, 3)
     checked = Decomposition(0.25, {10: 1e-14, 200: 0.1})
     page = visit(pretended(study, tmp_path / "taken-apart", decomposition=checked))
     part = page.locator("#decomposition")
@@ -612,13 +618,81 @@ def test_a_sweep_shows_a_line_for_each_other_value(
     visit: Callable[..., Page], tmp_path: Path
 ) -> None:
     grid = Grid({"loss.alpha": (1.0, 0.5, 0.25), "optimizer.lr": (0.1, 0.2)})
-    study = study_of(StudyKind.SWEEP, Recipe(), grid.arms(), range(2))
+    study = study_of(StudyKind.SWEEP, Recipe(), grid.arms(), 2)
     page = visit(pretended(study, tmp_path / "swept", grid=grid))
     first = page.locator("#alpha figure").first
     assert first.locator(".line").count() == 2
     assert first.locator(".dot").count() == 6
     assert first.locator(".whisker").count() == 6
     assert texts(page, "#alpha .readout >> nth=0 >> .key") == ["lr 0.1", "lr 0.2"]
+
+
+def test_arms_that_stopped_early_and_what_is_to_be_said(
+    visit: Callable[..., Page], tmp_path: Path
+) -> None:
+    """Verdicts, sentences and notes are those of study.json; no run is called missing."""
+    arms = {"baseline": {}, "far": {"loss.alpha": 0.5}, "near": {"loss.alpha": 0.25}}
+    study = study_of(StudyKind.COMPARE, Recipe(), arms, 6, 9, earlier=(6,))
+    folder = tmp_path / "stopped"
+    study.claim(folder)
+    random = np.random.default_rng(0)
+    for (arm, seed), job in study.jobs().items():
+        assert isinstance(job, RecipeJob)
+        if arm == "far" and seed >= 6:
+            continue
+        run = Run(folder / job.name)
+        with run.open(job.recipe):
+            pretend(run, 90 - 20 * (arm == "far") + random.normal(0, 1.5))
+    results = Results.of_runs(study, folder)
+    results.save(folder)
+    saved = json.loads((folder / "study.json").read_text())
+    assert {c["arm"]: c["n"] for c in saved["comparisons"]} == {"far": 6, "near": 9}
+    assert len(saved["notes"]) == 2
+    page = visit(write_report([folder], folder / "report.html"))
+    assert page.inner_text(".headline") == saved["verdict"]
+    assert texts(page, "#verdict > .notes li") == saved["notes"]
+    page.click("#verdict summary")
+    assert texts(page, "#verdict details li") == [c["sentence"] for c in saved["comparisons"]]
+    rows = page.locator("#verdict .forest tbody tr").all_inner_texts()
+    assert ["6 runs" in rows[0], "9 runs" in rows[1]] == [True, True]
+    assert page.locator("#verdict .forest .seed").count() == 6 + 9
+    assert "24 of 24 runs finished" in page.inner_text("header")
+
+
+def test_what_was_tuned_in_every_repeat_is_shown(
+    visit: Callable[..., Page], tmp_path: Path
+) -> None:
+    arms = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
+    study = study_of(StudyKind.COMPARE, Recipe(), arms, 6, finals=2, tuned=("optimizer.lr",))
+
+    def choice(repeat: int) -> Choice:
+        rates = [0.1 * (repeat + 1), 0.1 * (repeat + 2), 0.9]
+        trials = [
+            Trial({"optimizer.lr": r}, {"optimizer.lr": r}, 90 + i) for i, r in enumerate(rates)
+        ]
+        trials[2] = replace(trials[2], mean=math.nan, note="refused by the recipe")
+        return Choice(tuple(trials), 1, ("optimizer.lr",) if repeat == 5 else ())
+
+    repeats = tuple({arm: choice(repeat) for arm in arms} for repeat in range(6))
+    tuning = Tuning(("optimizer.lr",), 1, 0.2, repeats, is_unit=True)
+    page = visit(pretended(study, tmp_path / "repeats", tuning=tuning))
+    (table,) = page.locator(
+        '#provenance [aria-label="Tuning"] table, table[aria-label="Tuning"]'
+    ).all()
+    rows = [row.split("\t") for row in table.locator("tbody tr").all_inner_texts()]
+    assert len(rows) == 12
+    assert rows[0] == [
+        "1",
+        "baseline",
+        "lr 0.2",
+        "91.00",
+        "1.00",
+        "",
+        "lr 0.1: 90.00; lr 0.9: refused by the recipe",
+    ]
+    assert rows[-1][:6] == ["6", "pgt", "lr 0.7", "91.00", "1.00", "lr at the edge"]
+    assert "Of 6 choices at the edge of the range: baseline 1, pgt 1." in page.inner_text(".notes")
+    assert page.locator("#verdict .forest .seed").count() == 6  # one per repeat
 
 
 # Size ---------------------------------------------------------------------------------------------
@@ -630,7 +704,7 @@ def test_32_runs_of_a_resnet18_open_in_3_seconds(
     """Their norms go their ways by 3% from record to record, which packs worse than training."""
     recipe = Recipe.model_validate({"model": {"name": "resnet18"}, "data": {"name": "cifar10"}})
     arms = {f"alpha {alpha}": {"loss.alpha": alpha} for alpha in (1.0, 0.5, 0.25, 0.1)}
-    study = study_of(StudyKind.COMPARE, recipe, arms, range(8))
+    study = study_of(StudyKind.COMPARE, recipe, arms, 8)
     folder = tmp_path / "large"
     study.claim(folder)
     model = create_model("resnet18", num_classes=1000)

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_ind
 
 from powergrad.lab.config import Recipe
 from powergrad.lab.files import write_json
 from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.paper.evidence import Evidence
 from powergrad.lab.paper.rows import load_paper
+from powergrad.lab.stats import Design
 from powergrad.lab.study import METRICS, Results, RunRow, Study, StudyKind, Tuning
-from powergrad.lab.study.records import TunedArm
+from powergrad.lab.study.records import Choice, Trial
 from reproduction.claims import CLAIMS
 from reproduction.pages import study_regions
 from reproduction.studies import all_trials, contrasts_of, methods_of, read_studies
@@ -67,9 +69,9 @@ def write_study(
         for seed, value in values.items()
     ]
     metric, baseline = METRICS["test_accuracy"], next(iter(changes))
-    seeds = list(accuracy[baseline])
-    study = Study(StudyKind.COMPARE, RecipeProgram(recipe), changes, seeds)
-    tuning = Tuning("optimizer.lr", (1000,), 0.2, tuned) if tuned else None
+    design = Design((len(accuracy[baseline]),))
+    study = Study(StudyKind.COMPARE, RecipeProgram(recipe), changes, design)
+    tuning = Tuning(("optimizer.lr",), 1, 0.2, (tuned,)) if tuned else None
     made = {"torch": "2", "commit": "c0ffee", "command": "powergrad compare"}
     results = Results(metric, 0.5, baseline, rows, study, tuning=tuning, environment=made)
     write_json(folder / f"compare_{name}.json", results.to_dict())
@@ -85,6 +87,20 @@ def lost(row):
 def spread(mean, n=8):
     """`n` seeds with the given mean and a small spread."""
     return {seed: mean + 0.01 * (seed - (n - 1) / 2) for seed in range(n)}
+
+
+def cell(arm, baseline, comparisons=1):
+    """The difference of two samples with scipy's interval, corrected by Sidak's inequality."""
+    arm, baseline = list(arm.values()), list(baseline.values())
+    test = ttest_ind(arm, baseline, equal_var=False)
+    low, high = test.confidence_interval(0.95 ** (1 / comparisons))
+    return f"{np.mean(arm) - np.mean(baseline):+.2f} ({low:+.2f} to {high:+.2f})"
+
+
+def at_rate(rate, *, is_edge):
+    """The choice of a rate."""
+    point = {"optimizer.lr": rate}
+    return Choice((Trial(point, point, 90.0),), 0, ("optimizer.lr",) if is_edge else ())
 
 
 @pytest.mark.parametrize(
@@ -114,7 +130,7 @@ def test_a_claim_counts_verdicts_and_says_how_rates_were_chosen(tmp_path):
     changes = {"baseline": {}, "pgt": pgt, "agc+pgt": {**pgt, "clip.agc": 1.0}}
     accuracy = {"baseline": spread(90), "pgt": spread(92), "agc+pgt": spread(87)}
     write_study(tmp_path, "one", changes, accuracy)
-    choices = {arm: TunedArm(0.1, arm == "pgt", ()) for arm in changes}
+    choices = {arm: at_rate(0.2, is_edge=arm == "pgt") for arm in changes}
     same = {**accuracy, "pgt": {7 - seed: value for seed, value in spread(90).items()}}
     faster = {arm: {**change, "optimizer.lr": 0.2} for arm, change in changes.items()}
     write_study(tmp_path, "two", faster, same, tuned=choices)
@@ -122,7 +138,9 @@ def test_a_claim_counts_verdicts_and_says_how_rates_were_chosen(tmp_path):
     lines = lines_of(regions, "PGT raises accuracy without normalisation")
     assert lines[0].endswith(" Measured: 1 better, 1 equivalent.")
     on = "resnet8 of width 8 without normalisation on digits, batch 16, 1,000 steps"
-    first = f"| pgt (alpha 0.25) | {on} | 0.1; 0.1 | 8 | +2.00 (+2.00 to +2.00) | better |"
+    gain = cell(accuracy["pgt"], accuracy["baseline"], 2)
+    assert gain == "+2.00 (+1.97 to +2.03)"
+    first = f"| pgt (alpha 0.25) | {on} | 0.1; 0.1 | 8 | {gain} | better |"
     assert f"| `compare_one` {first}" in lines
     (second,) = (line for line in lines if line.startswith("| `compare_two` "))
     assert "| 0.2, tuned (edge); 0.2, tuned | 8 | +0.00 (" in second
@@ -132,7 +150,57 @@ def test_a_claim_counts_verdicts_and_says_how_rates_were_chosen(tmp_path):
     # One arm against another, not against the baseline.
     alone = lines_of(regions, "AGC with PGT does better than PGT alone")
     assert alone[0] == "Published: +1.042 (T2.10). Measured: 2 worse."
-    assert any("| 8 | -5.00 (-5.00 to -5.00) | worse |" in line for line in alone)
+    loss = cell(accuracy["agc+pgt"], accuracy["pgt"])
+    assert any(f"| 8 | {loss} | worse |" in line for line in alone)
+
+
+def test_a_gain_at_the_edge_of_the_rates_is_not_counted_as_one(tmp_path):
+    changes = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
+    accuracy = {"baseline": spread(90), "pgt": spread(92)}
+    for arm in changes:  # whose rate is at the edge
+        tuned = {name: at_rate(0.1, is_edge=name == arm) for name in changes}
+        write_study(tmp_path, arm, changes, accuracy, tuned=tuned)
+    regions = study_regions(tmp_path)
+    lines = lines_of(regions, "PGT raises accuracy without")
+    assert lines[0].endswith("Measured: 2 not settled.")
+    assert sum(line.endswith("| not settled; better withheld (edge) |") for line in lines) == 2
+    assert "0 came out better; 2 more would have, had not a rate" in regions["not-better"]()
+    assert "| not settled; better withheld (edge) |" in regions["beyond"]()
+    assert "`optimizer.lr` tuned for every arm alike" in regions["beyond"]()
+    assert "(1 seed per value): baseline 0.1, pgt 0.1 (edge of the grid)." in regions["beyond"]()
+
+
+@pytest.mark.parametrize("edge", ["pgt", "agc", None])
+def test_a_gain_over_another_method_needs_rates_inside_the_grid(tmp_path, edge):
+    changes = {"baseline": {}, "agc": {"clip.agc": 1.0}, "pgt": {"loss.alpha": 0.25}}
+    accuracy = {"baseline": spread(95), "agc": spread(90), "pgt": spread(92)}
+    tuned = {name: at_rate(0.1, is_edge=name == edge) for name in changes}
+    write_study(tmp_path, "x", changes, accuracy, tuned=tuned)
+    lines = lines_of(study_regions(tmp_path), "PGT does better than AGC")
+    assert lines[0].endswith("Measured: 1 not settled." if edge else "Measured: 1 better.")
+    assert lines_of(study_regions(tmp_path), "AGC raises")[0].endswith("Measured: 1 worse.")
+
+
+def test_repeats_are_compared_not_their_runs(tmp_path):
+    changes = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
+    accuracy = {"baseline": spread(90, 12), "pgt": spread(92, 12)}
+    tuned = {arm: at_rate(0.1, is_edge=False) for arm in changes}
+    write_study(tmp_path, "x", changes, accuracy, tuned=tuned, train=accuracy)
+    path = tmp_path / "compare_x.json"
+    values = json.loads(path.read_text())
+    values["rows"] = [{**row, "repeat": row["seed"] // 2} for row in values["rows"]]
+    values["tuning"] |= {"repeats": 6 * values["tuning"]["repeats"], "is_unit": True}
+    path.write_text(json.dumps({**values, "seeds": "6", "seeds_per_repeat": 2}))
+    means = {
+        arm: {repeat: (runs[2 * repeat] + runs[2 * repeat + 1]) / 2 for repeat in range(6)}
+        for arm, runs in accuracy.items()
+    }
+    gain = cell(means["pgt"], means["baseline"])
+    regions = study_regions(tmp_path)
+    for title in ("PGT raises accuracy without", "Training accuracy"):
+        (row,) = (line for line in lines_of(regions, title) if line.startswith("| `"))
+        assert f"| tuned in every repeat; tuned in every repeat | 6 | {gain} | better |" in row
+    assert "anew in each of 6 repeats): baseline: lr 0.1; lr 0.1;" in regions["beyond"]()
 
 
 def glance(regions, claim):
@@ -164,7 +232,7 @@ def test_claims_at_a_glance(tmp_path):
     accuracy["short"] = {9 - seed: value for seed, value in around.items()}
     write_study(tmp_path, "x", changes, accuracy)
     regions = study_regions(tmp_path)
-    # Published; borne out, within 0.5, contrary, not told apart; against the control.
+    # Published; borne out, within 0.5, contrary, not settled; against the control.
     table = {
         "PGT raises accuracy without": ["2", "", "", "", "in its place: 1 better, 1 worse"],
         "Label smoothing improves PGT": ["1", "", "", "", ""],
@@ -204,10 +272,14 @@ def test_a_study_whose_runs_are_all_in_a_larger_one_is_shown_and_not_counted(tmp
     assert "Of 1 comparisons (0 of them" in regions["not-better"]()
 
     # Another run among them, even one that diverged: a study of its own again.
-    for change in ({"train_loss": 7.0}, {"train_loss": None, "steps": 9, "diverged": True}):
+    lost = {"train_loss": None, "steps": 9, "diverged": True}  # which is noise in its baseline
+    for change, verdicts in (
+        ({"train_loss": 7.0}, counted),
+        (lost, "Measured: 1 better, 1 not settled."),
+    ):
         other = {**about, "rows": [{**about["rows"][0], **change}, *about["rows"][1:]]}
         part.write_text(json.dumps(other))
-        assert counted in lines_of(study_regions(tmp_path), title)[0]
+        assert verdicts in lines_of(study_regions(tmp_path), title)[0]
 
 
 def test_training_accuracy_and_gap_are_compared_without_the_runs_that_diverged(tmp_path):
@@ -217,12 +289,14 @@ def test_training_accuracy_and_gap_are_compared_without_the_runs_that_diverged(t
     write_study(tmp_path, "x", changes, accuracy, diverged={("pgt", 3)}, train=train)
     regions = study_regions(tmp_path)
     (row,) = (line for line in lines_of(regions, "Training accuracy") if "`compare_x`" in line)
-    assert "| 7 | +3.00 (+3.00 to +3.00) | better; diverged: 1 against 0 |" in row
+    kept = {seed: value for seed, value in train["pgt"].items() if seed != 3}
+    gain = cell(kept, train["baseline"])
+    assert f"| 7 | {gain} | better; diverged: 1 against 0 |" in row
     (row,) = (line for line in lines_of(regions, "The gap") if "`compare_x`" in line)
-    assert "| 7 | +2.00 (+2.00 to +2.00) | better;" in row
-    # The test accuracy counts it as no right answer.
+    assert "| 7 | +2.00 (" in row
+    # The test accuracy counts it as guessing.
     (row,) = (line for line in lines_of(regions, "PGT raises accuracy without") if "`comp" in line)
-    assert "| 8 | -9.1" in row
+    assert f"| 8 | {cell({**accuracy['pgt'], 3: 10.0}, accuracy['baseline'])} |" in row
 
 
 def test_a_study_whose_baseline_has_pgt_is_no_evidence_for_it(tmp_path):
@@ -279,10 +353,11 @@ def test_less_decay_is_the_control_of_pgt(tmp_path, norm, words):
     assert f"| pgt (alpha 0.25) | {on} | 0.05; 0.1 | 8 | +2.00 (" in pgt
     assert f"| less (decay 0.0001) | {on} | 0.1; 0.1 | 8 | +3.00 (" in less
     assert "| pgt (alpha 0.25) against less (decay 0.0001) |" in direct
-    assert "| 0.05; 0.1 | 8 | -1.00 (-1.00 to -1.00) | worse |" in direct
+    loss = cell(accuracy["pgt"], accuracy["less"])
+    assert f"| 0.05; 0.1 | 8 | {loss} | worse |" in direct
     assert "| both (alpha 0.25, decay 0.0001) against less (decay 0.0001) |" in both
     assert "| 0.1; 0.1 | 8 | +3.00 (" in both
-    summary = "Of 1 comparisons (0 of them points of grids over alpha), 1 came out better."
+    summary = "Of 1 comparisons (0 of them points of grids over alpha), 1 came out better;"
     assert summary in regions["not-better"]()
     simpler = regions["simpler"]()
     assert direct in simpler
@@ -336,7 +411,7 @@ def test_dead_filters_and_controls_at_a_glance(tmp_path):
     changes |= {"less": less, "both": {"loss.alpha": 0.25, **less}}
     means = {"baseline": 90, "pgt": 91, "agc": 90, "less": 92, "both": 93}
     accuracy = {arm: spread(mean) for arm, mean in means.items()}
-    dead = {arm: {seed: 20.0 + seed for seed in range(8)} for arm in changes}
+    dead = {arm: {seed: 20.0 + seed % 2 for seed in range(8)} for arm in changes}
     dead["pgt"] = {seed: 40.0 + seed for seed in range(8)}
     recipe = RECIPE.override({"optimizer.weight_decay": 0.02})
     write_study(tmp_path, "x", changes, accuracy, dead, diverged={("less", 1)}, recipe=recipe)
@@ -346,7 +421,7 @@ def test_dead_filters_and_controls_at_a_glance(tmp_path):
     assert glance(regions, "With AGC + PGT fewer")[1:] == ["", "", "", "not measured", ""]
     control = glance(regions, "PGT raises accuracy without")[-1]
     one = "(1 of them with runs that diverged)"
-    assert control == f"in its place: 1 worse {one}; on top of it: 1 better {one}"
+    assert control == f"in its place: 1 not settled {one}; on top of it: 1 not settled {one}"
 
 
 @pytest.mark.parametrize(
@@ -354,7 +429,7 @@ def test_dead_filters_and_controls_at_a_glance(tmp_path):
     [
         (3, 0.02, "fewer"),
         (40, 0.02, "more"),
-        (20, 0.02, "underpowered"),
+        (20, 0.02, "not settled"),
         (3, 0.005, "too little decay"),
     ],
 )

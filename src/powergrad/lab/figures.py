@@ -32,7 +32,10 @@ def save(figure: Any, path: Path) -> None:
 
 def draw_study(results: Results, path: Path, note: str = "") -> None:
     """Draw a study: a sweep over numbers as lines, everything else arm by arm."""
-    is_line = results.grid is not None and results.grid.is_numeric
+    keys = results.grid.values.keys() if results.grid else ()
+    arms = results.study.arms.values() if results.study else ()
+    is_whole = all(changes.keys() >= set(keys) for changes in arms)  # not one of several grids
+    is_line = results.grid is not None and results.grid.is_numeric and is_whole
     save((sweep_figure if is_line else study_figure)(results, note), path)
 
 
@@ -52,7 +55,7 @@ def study_figure(results: Results, note: str = "") -> Any:
         1, 2, figsize=(9.5, 1.4 + 0.45 * len(arms)), sharey=True, layout="constrained"
     )
     for place, arm in enumerate(arms):
-        values = list(results.values(arm).values())
+        values = list(results.units(arm).values())
         colour = COLOURS[place % len(COLOURS)]
         left.plot(values, [place] * len(values), "o", color=colour, alpha=0.4, mec="none")
         left.plot([results.mean(arm)], [place], "|", color=colour, ms=18, mew=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -81,7 +82,15 @@ class _Text(Progress):
     @override
     def end(self, row: Row) -> None:
         self.close()
-        self._print(f"finished: {_results(row)}, {duration(row['seconds'] or 0)}")
+        took = duration(row["seconds"] or 0)
+        if math.isfinite(row["train_loss"] or 0):
+            self._print(f"finished: {_results(row)}, {took}")
+        else:
+            self._print(
+                f"diverged: the loss was not finite in epoch {row['epoch']:.0f} (step "
+                f"{row['step']:.0f} of {self.steps}), {took}; the run ends here. If this is not "
+                "what you wanted to see, try a lower optimizer.lr, a longer warm-up or clipping."
+            )
 
 
 def _results(row: Row) -> str:

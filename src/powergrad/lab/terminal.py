@@ -16,11 +16,11 @@ from rich.text import Text
 
 from powergrad.lab.jobs import Job
 from powergrad.lab.jobs.queue import Snapshot
-from powergrad.lab.stats import Comparison, signed, span
+from powergrad.lab.stats import Comparison, Plan, signed, span
 from powergrad.lab.study import Results
 from powergrad.lab.words import duration
 
-__all__ = ["Watch", "chart", "result_tables", "show_results"]
+__all__ = ["Watch", "chart", "result_tables", "show_plan", "show_results", "show_runs"]
 
 
 class Watch:
@@ -87,11 +87,38 @@ def show_results(results: Results) -> None:
     for table in result_tables(results):
         console.print(table)
     print(chart(results))
-    if lost := results.diverged():
-        print(f"\n{lost}")
     print(f"\n{results.verdict()}\n")
     for comparison in comparisons:
         print(f"- {comparison.sentence}")
+    for note in results.notes():
+        print(f"\n{note}")
+
+
+def show_runs(results: Results) -> None:
+    """Print what each arm reached, where there is nothing to compare."""
+    table = _table("arm", "n", results.metric.title)
+    for arm in results.arms:
+        values = list(results.units(arm).values())
+        spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+        table.add_row(Text(arm), str(len(values)), f"{results.mean(arm):.2f}{spread}")
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    print("Nothing is compared: that needs two arms, with two runs each.")
+
+
+def show_plan(plan: Plan) -> None:
+    """Print how many runs a claim needs, with a fixed number and with looks."""
+    print(plan.sentence)
+    design = plan.design
+    table = _table("true difference", "found", "equivalent", "not settled", "runs per arm")
+    for outcome in plan.sequential:
+        shares = (outcome.found, outcome.equivalent, 1 - outcome.settled)
+        cells = [f"{100 * share:.0f}%" for share in shares]
+        table.add_row(f"{outcome.effect:g}", *cells, f"{outcome.runs:.1f}")
+    print(
+        f"\nWith looks at {', '.join(map(str, design.looks))} runs per arm (--seeds {design}), an "
+        f"arm stops once it is settled, for a margin of {plan.margin:g}:"
+    )
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def result_tables(results: Results) -> list[Table]:
@@ -100,9 +127,9 @@ def result_tables(results: Results) -> list[Table]:
     metric = results.metric.name
     name = "test" if metric == "test_accuracy" else metric
     compared = _table("arm", "n", *(["train"] if is_ours else []), name,
-                      "difference", "95% interval", "p")  # fmt: skip
+                      "difference", "95% interval", "p", "verdict")  # fmt: skip
     for arm in results.arms:
-        values = list(results.values(arm).values())
+        values = list(results.units(arm).values())
         deviation = statistics.stdev(values) if len(values) > 1 else math.nan
         spread = f"{_number(results.mean(arm), 2)} ± {_number(deviation, 2)}"
         train = [_number(results.mean(arm, "train_accuracy"), 2)] if is_ours else []
@@ -137,12 +164,13 @@ def _table(first: str, *others: str) -> Table:
 
 def _difference(comparison: Comparison | None) -> list[str]:
     if comparison is None:
-        return ["", "", ""]
-    p = comparison.p_adjusted
+        return ["", "", "", ""]
+    p = comparison.p
     return [
         signed(comparison.difference),
         span(comparison.interval),
         f"{p:.3f}" if p >= 0.0005 else "<0.001",
+        comparison.verdict,
     ]
 
 

@@ -14,10 +14,15 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 from powergrad.lab.cli.common import Flag, Overrides, stopped
-from powergrad.lab.cli.studies import StudyOptions, run_and_report, tune_arms
+from powergrad.lab.cli.studies import (
+    StudyOptions,
+    TuneOptions,
+    make_study,
+    run_and_report,
+    show_tuning,
+)
 from powergrad.lab.config import parse_overrides
 from powergrad.lab.environment import command_line
-from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.paper.collect import collect, record_runs
 from powergrad.lab.paper.cost import cost
 from powergrad.lab.paper.evidence import Evidence, MissingRunsError, small_command
@@ -27,16 +32,16 @@ from powergrad.lab.paper.show import hours_in_words, item_in_words, paper_table
 from powergrad.lab.paper.small import DATA, plan_replica
 from powergrad.lab.progress import for_terminal
 from powergrad.lab.signals import Interrupted
-from powergrad.lab.study import Study, StudyKind
-from powergrad.lab.study.tuning import Space
+from powergrad.lab.study import StudyKind
+from powergrad.lab.study.execute import tune_once
 from powergrad.lab.train import train
 from powergrad.lab.words import slug
 
 app = App(name="paper", help="The paper: list, show, run and draw every table row and figure.")
 
 RESULTS = Path("results")
-TUNE_SEEDS = 2
 _OPTIONS = StudyOptions()
+_TUNE = TuneOptions()
 
 
 @app.command(name="list", sort_key=0)
@@ -76,11 +81,10 @@ def run(
     scale: Literal["full", "small"] = "full",
     arm: str | None = None,
     as_published: Annotated[bool, Flag] = False,
-    tune: str | None = None,
-    tune_seeds: int = TUNE_SEEDS,
     only_plan: Annotated[bool, Parameter(name="--plan", negative="")] = False,
     keep: Annotated[bool, Parameter(name="--collect", negative="")] = False,
     results: Path = RESULTS,
+    tuning: TuneOptions = _TUNE,
     options: StudyOptions = _OPTIONS,
 ) -> int:
     """Train an item: as the paper did it, or scaled down, over seeds and with a verdict.
@@ -97,12 +101,11 @@ def run(
         scale: full or small.
         arm: Only this arm of the item.
         as_published: Train with the authors' hook instead of the equation, in float16.
-        tune: Small: a key to tune for every arm alike, as lr or lr=0.1,0.2,0.4.
-        tune_seeds: Seeds of each value that is tried.
         only_plan: Only say what would be done.
         keep: Keep what figures and tables need, in --results.
         results: The folder of measured results.
-        options: What every study takes.
+        tuning: Small: how the arms are tuned.
+        options: What every study takes; --seeds is 8 by default.
     """
     experiment = load_paper().find(item)
     is_small = scale == "small"
@@ -127,14 +130,16 @@ def run(
                 f"the authors' hook was run, but got {precision!r}."
             )
         changes["loss.form"] = "as_published"
-    if tune_seeds < 1:
-        raise ValueError(f"Expected --tune-seeds to be at least 1, but got {tune_seeds}.")
+    if tuning.repeats is not None:
+        raise ValueError(
+            "Expected no --repeats for an item of the paper, whose arms are tuned once."
+        )
     wanted = _Wanted(item, experiment, rows, data, changes)
     try:
         if is_small:
-            folder = _run_small(wanted, tune, tune_seeds, options, only_plan)
+            folder = _run_small(wanted, tuning, options, only_plan)
         else:
-            _check_full(wanted, tune, tune_seeds, options)
+            _check_full(wanted, tuning, options)
             folder = _run_full(wanted, options, only_plan)
     except Interrupted as reason:
         return stopped(reason)
@@ -158,13 +163,16 @@ def _is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _check_full(wanted: _Wanted, tune: str | None, tune_seeds: int, options: StudyOptions) -> None:
+def _check_full(wanted: _Wanted, tuning: TuneOptions, options: StudyOptions) -> None:
     """Refuse what only a study has, and a training without its data."""
-    names = ("seeds", "metric", "margin", "workers", "threads", "storage")
+    names = ("seeds", "metric", "margin", "workers", "threads", "storage", "reuse")
     given = {
-        "--tune": (tune, None),
-        "--tune-seeds": (tune_seeds, TUNE_SEEDS),
-        **{f"--{name}": (getattr(options, name), getattr(_OPTIONS, name)) for name in names},
+        f"--{name.replace('_', '-')}": (getattr(of, name), getattr(default, name))
+        for of, default, keys in (
+            (tuning, _TUNE, ("tune", "trials", "tune_seeds", "tune_map")),
+            (options, _OPTIONS, names),
+        )
+        for name in keys
     }
     for name, (value, default) in given.items():
         if value != default:
@@ -205,30 +213,32 @@ def _run_full(wanted: _Wanted, options: StudyOptions, only_plan: bool) -> Path:
 
 
 def _run_small(
-    wanted: _Wanted, tune: str | None, tune_seeds: int, options: StudyOptions, only_plan: bool
+    wanted: _Wanted, tuning: TuneOptions, options: StudyOptions, only_plan: bool
 ) -> Path:
     """Run the replica of some rows as a study; returns its folder."""
     experiment, rows, data = wanted.experiment, wanted.rows, wanted.data or "digits"
-    changes = {"machine.threads": options.threads, **wanted.changes}
+    tuned, more = tuning.split()
+    changes = {"machine.threads": options.threads, **wanted.changes, **parse_overrides(more)}
     replica = plan_replica(experiment, rows, data, changes)
     print(f"{wanted.item}, scaled down: {experiment.title}\n{replica.describe()}")
-    seeds = options.seed_list(len(rows))
-    program = RecipeProgram(replica.base)
-    study = Study(StudyKind.PAPER, program, replica.arms, seeds, *options.compared())
-    space = None if tune is None else Space.parse(tune, replica.base)
+    options = options if options.seeds else replace(options, seeds="8")
+    study = make_study(StudyKind.PAPER, replica.base, replica.arms, options)
+    tuner = tuning.prepare(study, replica.arms, tuned) if tuned else None
     label = slug(data.rpartition("/")[2])
     folder = options.out / (options.name or f"paper-{experiment.id}-{label}")
-    print(f"{len(rows)} arms x {len(seeds)} seeds, in {folder}")
+    print(f"{len(rows)} arms x {study.design} seeds, in {folder}")
     if only_plan:
         return folder
-    tuning = None
-    if space is not None:
-        study, tuning = tune_arms(study, space, tune_seeds, folder, options)
-        replica = replace(replica, arms=study.arms)
-    study.claim(folder)
+    records: dict[str, Any] = {}
+    if tuner is not None:
+        study, results = tune_once(tuner, folder, options.execution())
+        show_tuning(results)
+        records = {"tuning": results.tuning, "trials": results.trials}
+        replica = replace(replica, arms={arm: study.settings(arm) for arm in study.arms})
     runs = {job.name: arm_and_seed for arm_and_seed, job in study.jobs().items()}
-    record_runs(folder, experiment, replica.conditions(command_line(), tuning), runs)
-    run_and_report(study, folder, options, tuning=tuning)
+    conditions = replica.conditions(command_line(), records.get("tuning"))
+    record_runs(folder, experiment, conditions, runs)
+    run_and_report(study, folder, options, **records)
     return folder
 
 

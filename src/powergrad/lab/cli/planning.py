@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from powergrad.lab.plan import KNOWN_NOISE, Noise, estimate_noise
-from powergrad.lab.plan import plan as plan_seeds
+from powergrad.lab.stats import KNOWN_NOISE, Design, Noise, estimate_noise, parse_runs
+from powergrad.lab.stats import plan as plan_runs
 from powergrad.lab.study import Results
+from powergrad.lab.terminal import show_plan
 
 __all__ = ["plan"]
 
@@ -17,9 +18,12 @@ def plan(
     sigma: str | None = None,
     study: Path | None = None,
     metric: str | None = None,
+    images: int | None = None,
+    margin: float | None = None,
     power: float = 0.8,
     level: float = 0.05,
     arms: int = 2,
+    seeds: str = "8..24",
     seconds: float | None = None,
     workers: int = 1,
 ) -> int:
@@ -30,9 +34,13 @@ def plan(
         sigma: The noise of one run: a number, or the name of a known one.
         study: A finished study (its folder, or study.csv) to estimate the noise from.
         metric: The metric of that study; by default the one that it compares.
+        images: Number of test images, if the metric is an accuracy in per cent: it then moves in
+            steps of one image, which costs power.
+        margin: The largest difference that does not matter; --delta by default.
         power: The chance of seeing the difference if it is there.
-        level: The chance of seeing one that is not there.
+        level: The chance of any false verdict.
         arms: Arms, the baseline included.
+        seeds: The looks of the sequential design, as `powergrad compare --seeds` takes them.
         seconds: How long one run takes; by default as measured in --study.
         workers: Runs at a time.
     """
@@ -50,24 +58,27 @@ def plan(
             noise = float(sigma)
         except ValueError:
             noise = sigma
-    planned = plan_seeds(
-        delta,
-        noise,
-        power=power,
-        level=level,
-        comparisons=arms - 1,
-        seconds=seconds,
-        workers=workers,
+    show_plan(
+        plan_runs(
+            delta,
+            noise,
+            power=power,
+            level=level,
+            comparisons=arms - 1,
+            margin=margin,
+            images=images,
+            design=Design(parse_runs(seeds)),
+            seconds=seconds,
+            workers=workers,
+        )
     )
-    print(planned.sentence)
     return 0
 
 
 def _noise_of(results: Results, metric: str | None, source: Path) -> tuple[Noise, float | None]:
-    """The noise of a study's first two arms, or of its only one; the mean seconds of a run."""
-    values = [results.values(arm, metric) for arm in results.arms[:2]]
-    if not values or not values[0]:
+    """The noise within a study's arms, and the mean seconds of a run."""
+    samples = [list(results.values(arm, metric).values()) for arm in results.arms]
+    if not any(samples):
         raise ValueError(f"Expected runs in {str(source)!r}, but got none.")
-    noise = estimate_noise(*reversed(values))
     times = [time for row in results.rows if (time := row.value("seconds")) is not None]
-    return noise, sum(times) / len(times) if times else None
+    return estimate_noise(samples), sum(times) / len(times) if times else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,18 +11,19 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from powergrad.lab.cli.common import Overrides, stopped
-from powergrad.lab.config import Recipe, load_recipe, parse_overrides
-from powergrad.lab.jobs import RecipeProgram
-from powergrad.lab.plan import least_seeds
+from powergrad.lab.config import Recipe, flatten, load_recipe, parse_overrides
+from powergrad.lab.files import write_text
+from powergrad.lab.jobs import Changes, RecipeProgram
 from powergrad.lab.report import write_report
 from powergrad.lab.signals import Interrupted
+from powergrad.lab.stats import DEFAULT, Design, parse_runs
 from powergrad.lab.study import (
     Decomposition,
+    Execution,
     Metric,
     Results,
     Study,
     StudyKind,
-    Tuning,
     metric_named,
     run_study,
 )
@@ -33,11 +34,21 @@ from powergrad.lab.study.decompose import (
     describe_identity,
     explain_decomposition,
 )
-from powergrad.lab.study.tuning import Space
-from powergrad.lab.study.tuning import tune as tune_study
-from powergrad.lab.terminal import Watch, show_results
+from powergrad.lab.study.execute import tune_once
+from powergrad.lab.study.space import Space, split_overrides
+from powergrad.lab.study.tuning import Map, Tuner
+from powergrad.lab.terminal import Watch, show_results, show_runs
 
-__all__ = ["StudyOptions", "compare", "decompose", "run_and_report", "sweep", "tune_arms"]
+__all__ = [
+    "StudyOptions",
+    "TuneOptions",
+    "compare",
+    "decompose",
+    "make_study",
+    "run_and_report",
+    "show_tuning",
+    "sweep",
+]
 
 
 @Parameter(name="*")
@@ -46,8 +57,9 @@ class StudyOptions:
     """What every study takes.
 
     Attributes:
-        seeds: How many seeds each arm has; by default 8, or as many as the verdict on so many arms
-            needs at least.
+        seeds: Runs per arm: 8..24 looks at 8, 12, 16, 20 and 24 and stops an arm once it is
+            settled; 12 is a fixed number; 8,16,24 names the looks. By default 8..24, and 3 per
+            repeat with --repeats.
         first_seed: The first of them.
         metric: What is compared, at the last epoch; test_accuracy by default.
         margin: The largest difference that does not matter to you; by default 0.5 points of an
@@ -57,9 +69,10 @@ class StudyOptions:
         out: Where the study's folder is made.
         name: The name of the study's folder; by default it is named by its recipe.
         storage: The URL of a database through which several machines share the runs.
+        reuse: A study.csv of an earlier start, here or elsewhere: its runs are not done again.
     """
 
-    seeds: int | None = None
+    seeds: str | None = None
     first_seed: int = 0
     metric: str | None = None
     margin: float | None = None
@@ -68,33 +81,38 @@ class StudyOptions:
     out: Path = Path("runs")
     name: str | None = None
     storage: str | None = None
+    reuse: Path | None = None
 
-    def seed_list(self, arms: int) -> list[int]:
-        """The seeds of a study of so many arms."""
-        seeds = max(8, least_seeds(max(arms - 1, 1))) if self.seeds is None else self.seeds
-        if seeds < 1:
-            raise ValueError(f"Expected `seeds` to be at least 1, but got {seeds}.")
-        return [*range(self.first_seed, self.first_seed + seeds)]
+    def design(self) -> Design:
+        """At how many runs per arm the results are looked at."""
+        return DEFAULT if self.seeds is None else Design(parse_runs(self.seeds))
+
+    def finals(self) -> int:
+        """Seeds of each repeat."""
+        if self.seeds is None:
+            return 3
+        if not self.seeds.isdigit() or self.seeds == "0":
+            raise ValueError(
+                f"Expected --seeds to be a number with --repeats, the seeds of each repeat, but "
+                f"got {self.seeds!r}."
+            )
+        return int(self.seeds)
 
     def compared(self) -> tuple[Metric, float]:
         """What is compared, and the margin."""
         metric = metric_named(self.metric or "test_accuracy")
         return metric, metric.margin if self.margin is None else self.margin
 
-    def crew(self) -> int:
-        """How many runs at a time."""
+    def execution(self) -> Execution:
+        """How the runs are done."""
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"Expected `workers` to be at least 1, but got {self.workers}.")
-        return self.workers or max(1, (os.cpu_count() or 1) // self.threads)
+        workers = self.workers or max(1, (os.cpu_count() or 1) // self.threads)
+        return Execution(workers, Watch, self.storage, self.reuse)
 
     def folder(self, study: Study) -> Path:
         """The study's folder."""
         return self.out / (self.name or study.name)
-
-    def study(self, kind: StudyKind, base: Recipe, arms: dict[str, dict[str, Any]]) -> Study:
-        """A study of a recipe, with the seeds and the metric of these options."""
-        seeds = self.seed_list(len(arms))
-        return Study(kind, RecipeProgram(base), arms, seeds, *self.compared())
 
     def base(self, recipe: str, overrides: Sequence[str]) -> Recipe:
         """The recipe of every run: it writes no more than a study reads."""
@@ -104,7 +122,10 @@ class StudyOptions:
                 f"Expected --seeds and --first-seed, but got seed = {given['seed']!r}, which every "
                 "run has its own of."
             )
-        changes = {"machine.threads": self.threads, "machine.keep_best": False, **given}
+        changes = {"machine.threads": self.threads, "machine.keep_best": False}
+        if self.storage is not None:  # copies of the data on several machines have other times
+            changes["machine.fingerprint"] = "sizes"
+        changes |= given
         return load_recipe(recipe, changes)
 
     def plain_base(self, recipe: str, overrides: Sequence[str]) -> Recipe:
@@ -118,23 +139,76 @@ class StudyOptions:
         return base
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class TuneOptions:
+    """How the arms of a study are tuned.
+
+    Attributes:
+        tune: Keys to tune for every arm alike, on held-out training data: lr=0.006:0.4 is a
+            logarithmic range, lr=0.1,0.2 a list, lr alone five values around the recipe's own;
+            "ARM: key=..." adds a key for one arm.
+        trials: Points per arm and tuning; by default 6 with a range, else all combinations.
+        tune_seeds: Seeds per point; by default 4, and 1 with --repeats.
+        tune_map: identity tries the points of arms with PGT at the settings that leave the
+            backbone as it is without PGT.
+        repeats: Independent tunings per arm, each with its own points and seeds: their winners are
+            compared, so the verdict is about the methods, not about chosen values.
+    """
+
+    tune: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True)] = ()
+    trials: int | None = None
+    tune_seeds: int | None = None
+    tune_map: Map = "none"
+    repeats: str | None = None
+
+    def split(self) -> tuple[list[str], list[str]]:
+        """What is tuned, and changes of the recipe that stand behind it."""
+        tuned, changes = split_overrides(self.tune)
+        if self.tune and not tuned:
+            raise ValueError(
+                "Expected --tune with several values or a range, as lr=0.1,0.2 or lr=0.01:1, but "
+                f"got {' '.join(self.tune)!r}."
+            )
+        if not tuned:
+            given = {
+                "--trials": self.trials,
+                "--tune-seeds": self.tune_seeds,
+                "--repeats": self.repeats,
+                "--tune-map": None if self.tune_map == "none" else self.tune_map,
+            }
+            for name, value in given.items():
+                if value is not None:
+                    raise ValueError(f"Expected {name} with --tune only, but got {value!r}.")
+        return tuned, changes
+
+    def prepare(self, study: Study, arms: Mapping[str, Changes], tuned: Sequence[str]) -> Tuner:
+        """What tunes the arms of a study, which need not have them yet."""
+        values = dict(flatten(study.base.model_dump()))
+        space = Space.parse(tuned, values, list(arms), self.trials, study.first_seed)
+        seeds = (1 if self.repeats else 4) if self.tune_seeds is None else self.tune_seeds
+        tuner = Tuner(study, space, seeds, self.tune_map)
+        tuned_study = replace(study, arms=arms, tuned=space.keys, tuning=tuner.to_dict())
+        return replace(tuner, study=tuned_study)
+
+
 _OPTIONS = StudyOptions()
+_TUNE = TuneOptions()
 
 
 def compare(
     recipe: str = "digits",
     *overrides: Overrides,
-    arms: str = "baseline,pgt,agc,agc+pgt",
+    arms: str = "baseline,pgt,head-lr,agc+pgt",
     arm: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     alpha: str = "0.25",
-    tune: str | None = None,
-    tune_seeds: int = 2,
     from_: Annotated[Path | None, Parameter(name="--from")] = None,
     baseline: str | None = None,
     better: Literal["higher", "lower"] | None = None,
+    tuning: TuneOptions = _TUNE,
     options: StudyOptions = _OPTIONS,
 ) -> int:
-    """Does it help here? Every arm over the same seeds, and a verdict.
+    """Does it help here? Every arm over the same seeds, until each is settled, and a verdict.
 
     Starting the same comparison again does only what is missing.
 
@@ -148,12 +222,11 @@ def compare(
         arm: One more arm, as "name: key=value, key=value"; may be given several times.
         alpha: The alpha of pgt, less-decay and head-lr; several, separated by commas, make one
             arm each.
-        tune: A key to tune for every arm alike, as lr or lr=0.1,0.2,0.4, on held-out training data.
-        tune_seeds: Seeds of each value that is tried.
         from_: Compare the runs of a CSV instead, which has the columns arm, seed and a metric.
         baseline: With --from: the arm to compare with.
         better: With --from: whether a higher or a lower metric is better, where its name does not
             tell.
+        tuning: How the arms are tuned.
         options: What every study takes.
     """
     if from_ is not None:
@@ -166,24 +239,66 @@ def compare(
         )
         show_results(results)
         return 0
+    tuned, changes = tuning.split()
     alphas = [float(value) for value in parse_grid([f"alpha={alpha}"]).values["loss.alpha"]]
     names = [name.strip() for name in arms.split(",") if name.strip()]
-    base = options.plain_base(recipe, overrides)
-    study = options.study(StudyKind.COMPARE, base, arms_of([*names, *arm], base, alphas))
-    _check_comparable(study)
-    tuning = None
+    base = options.plain_base(recipe, [*overrides, *changes])
+    all_arms = arms_of([*names, *arm], base, alphas)
     try:
-        if tune is not None:
-            space = Space.parse(tune, base)
-            study = replace(study, tuned=(space.key,))
-            folder = options.folder(study)
-            study, tuning = tune_arms(study, space, tune_seeds, folder, options)
-        else:
-            folder = options.folder(study)
-        run_and_report(study, folder, options, tuning=tuning)
+        _tune_and_run(base, all_arms, options, tuning, tuned)
     except Interrupted as reason:
         return stopped(reason)
     return 0
+
+
+def make_study(
+    kind: StudyKind,
+    base: Recipe,
+    arms: Mapping[str, Changes],
+    options: StudyOptions,
+    tuning: TuneOptions = _TUNE,
+) -> Study:
+    """A study of a recipe, with the seeds and the metric of the options."""
+    metric, margin = options.compared()
+    if tuning.repeats is None:
+        design, finals = options.design(), 0
+    else:
+        try:
+            design, finals = Design(parse_runs(tuning.repeats)), options.finals()
+        except ValueError as error:
+            raise ValueError(f"--repeats: {error}") from None
+    return Study(
+        kind, RecipeProgram.of(base), arms, design, metric, margin, options.first_seed, finals
+    )
+
+
+def _tune_and_run(
+    base: Recipe,
+    arms: Mapping[str, Changes],
+    options: StudyOptions,
+    tuning: TuneOptions,
+    tuned: Sequence[str],
+) -> Results:
+    """Run a comparison, tuned once, tuned in every repeat, or not at all, and report it."""
+    if not tuned:
+        study = make_study(StudyKind.COMPARE, base, arms, options)
+        return run_and_report(study, options.folder(study), options)
+    tuner = tuning.prepare(make_study(StudyKind.COMPARE, base, {}, options, tuning), arms, tuned)
+    folder = options.folder(tuner.study)
+    tuner = replace(tuner, study=tuner.study.claim(folder))
+    if tuner.study.finals:
+        return run_and_report(tuner.study, folder, options, tuner=tuner)
+    study, results = tune_once(tuner, folder, options.execution())
+    show_tuning(results)
+    records = {"tuning": results.tuning, "trials": results.trials}
+    return run_and_report(study, folder, options, **records)
+
+
+def show_tuning(results: Results) -> None:
+    """Print what was chosen for each arm."""
+    if results.tuning is not None:
+        for arm in results.tuning.arms:
+            print(results.tuning.describe(arm))
 
 
 def sweep(
@@ -199,11 +314,12 @@ def sweep(
         overrides: Changes of the recipe, for all points.
         grid: A key and its values, as alpha=1,0.5,0.25; may be given several times. The first
             point is the one that the others are compared with.
-        options: What every study takes.
+        options: What every study takes; --seeds is 8 by default.
     """
     points = parse_grid(grid)
-    study = options.study(StudyKind.SWEEP, options.base(recipe, overrides), points.arms())
-    _check_comparable(study)
+    options = options if options.seeds else replace(options, seeds="8")
+    base = options.base(recipe, overrides)
+    study = make_study(StudyKind.SWEEP, base, points.arms(), options)
     try:
         run_and_report(study, options.folder(study), options, grid=points)
     except Interrupted as reason:
@@ -215,8 +331,7 @@ def decompose(
     recipe: str = "digits",
     *overrides: Overrides,
     alpha: float = 0.25,
-    tune: str = "lr",
-    tune_seeds: int = 2,
+    tuning: TuneOptions = _TUNE,
     options: StudyOptions = _OPTIONS,
 ) -> int:
     """Which part of PGT helps here? Its identity with a two-group training, one factor at a time.
@@ -227,89 +342,86 @@ def decompose(
         recipe: The name of a recipe, or a YAML file.
         overrides: Changes of the recipe, for all arms.
         alpha: PGT's alpha.
-        tune: The key that is tuned for cross-entropy, as lr or lr=0.1,0.2; none to tune nothing.
-        tune_seeds: Seeds of each value that is tried.
+        tuning: How cross-entropy is tuned; lr by default, `--tune none` to tune nothing.
         options: What every study takes.
     """
-    base = options.plain_base(recipe, overrides)
-    study = options.study(StudyKind.DECOMPOSE, base, decomposition(base, alpha))
-    _check_comparable(study)
+    texts = tuning.tune or ("lr",)
+    tuning = replace(tuning, tune=() if texts == ("none",) else texts)
+    if tuning.repeats is not None:
+        raise ValueError("Expected no --repeats: decompose tunes cross-entropy once.")
+    tuned, changes = tuning.split()
+    base = options.plain_base(recipe, [*overrides, *changes])
+    study = make_study(StudyKind.DECOMPOSE, base, decomposition(base, alpha), options)
     folder = options.folder(study)
-    tuning = None
+    records: dict[str, Any] = {}
     try:
-        if tune != "none":
-            alone = replace(study, kind=StudyKind.TUNE, arms={"CE": {}})
-            tuned, tuning = tune_arms(alone, Space.parse(tune, base), tune_seeds, folder, options)
-            base = base.override(tuned.arms["CE"])
-            study = options.study(StudyKind.DECOMPOSE, base, decomposition(base, alpha))
+        if tuned:
+            alone = make_study(StudyKind.TUNE, base, {}, options)
+            tuner = tuning.prepare(alone, {"CE": {}}, tuned)
+            chosen, results = tune_once(tuner, folder, options.execution())
+            show_tuning(results)
+            records = {"tuning": results.tuning, "trials": results.trials}
+            base = base.override(chosen.settings("CE"))
+            study = make_study(StudyKind.DECOMPOSE, base, decomposition(base, alpha), options)
             folder = folder / "arms"
         gaps = check_identity(base, alpha)
         print(describe_identity(gaps))
         checked = Decomposition(alpha, gaps)
-        run_and_report(study, folder, options, tuning=tuning, decomposition=checked)
+        run_and_report(study, folder, options, decomposition=checked, **records)
     except Interrupted as reason:
         return stopped(reason)
     return 0
 
 
-def _check_comparable(study: Study) -> None:
-    if len(study.arms) < 2:
-        raise ValueError(f"Expected at least 2 arms, but got {len(study.arms)}.")
-    if len(study.seeds) < 2:
-        raise ValueError(
-            f"Expected at least 2 seeds, because one run says nothing of the noise, but got "
-            f"{len(study.seeds)}."
-        )
-
-
-def tune_arms(
-    study: Study, space: Space, seeds: int, folder: Path, options: StudyOptions
-) -> tuple[Study, Tuning]:
-    """The study with a key tuned for every arm alike, and how; printed as well."""
-    study, tuning = tune_study(
-        study,
-        space,
-        folder,
-        seeds=seeds,
-        workers=options.crew(),
-        storage=options.storage,
-        show=Watch,
-    )
-    for arm in tuning.arms:
-        print(tuning.describe(arm))
-    return study, tuning
-
-
-def run_and_report(study: Study, folder: Path, options: StudyOptions, **records: Any) -> Results:
-    """Run a study, save and draw it, write its page, and print its verdict.
+def run_and_report(
+    study: Study,
+    folder: Path,
+    options: StudyOptions,
+    *,
+    tuner: Tuner | None = None,
+    **records: Any,
+) -> Results:
+    """Run a study; after every look save it and write its page; print its verdict at the end.
 
     Args:
         study: What is studied.
         folder: Where the runs and everything else go.
         options: How many runs at a time, and where the queue is.
-        records: ``tuning``, ``grid`` and ``decomposition``, as :class:`Results` has them.
+        tuner: Tunes every repeat, where the study has repeats.
+        records: ``tuning``, ``trials``, ``grid`` and ``decomposition``, as :class:`Results` has
+            them.
     """
-    from powergrad.lab.figures import draw_study
-
-    with Watch(study.program.title, study.jobs(), study.metric.name) as watch:
-        results = run_study(
-            study, folder, workers=options.crew(), storage=options.storage, watch=watch
-        )
-    results = replace(results, **records)
-    if len(study.arms) < 2 or len(study.seeds) < 2:
-        return results  # nothing to compare: rows of the paper can be trained one by one
     page = folder / "report.html"
+
+    def save(results: Results) -> None:
+        write_text(folder / "study.csv", results.to_csv())
+        if results.comparable() is results:
+            results.save(folder)
+            write_report([results], page)
+
+    execution = replace(options.execution(), saved=save)
+    results = run_study(study, folder, execution, tuner=tuner, **records)
+    has_metric = all(len(results.values(arm)) == len(results.of_arm(arm)) for arm in results.arms)
+    if results.comparable() is None and has_metric:  # one arm, or one run each
+        show_tuning(results)
+        show_runs(results)
+        return results
     try:
         results.save(folder)
     except ValueError:  # a run has no such metric: the page says which
         write_report([results], page)
         raise
+    from powergrad.lab.figures import draw_study
+
     draw_study(results, folder / "study.png", f"{folder.name}: {len(results.rows)} runs")
     write_report([results], page)
+    if results.has_repeats:
+        show_tuning(results)
     show_results(results)
     if results.decomposition is not None:
         print(explain_decomposition(results, results.decomposition.alpha))
-    if control := missing_control(study, results.with_verdict("better")):
+    assert results.study is not None  # with the arms of earlier commands
+    if control := missing_control(results.study, results.with_verdict("better")):
         print(f"\n{control}")
     print(f"\nLook at {page}; beside it study.csv, study.json, study.png, the runs.")
     return results

@@ -24,7 +24,7 @@ from powergrad.lab.jobs.job import Job, JobError
 from powergrad.lab.run import RunError
 from powergrad.lab.signals import Interrupted, watching_signals
 
-__all__ = ["Snapshot", "enqueue", "open_queue", "run_jobs"]
+__all__ = ["JobQueue", "Snapshot", "enqueue", "local_storage", "open_queue"]
 
 HEARTBEAT = 2  # seconds
 GRACE = 12  # seconds without a heartbeat after which a worker is taken for dead
@@ -50,77 +50,120 @@ class Snapshot:
     left: float | None
 
 
-def run_jobs(
-    jobs: Sequence[Job],
-    folder: Path,
-    *,
-    study: str,
-    workers: int,
-    storage: str | None = None,
-    watch: Callable[[Snapshot], None] = lambda snapshot: None,
-) -> dict[str, dict[str, Any]]:
-    """Do the runs that are not done yet; returns the final metrics of all, by name.
+class JobQueue:
+    """Does runs on this machine, in several batches if asked to, with the same workers.
 
     Args:
-        jobs: The runs.
         folder: The study's folder, which holds the folder of each run.
         study: The name of the study in the storage.
         workers: How many runs at a time on this machine.
         storage: The URL of a database that several machines reach; a file in `folder` by default.
-        watch: Called about twice a second.
-
-    Raises:
-        Interrupted: If SIGINT or SIGTERM came. Every run is saved.
-        JobError: If some runs failed.
+        known: Final metrics of runs that were made elsewhere, by name; they are not done again.
     """
-    results = {job.name: result for job in jobs if (result := job.result(folder))}
-    missing = [job for job in jobs if job.name not in results]
-    if not missing:
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        study: str,
+        workers: int,
+        storage: str | None = None,
+        known: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.folder, self.study, self.workers = folder, study, workers
+        self.url = storage or local_storage(folder)
+        self.is_shared = storage is not None
+        self.known = dict(known or {})
+        self.crew: _Crew | None = None
+
+    def __enter__(self) -> JobQueue:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.crew is not None:
+            self.crew.dismiss()
+
+    def run(
+        self,
+        jobs: Sequence[Job],
+        watch: Callable[[Snapshot], None] = lambda snapshot: None,
+    ) -> dict[str, dict[str, Any]]:
+        """Do the runs that are not done yet; returns the final metrics of all, by name.
+
+        Args:
+            jobs: The runs.
+            watch: Called about twice a second.
+
+        Raises:
+            Interrupted: If SIGINT or SIGTERM came. Every run is saved.
+            JobError: If some runs failed.
+        """
+        results = {job.name: result for job in jobs if (result := self._result(job)) is not None}
+        missing = [job for job in jobs if job.name not in results]
+        if not missing:
+            return results
+        self.folder.mkdir(parents=True, exist_ok=True)
+        queue = open_queue(self.url, self.study)
+        # A run that is done has its folder here, unless several machines share the queue. One
+        # whose folder was deleted is done again.
+        enqueue(queue, missing, done_too=not self.is_shared)
+        if self.crew is None:
+            self.crew = _Crew(self.workers, [self.url, self.study, str(self.folder)])
+        self.crew.grow(len(missing))
+        clock = _Clock()
+        lost_since: dict[str, float] = {}
+        with watching_signals(second_interrupts=False) as stopped:
+            while True:
+                trials: dict[str, list[Any]] = {job.name: [] for job in jobs}
+                for trial in queue.get_trials(deepcopy=False):
+                    if trial.user_attrs.get("name") in trials:
+                        trials[trial.user_attrs["name"]].append(trial)
+                failed: dict[str, str] = {}
+                for job in missing:
+                    if job.name in results:
+                        continue
+                    tried = trials[job.name]
+                    is_alive = any(trial.state.name in ALIVE for trial in tried)
+                    result = self._result(job) if not is_alive else None
+                    if result is None and self.is_shared:
+                        done = [trial for trial in tried if trial.state.name == "COMPLETE"]
+                        result = done[-1].user_attrs["result"] if done else None
+                    if result is not None:
+                        results[job.name] = result
+                    if result is not None or is_alive:
+                        lost_since.pop(job.name, None)
+                    elif tried and "error" in tried[-1].user_attrs:
+                        failed[job.name] = tried[-1].user_attrs["error"]
+                    elif len(tried) > RETRIES:
+                        failed[job.name] = "its worker was killed each time"
+                    elif time.monotonic() - lost_since.setdefault(job.name, time.monotonic()) > (
+                        HEARTBEAT
+                    ):
+                        # The worker that should have done so was killed as well.
+                        enqueue(queue, [job], done_too=not self.is_shared)
+                done = {
+                    job.name: 1.0 if job.name in results else job.progress(self.folder)
+                    for job in jobs
+                }
+                clock.update(sum(done.values()))
+                watch(Snapshot(done, dict(results), clock.seconds, clock.left(len(jobs))))
+                if len(results) + len(failed) == len(jobs):
+                    break
+                if stopped():
+                    self.crew.stop()
+                    raise Interrupted(f"stopped with {len(results)} of {len(jobs)} runs finished")
+                self.crew.keep_up(finished=len(results))
+                time.sleep(0.4)
+        if failed:
+            listed = "\n".join(f"  {name}: {reason}" for name, reason in failed.items())
+            raise JobError(f"{len(failed)} of {len(jobs)} runs could not be done:\n{listed}")
         return results
-    folder.mkdir(parents=True, exist_ok=True)
-    url = storage or f"sqlite:///{folder.resolve() / 'jobs.db'}"
-    queue = open_queue(url, study)
-    enqueue(queue, missing)
-    crew = _Crew(min(workers, len(missing)), [url, study, str(folder)])
-    clock = _Clock()
-    lost_since: dict[str, float] = {}
-    with watching_signals(second_interrupts=False) as stopped, crew:
-        while True:
-            trials: dict[str, list[Any]] = {job.name: [] for job in jobs}
-            for trial in queue.get_trials(deepcopy=False):
-                if trial.user_attrs.get("name") in trials:
-                    trials[trial.user_attrs["name"]].append(trial)
-            failed: dict[str, str] = {}
-            for job in missing:
-                tried = trials[job.name]
-                for trial in tried:
-                    if trial.state.name == "COMPLETE":
-                        results[job.name] = trial.user_attrs["result"]
-                if job.name in results or any(trial.state.name in ALIVE for trial in tried):
-                    lost_since.pop(job.name, None)
-                elif tried and "error" in tried[-1].user_attrs:
-                    failed[job.name] = tried[-1].user_attrs["error"]
-                elif len(tried) > RETRIES:
-                    failed[job.name] = "its worker was killed each time"
-                elif time.monotonic() - lost_since.setdefault(job.name, time.monotonic()) > (
-                    HEARTBEAT
-                ):
-                    enqueue(queue, [job])  # the worker that should have done so was killed as well
-            done = {job.name: 1.0 if job.name in results else job.progress(folder) for job in jobs}
-            clock.update(sum(done.values()))
-            watch(Snapshot(done, dict(results), clock.seconds, clock.left(len(jobs))))
-            if len(results) + len(failed) == len(jobs):
-                break
-            if stopped():
-                crew.stop()
-                raise Interrupted(f"stopped with {len(results)} of {len(jobs)} runs finished")
-            crew.keep_up(finished=len(results))
-            time.sleep(0.4)
-        crew.join()
-    if failed:
-        listed = "\n".join(f"  {name}: {reason}" for name, reason in failed.items())
-        raise JobError(f"{len(failed)} of {len(jobs)} runs could not be done:\n{listed}")
-    return results
+
+    def _result(self, job: Job) -> dict[str, Any] | None:
+        """The final metrics of a run that has its folder here, or is known from elsewhere."""
+        if job.name in self.known:
+            return dict(self.known[job.name])
+        return job.result(self.folder)
 
 
 class _Clock:
@@ -148,6 +191,11 @@ class _Clock:
             return None
         pace = (self.seconds - self.first[0]) / (self.done - self.first[1])
         return pace * (total - self.done)
+
+
+def local_storage(folder: Path) -> str:
+    """The URL of the queue of a study that one machine does alone."""
+    return f"sqlite:///{folder.resolve() / 'jobs.db'}"
 
 
 def open_queue(url: str, study: str, attempts: int = 3) -> Any:
@@ -186,12 +234,13 @@ def open_queue(url: str, study: str, attempts: int = 3) -> Any:
     return open_queue(url, study, attempts - 1)
 
 
-def enqueue(queue: Any, jobs: Sequence[Job]) -> None:
-    """Add the jobs that are neither waiting, running nor done."""
+def enqueue(queue: Any, jobs: Sequence[Job], *, done_too: bool = False) -> None:
+    """Add the jobs that are neither waiting nor running; those that are done if `done_too`."""
+    states = ALIVE if done_too else (*ALIVE, "COMPLETE")
     known = {
         trial.user_attrs.get("name")
         for trial in queue.get_trials(deepcopy=False)
-        if trial.state.name in (*ALIVE, "COMPLETE")
+        if trial.state.name in states
     }
     for job in jobs:
         if job.name not in known:
@@ -199,23 +248,28 @@ def enqueue(queue: Any, jobs: Sequence[Job]) -> None:
 
 
 class _Crew:
-    """The worker processes of this machine."""
+    """The worker processes of this machine. They wait for work until they are dismissed."""
 
-    def __init__(self, size: int, arguments: list[str]) -> None:
-        self.size, self.arguments = size, arguments
+    def __init__(self, most: int, arguments: list[str]) -> None:
+        self.most, self.arguments = most, arguments
         self.members: list[subprocess.Popen[str]] = []
         self.deaths = self.finished = 0
 
-    def __enter__(self) -> _Crew:
-        for _ in range(self.size):
+    def grow(self, jobs: int) -> None:
+        """Have as many workers as there are jobs, at most the number that was asked for."""
+        while len(self.members) < min(self.most, jobs):
             self._hire()
-        return self
 
     def _hire(self) -> None:
         command = [sys.executable, "-m", "powergrad.lab.jobs.worker", *self.arguments]
         # A group of its own: Ctrl-C reaches the parent alone, which then asks the workers to stop.
+        # A worker leaves when its standard input ends and nothing is left to do.
         process = subprocess.Popen(
-            command, start_new_session=True, stdout=subprocess.DEVNULL, text=True
+            command,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
         )
         self.members.append(process)
 
@@ -224,8 +278,9 @@ class _Crew:
         if finished > self.finished:
             self.finished, self.deaths = finished, 0
         for member in list(self.members):
-            if member.poll() not in (None, 0):
+            if member.poll() is not None:  # none leaves by itself before it is dismissed
                 self.members.remove(member)
+                _close(member)
                 self.deaths += 1
                 if self.deaths > DEATHS:
                     raise JobError(
@@ -239,15 +294,26 @@ class _Crew:
         for member in self.members:
             with contextlib.suppress(ProcessLookupError):
                 member.send_signal(signal.SIGTERM)
-        self.join()
+        self._join()
 
-    def join(self) -> None:
+    def dismiss(self) -> None:
+        """Tell the workers that nothing more will come, and wait for them; kill who stays."""
         for member in self.members:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                member.wait(timeout=60)
-
-    def __exit__(self, *exception: object) -> None:
+            _close(member)
+        self._join()
         for member in self.members:
             if member.poll() is None:
                 member.kill()
                 member.wait()
+
+    def _join(self) -> None:
+        for member in self.members:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                member.wait(timeout=60)
+
+
+def _close(member: subprocess.Popen[str]) -> None:
+    """End the standard input of a worker."""
+    assert member.stdin is not None
+    with contextlib.suppress(OSError):
+        member.stdin.close()

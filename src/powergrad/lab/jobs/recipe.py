@@ -10,6 +10,7 @@ from typing import Any
 from typing_extensions import Self, override
 
 from powergrad.lab.config import Recipe, RecipeError
+from powergrad.lab.data import folder_fingerprint
 from powergrad.lab.jobs.job import Changes, Job, Program
 from powergrad.lab.run import Run
 from powergrad.lab.train import train
@@ -52,9 +53,24 @@ class RecipeJob(Job):
 
 @dataclass(frozen=True)
 class RecipeProgram(Program):
-    """A recipe that every arm changes."""
+    """A recipe that every arm changes.
+
+    Attributes:
+        base: The recipe.
+        fingerprint: Of the data, where they are a folder: runs of changed data are other runs.
+    """
 
     base: Recipe
+    fingerprint: str = ""
+
+    @classmethod
+    def of(cls, base: Recipe) -> Self:
+        """The program of a recipe, with the fingerprint that its data have now.
+
+        Raises:
+            FileNotFoundError: If the data are missing.
+        """
+        return cls(base, folder_fingerprint(base))
 
     @property
     @override
@@ -78,7 +94,8 @@ class RecipeProgram(Program):
     @override
     def job(self, arm: str, changes: Changes, seed: int) -> RecipeJob:
         recipe = self.recipe(changes, seed)
-        return RecipeJob(f"{slug(arm)[:40]}-seed{seed}-{recipe.key}", recipe)
+        data = f"-{self.fingerprint.partition(':')[2][:8]}" if self.fingerprint else ""
+        return RecipeJob(f"{slug(arm)[:40]}-seed{seed}-{recipe.key}{data}", recipe)
 
     @override
     def alpha(self, changes: Changes) -> float:
@@ -104,9 +121,14 @@ class RecipeProgram(Program):
 
     @override
     def to_dict(self) -> dict[str, Any]:
-        return {"base": self.base.model_dump(mode="json", exclude={"machine", "seed"})}
+        values: dict[str, Any] = {
+            "base": self.base.model_dump(mode="json", exclude={"machine", "seed"})
+        }
+        if self.fingerprint:
+            values["data_fingerprint"] = self.fingerprint
+        return values
 
     @classmethod
     @override
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        return cls(Recipe.model_validate(values["base"]))
+        return cls(Recipe.model_validate(values["base"]), values.get("data_fingerprint", ""))

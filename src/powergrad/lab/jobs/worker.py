@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import sys
 import time
 import warnings
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from powergrad.lab.jobs import job_from_dict
-from powergrad.lab.jobs.queue import HEARTBEAT, open_queue
+from powergrad.lab.jobs.queue import HEARTBEAT, local_storage, open_queue
 from powergrad.lab.run import RunBusyError
 from powergrad.lab.signals import Interrupted
 
@@ -23,7 +24,9 @@ class _Failed(Exception):  # noqa: N818
 
 
 def work(url: str, study: str, folder: Path) -> None:
-    """Take runs from the queue until none is waiting or running.
+    """Take runs from the queue until none is waiting or running, and nobody will add one.
+
+    The parent holds the other end of the standard input as long as it may add runs.
 
     Args:
         url: The storage.
@@ -34,6 +37,7 @@ def work(url: str, study: str, folder: Path) -> None:
 
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     queue = open_queue(url, study)
+    is_shared = url != local_storage(folder)  # then runs may be done whose folder is elsewhere
 
     def do_one(trial: Any) -> float:
         if "name" not in trial.user_attrs:  # another worker was faster: there was nothing left
@@ -41,7 +45,10 @@ def work(url: str, study: str, folder: Path) -> None:
         job = job_from_dict(trial.user_attrs)
         for other in queue.get_trials(deepcopy=False):  # two machines may have asked for it
             is_same = other.user_attrs.get("name") == job.name and other.number < trial.number
-            if is_same and other.state.name in ("RUNNING", "COMPLETE"):
+            is_done = other.state.name == "COMPLETE" and (
+                is_shared or job.result(folder) is not None
+            )
+            if is_same and (other.state.name == "RUNNING" or is_done):
                 raise optuna.TrialPruned
         try:
             trial.set_user_attr("result", job.execute(folder))
@@ -72,8 +79,16 @@ def work(url: str, study: str, folder: Path) -> None:
         elif "RUNNING" in states:
             optuna.storages.fail_stale_trials(queue)
             time.sleep(1)
-        else:
+        elif _is_dismissed():
             return
+        else:
+            time.sleep(0.3)
+
+
+def _is_dismissed() -> bool:
+    """Whether the standard input has ended: the parent adds no more runs, or was killed."""
+    readable, _, _ = select.select([sys.stdin], [], [], 0)
+    return bool(readable) and not sys.stdin.readline()
 
 
 if __name__ == "__main__":

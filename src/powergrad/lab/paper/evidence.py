@@ -17,7 +17,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -29,10 +29,9 @@ from powergrad.lab import stats
 from powergrad.lab.config import Recipe
 from powergrad.lab.jobs import Changes
 from powergrad.lab.paper.rows import Experiment, Use, load_paper
-from powergrad.lab.plan import least_seeds
 from powergrad.lab.run import RunError
 from powergrad.lab.study import METRICS, Results, Tuning
-from powergrad.lab.study.results import read_rows
+from powergrad.lab.study.results import CLASSES, read_rows
 from powergrad.lab.words import slug
 
 __all__ = ["Conditions", "Evidence", "KeptRun", "Measurement", "MissingRunsError", "Outcome"]
@@ -123,9 +122,9 @@ class Outcome(NamedTuple):
     def of(cls, comparison: stats.Comparison) -> Outcome:
         """The outcome of a comparison."""
         difference = stats.signed(comparison.difference)
-        if comparison.n < least_seeds(comparison.comparisons, comparison.level):
+        if comparison.n < stats.LEAST:
             return cls(difference, "", "", "too few seeds")
-        interval, p = stats.span(comparison.interval), f"{comparison.p_adjusted:.3f}"
+        interval, p = stats.span(comparison.interval), f"{comparison.p:.3f}"
         return cls(difference, interval, p, comparison.verdict)
 
     @property
@@ -206,13 +205,17 @@ class Measurement:
         experiment = load_paper().find(values["experiment"])
         stem = path.with_suffix("")
         _, rows = read_rows(stem.with_name(f"{stem.name}.csv"), METRIC.name)
+        conditions = Conditions.from_dict(values)
+        recipe = Recipe.model_validate(values["recipe"])
+        if classes := CLASSES.get(recipe.data.name):  # what a run that diverged counts as
+            rows = [replace(row, metrics={"classes": classes, **row.metrics}) for row in rows]
         return cls(
             experiment,
-            Conditions.from_dict(values),
+            conditions,
             values["label"],
-            Recipe.model_validate(values["recipe"]),
+            recipe,
             values["machine"]["torch"],
-            Results(METRIC, MARGIN, experiment.baseline.arm, rows),
+            Results(METRIC, MARGIN, experiment.baseline.arm, rows, tuning=conditions.tuning),
             stem,
         )
 

@@ -1,7 +1,8 @@
 // Scales, axes and line charts, in SVG whose colours are those of the style sheet.
 
 function linear(low, high, from, to) {
-  if (!(high > low)) {
+  // A range that is only rounding would have ticks without end.
+  if (!(high - low > 1e-12 * Math.max(Math.abs(low), Math.abs(high)))) {
     const room = 0.5 * (Math.abs(low) || 1);
     [low, high] = [low - room, high + room];
   }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from powergrad import __version__
 from powergrad.lab.config import Recipe, flatten
 from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.report.arms import describe_arms
-from powergrad.lab.report.runs import UNREADABLE, ShownRun, is_finite, try_read
+from powergrad.lab.report.runs import UNREADABLE, ShownRun, try_read
 from powergrad.lab.run import Run, RunError
+from powergrad.lab.stats import Comparison
 from powergrad.lab.study import METRICS, Metric, Results, Study
 from powergrad.lab.study.advice import missing_control
 from powergrad.lab.study.decompose import describe_identity, explain_decomposition
@@ -92,6 +93,7 @@ def _load(folder: Path) -> tuple[Results, list[str]]:
         results = Results.of_runs(study, folder)
     assert results.study is not None
     names = {job.name for job in results.study.jobs().values()}
+    names |= {row.run for row in results.rows}
     for config in sorted(folder.glob("*/config.yaml")):
         if config.parent.name not in names:
             notes.append(f"{config.parent.name} is of none of the arms, and is left out.")
@@ -102,10 +104,12 @@ def _study(results: Results, notes: list[str]) -> dict[str, Any]:
     study, folder = results.study, results.folder
     assert study is not None
     assert folder is not None
-    runs = _runs(study, folder, notes)
-    usable = results if results.saved is not None else _usable(results, runs, notes)
-    if usable and (control := missing_control(study, usable.with_verdict("better"))):
-        notes.append(control)
+    runs = _runs(results, study, folder, notes)
+    usable = _usable(results, runs, notes)
+    if usable:
+        notes += usable.notes()
+        if control := missing_control(study, usable.with_verdict("better")):
+            notes.append(control)
     decomposed = None
     if usable and usable.decomposition and set(usable.arms) == set(study.arms):
         decomposed = {
@@ -119,12 +123,13 @@ def _study(results: Results, notes: list[str]) -> dict[str, Any]:
         values = study.base.model_dump(mode="json", exclude={"seed"})
         recipe = yaml.safe_dump(values, sort_keys=False)
     return {
-        **describe_arms(runs, study.arms, notes),
+        **describe_arms(runs, {arm: study.settings(arm) for arm in study.arms}, notes),
         **_heading(name, study.kind.value, study.program.title, study.metric),
         "margin": results.margin,
         "baseline": results.baseline,
         "headline": usable.verdict() if usable else NO_VERDICT,
         "comparisons": [c.to_dict() for c in usable.comparisons] if usable else [],
+        "units": {arm: list(results.units(arm).values()) for arm in results.arms},
         "grid": results.grid.values if results.grid else None,
         "tuning": results.tuning.to_dict() if results.tuning else None,
         "decomposition": decomposed,
@@ -145,31 +150,55 @@ def _heading(name: str, kind: str, what: str, metric: Metric) -> dict[str, Any]:
     }
 
 
-def _runs(study: Study, folder: Path, notes: list[str]) -> list[ShownRun]:
+def _runs(results: Results, study: Study, folder: Path, notes: list[str]) -> list[ShownRun]:
     """Every run of the study, arm by arm, also those that are missing."""
+    names = {(row.arm, row.seed): row.run for row in results.rows}
+    jobs = {} if results.has_repeats else study.jobs()
+    settled = {c.arm: c for c in _comparisons(results) if not c.is_open}
+    for (arm, seed), job in jobs.items():
+        is_wanted = study.unit_of(seed) < study.first_seed + _size(arm, settled, study)
+        if is_wanted or Run(folder / job.name).exists():
+            names.setdefault((arm, seed), job.name)
+    elsewhere = {(row.arm, row.seed): row for row in results.rows if row.is_elsewhere}
     runs = []
-    for (arm, seed), job in study.jobs().items():
-        path = folder / job.name
-        recipe = None
-        if Run(path).exists():
-            recipe = try_read(Run(path).recipe, None, notes)
-        if recipe is None:
-            alpha = study.program.alpha(study.arms[arm])
-            runs.append(ShownRun.missing(path, arm, seed, alpha))
-        else:
+    for (arm, seed), name in names.items():
+        path = folder / name
+        recipe = try_read(Run(path).recipe, None, notes) if Run(path).exists() else None
+        alpha = study.program.alpha(study.arms[arm])
+        if recipe is not None:
             runs.append(ShownRun.read(path, arm, recipe, notes))
+        elif (arm, seed) in elsewhere:
+            metrics = dict(elsewhere[arm, seed].metrics)
+            runs.append(ShownRun(path, arm, seed, alpha, final=metrics))
+        else:
+            runs.append(ShownRun.missing(path, arm, seed, alpha))
     order = list(study.arms)
     return sorted(runs, key=lambda run: (order.index(run.arm), run.seed))
 
 
+def _comparisons(results: Results) -> list[Comparison]:
+    usable = results.comparable()
+    return usable.comparisons if usable else []
+
+
+def _size(arm: str, settled: Mapping[str, Comparison], study: Study) -> int:
+    """How many runs an arm is to have: no more once it is settled."""
+    if arm in settled:
+        return settled[arm].n
+    others = [other for other in study.arms if other != study.baseline]
+    if arm == study.baseline and others and all(other in settled for other in others):
+        return max(settled[other].n for other in others)
+    return study.design.last
+
+
 def _usable(results: Results, runs: Sequence[ShownRun], notes: list[str]) -> Results | None:
     """The results that can be compared; `notes` gets what is left out."""
-    counted = [row.arm for row in results.rows if is_finite(row.metrics.get(results.metric.name))]
+    counted = [row.arm for row in results.rows]
     if len(counted) < len(runs):
         notes.append(f"Only {len(counted)} of {len(runs)} runs count: the others have no result.")
-    few = [arm for arm in dict.fromkeys(run.arm for run in runs) if counted.count(arm) < 2]
+    few = [arm for arm in dict.fromkeys(run.arm for run in runs) if len(results.units(arm)) < 2]
     if few:
-        notes.append(f"Too few finished seeds to compare: {', '.join(few)}.")
+        notes.append(f"Too few finished runs to compare: {', '.join(few)}.")
     return results.comparable()
 
 
@@ -220,6 +249,7 @@ def _loose_runs(folders: list[Path]) -> dict[str, Any]:
         "baseline": order[0],
         "headline": _run_headline(runs[0]) if is_alone else headline,
         "comparisons": [],
+        "units": {},
         "grid": None,
         "tuning": None,
         "decomposition": None,

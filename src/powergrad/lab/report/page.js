@@ -46,17 +46,31 @@ function environmentPart(environment) {
     h("div", {}, h("dt", {}, names[key] || key), h("dd", {}, named(shown(value))))));
 }
 
-function tuningPart({ key, hold_out, seeds, arms }) {
-  const tried = ({ value, mean }, chosen) =>
-    h("td", {}, h(value === chosen ? "strong" : "span", {}, `${fmt(value)}: ${fmt(mean, 2)}`));
-  return [
-    h("h3", {}, `Tuning of ${key}`),
-    h("p", { class: "soft small" }, `On ${100 * hold_out}% of the training data, held out; `
-      + `${seeds.length} seeds per value. The chosen value is bold.`),
-    scrolling("Tuning", h("tbody", {}, Object.entries(arms).map(([arm, tuned]) => h("tr", {},
+function tuningPart({ keys, hold_out, seeds, repeats, is_unit }) {
+  const short = (key) => key.split(".").pop();
+  const digits = (value) => (isNumber(value) ? String(Number(value.toPrecision(3))) : String(value));
+  const at = (point) => Object.entries(point).map(([key, value]) => `${short(key)} ${digits(value)}`).join(", ");
+  const row = (arm, { trials, chosen, edges }, repeat) => {
+    const winner = trials[chosen];
+    const others = trials.filter((trial, i) => i !== chosen && isNumber(trial.mean)).map((trial) => trial.mean);
+    const next = others.length ? Math.min(...others.map((mean) => Math.abs(winner.mean - mean))) : null;
+    return h("tr", {},
+      is_unit && h("td", {}, String(repeat + 1)),
       h("th", { scope: "row" }, named(arm)),
-      tuned.means.map((trial) => tried(trial, tuned.chosen)),
-      h("td", { class: "words soft" }, tuned.at_edge && "at the edge of the grid"))))),
+      h("td", { class: "words" }, h("strong", {}, at(winner.point))),
+      h("td", {}, fmt(winner.mean, 2)),
+      h("td", {}, next === null ? "–" : fmt(next, 2)),
+      h("td", { class: "words soft" }, edges.length > 0 && `${edges.map(short).join(", ")} at the edge`),
+      h("td", { class: "words soft" }, trials.filter((_, i) => i !== chosen).map((trial) =>
+        `${at(trial.point)}: ${isNumber(trial.mean) ? fmt(trial.mean, 2) : trial.note}`).join("; ")));
+  };
+  const heads = [...(is_unit ? ["repeat"] : []), "arm", "chosen", "held out", "lead", "", "other points"];
+  return [
+    h("h3", {}, `Tuning of ${keys.map(short).join(" and ")}`),
+    h("p", { class: "soft small" }, `On ${100 * hold_out}% of the training data, held out, with `
+      + `${count(seeds, "seed")} per point. Lead: how far the chosen point is ahead of the next.`),
+    scrolling("Tuning", plainHeads(heads), h("tbody", {}, repeats.flatMap((choices, repeat) =>
+      Object.entries(choices).map(([arm, choice]) => row(arm, choice, repeat))))),
   ];
 }
 
@@ -65,8 +79,7 @@ function downloads(study) {
   const finals = Object.keys(study.runs[0]?.final ?? {});
   const curves = [...new Set(study.runs.flatMap((run) => Object.keys(run.curve)))];
   const compared = [
-    "arm", "baseline", "n", "difference", "p", "p_adjusted", "tost_p", "welch_p",
-    "probability_of_improvement", "mde", "seeds_needed", "verdict",
+    "arm", "baseline", "n", "n_baseline", "difference", "p", "p_alone", "sd", "diverged", "verdict",
   ];
   const recorded = study.runs.filter((run) => run.norms);
   return [

@@ -3,17 +3,17 @@
 const finished = (study, index) =>
   study.runs.filter((run) => run.arm === index && run.status === "finished");
 
+const verdictClass = (comparison) => `verdict ${comparison.verdict.replace(" ", "-")}`;
+
 /** A table whose cells are drawn: of each comparison its mean, its interval and its seeds.
     `groups` are [title, comparisons]. */
 function forest(study, groups) {
   const place = (arm) => study.arms.findIndex((candidate) => candidate.name === arm);
-  const finals = (arm) => new Map(finished(study, place(arm))
-    .filter((run) => isNumber(run.final[study.metric]))
-    .map((run) => [run.seed, run.final[study.metric]]));
-  const base = finals(study.baseline);
-  const bySeed = (comparison) => [...finals(comparison.arm)]
-    .filter(([seed]) => base.has(seed))
-    .map(([seed, value]) => value - base.get(seed));
+  const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+  const bySeed = (comparison) => {
+    const base = mean((study.units[study.baseline] || []).slice(0, comparison.n_baseline));
+    return (study.units[comparison.arm] || []).slice(0, comparison.n).map((value) => value - base);
+  };
 
   const all = groups.flatMap(([, comparisons]) => comparisons);
   const ends = all.flatMap((comparison) => [...comparison.interval, comparison.difference, ...bySeed(comparison)]);
@@ -54,9 +54,9 @@ function forest(study, groups) {
       h("td", { class: "much" },
         h("strong", {}, signed(comparison.difference, digits)), ` (${interval})`),
       h("td", { class: "said" },
-        h("span", { class: `verdict ${comparison.verdict}` }, comparison.verdict),
-        h("span", { class: "does" },
-          comparison.p_adjusted < 0.001 ? "p < 0.001" : `p = ${fmt(comparison.p_adjusted)}`)));
+        h("span", { class: verdictClass(comparison) }, comparison.verdict),
+        h("span", { class: "does" }, comparison.p < 0.001 ? "p < 0.001" : `p = ${fmt(comparison.p)}`,
+          `, ${comparison.n} runs`)));
   };
   const axis = s("svg", { role: "presentation" }, ground(6),
     X.ticks(5).map(([value, text]) => [
@@ -85,8 +85,9 @@ function verdictSection(study) {
     study.comparisons.length > 0 && [
       forest(study, [["", study.comparisons]]),
       h("p", { class: "soft small" },
-        "Large dots: mean difference from ", named(study.baseline), " over the same seeds, with ",
-        "its 95% interval. Small dots: each seed. Shaded: the margin of ", String(study.margin),
+        "Large dots: mean difference from ", named(study.baseline), ", with its 95% interval, ",
+        "corrected for all arms and looks. Small dots: each run, less the mean of ",
+        named(study.baseline), ". Shaded: the margin of ", String(study.margin),
         ", within which a difference does not matter. ",
         study.higher ? "More is better." : "Less is better."),
       h("details", {}, h("summary", {}, "In full sentences"), h("ul", {},
@@ -116,7 +117,7 @@ function tableSection(study) {
   const compared = new Map(study.comparisons.map((comparison) => [comparison.arm, comparison]));
   const verdict = (arm) => {
     const comparison = compared.get(arm.name);
-    if (comparison) return h("span", { class: `verdict ${comparison.verdict}` }, comparison.verdict);
+    if (comparison) return h("span", { class: verdictClass(comparison) }, comparison.verdict);
     return arm.name === study.baseline ? h("span", { class: "soft" }, "baseline") : "–";
   };
   const average = (metric) => (arm) => {

@@ -1,13 +1,15 @@
 """A study: arms x seeds, the runs of all of them, and what they say together."""
 
 from powergrad.lab.study.definition import Study, StudyKind
+from powergrad.lab.study.execute import Execution, run_study
 from powergrad.lab.study.metrics import METRICS, Metric, metric_named
 from powergrad.lab.study.records import Decomposition, Grid, Tuning
-from powergrad.lab.study.results import Results, RunRow, run_study
+from powergrad.lab.study.results import Results, RunRow
 
 __all__ = [
     "METRICS",
     "Decomposition",
+    "Execution",
     "Grid",
     "Metric",
     "Results",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import yaml
 from powergrad.lab.config import Recipe, RecipeError
 from powergrad.lab.files import write_text
 from powergrad.lab.jobs import Changes, Job, Program, RecipeProgram, program_from_dict
-from powergrad.lab.plan import check_positive
 from powergrad.lab.run import Run, RunError
+from powergrad.lab.stats import Design, check_positive, parse_runs
 from powergrad.lab.study.metrics import METRICS, Metric
+from powergrad.lab.words import short_key
 
 __all__ = ["Study", "StudyKind", "read_kind"]
 
-FORMAT = 2
+FORMAT = 3
 FILE = "study.yaml"
 
 
@@ -44,29 +46,42 @@ def read_kind(values: Mapping[str, Any]) -> tuple[StudyKind, tuple[str, ...]]:
 class Study:
     """What is studied.
 
+    The unit that is compared is a run of one seed, or, with `finals`, a repeat: one independent
+    tuning, whose winner is run on so many fresh seeds.
+
     Attributes:
         kind: What it is for.
         program: What every run does.
         arms: What each arm changes; the first is the baseline that the others are compared with.
-        seeds: The seeds of every arm.
+        design: At how many units per arm the results are looked at.
         metric: What is compared at the end of each run.
         margin: The largest difference that does not matter.
-        tuned: The keys that were tuned for every arm.
+        first_seed: The first seed.
+        finals: Seeds per repeat; 0 if a unit is a run.
+        tuned: The keys that are tuned for every arm.
+        tuning: How they are tuned, as plain values: a study is not continued with another tuning.
+        chosen: What a single tuning chose for each arm.
+        earlier: Sizes at which its results were looked at before without a plan for it.
     """
 
     kind: StudyKind
     program: Program
     arms: Mapping[str, Changes]
-    seeds: Sequence[int]
+    design: Design
     metric: Metric = METRICS["test_accuracy"]
     margin: float = 0.5
+    first_seed: int = 0
+    finals: int = 0
     tuned: tuple[str, ...] = ()
+    tuning: Mapping[str, Any] = field(default_factory=dict)
+    chosen: Mapping[str, Changes] = field(default_factory=dict)
+    earlier: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_positive(self.margin, "margin")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise RecipeError(f"Expected different seeds, but got {list(self.seeds)}.")
-        self.program.check_arms(self.arms)
+        # Arms with a tuned key of their own differ in that.
+        own = self.tuning.get("own", {})
+        self.program.check_arms({arm: c for arm, c in self.arms.items() if arm not in own})
 
     @property
     def baseline(self) -> str:
@@ -87,63 +102,125 @@ class Study:
     @property
     def name(self) -> str:
         """A folder name that differs for other kinds and programs."""
-        kind = "-tuned-".join([self.kind.value, *self.tuned])
+        words = [self.kind.value, *(["tuned", *map(short_key, self.tuned)] if self.tuned else [])]
+        words += ["repeats"] if self.finals else []
+        kind = "-".join(words)
         digest = hashlib.sha256(f"{kind}:{self.program.key}".encode()).hexdigest()[:8]
         data = "".join(c if c.isalnum() else "-" for c in self.program.data_name)
         return f"{kind}-{data}-{digest}"
 
-    def jobs(self) -> dict[tuple[str, int], Job]:
-        """The run of every arm and seed; seeds in the outer loop, so that arms fill evenly."""
+    @property
+    def seeds(self) -> range:
+        """Every seed that the study may need."""
+        return self.seeds_of(range(self.design.last))
+
+    def seeds_of(self, units: range) -> range:
+        """The seeds of some units."""
+        each = self.finals or 1
+        return range(self.first_seed + each * units.start, self.first_seed + each * units.stop)
+
+    def unit_of(self, seed: int) -> int:
+        """The unit that a seed belongs to: the seed itself, or the number of its repeat."""
+        return (seed - self.first_seed) // self.finals if self.finals else seed
+
+    def settings(self, arm: str) -> dict[str, Any]:
+        """What an arm changes, with the values that were chosen for it."""
+        return {**self.arms[arm], **self.chosen.get(arm, {})}
+
+    def jobs(self, units: range | None = None) -> dict[tuple[str, int], Job]:
+        """The runs of every arm; seeds in the outer loop, so that arms fill evenly."""
         return {
-            (arm, seed): self.program.job(arm, changes, seed)
-            for seed in self.seeds
-            for arm, changes in self.arms.items()
+            (arm, seed): self.program.job(arm, self.settings(arm), seed)
+            for seed in (self.seeds if units is None else self.seeds_of(units))
+            for arm in self.arms
         }
 
-    def claim(self, folder: Path) -> None:
-        """Write the definition into `folder`, or check that it holds the same study.
+    def claim(self, folder: Path) -> Study:
+        """Write the definition into `folder`, or continue the study that it holds.
 
-        Arms and seeds may be added to a study; what is there already must agree.
+        Arms may be added, and are then compared together with the earlier ones. Another number of
+        seeds is possible too; the results say what that does to their error.
+
+        Returns:
+            The study, with what it takes over from an earlier start.
 
         Raises:
             RecipeError: If the folder holds another study.
         """
-        path = folder / FILE
-        arms = {arm: dict(changes) for arm, changes in self.arms.items()}
-        seeds = set(self.seeds)
-        if path.exists():
-            try:
-                earlier = Study.load(folder)
-            except RunError:
-                raise RecipeError(
-                    f"Expected {str(path)!r} to be a study, but got another file."
-                ) from None
-            is_same = (earlier.kind, earlier.tuned) == (self.kind, self.tuned)
-            if not is_same or earlier.program.to_dict() != self.program.to_dict():
-                raise RecipeError(
-                    f"Expected {str(folder)!r} to hold this study, but got one of another recipe; "
-                    "give another --name."
-                )
-            for arm in arms:
-                if arm in earlier.arms and earlier.arms[arm] != arms[arm]:
-                    raise RecipeError(
-                        f"Expected the arm {arm!r} of {str(folder)!r} to change {arms[arm]}, but "
-                        f"got {earlier.arms[arm]}; give another --name."
-                    )
-            arms = {**earlier.arms, **arms}
-            seeds |= set(earlier.seeds)
+        study = self
+        if (folder / FILE).exists():
+            study = self._continuing(folder)
         folder.mkdir(parents=True, exist_ok=True)
         values = {
             "format": FORMAT,
-            "kind": self.kind.value,
-            "tuned": list(self.tuned),
-            **self.program.to_dict(),
-            "arms": arms,
-            "seeds": sorted(seeds),
-            "metric": self.metric.name,
-            "margin": self.margin,
+            "kind": study.kind.value,
+            "tuned": list(study.tuned),
+            **study.program.to_dict(),
+            "arms": {arm: dict(changes) for arm, changes in study.arms.items()},
+            "seeds": str(study.design),
+            "first_seed": study.first_seed,
+            "seeds_per_repeat": study.finals,
+            "tuning": dict(study.tuning),
+            "chosen": {arm: dict(changes) for arm, changes in study.chosen.items()},
+            "looked_at": list(study.earlier),
+            "metric": study.metric.name,
+            "margin": study.margin,
         }
-        write_text(path, yaml.safe_dump(values, sort_keys=False))
+        write_text(folder / FILE, yaml.safe_dump(values, sort_keys=False))
+        return study
+
+    def _continuing(self, folder: Path) -> Study:
+        path = folder / FILE
+        try:
+            earlier = Study.load(folder)
+        except RunError:
+            raise RecipeError(
+                f"Expected {str(path)!r} to be a study, but got another file."
+            ) from None
+        is_same = (earlier.kind, earlier.tuned, earlier.finals) == (
+            self.kind,
+            self.tuned,
+            self.finals,
+        )
+        is_same = is_same and (not earlier.tuning or dict(earlier.tuning) == dict(self.tuning))
+        before, now = earlier.program.to_dict(), self.program.to_dict()
+        data_before, data_now = (p.pop("data_fingerprint", "") for p in (before, now))
+        if not is_same or before != now:
+            raise RecipeError(
+                f"Expected {str(folder)!r} to hold this study, but got one of another recipe or "
+                "tuning; give another --name."
+            )
+        for arm, changes in self.arms.items():
+            if arm in earlier.arms and dict(earlier.arms[arm]) != dict(changes):
+                raise RecipeError(
+                    f"Expected the arm {arm!r} of {str(folder)!r} to change {dict(changes)}, but "
+                    f"got {dict(earlier.arms[arm])}; give another --name."
+                )
+        looked = set(earlier.earlier)
+        was_shown = (folder / "study.json").exists()
+        if data_before and data_before != data_now:  # nothing was seen of these data yet
+            self._put_aside(folder, data_before)
+            looked, was_shown = set(), False
+        if was_shown and earlier.design.looks != self.design.looks:
+            looked.add(earlier.design.last)
+        return replace(
+            self,
+            arms={**earlier.arms, **self.arms},
+            chosen={**earlier.chosen, **self.chosen},
+            earlier=tuple(sorted(looked - {self.design.last})),
+        )
+
+    def _put_aside(self, folder: Path, earlier: str) -> None:
+        """Keep the results of data that were changed since under another name, and say so."""
+        for name in ("study.json", "study.csv"):
+            path = folder / name
+            if path.exists():
+                path.rename(path.with_stem(f"study-{earlier.partition(':')[2][:8]}"))
+        print(
+            f"The images of {self.program.title} changed since the runs in {folder} were made: all "
+            "runs are done anew, and the earlier ones are not used.",
+            file=sys.stderr,
+        )
 
     @classmethod
     def load(cls, folder: Path) -> Study:
@@ -157,11 +234,30 @@ class Study:
             if values.get("format", 1) > FORMAT:
                 raise ValueError(f"format {values['format']}, which a newer powergrad reads")
             kind, tuned = read_kind(values)
-            study = cls(kind, program_from_dict(values), values["arms"], (), tuned=tuned)
-            if "seeds" not in values:  # format 1: the seeds are those of the runs
-                return replace(study, seeds=_seeds_of_runs(folder))
-            metric = METRICS[values["metric"]]
-            return replace(study, seeds=values["seeds"], metric=metric, margin=values["margin"])
+            metric = METRICS[values.get("metric", "test_accuracy")]
+            if isinstance(values.get("seeds"), str):
+                first, design = values["first_seed"], Design(parse_runs(values["seeds"]))
+            else:  # formats 1 and 2: a fixed number of seeds, in format 1 those of the runs
+                seeds = values["seeds"] if "seeds" in values else _seeds_of_runs(folder)
+                first, design = min(seeds, default=0), Design((max(2, len(seeds)),))
+            arms, chosen = values["arms"], values.get("chosen", {})
+            if "chosen" not in values:  # formats 1 and 2: among what the arm changes
+                chosen = {a: {key: c[key] for key in tuned if key in c} for a, c in arms.items()}
+                arms = {a: {k: v for k, v in c.items() if k not in tuned} for a, c in arms.items()}
+            return cls(
+                kind,
+                program_from_dict(values),
+                arms,
+                design,
+                metric,
+                values.get("margin", metric.margin),
+                first,
+                values.get("seeds_per_repeat", 0),
+                tuned,
+                values.get("tuning", {}),
+                chosen,
+                tuple(values.get("looked_at", ())),
+            )
         except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise RunError(f"Expected {str(folder)!r} to hold a study, but got: {error}") from None
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from powergrad.lab.config import RecipeError
 
-__all__ = ["COLUMNS", "METRICS", "Metric", "guess_metric", "metric_named"]
+__all__ = ["COLUMNS", "METRICS", "Metric", "chance_of", "guess_metric", "metric_named"]
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,24 @@ COLUMNS = (
     "logit_norm",
     "dead_units",
     "diverged",
+    "classes",
     "steps",
     "seconds",
 )
+
+
+def chance_of(metric: str, classes: int) -> float | None:
+    """What guessing reaches: the value of a run that diverged. None where that is not known.
+
+    Example:
+        >>> chance_of("test_accuracy", 10), chance_of("dead_units", 10)
+        (10.0, None)
+    """
+    if metric.endswith("accuracy"):
+        return 100 / classes
+    return {"test_top5": min(100.0, 500 / classes), "nll": math.log(classes)}.get(
+        metric.removesuffix("_scaled")
+    )
 
 
 def metric_named(name: str) -> Metric:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,48 +12,117 @@ from typing_extensions import Self
 
 from powergrad.lab.words import number, short_key
 
-__all__ = ["Decomposition", "Grid", "TriedValue", "TunedArm", "Tuning"]
+__all__ = ["Choice", "Decomposition", "Grid", "Trial", "Tuning", "describe_point"]
 
 
 @dataclass(frozen=True)
-class TriedValue:
-    """A value that was tried for an arm, and the mean of the metric there."""
+class Trial:
+    """A point that was tried for an arm.
 
-    value: Any
+    Attributes:
+        point: The values of the tuned keys, before they are mapped to the arm's own.
+        changes: What the arm changed there.
+        mean: The mean of the metric on the held-out data; NaN where it cannot be used.
+        note: Why it cannot be used; empty if it can.
+    """
+
+    point: Mapping[str, Any]
+    changes: Mapping[str, Any]
     mean: float
+    note: str = ""
 
 
 @dataclass(frozen=True)
-class TunedArm:
-    """What was chosen for one arm."""
+class Choice:
+    """What was chosen for an arm in one tuning.
 
-    chosen: Any
-    at_edge: bool
-    means: tuple[TriedValue, ...]
+    Attributes:
+        trials: What was tried.
+        chosen: The place of the winner among the trials.
+        edges: The tuned keys whose chosen value is at the edge of what was tried.
+    """
+
+    trials: tuple[Trial, ...]
+    chosen: int
+    edges: tuple[str, ...] = ()
+
+    @property
+    def winner(self) -> Trial:
+        """The trial that won."""
+        return self.trials[self.chosen]
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether any value is at the edge."""
+        return bool(self.edges)
+
+    @property
+    def lead(self) -> float:
+        """How far the winner is ahead of the second; NaN where there is none."""
+        others = [t.mean for i, t in enumerate(self.trials) if i != self.chosen]
+        usable = [mean for mean in others if mean == mean]
+        return min((abs(self.winner.mean - mean) for mean in usable), default=math.nan)
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a key was tuned for every arm.
+    """How keys were tuned for every arm.
 
     Attributes:
-        key: The dotted key.
-        seeds: The seeds of every trial.
-        hold_out: The fraction of the training data on which the arms were judged.
-        arms: What was tried and chosen, by arm.
+        keys: The dotted keys.
+        seeds: Seeds per point.
+        hold_out: The fraction of the training data on which the points were judged.
+        repeats: One independent tuning each: what was tried and chosen, by arm.
+        is_unit: Whether each repeat's winner is one unit of the comparison. If not, there is one
+            tuning, and the comparison holds for the chosen values only.
     """
 
-    key: str
-    seeds: tuple[int, ...]
+    keys: tuple[str, ...]
+    seeds: int
     hold_out: float
-    arms: Mapping[str, TunedArm]
+    repeats: tuple[Mapping[str, Choice], ...]
+    is_unit: bool = False
+
+    @property
+    def arms(self) -> Mapping[str, Choice]:
+        """What was chosen for every arm in the first tuning."""
+        return self.repeats[0] if self.repeats else {}
 
     def describe(self, arm: str) -> str:
-        """One arm's choice in a line."""
-        tuned = self.arms[arm]
-        means = ", ".join(f"{number(tried.value)}: {tried.mean:.2f}" for tried in tuned.means)
-        edge = "; at the edge of the grid" if tuned.at_edge else ""
-        return f"{arm}: {self.key} = {number(tuned.chosen)} ({means}{edge})"
+        """The choices of an arm in a line."""
+        choices = [repeat[arm] for repeat in self.repeats if arm in repeat]
+        if len(choices) == 1:
+            trials = ", ".join(
+                f"{describe_point(t.point)}: {t.mean:.2f}" for t in choices[0].trials
+            )
+            edges = ", ".join(map(short_key, choices[0].edges))
+            edge = f"; {edges} at the edge" if edges else ""
+            return f"{arm}: {describe_point(choices[0].winner.changes, self.keys)} ({trials}{edge})"
+        points = "; ".join(describe_point(choice.winner.point) for choice in choices)
+        edges = sum(choice.at_edge for choice in choices)
+        return f"{arm}: {points} ({edges} of {len(choices)} at an edge)"
+
+    def doubts(self, baseline: str) -> dict[str, str]:
+        """For each arm, why it cannot be called better than the baseline yet, if so.
+
+        A choice at the edge of what was tried may have its best value beyond. Where every repeat
+        has its own tuning, this counts if more than half of an arm's choices are at one edge.
+        """
+        edges = {arm: self._edges(arm) for arm in self.arms}
+        doubts = {}
+        for arm in self.arms:
+            for name in (arm, baseline):
+                if edges.get(name) and arm != baseline:
+                    key = short_key(edges[name][0])
+                    doubts[arm] = (
+                        f"Not called better, because {name}'s {key} was chosen at the edge of what "
+                        f"was tried: widen the range of --tune {key}."
+                    )
+        return doubts
+
+    def _edges(self, arm: str) -> list[str]:
+        choices = [repeat[arm] for repeat in self.repeats if arm in repeat]
+        return [key for key in self.keys if 2 * sum(key in c.edges for c in choices) > len(choices)]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -60,16 +130,59 @@ class Tuning:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """What :meth:`to_dict` wrote."""
-        arms = {
-            arm: TunedArm(
-                tuned["chosen"],
-                tuned["at_edge"],
-                tuple(TriedValue(tried["value"], tried["mean"]) for tried in tuned["means"]),
+        """What :meth:`to_dict` wrote, now or in an earlier format."""
+        if "key" in values:
+            return cls._from_one_key(values)
+        repeats = tuple(
+            {
+                arm: Choice(
+                    tuple(
+                        Trial(t["point"], t["changes"], _number(t["mean"]), t["note"])
+                        for t in choice["trials"]
+                    ),
+                    choice["chosen"],
+                    tuple(choice["edges"]),
+                )
+                for arm, choice in repeat.items()
+            }
+            for repeat in values["repeats"]
+        )
+        keys, seeds = tuple(values["keys"]), values["seeds"]
+        return cls(keys, seeds, values["hold_out"], repeats, values["is_unit"])
+
+    @classmethod
+    def _from_one_key(cls, values: Mapping[str, Any]) -> Self:
+        """Formats 1 and 2: one key, one tuning."""
+        key = values["key"]
+        arms = {}
+        for arm, tuned in values["arms"].items():
+            points = [{key: tried["value"]} for tried in tuned["means"]]
+            trials = tuple(
+                Trial(point, point, _number(tried["mean"]))
+                for point, tried in zip(points, tuned["means"], strict=True)
             )
-            for arm, tuned in values["arms"].items()
-        }
-        return cls(values["key"], tuple(values["seeds"]), values["hold_out"], arms)
+            chosen = points.index({key: tuned["chosen"]})
+            arms[arm] = Choice(trials, chosen, (key,) if tuned["at_edge"] else ())
+        return cls((key,), len(values["seeds"]), values["hold_out"], (arms,))
+
+
+def describe_point(point: Mapping[str, Any], keys: Sequence[str] | None = None) -> str:
+    """Values of some keys, by short names.
+
+    Example:
+        >>> describe_point({"optimizer.lr": 0.1, "optimizer.weight_decay": 0.0005})
+        'lr 0.1, weight_decay 0.0005'
+    """
+    chosen = point if keys is None else [key for key in keys if key in point]
+    return ", ".join(f"{short_key(key)} {_rounded(point[key])}" for key in chosen)
+
+
+def _rounded(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else number(value)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,13 @@
 
 study.yaml     what is studied (see `powergrad.lab.study.definition`)
 <run>/         every run (see `powergrad.lab.run`)
+tuning/        the runs by which arms were tuned
 jobs.db        which runs are waiting, running, done
-study.csv      one row per run: arm, seed, final metrics
+study.csv      one row per run, those of the tuning included: arm, seed, final metrics
 study.json     the definition, all rows, and the comparisons
+
+The comparisons are always computed from the rows: what terminal, figures, page and files show is
+one object, :class:`Results`.
 """
 
 from __future__ import annotations
@@ -14,28 +18,26 @@ import functools
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError
 
 from powergrad.lab import stats
 from powergrad.lab.config import Recipe, RecipeError
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import csv_text, write_json, write_text
 from powergrad.lab.jobs import RecipeProgram
-from powergrad.lab.jobs.queue import Snapshot, run_jobs
 from powergrad.lab.run import Run, RunError
-from powergrad.lab.session import right_answers
 from powergrad.lab.study.definition import FILE, Study, read_kind
-from powergrad.lab.study.metrics import COLUMNS, METRICS, Metric, guess_metric
+from powergrad.lab.study.metrics import COLUMNS, METRICS, Metric, chance_of, guess_metric
 from powergrad.lab.study.records import Decomposition, Grid, Tuning
+from powergrad.lab.words import short_key, slug
 
-__all__ = ["Results", "RunRow", "read_rows", "run_study"]
+__all__ = ["Results", "RunRow", "read_rows"]
 
-FORMAT = 2
+FORMAT = 3
+CLASSES = {"digits": 10, "fashion-mnist": 10, "cifar10": 10}  # where a row does not have it
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class RunRow:
         metrics: The final metrics.
         run: The name of its folder; empty for runs made elsewhere.
         commit: The commit that made it, where that was kept.
+        unit: What it is compared as: the number of its repeat, or else None.
+        is_elsewhere: Whether its folder is on another machine, or was not kept.
     """
 
     arm: str
@@ -55,6 +59,8 @@ class RunRow:
     metrics: Mapping[str, Any]
     run: str = ""
     commit: str = ""
+    unit: int | None = None
+    is_elsewhere: bool = False
 
     def value(self, metric: str) -> float | None:
         """A metric as a number; None where the run does not have it, or it is not a number."""
@@ -66,17 +72,30 @@ class RunRow:
         """Whether its loss became infinite or NaN."""
         return bool(self.metrics.get("diverged"))
 
+    def is_lost(self, metric: str) -> bool:
+        """Whether it diverged, or its metric is infinite."""
+        value = self.value(metric)
+        return self.diverged or (value is not None and math.isinf(value))
+
     def to_dict(self) -> dict[str, Any]:
         """One flat mapping, as study.json and study.csv have it."""
-        run = {"run": self.run} if self.run else {}
-        return {"arm": self.arm, "seed": self.seed, **run, **self.metrics}
+        kept = {
+            "run": self.run,
+            "commit": self.commit,
+            "repeat": self.unit,
+            "elsewhere": self.is_elsewhere,
+        }
+        about = {k: v for k, v in kept.items() if v != "" and v is not None and v is not False}
+        return {"arm": self.arm, "seed": self.seed, **about, **self.metrics}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunRow:
         """What :meth:`to_dict` wrote."""
-        named = {key: values[key] for key in ("arm", "seed", "run", "commit") if key in values}
-        metrics = {key: value for key, value in values.items() if key not in named}
-        return cls(metrics=metrics, **named)
+        names = {"arm": "arm", "seed": "seed", "run": "run", "commit": "commit"}
+        names |= {"repeat": "unit", "elsewhere": "is_elsewhere"}
+        about = {name: values[key] for key, name in names.items() if key in values}
+        metrics = {key: value for key, value in values.items() if key not in names}
+        return cls(metrics=metrics, **about)
 
 
 @dataclass(frozen=True)
@@ -91,10 +110,10 @@ class Results:
         study: What was studied; None for runs made elsewhere.
         folder: Where the runs are; None for results without run folders.
         tuning: How the arms were tuned, if they were.
+        trials: The runs of the tuning.
         grid: The grid of a sweep.
         decomposition: What a decomposition checked.
         environment: Versions, hardware and command of the process that wrote the results.
-        saved: The comparisons that were read from a file, if they are of these rows.
     """
 
     metric: Metric
@@ -104,10 +123,10 @@ class Results:
     study: Study | None = None
     folder: Path | None = None
     tuning: Tuning | None = None
+    trials: Sequence[RunRow] = ()
     grid: Grid | None = None
     decomposition: Decomposition | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
-    saved: tuple[stats.Comparison, ...] | None = None
 
     @property
     def arms(self) -> list[str]:
@@ -119,56 +138,100 @@ class Results:
         return [row for row in self.rows if row.arm == arm]
 
     def values(self, arm: str, metric: str | None = None) -> dict[int, float]:
-        """A metric of every seed of an arm that has it; by default the one that is compared."""
+        """A metric of every seed of an arm that has it; by default the one that is compared.
+
+        A run that diverged has what guessing would reach, or else the worst of all runs.
+        """
         name = metric or self.metric.name
-        values = {row.seed: row.value(name) for row in self.of_arm(arm)}
+        values = {row.seed: self._value(row, name) for row in self.of_arm(arm)}
         return {seed: value for seed, value in values.items() if value is not None}
+
+    def units(self, arm: str) -> dict[int, float]:
+        """What is compared: the metric of every seed, or its mean over each repeat."""
+        units: dict[int, list[float]] = {}
+        for row in self.of_arm(arm):
+            value = self._value(row, self.metric.name)
+            if value is not None:
+                units.setdefault(row.seed if row.unit is None else row.unit, []).append(value)
+        finals = self.study.finals if self.study else 0
+        whole = finals or max(map(len, units.values()), default=0)  # an unfinished repeat waits
+        return {unit: sum(v) / len(v) for unit, v in units.items() if len(v) == whole}
+
+    def _value(self, row: RunRow, metric: str) -> float | None:
+        return self._lost.get(metric) if row.is_lost(metric) else row.value(metric)
+
+    @functools.cached_property
+    def _lost(self) -> Mapping[str, float | None]:
+        """What a run that diverged counts as, by metric."""
+        classes = next((c for row in self.rows if (c := row.value("classes"))), None)
+        if classes is None and self.study and isinstance(self.study.program, RecipeProgram):
+            classes = CLASSES.get(self.study.base.data.name)
+        names = dict.fromkeys(name for row in self.rows for name in row.metrics)
+        return {name: self._lost_value(name, classes) for name in (*names, self.metric.name)}
+
+    def _lost_value(self, metric: str, classes: float | None) -> float | None:
+        if classes and (chance := chance_of(metric, int(classes))) is not None:
+            return chance
+        known = METRICS.get(metric)
+        higher = known.higher_is_better if known else self.metric.higher_is_better
+        values = [
+            value
+            for row in self.rows
+            if not row.is_lost(metric) and (value := row.value(metric)) is not None
+        ]
+        return (min if higher else max)(values) if values else None
 
     def mean(self, arm: str, metric: str | None = None) -> float:
         """The mean over an arm's seeds; NaN where no run has it."""
         values = self.values(arm, metric).values()
         return sum(values) / len(values) if values else math.nan
 
+    @property
+    def has_repeats(self) -> bool:
+        """Whether repeats are compared, not single runs."""
+        return any(row.unit is not None for row in self.rows)
+
+    @property
+    def design(self) -> stats.Design | None:
+        """At how many units per arm the study looks; None where that is not known."""
+        return self.study.design if self.study else None
+
     @functools.cached_property
     def comparisons(self) -> list[stats.Comparison]:
         """Every arm against the baseline.
 
         Raises:
-            ValueError: If there are too few runs, or one has no number to compare.
+            ValueError: If there are too few runs, or none has a number to compare.
         """
-        if self.saved is not None:
-            return list(self.saved)
         name = self.metric.name
-        values = stats.by_arm_and_seed((row.arm, row.seed, row.metrics[name]) for row in self.rows)
-        examples = self._examples()
-        step = None
-        if examples is not None:
-            step = 100 / max(len(right) for runs in examples.values() for right in runs.values())
+        stats.by_arm_and_seed((row.arm, row.seed, 0.0) for row in self.rows)  # each seed once
+        values = {arm: self.units(arm) for arm in self.arms}
+        without = [row for row in self.rows if self._value(row, name) is None]
+        if without:
+            row = without[0]
+            raise ValueError(
+                f"Expected a number as {name} of every run, but got {row.metrics.get(name)!r} of "
+                f"{row.arm!r} at seed {row.seed}."
+            )
+        diverged = {
+            arm: {
+                row.seed if row.unit is None else row.unit
+                for row in self.of_arm(arm)
+                if row.is_lost(name)
+            }
+            for arm in self.arms
+        }
         return stats.compare(
             values,
             self.baseline,
             margin=self.margin,
+            design=self.design,
             higher_is_better=self.metric.higher_is_better,
-            metric=self.metric.unit,
-            step=step,
-            examples=examples,
+            unit=self.metric.unit,
+            step=0.0 if self.has_repeats else None,
+            diverged=diverged,
+            withhold=self.tuning.doubts(self.baseline) if self.tuning else None,
         )
-
-    def _examples(self) -> dict[str, dict[int, Any]] | None:
-        """Which test examples each run got right, where all runs kept their logits."""
-        if self.folder is None or self.metric.name != "test_accuracy":
-            return None
-        examples: dict[str, dict[int, Any]] = {}
-        for row in self.rows:
-            try:
-                outputs = Run(self.folder / row.run).test_outputs()
-            except (OSError, SafetensorError):
-                return None
-            if outputs is None:
-                return None
-            right = right_answers(outputs["logits"], outputs["labels"])
-            examples.setdefault(row.arm, {})[row.seed] = 100.0 * right.double().numpy()
-        return examples
 
     def comparison(self, arm: str) -> stats.Comparison | None:
         """The comparison of one arm; None for the baseline."""
@@ -178,53 +241,147 @@ class Results:
         """The arms that a verdict was given to."""
         return [c.arm for c in self.comparisons if c.verdict == verdict]
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no arm waits for more runs."""
+        return not any(comparison.is_open for comparison in self.comparisons)
+
     def verdict(self) -> str:
         """The conclusion, in one sentence."""
         phrases = []
-        for verdict, words in (
-            ("better", f"better than {self.baseline}"),
-            ("worse", f"worse than {self.baseline}"),
-            ("equivalent", f"as good as {self.baseline}, within {self.margin:g}"),
-            ("underpowered", f"not told apart from {self.baseline} by so few seeds"),
+        for verdict, one, many in (
+            ("better", f"is better than {self.baseline}", f"are better than {self.baseline}"),
+            ("worse", f"is worse than {self.baseline}", f"are worse than {self.baseline}"),
+            (
+                "equivalent",
+                f"is equivalent to {self.baseline} within {self.margin:g}",
+                f"are equivalent to {self.baseline} within {self.margin:g}",
+            ),
+            ("not settled", "is not settled", "are not settled"),
         ):
             arms = [f'"{arm}"' if "," in arm else arm for arm in self.with_verdict(verdict)]
             if arms:
                 listed = arms[0] if len(arms) == 1 else f"{', '.join(arms[:-1])} and {arms[-1]}"
-                phrases.append(f"{listed} {'is' if len(arms) == 1 else 'are'} {words}")
+                phrases.append(f"{listed} {one if len(arms) == 1 else many}")
         return f"Here {'; '.join(phrases)}."
+
+    def notes(self) -> list[str]:
+        """What a reader must know beside the verdict: every place that shows it shows these too."""
+        notes = [self.diverged(), *self._about_design(), *self._about_tuning()]
+        return [note for note in notes if note]
 
     def diverged(self) -> str:
         """Which arms lost runs, in a sentence; empty if none did."""
         counts = []
         for arm in self.arms:
             runs = self.of_arm(arm)
-            if lost := sum(row.diverged for row in runs):
+            if lost := sum(row.is_lost(self.metric.name) for row in runs):
                 counts.append(f"{lost} of {len(runs)} runs of {arm}")
-        return f"Diverged, which counts as no right answer: {', '.join(counts)}." if counts else ""
+        if not counts:
+            return ""
+        value = self._lost[self.metric.name]
+        counts_as = "no value" if value is None else f"{value:.4g}"
+        return f"Diverged: {', '.join(counts)}. A run that diverged counts as {counts_as}."
+
+    def _about_design(self) -> list[str]:
+        study = self.study
+        if study is None:
+            return []
+        notes = []
+        what = "repeats" if self.has_repeats else "seeds"
+        if study.earlier:
+            looks = sorted({*study.earlier, study.design.last})
+            if study.design.is_fixed:
+                error = stats.error_of_looks(looks, max(1, len(self.arms) - 1))
+                chance = f"{100 * error:.1f}%"
+            else:
+                chance = f"up to {100 * study.design.level * (1 + len(study.earlier)):g}%"
+            places = " and ".join(map(str, looks))
+            notes.append(
+                f"The results were looked at with {places} {what} without a plan for it, so the "
+                f"chance of any false verdict is {chance}, not 5%. --{what} 8..24 plans the looks."
+            )
+        if not study.design.is_fixed and self.arms:
+            sizes = {comparison.arm: comparison.n for comparison in self.comparisons}
+            if len(set(sizes.values())) > 1:
+                listed = ", ".join(f"{arm} after {n}" for arm, n in sizes.items())
+                notes.append(
+                    f"An arm stops once it is settled: {listed} {what}. It is compared with as "
+                    f"many {what} of {self.baseline}."
+                )
+        used = set(study.seeds)
+        if self.folder is not None and not self.has_repeats:
+            spare = sorted(_existing_seeds(study, self.folder) - used)
+            if spare:
+                notes.append(
+                    f"Seeds {study.seeds[0]} to {study.seeds[-1]} are used; "
+                    f"{len(spare)} more exist in the folder and are not."
+                )
+        return notes
+
+    def _about_tuning(self) -> list[str]:
+        if self.tuning is None or not self.tuning.repeats:
+            return []
+        keys = " and ".join(map(short_key, self.tuning.keys))
+        if not self.tuning.is_unit:
+            return [
+                f"Every arm was tuned once, so the verdict holds for the chosen values of {keys}, "
+                "not for the methods: another tuning may choose others. --repeats 8 compares the "
+                "methods."
+            ]
+        edges = {
+            arm: sum(repeat[arm].at_edge for repeat in self.tuning.repeats if arm in repeat)
+            for arm in self.tuning.arms
+        }
+        listed = ", ".join(f"{arm} {count}" for arm, count in edges.items())
+        return [
+            f"Every repeat tuned {keys} anew. Of {len(self.tuning.repeats)} choices at the edge of "
+            f"the range: {listed}."
+        ]
 
     def comparable(self) -> Results | None:
-        """The arms with two runs or more whose metric is finite; None if none is left to compare.
+        """The arms with two units or more; None if none is left to compare.
 
         For a study that is not finished.
         """
-        values = [(row, row.value(self.metric.name)) for row in self.rows]
-        rows = [row for row, value in values if value is not None and math.isfinite(value)]
-        counts = {arm: sum(row.arm == arm for row in rows) for arm in self.arms}
-        enough = [arm for arm in counts if counts[arm] > 1]
+        rows = [row for row in self.rows if self._value(row, self.metric.name) is not None]
+        kept = self if len(rows) == len(self.rows) else replace(self, rows=rows)
+        enough = [arm for arm in kept.arms if len(kept.units(arm)) > 1]
         if self.baseline not in enough or len(enough) < 2:
             return None
-        rows = [row for row in rows if row.arm in enough]
-        return self if len(rows) == len(self.rows) else replace(self, rows=rows, saved=None)
+        if len(enough) == len(self.arms) and kept is self:
+            return self
+        return replace(self, rows=[row for row in rows if row.arm in enough])
 
     # Writing -------------------------------------------------------------------------------------
 
     def to_csv(self) -> str:
-        """One row per run."""
-        known = [name for name in COLUMNS if any(name in row.metrics for row in self.rows)]
-        if self.metric.name not in known:
-            known.insert(0, self.metric.name)
-        columns = ["arm", "seed", *(["run"] if self.study else []), *known]
-        return csv_text(columns, (row.to_dict() for row in self.rows))
+        """One row per run; those of the tuning have the phase ``tuning``."""
+        all_rows = [*self.rows, *self.trials]
+        named = [name for name in COLUMNS if any(name in row.metrics for row in all_rows)]
+        if self.metric.name not in named:
+            named.insert(0, self.metric.name)
+        about = ["arm", "seed"]
+        about += ["run"] if self.study else []
+        about += ["repeat"] if self.has_repeats else []
+        about += ["commit"] if any(row.commit for row in all_rows) else []
+        keys = list(self.tuning.keys) if self.trials and self.tuning else []
+        about += ["phase", *keys] if self.trials else []
+        rows = [
+            {**row.to_dict(), **self._settings(row, keys), "phase": "final"} for row in self.rows
+        ]
+        rows += [{**row.to_dict(), "phase": "tuning"} for row in self.trials]
+        return csv_text([*about, *named], rows)
+
+    def _settings(self, row: RunRow, keys: Sequence[str]) -> dict[str, Any]:
+        """The values of the tuned keys in a run."""
+        if not keys or self.tuning is None or self.study is None:
+            return {}
+        repeats = self.tuning.repeats
+        repeat = row.unit if row.unit is not None else 0
+        choice = repeats[repeat].get(row.arm) if repeat < len(repeats) else None
+        chosen = choice.winner.changes if choice else {}
+        return {key: chosen[key] for key in keys if key in chosen}
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -235,12 +392,14 @@ class Results:
             "baseline": self.baseline,
             "arms": self.arms,
             "verdict": self.verdict(),
+            "notes": self.notes(),
             "comparisons": [comparison.to_dict() for comparison in self.comparisons],
             "rows": [row.to_dict() for row in self.rows],
             "environment": self.environment or describe_machine(),
         }
         if self.tuning is not None:
             values["tuning"] = self.tuning.to_dict()
+            values["trials"] = [row.to_dict() for row in self.trials]
         if self.grid is not None:
             values["grid"] = self.grid.values
         if self.decomposition is not None:
@@ -249,7 +408,11 @@ class Results:
         if self.study is not None:
             values["kind"] = self.study.kind.value
             values["tuned"] = list(self.study.tuned)
-            values["changes"] = {arm: dict(changes) for arm, changes in self.study.arms.items()}
+            values["seeds"] = str(self.study.design)
+            values["first_seed"] = self.study.first_seed
+            values["seeds_per_repeat"] = self.study.finals
+            values["looked_at"] = list(self.study.earlier)
+            values["changes"] = {arm: self.study.settings(arm) for arm in self.study.arms}
             if isinstance(self.study.program, RecipeProgram):
                 values["recipe"] = self.study.base.model_dump(mode="json")
         return values
@@ -331,52 +494,40 @@ class Results:
         return results
 
 
-def run_study(
-    study: Study,
-    folder: Path,
-    *,
-    workers: int,
-    storage: str | None = None,
-    watch: Callable[[Snapshot], None] = lambda snapshot: None,
-) -> Results:
-    """Do every run of a study that is not done yet, in `folder`."""
-    study.claim(folder)
-    jobs = study.jobs()
-    finished = run_jobs(
-        list(jobs.values()),
-        folder,
-        study=f"{folder.name}-{study.name}",  # as a storage may hold studies of one name
-        workers=workers,
-        storage=storage,
-        watch=watch,
-    )
-    rows = [RunRow(arm, seed, finished[job.name], job.name) for (arm, seed), job in jobs.items()]
-    environment = describe_machine()
-    return Results(
-        study.metric,
-        study.margin,
-        study.baseline,
-        rows,
-        study,
-        folder,
-        environment=environment,
-    )
-
-
 def _load_folder(folder: Path) -> Results:
-    results = Results.of_runs(Study.load(folder), folder)
+    """What a study's folder holds: the runs count; study.json adds what they do not say."""
+    study = Study.load(folder)
     if not (folder / "study.json").is_file():
-        return results
+        return Results.of_runs(study, folder)
     saved = _from_json(_read_json(folder / "study.json"))
-    is_same = {row.run for row in results.rows} == {row.run for row in saved.rows}
-    assert results.study is not None
-    return replace(
-        saved,
-        rows=saved.rows if is_same else results.rows,
-        study=replace(results.study, metric=saved.metric, margin=saved.margin),
-        folder=folder,
-        saved=saved.saved if is_same else None,
-    )
+    finished = [row for row in saved.rows if row.is_elsewhere or _is_finished(folder / row.run)]
+    rows = finished
+    if saved.tuning is None:
+        known = {row.run for row in finished}
+        newer = [row for row in Results.of_runs(study, folder).rows if row.run not in known]
+        order = list(study.arms)
+        rows = sorted([*finished, *newer], key=lambda row: (row.seed, order.index(row.arm)))
+    study = replace(study, metric=saved.metric, margin=saved.margin)
+    return replace(saved, rows=rows, study=study, folder=folder)
+
+
+def _is_finished(folder: Path) -> bool:
+    try:
+        return Run(folder).result() is not None
+    except RunError:
+        return False  # the page says what cannot be read
+
+
+def _existing_seeds(study: Study, folder: Path) -> set[int]:
+    """The seeds that runs of the study's arms in its folder have."""
+    known = {slug(arm)[:40] for arm in study.arms}
+    seeds = set()
+    for path in folder.glob("*-seed*/result.json"):
+        arm, _, rest = path.parent.name.rpartition("-seed")
+        seed, _, _ = rest.partition("-")
+        if arm in known and seed.isdigit():
+            seeds.add(int(seed))
+    return seeds
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -402,8 +553,18 @@ def _from_json(values: Mapping[str, Any]) -> Results:
     if "recipe" in values:
         kind, tuned = read_kind(values)
         program = RecipeProgram(Recipe.model_validate(values["recipe"]))
-        seeds = list(dict.fromkeys(row.seed for row in rows))
-        study = Study(kind, program, values["changes"], seeds, metric, values["margin"], tuned)
+        study = Study(
+            kind,
+            program,
+            values["changes"],
+            _design_of(values, rows),
+            metric,
+            values["margin"],
+            values.get("first_seed", min((row.seed for row in rows), default=0)),
+            values.get("seeds_per_repeat", 0),
+            tuned,
+            earlier=tuple(values.get("looked_at", ())),
+        )
     decomposition = None
     if "identity_gaps" in values:
         gaps = {int(step): gap for step, gap in values["identity_gaps"].items()}
@@ -416,11 +577,19 @@ def _from_json(values: Mapping[str, Any]) -> Results:
         rows,
         study,
         tuning=Tuning.from_dict(values["tuning"]) if "tuning" in values else None,
+        trials=[RunRow.from_dict(row) for row in values.get("trials", ())],
         grid=Grid({key: tuple(points) for key, points in grid.items()}) if grid else None,
         decomposition=decomposition,
         environment=values.get("environment", {}),
-        saved=tuple(map(stats.Comparison.from_dict, values["comparisons"])),
     )
+
+
+def _design_of(values: Mapping[str, Any], rows: Sequence[RunRow]) -> stats.Design:
+    """The design that a file names; formats 1 and 2 had as many seeds as the smallest arm."""
+    if "seeds" in values:
+        return stats.Design(stats.parse_runs(values["seeds"]))
+    counts = [sum(row.arm == arm for row in rows) for arm in {row.arm for row in rows}]
+    return stats.Design((max(2, min(counts, default=2)),))
 
 
 def _usual_baseline(rows: Iterable[RunRow]) -> str:
@@ -428,13 +597,16 @@ def _usual_baseline(rows: Iterable[RunRow]) -> str:
     return "baseline" if "baseline" in arms or not arms else arms[0]
 
 
-def read_rows(path: Path, metric: str | None = None) -> tuple[str, list[RunRow]]:
+def read_rows(
+    path: Path, metric: str | None = None, *, all_phases: bool = False
+) -> tuple[str, list[RunRow]]:
     """The rows of a CSV with columns arm, seed and a metric, and the name of the metric.
 
     Args:
         path: The file.
         metric: The column to compare; by default ``test_accuracy``, ``metric``, or the only one
             beside arm and seed.
+        all_phases: Whether the runs of a tuning are read as well.
 
     Raises:
         RecipeError: If columns are missing, or a cell of the metric is not a number.
@@ -448,7 +620,9 @@ def read_rows(path: Path, metric: str | None = None) -> tuple[str, list[RunRow]]
         raise RecipeError(f"Expected to read {str(path)!r}, but got: {error}") from None
     except csv.Error as error:
         raise RecipeError(f"Expected {str(path)!r} to be a CSV, but got: {error}") from None
-    others = [name for name in columns if name not in ("arm", "seed")]
+    others = [name for name in columns if name not in ("arm", "seed", "repeat", "phase")]
+    if not all_phases:
+        lines = [line for line in lines if line.get("phase") in (None, "", "final")]
     if metric is None:
         usual = [name for name in ("test_accuracy", "metric") if name in others]
         metric = (usual or (others if len(others) == 1 else [None]))[0]
@@ -468,8 +642,11 @@ def read_rows(path: Path, metric: str | None = None) -> tuple[str, list[RunRow]]
                 f"{str(path)!r}, but got {line['seed']!r} and {line[metric]!r}."
             ) from None
         cells = {name: _cell(line[name]) for name in others if name not in ("run", "commit")}
-        kept = {name: line[name] or "" for name in ("run", "commit") if name in others}
-        rows.append(RunRow(line["arm"], seed, {**cells, metric: value}, **kept))
+        run, commit = (line.get(name) or "" for name in ("run", "commit"))
+        unit = int(line["repeat"]) if line.get("repeat") else None
+        lost = {} if math.isfinite(value) else {"diverged": True}
+        metrics = {**cells, metric: value, **lost}
+        rows.append(RunRow(line["arm"], seed, metrics, run, commit, unit))
     return metric, rows
 
 

@@ -1,136 +1,178 @@
-"""Tuning: a value of a key for every arm, chosen on held-out training data."""
+"""Tuning: values of some keys for every arm, chosen on held-out training data.
+
+Every arm tries the same points, with the same budget. A *repeat* is one independent tuning, with
+points and seeds of its own. The trials of all repeats are in the folder ``tuning`` of the study.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from powergrad.lab.config import Recipe, RecipeError
+from powergrad.lab.config import RecipeError
 from powergrad.lab.jobs import Changes, Job
-from powergrad.lab.jobs.queue import Snapshot
-from powergrad.lab.study.arms import expand_key, parse_grid
-from powergrad.lab.study.definition import Study, StudyKind
-from powergrad.lab.study.records import TriedValue, TunedArm, Tuning
-from powergrad.lab.study.results import run_study
-from powergrad.lab.words import number, short_key
+from powergrad.lab.study.definition import Study
+from powergrad.lab.study.records import Choice, Trial, Tuning, describe_point
+from powergrad.lab.study.space import Point, Space
 
-__all__ = ["Space", "tune"]
+__all__ = ["HOLD_OUT", "Tuner"]
 
 HOLD_OUT = 0.2  # of the training data, on which arms are tuned
+FOLDER = "tuning"  # of the trials, in the study's folder
 FIRST_SEED = 1000  # of the trials, or later, so that the study's own seeds are fresh
 
-Show = Callable[
-    [str, Mapping[tuple[str, int], Job], str], AbstractContextManager[Callable[[Snapshot], None]]
-]
+Map = Literal["none", "identity"]
 
 
 @dataclass(frozen=True)
-class Space:
-    """A key to tune, and the values to try."""
+class Tuner:
+    """How every arm of a study is tuned.
 
-    key: str
-    values: tuple[Any, ...]
+    Attributes:
+        study: What is studied.
+        space: What is tried.
+        seeds: Seeds per point.
+        map: ``identity`` moves the points of arms with PGT by the identity, so that each point has
+            the backbone that it has without PGT; ``none`` leaves them.
+    """
 
-    @classmethod
-    def parse(cls, text: str, recipe: Recipe) -> Space:
-        """The space of ``lr`` (around the recipe's own value) or ``lr=0.1,0.2``.
+    study: Study
+    space: Space
+    seeds: int
+    map: Map = "none"
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise RecipeError(f"Expected --tune-seeds to be at least 1, but got {self.seeds}.")
+        clip = self.study.base.clip
+        if self.map == "identity" and (clip.norm is not None or clip.value is not None):
+            raise RecipeError(
+                "Expected no clipping by norm or value with --tune-map identity, which cannot keep "
+                "the backbone then, but got some."
+            )
+        if self.study.base.data.hold_out:
+            raise RecipeError(
+                "Expected data.hold_out to be 0 where arms are tuned, which holds out data of its "
+                f"own, but got {self.study.base.data.hold_out:g}."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for study.yaml."""
+        return {**self.space.to_dict(), "seeds": self.seeds, "map": self.map}
+
+    def seeds_of(self, repeat: int) -> range:
+        """The seeds of a repeat's trials."""
+        own = self.study.seeds
+        first = max(FIRST_SEED + own.start, own.stop) + repeat * self.seeds
+        return range(first, first + self.seeds)
+
+    def changes(self, arm: str, point: Point) -> dict[str, Any]:
+        """What an arm changes at a point.
+
+        A key of every arm that this arm sets itself, such as the decay of less-decay, is scaled as
+        the recipe's.
+        """
+        base, changes = self.study.base, self.study.arms[arm]
+        chosen: dict[str, Any] = {}
+        shared = {axis.key for axis in self.space.shared}
+        for key, value in point.items():
+            own = base.value(key)
+            is_scaled = key in shared & changes.keys() and isinstance(own, (int, float)) and own
+            chosen[key] = changes[key] * value / own if is_scaled else value
+        alpha = self.study.program.alpha({**changes, **chosen})
+        if self.map == "identity" and alpha < 1:
+            chosen |= _by_identity({**changes, **chosen}, alpha, self.study)
+        return chosen
+
+    def jobs(self, repeat: int) -> dict[tuple[str, int, int], Job]:
+        """The trials of a repeat: the run of every arm, point and seed that the recipe allows."""
+        jobs = {}
+        for arm in self.study.arms:
+            for place, point in enumerate(self.space.points(arm, repeat)):
+                changes = {**self.study.arms[arm], **self.changes(arm, point)}
+                for seed in self.seeds_of(repeat):
+                    try:
+                        job = self.study.program.job(
+                            arm, {**changes, "data.hold_out": HOLD_OUT}, seed
+                        )
+                    except RecipeError:
+                        continue  # `choose` says so
+                    jobs[arm, place, seed] = replace(job, name=f"{FOLDER}/{job.name}")
+        return jobs
+
+    def choose(
+        self, repeat: int, results: Mapping[tuple[str, int, int], Mapping[str, Any]]
+    ) -> dict[str, Choice]:
+        """The best point of every arm.
+
+        Args:
+            repeat: Which tuning.
+            results: The final metrics of its jobs.
 
         Raises:
-            RecipeError: If there is no such key, or no values.
-
-        Example:
-            >>> Space.parse("lr=0.1,0.2", Recipe())
-            Space(key='optimizer.lr', values=(0.1, 0.2))
+            RecipeError: If an arm trains at no point.
         """
-        key = expand_key(text.partition("=")[0].strip())
-        own = recipe.value(key)
-        if "=" in text:
-            return cls(key, parse_grid([text]).values[key])
-        if not isinstance(own, (int, float)) or isinstance(own, bool) or own == 0:
-            raise RecipeError(
-                f"Expected the values to try for {key!r}, as {key}=value,value, because the "
-                f"recipe's own is {own!r}."
-            )
-        return cls(key, tuple(own * factor for factor in (0.25, 0.5, 1, 2, 4)))
+        metric = self.study.metric
+        choices = {}
+        for arm in self.study.arms:
+            trials = []
+            for place, point in enumerate(self.space.points(arm, repeat)):
+                runs = [results.get((arm, place, seed)) for seed in self.seeds_of(repeat)]
+                changes = self.changes(arm, point)
+                trials.append(_trial(point, changes, runs, metric.name))
+            usable = [place for place, trial in enumerate(trials) if trial.mean == trial.mean]
+            if not usable:
+                tried = "; ".join(f"{describe_point(t.point)}: {t.note}" for t in trials)
+                raise RecipeError(
+                    f"Expected a point of --tune at which {arm!r} trains, but got none: {tried}."
+                )
+            best = (max if metric.higher_is_better else min)(usable, key=lambda p: trials[p].mean)
+            edges = self.space.edges(arm, trials[best].point)
+            choices[arm] = Choice(tuple(trials), best, edges)
+        return choices
+
+    def record(self, repeats: Sequence[Mapping[str, Choice]]) -> Tuning:
+        """What a study keeps of its tuning."""
+        is_unit = bool(self.study.finals)
+        return Tuning(self.space.keys, self.seeds, HOLD_OUT, tuple(repeats), is_unit)
 
 
-def tune(
-    study: Study,
-    space: Space,
-    folder: Path,
-    *,
-    seeds: int,
-    workers: int,
-    storage: str | None,
-    show: Show,
-) -> tuple[Study, Tuning]:
-    """Choose a value for every arm, from the same space for all, on held-out training data.
+def _trial(
+    point: Point, changes: Changes, runs: list[Mapping[str, Any] | None], metric: str
+) -> Trial:
+    """A point, and the mean over its seeds. A run that diverged counts as it is recorded."""
+    if any(run is None for run in runs):
+        return Trial(point, changes, math.nan, "refused by the recipe")
+    values = [run.get(metric) for run in runs if run is not None]
+    numbers = [float(value) for value in values if isinstance(value, (int, float))]
+    if len(numbers) < len(runs) or any(value != value for value in numbers):
+        return Trial(point, changes, math.nan, "diverged")
+    lost = sum(bool(run["diverged"]) for run in runs if run is not None and "diverged" in run)
+    note = f"{lost} of {len(runs)} diverged" if lost else ""
+    return Trial(point, changes, sum(numbers) / len(numbers), note)
 
-    An arm that sets the key itself has its own value multiplied as the recipe's is.
 
-    Args:
-        study: What is studied.
-        space: The key and the values to try.
-        folder: The study's folder; the trials go to ``tuning`` in it.
-        seeds: Seeds per value.
-        workers: Runs at a time.
-        storage: See :func:`powergrad.lab.jobs.queue.run_jobs`.
-        show: Makes what shows the progress.
+def _by_identity(changes: Changes, alpha: float, study: Study) -> dict[str, Any]:
+    """The settings with PGT whose backbone is that of `changes` without it.
 
-    Returns:
-        The study with the arms' choices, and what led to them.
+    By the identity, SGD with PGT at (lr, wd) moves the backbone as plain cross-entropy at
+    (lr / alpha, wd * alpha). Adam: (lr, wd * alpha); AdamW: (lr, wd).
     """
-    if seeds < 1:
-        raise ValueError(f"Expected --tune-seeds to be at least 1, but got {seeds}.")
-    if study.base.data.hold_out:
-        raise RecipeError(
-            "Expected data.hold_out to be 0 where arms are tuned, which holds out data of its own, "
-            f"but got {study.base.data.hold_out:g}."
-        )
-    first = max(FIRST_SEED, max(study.seeds) + 1)
-    points = {arm: _points(space, changes, study.base) for arm, changes in study.arms.items()}
-    trials = {
-        name: {**study.arms[arm], space.key: value, "data.hold_out": HOLD_OUT}
-        for arm, tried in points.items()
-        for name, value in ((f"{arm} {label}", value) for label, value in tried.items())
-    }
-    seed_list = tuple(range(first, first + seeds))
-    trial = replace(study, kind=StudyKind.TUNE, arms=trials, seeds=seed_list, tuned=())
-    with show(f"tuning {space.key}", trial.jobs(), study.metric.name) as watch:
-        results = run_study(trial, folder / "tuning", workers=workers, storage=storage, watch=watch)
-    tuned_arms = {}
-    for arm, tried in points.items():
-        means = tuple(
-            TriedValue(value, results.mean(f"{arm} {label}")) for label, value in tried.items()
-        )
-        tuned_arms[arm] = _choose(arm, space.key, means, study.metric.higher_is_better)
-    tuning = Tuning(space.key, seed_list, HOLD_OUT, tuned_arms)
-    arms = {
-        arm: {**changes, space.key: tuned_arms[arm].chosen} for arm, changes in study.arms.items()
-    }
-    return replace(study, arms=arms), tuning
 
+    def value(key: str) -> Any:  # the recipe may refuse them all together
+        return changes[key] if key in changes else study.base.value(key)
 
-def _points(space: Space, changes: Changes, base: Recipe) -> dict[str, Any]:
-    """The values to try for an arm, by a label that is the same for all arms."""
-    own = base.value(space.key)
-    is_scaled = space.key in changes and isinstance(own, (int, float)) and own
-    return {
-        f"{short_key(space.key)}={number(value)}": (
-            changes[space.key] * value / own if is_scaled else value
-        )
-        for value in space.values
-    }
-
-
-def _choose(arm: str, key: str, means: tuple[TriedValue, ...], higher_is_better: bool) -> TunedArm:
-    usable = [tried for tried in means if tried.mean == tried.mean]
-    if not usable:
-        raise RecipeError(f"Expected a value of {key!r} at which {arm!r} trains, but got none.")
-    best = (max if higher_is_better else min)(usable, key=lambda tried: tried.mean)
-    numbers = [tried.value for tried in means if isinstance(tried.value, (int, float))]
-    at_edge = len(numbers) > 1 and best.value in (min(numbers), max(numbers))
-    return TunedArm(best.value, at_edge, means)
+    name = value("optimizer.name")
+    if alpha == 0:
+        raise RecipeError("Expected alpha above 0 with --tune-map identity, but got 0.")
+    mapped = {}
+    if name == "sgd":
+        for key in ("optimizer.lr", "schedule.warmup_start", "schedule.floor"):
+            mapped[key] = value(key) * alpha
+        if value("clip.agc") is not None:  # the backbone's gradients are 1 / alpha times as large
+            mapped["clip.agc"] = value("clip.agc") / alpha
+    if name in ("sgd", "adam"):
+        mapped["optimizer.weight_decay"] = value("optimizer.weight_decay") / alpha
+    return mapped

@@ -1,0 +1,233 @@
+r"""How often a study may look at its results, and what each look costs.
+
+A study that stops as soon as its answer is clear tests several times, and each test may err. So the
+allowed error is divided over the looks in advance: by the look at ``n`` of at most ``N`` runs per
+arm, ``level * n / N`` of it is spent (Lan and DeMets' spending in proportion to the information).
+The *nominal* level of a look, at which its own test is made, follows from that by the joint normal
+distribution of the looks, by numerical integration (Armitage, McPherson and Rowe). The nominal
+level is then applied to the p-value of a t test, so few runs are accounted for look by look.
+
+Several arms share the error by Sidak's inequality: each has ``1 - (1 - level)^(1/m)``. That holds
+for any correlation of the comparisons, which share the baseline.
+
+References:
+    Armitage, McPherson and Rowe, *Repeated significance tests on accumulating data*, 1969.
+    Lan and DeMets, *Discrete sequential boundaries for clinical trials*, 1983.
+    Jennison and Turnbull, *Group Sequential Methods*, 1999, chapters 7 to 9 (repeated confidence
+    intervals). Sidak, *Rectangular confidence regions*, 1967.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["DEFAULT", "LEAST", "Design", "error_of_looks", "parse_runs"]
+
+LEAST = 6  # runs per arm below which no verdict is given
+NODES = 96  # of the quadrature over the region in which a study continues
+
+
+@dataclass(frozen=True)
+class Design:
+    """At how many runs per arm a study looks at its results.
+
+    Attributes:
+        looks: Runs per arm at each look, ascending; a single number is a fixed size.
+        level: The chance of any false verdict, over all looks and arms.
+
+    Example:
+        >>> Design((8, 12, 16, 20, 24)).nominal(0, comparisons=1)  # doctest: +ELLIPSIS
+        0.0166...
+        >>> Design((8,)).nominal(0, comparisons=1)
+        0.05
+    """
+
+    looks: tuple[int, ...]
+    level: float = 0.05
+
+    def __post_init__(self) -> None:
+        rising = all(a < b for a, b in zip(self.looks, self.looks[1:], strict=False))
+        if not self.looks or self.looks[0] < 1 or not rising:
+            raise ValueError(
+                "Expected the looks to be rising numbers of runs per arm, but got "
+                f"{', '.join(map(str, self.looks)) or 'none'}."
+            )
+        if not 0 < self.level < 1:
+            raise ValueError(f"Expected `level` to be between 0 and 1, but got {self.level}.")
+
+    @property
+    def last(self) -> int:
+        """The most runs that an arm can have."""
+        return self.looks[-1]
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether there is one look only."""
+        return len(self.looks) == 1
+
+    def nominal(self, look: int, comparisons: int) -> float:
+        """The level at which the test of one look is made, for each of `comparisons` arms."""
+        return _nominal_level(self.looks, look, _each(self.level, comparisons))
+
+    def overall(self, p: float, look: int, comparisons: int) -> float:
+        """The p-value of a test at one look, corrected for all looks and comparisons.
+
+        It is the smallest `level` of a design with these looks that would reject here. So it is
+        below `level` exactly where `p` is below :meth:`nominal`.
+        """
+        if self.is_fixed or p <= 0 or p >= 1:
+            each = p
+        else:
+            low, high = math.log(min(p, 1e-12)) - 12, math.log1p(-1e-9)
+
+            def above(log_level: float) -> float:
+                return _nominal_level(self.looks, look, math.exp(log_level)) - p
+
+            if above(high) <= 0:
+                return 1.0
+            each = math.exp(_root(above, low, high))
+        return -math.expm1(comparisons * math.log1p(-each)) if each < 1 else 1.0
+
+    def __str__(self) -> str:
+        """As the option ``--seeds`` takes it.
+
+        Example:
+            >>> str(Design((8, 12, 16, 20, 24))), str(Design((12,))), str(Design((8, 20)))
+            ('8..24', '12', '8,20')
+        """
+        text = f"{self.looks[0]}..{self.last}"
+        if self.is_fixed:
+            return str(self.last)
+        return text if parse_runs(text) == self.looks else ",".join(map(str, self.looks))
+
+
+def parse_runs(text: str) -> tuple[int, ...]:
+    """The looks of ``12`` (one), ``8..24`` (every four) or ``8,16,24``.
+
+    Raises:
+        ValueError: If it is none of these.
+
+    Example:
+        >>> parse_runs("8..24"), parse_runs("12"), parse_runs("8,20")
+        ((8, 12, 16, 20, 24), (12,), (8, 20))
+    """
+    first, dots, last = text.partition("..")
+    try:
+        if dots:
+            low, high = int(first), int(last)
+            looks = [*range(low, high, max(1, low // 2)), high] if low < high else []
+        else:
+            looks = [int(part) for part in text.split(",")]
+        return Design(tuple(looks)).looks
+    except ValueError:
+        raise ValueError(
+            f"Expected a number of runs per arm, as 12, 8..24 or 8,16,24, but got {text!r}."
+        ) from None
+
+
+def error_of_looks(looks: Sequence[int], comparisons: int, level: float = 0.05) -> float:
+    """The chance of any false verdict if every look is made as if it were the only one.
+
+    This is what happens where runs are added to a finished study because it was not settled.
+
+    Example:
+        >>> round(error_of_looks([8, 16], comparisons=1), 3)
+        0.083
+    """
+    each = _each(level, comparisons)
+    crossed = _crossings(tuple(looks), (each,) * len(looks))
+    return -math.expm1(comparisons * math.log1p(-crossed))
+
+
+DEFAULT = Design((8, 12, 16, 20, 24))
+
+
+def _each(level: float, comparisons: int) -> float:
+    """Sidak's level of each of some comparisons."""
+    if comparisons < 1:
+        raise ValueError(f"Expected `comparisons` to be at least 1, but got {comparisons}.")
+    return -math.expm1(math.log1p(-level) / comparisons)
+
+
+@functools.lru_cache(maxsize=4096)
+def _nominal_level(looks: tuple[int, ...], look: int, level: float) -> float:
+    """The two-sided level of a look, where ``level * n / N`` is spent by each look at n."""
+    from scipy.special import ndtri  # slow to import
+
+    if len(looks) == 1:
+        return level
+    path = _Path()
+    spent = bound = 0.0
+    for n in looks[: look + 1]:
+        spend = level * n / looks[-1] - spent
+        spent += spend
+
+        def excess(bound: float, n: int = n, spend: float = spend) -> float:
+            return path.crossing(n, bound) - spend
+
+        # If this were the first look, the bound would be the upper end; it is never larger.
+        bound = _root(excess, 0.0, 1e-9 - float(ndtri(spend / 2)))
+        path.go_on(n, bound)
+    return 2 * float(_tail(bound))
+
+
+def _root(function: Callable[[float], float], low: float, high: float) -> float:
+    from scipy.optimize import brentq  # slow to import
+
+    root: Any = brentq(function, low, high, xtol=1e-10)
+    return float(root)
+
+
+def _crossings(looks: tuple[int, ...], levels: tuple[float, ...]) -> float:
+    """The chance that one of the looks rejects at its nominal level, without any effect."""
+    from scipy.special import ndtri  # slow to import
+
+    path = _Path()
+    crossed = 0.0
+    for n, level in zip(looks, levels, strict=True):
+        bound = -float(ndtri(level / 2))
+        crossed += path.crossing(n, bound)
+        path.go_on(n, bound)
+    return crossed
+
+
+class _Path:
+    """A sum of n standard normal numbers, over the studies that go on after each look."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.at: NDArray[np.float64] = np.zeros(1)
+        self.mass: NDArray[np.float64] = np.ones(1)  # density times quadrature weight
+
+    def crossing(self, n: int, bound: float) -> float:
+        """The chance of going on until n and then being beyond `bound` standard deviations."""
+        edge, step = bound * math.sqrt(n), math.sqrt(n - self.n)
+        beyond = _tail((edge - self.at) / step) + _tail((edge + self.at) / step)
+        return float(self.mass @ beyond)
+
+    def go_on(self, n: int, bound: float) -> None:
+        """Keep the studies that are within `bound` standard deviations at n."""
+        nodes, weights = _quadrature()
+        edge, step = bound * math.sqrt(n), math.sqrt(n - self.n)
+        at = edge * nodes
+        kernel = np.exp(-0.5 * ((at[:, None] - self.at) / step) ** 2)
+        density = kernel @ self.mass / (step * math.sqrt(2 * math.pi))
+        self.n, self.at, self.mass = n, at, density * edge * weights
+
+
+@functools.cache
+def _quadrature() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    return np.polynomial.legendre.leggauss(NODES)
+
+
+def _tail(z: NDArray[np.float64] | float) -> NDArray[np.float64] | float:
+    from scipy.special import ndtr  # slow to import
+
+    return ndtr(-z)

@@ -1,0 +1,432 @@
+r"""How many runs a claim needs: what the verdict's own procedure finds, by simulation.
+
+Simulated studies have normal noise and, where the number of test images is given, accuracies in
+steps of one image. They are judged by the same intervals as real ones, so a plan promises what
+:mod:`powergrad.lab.stats.verdict` does. The correction for several arms is the same whatever the
+other arms do, so one arm is simulated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powergrad.lab.stats.looks import DEFAULT, LEAST, Design
+from powergrad.lab.stats.tests import Array, check_fraction, check_positive, welch
+
+__all__ = [
+    "KNOWN_NOISE",
+    "Noise",
+    "Outcome",
+    "Plan",
+    "estimate_noise",
+    "judge",
+    "plan",
+    "runs_to_settle",
+    "simulate",
+]
+
+STUDIES = 4_000
+MOST = 3_000  # runs per arm of a plan
+
+
+# Simulated studies -------------------------------------------------------------------------------
+
+
+class Judged(NamedTuple):
+    """The verdicts on many studies.
+
+    Attributes:
+        sign: +1 or -1 where the interval excludes 0, else 0.
+        is_equivalent: Whether it lies inside the margin, and not beside 0.
+        n: Runs per arm at which the study stopped.
+    """
+
+    sign: NDArray[np.int64]
+    is_equivalent: NDArray[np.bool_]
+    n: NDArray[np.int64]
+
+
+def judge(
+    arm: Array,
+    baseline: Array,
+    design: Design,
+    *,
+    margin: float,
+    comparisons: int = 1,
+    step: float = 0.0,
+) -> Judged:
+    """Judge many studies as :func:`powergrad.lab.stats.compare` judges one.
+
+    Args:
+        arm: Shape (studies, runs), in the order in which they would be done.
+        baseline: The same of the baseline.
+        design: At how many runs per arm each study looks.
+        margin: The largest difference that does not matter.
+        comparisons: Number of arms that share the error.
+        step: The step in which the metric moves.
+
+    Returns:
+        The verdicts.
+    """
+    studies = len(arm)
+    sign = np.zeros(studies, int)
+    is_equivalent = np.zeros(studies, bool)
+    n = np.full(studies, design.last)
+    is_open = np.ones(studies, bool)
+    for look, size in enumerate(design.looks):
+        found = welch(arm[:, :size], baseline[:, :size], step=step)
+        reach = found.reach(design.nominal(look, comparisons))
+        can_speak = is_open & (found.error > 0) & (size >= LEAST)
+        differs = can_speak & (np.abs(found.mean) > reach)
+        equal = can_speak & ~differs & (np.abs(found.mean) + reach < margin)
+        sign[differs] = np.sign(found.mean[differs])
+        is_equivalent |= equal
+        n[differs | equal] = size
+        is_open &= ~(differs | equal)
+    return Judged(sign, is_equivalent, n)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a design finds if an arm truly differs by `effect`.
+
+    Attributes:
+        effect: The true difference.
+        found: The chance that the arm is called different, in the right direction.
+        equivalent: The chance that it is called equivalent.
+        runs: The expected number of runs per arm.
+    """
+
+    effect: float
+    found: float
+    equivalent: float
+    runs: float
+
+    @property
+    def settled(self) -> float:
+        """The chance of any verdict but *not settled*."""
+        return self.found + self.equivalent
+
+
+@lru_cache(maxsize=256)
+def simulate(
+    effect: float,
+    sigma: float,
+    design: Design,
+    *,
+    margin: float,
+    comparisons: int = 1,
+    step: float = 0.0,
+    studies: int = STUDIES,
+    seed: int = 0,
+) -> Outcome:
+    """What a design finds in simulated studies with normal noise.
+
+    Args:
+        effect: The true difference; its sign does not matter.
+        sigma: Standard deviation between runs that differ by their seed alone.
+        design: At how many runs per arm a study looks.
+        margin: The largest difference that does not matter.
+        comparisons: Number of arms that share the error.
+        step: The step in which the metric moves; 0 if it is continuous.
+        studies: Number of simulated studies.
+        seed: Seed of the simulation.
+
+    Example:
+        >>> outcome = simulate(1.0, 0.4, Design((8,)), margin=0.5)
+        >>> outcome.found > 0.95, outcome.runs
+        (True, 8.0)
+    """
+    rng = np.random.default_rng(seed)
+    # Rounding adds step^2 / 12 to the variance of a run: the noise before it is smaller by that.
+    noise = math.sqrt(max(0.0, sigma**2 - step**2 / 12))
+    arm, baseline = noise * rng.standard_normal((2, studies, design.last))
+    arm += abs(effect)
+    if step:
+        between = step * rng.random((studies, 1))  # where the baseline lies between two steps
+        arm, baseline = (step * np.round((x + between) / step) for x in (arm, baseline))
+    judged = judge(arm, baseline, design, margin=margin, comparisons=comparisons, step=step)
+    return Outcome(
+        effect,
+        float((judged.sign > 0).mean()),
+        float(judged.is_equivalent.mean()),
+        float(judged.n.mean()),
+    )
+
+
+def runs_to_settle(
+    sd: float, margin: float, *, comparisons: int = 1, level: float = 0.05, power: float = 0.8
+) -> int:
+    """Runs per arm at which, with a fixed size, an arm equal to the baseline is called equivalent.
+
+    A true difference of the margin is then found with more than that power. By the normal
+    distribution: the half-width of the interval and the reach of the estimate must fit the margin.
+
+    Example:
+        >>> runs_to_settle(0.4, 0.5)
+        15
+    """
+    from scipy.special import ndtri  # slow to import
+
+    check_positive(margin, "margin")
+    if not sd > 0:
+        return LEAST
+    each = -math.expm1(math.log1p(-level) / comparisons)
+    reach = -float(ndtri(each / 2)) - float(ndtri((1 - power) / 2))
+    # One more run makes up for the t distribution's wider tails.
+    return max(LEAST, math.ceil(2 * (reach * sd / margin) ** 2) + 1)
+
+
+# Noise -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The scatter between runs that differ by their seed alone.
+
+    Attributes:
+        sigma: Standard deviation of a run.
+        runs: Number of runs that it was estimated from; 0 if it was simply given.
+        source: Where it comes from.
+        df: Degrees of freedom of the estimate.
+    """
+
+    sigma: float
+    runs: int
+    source: str
+    df: int = 0
+
+    def interval(self, level: float = 0.05) -> tuple[float, float]:
+        """Where the true sigma may be, by the chi-square distribution of a normal variance."""
+        from scipy.special import chdtri  # slow to import
+
+        df = self.df or self.runs - 1
+        low, high = chdtri(df, [check_fraction(level, "level") / 2, 1 - level / 2])
+        return self.sigma * math.sqrt(df / low), self.sigma * math.sqrt(df / high)
+
+
+_JORDAN = (
+    "Keller Jordan, On the Variance of Neural Network Training with respect to Test Sets and "
+    "Distributions, ICLR 2024, arXiv:2304.01910"
+)
+KNOWN_NOISE = {
+    "imagenet-resnet18": Noise(0.118, 1_000, f"{_JORDAN}, appendix C: top-1 accuracy in per cent"),
+    "cifar10-resnet": Noise(0.149, 60_000, f"{_JORDAN}, section 3.2: 64 epochs, in per cent"),
+}
+"""Published figures, in points of test accuracy."""
+
+
+def estimate_noise(samples: Sequence[Sequence[float]]) -> Noise:
+    """The noise of a finished study: the pooled standard deviation within its arms.
+
+    Args:
+        samples: The metric of each run, arm by arm.
+
+    Raises:
+        ValueError: If no arm has 2 runs, or the metric does not vary.
+
+    Example:
+        >>> noise = estimate_noise([[97.2, 97.5, 96.9, 97.4]])
+        >>> round(noise.sigma, 3), [round(end, 2) for end in noise.interval()]
+        (0.265, [0.15, 0.99])
+    """
+    usable = [np.asarray(sample, float) for sample in samples if len(sample) > 1]
+    df = sum(len(sample) - 1 for sample in usable)
+    if not df:
+        raise ValueError("Expected an arm with 2 runs or more to estimate the noise, but got none.")
+    variance = sum(float(sample.var(ddof=1)) * (len(sample) - 1) for sample in usable) / df
+    runs = df + len(usable)
+    sigma = check_positive(math.sqrt(variance), "standard deviation of the runs")
+    return Noise(sigma, runs, f"{runs} runs of {len(usable)} arms", df)
+
+
+# The plan ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`plan` finds.
+
+    Attributes:
+        difference: The difference to be found.
+        noise: The noise that it is to be found in.
+        comparisons: Number of arms compared with the baseline.
+        power: The chance of finding it that was asked for.
+        margin: The largest difference that does not matter.
+        images: Number of test images; None for a continuous metric.
+        seeds: Runs per arm of a fixed size that has that power.
+        seeds_interval: The same at the two ends of the interval of sigma.
+        fixed: What that fixed size finds.
+        design: A design with looks.
+        sequential: What it finds if the arms do not differ, differ by the margin, by twice the
+            margin, and by the difference.
+        hours: How long the fixed size takes; None if the time of a run is not known.
+    """
+
+    difference: float
+    noise: Noise
+    comparisons: int
+    power: float
+    margin: float
+    images: int | None
+    seeds: int
+    seeds_interval: tuple[int, int]
+    fixed: Outcome
+    design: Design
+    sequential: tuple[Outcome, ...]
+    hours: float | None
+
+    @property
+    def runs(self) -> int:
+        """Number of runs of the fixed size, the baseline's included."""
+        return self.seeds * (self.comparisons + 1)
+
+    @property
+    def sentence(self) -> str:
+        """The fixed size in plain words."""
+        low, high = self.seeds_interval
+        between = f" ({low} to {high}, because sigma is uncertain)" if low < high else ""
+        on = f" on {self.images} test images" if self.images else ""
+        words = (
+            f"{self.seeds} runs per arm{between} find a difference of {self.difference:g} at sigma "
+            f"{self.noise.sigma:.3g}{on} with {100 * self.fixed.found:.0f}% power: {self.runs} runs"
+        )
+        return words + (f", {_duration(self.hours)}." if self.hours is not None else ".")
+
+
+def plan(
+    difference: float,
+    noise: float | str | Noise,
+    *,
+    comparisons: int = 1,
+    power: float = 0.8,
+    level: float = 0.05,
+    margin: float | None = None,
+    images: int | None = None,
+    design: Design | None = None,
+    seconds: float | None = None,
+    workers: int = 1,
+) -> Plan:
+    r"""How many runs find a difference, with a fixed size and with looks.
+
+    Args:
+        difference: The difference to be found, in the unit of the noise.
+        noise: Standard deviation of a run; the name of a published figure, a key of
+            ``KNOWN_NOISE``; or what :func:`estimate_noise` found in a study.
+        comparisons: Number of arms compared with the baseline.
+        power: The chance of finding the difference.
+        level: The chance of any false verdict.
+        margin: The largest difference that does not matter; `difference` by default.
+        images: Number of test images, where the metric is an accuracy in per cent.
+        design: The design with looks; 8, 12, 16, 20 and 24 runs by default.
+        seconds: Seconds that one run takes.
+        workers: Number of runs at a time.
+
+    Raises:
+        ValueError: If ``noise`` is an unknown name, or an argument is out of range.
+
+    Example:
+        >>> p = plan(0.30, "imagenet-resnet18", seconds=7200, workers=4)
+        >>> p.seeds, p.runs, p.hours
+        (6, 12, 6.0)
+    """
+    check_positive(abs(difference), "difference")
+    check_fraction(power, "power")
+    check_fraction(level, "level")
+    check_positive(workers, "workers")
+    margin = check_positive(abs(difference) if margin is None else margin, "margin")
+    if images is not None and images < 2:
+        raise ValueError(f"Expected `images` to be at least 2, but got {images}.")
+    noise = _as_noise(noise)
+    step = 100 / images if images else 0.0
+    looks = Design((design or DEFAULT).looks, level)
+
+    def at(n: int, sigma: float) -> Outcome:
+        return simulate(
+            difference,
+            sigma,
+            Design((n,), level),
+            margin=margin,
+            comparisons=comparisons,
+            step=step,
+        )
+
+    def fewest(sigma: float) -> int:
+        return _fewest(lambda n: at(n, sigma).found >= power, LEAST)
+
+    seeds = fewest(noise.sigma)
+    # A sigma that was simply given is taken as it is.
+    low, high = noise.interval() if noise.runs else (noise.sigma, noise.sigma)
+    hours = None
+    if seconds is not None:
+        runs = seeds * (comparisons + 1)
+        hours = math.ceil(runs / workers) * check_positive(seconds, "seconds") / 3600
+    effects = dict.fromkeys((0.0, margin, 2 * margin, abs(difference)))
+    return Plan(
+        difference=difference,
+        noise=noise,
+        comparisons=comparisons,
+        power=power,
+        margin=margin,
+        images=images,
+        seeds=seeds,
+        seeds_interval=(fewest(low), _at_most(lambda: fewest(high))),
+        fixed=at(seeds, noise.sigma),
+        design=looks,
+        sequential=tuple(
+            simulate(effect, noise.sigma, looks, margin=margin, comparisons=comparisons, step=step)
+            for effect in effects
+        ),
+        hours=hours,
+    )
+
+
+def _fewest(holds: Callable[[int], bool], start: int) -> int:
+    """The smallest n from `start` on at which `holds`, which stays true from there on."""
+    if holds(start):
+        return start
+    low, high = start, 2 * start
+    while not holds(high):
+        if high > MOST:
+            raise ValueError(
+                f"Expected a difference that {MOST:,} runs per arm can find, but got less."
+            )
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _at_most(fewest: Callable[[], int]) -> int:
+    """What `fewest` finds, or the most runs that are planned."""
+    try:
+        return fewest()
+    except ValueError:
+        return MOST
+
+
+def _as_noise(noise: float | str | Noise) -> Noise:
+    if isinstance(noise, Noise):
+        return noise
+    if isinstance(noise, str):
+        if noise not in KNOWN_NOISE:
+            names = ", ".join(map(repr, KNOWN_NOISE))
+            raise ValueError(
+                f"Expected `noise` to be a number or one of {names}, but got {noise!r}."
+            )
+        return KNOWN_NOISE[noise]
+    return Noise(check_positive(noise, "noise"), 0, "given")
+
+
+def _duration(hours: float) -> str:
+    if hours >= 1:
+        return f"{hours:.1f} hours"
+    return f"{60 * hours:.0f} minutes" if hours >= 1 / 60 else f"{3600 * hours:.0f} seconds"

@@ -1,0 +1,444 @@
+r"""The verdict on each arm: better, worse, equivalent, or not settled.
+
+One procedure gives interval, p-value and verdict, so they cannot contradict each other. At each
+look of the study's design, every arm has a *repeated confidence interval* for its mean difference
+from the baseline: Welch's t interval at the look's nominal level, corrected for the other arms.
+With 95% confidence all intervals, of all arms at all looks, contain the true differences. So
+
+1. an arm is *better* or *worse* as soon as its interval excludes 0;
+2. else it is *equivalent* as soon as its interval lies inside the margin;
+3. else it is *not settled*, and gets more runs until the last look.
+
+The p-value is the smallest error at which the interval would exclude 0: it is below 0.05 exactly
+where the verdict is *better* or *worse*.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from powergrad.lab.files import json_safe
+from powergrad.lab.stats.looks import LEAST, Design
+from powergrad.lab.stats.tests import (
+    Array,
+    check_positive,
+    failure_bound,
+    permutation_p,
+    rank_p,
+    step_of,
+    welch,
+)
+
+__all__ = ["VERDICTS", "Comparison", "Verdict", "by_arm_and_seed", "compare", "signed", "span"]
+
+Verdict = Literal["better", "worse", "equivalent", "not settled"]
+VERDICTS: tuple[Verdict, ...] = ("better", "worse", "equivalent", "not settled")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What :func:`compare` finds about one arm.
+
+    Attributes:
+        arm: Name of the arm.
+        baseline: Name of what it is compared with.
+        unit: A difference in words, as "points of test accuracy".
+        n: Runs of the arm that are compared.
+        n_baseline: Runs of the baseline that they are compared with.
+        looks: Runs per arm at each look of the design.
+        comparisons: Number of arms that share the error.
+        level: The chance of any false verdict, over all looks and arms.
+        difference: Mean of the arm minus mean of the baseline.
+        interval: Its interval, corrected for all looks and arms; infinite before the first look.
+        p: The p-value, corrected likewise.
+        p_alone: The p-value of Welch's test alone, uncorrected.
+        sd: Standard deviation of one run, pooled over both arms.
+        margin: The largest difference that does not matter.
+        step: The step in which the metric moves; 0 if it is continuous.
+        diverged: How many runs of the arm diverged.
+        diverged_baseline: How many runs of the baseline diverged.
+        verdict: "better", "worse", "equivalent" or "not settled".
+        withheld: Why a verdict of "better" is withheld; empty if it is not.
+        doubt: Where tests with other assumptions disagree, a sentence; else empty.
+    """
+
+    arm: str
+    baseline: str
+    unit: str
+    n: int
+    n_baseline: int
+    looks: tuple[int, ...]
+    comparisons: int
+    level: float
+    difference: float
+    interval: tuple[float, float]
+    p: float
+    p_alone: float
+    sd: float
+    margin: float
+    step: float
+    diverged: int
+    diverged_baseline: int
+    verdict: Verdict
+    withheld: str = ""
+    doubt: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more runs are planned for this arm."""
+        return self.verdict == "not settled" and not self.withheld and self.n < self.looks[-1]
+
+    @functools.cached_property
+    def runs_needed(self) -> int:
+        """Runs per arm that would probably settle it: see :func:`runs_to_settle`."""
+        from powergrad.lab.stats.power import runs_to_settle
+
+        return runs_to_settle(self.sd, self.margin, comparisons=self.comparisons, level=self.level)
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in plain words, with its numbers."""
+        unit = f" {self.unit}" if self.unit else ""
+        numbers = f"{self._number}{unit} ({self._evidence})"
+        if self.n < self.looks[0]:
+            words = f"{self.arm} has no verdict yet: {self.n} of {self.looks[0]} runs are finished."
+        elif not math.isfinite(self.interval[0]):
+            words = self._why_none
+        elif self.withheld:
+            words = f"{self.arm} against {self.baseline}: {numbers}. {self.withheld}"
+        elif self.verdict == "equivalent":
+            words = (
+                f"{self.arm} is equivalent to {self.baseline} within {self.margin:g}: {numbers}."
+            )
+        elif self.verdict != "not settled":
+            words = f"{self.arm} is {self.verdict} than {self.baseline}: {numbers}."
+            if max(map(abs, self.interval)) < self.margin:
+                words += f" The difference is smaller than the margin of {self.margin:g}."
+        else:
+            words = (
+                f"{self.n} runs per arm cannot tell whether {self.arm} differs from "
+                f"{self.baseline}: {numbers}."
+            )
+        return " ".join(filter(None, [words, self.doubt, self._failures]))
+
+    @property
+    def _why_none(self) -> str:
+        """Why there is no interval."""
+        least = min(self.n, self.n_baseline)
+        if least < 2:
+            return f"{self.arm} has no verdict yet: one run says nothing about the noise."
+        if self.sd == 0 and (self.step == 0 or self.difference == 0):
+            return (
+                f"{self.arm} has no verdict: all {self.n} runs of each arm give the same number, "
+                "so their noise is unknown."
+            )
+        return (
+            f"{least} runs per arm cannot tell whether {self.arm} differs from {self.baseline} "
+            f"({self._number} between the means). A verdict needs at least {LEAST} runs per arm."
+        )
+
+    @property
+    def _number(self) -> str:
+        return signed(self.difference, self._digits)
+
+    @property
+    def _digits(self) -> int:
+        """How many decimals show two digits of the interval's width, at least one of the margin."""
+        half = (self.interval[1] - self.interval[0]) / 2
+        size = half if math.isfinite(half) else abs(self.difference)
+        return max(0, 1 - math.floor(math.log10(max(size, self.margin / 10))))
+
+    @property
+    def _evidence(self) -> str:
+        p = "p < 0.001" if self.p < 0.001 else f"p = {self.p:.2g}"
+        runs = f"{self.n} runs" if self.n == self.n_baseline else f"{self.n} and {self.n_baseline}"
+        confidence = f"{100 * (1 - self.level):g}% interval {span(self.interval, self._digits)}"
+        return f"{confidence}, {p}, {runs}{' per arm' if self.n == self.n_baseline else ' runs'}"
+
+    @property
+    def _failures(self) -> str:
+        """How many runs diverged, and how many might; empty where it does not matter."""
+        if not self.diverged and not self.diverged_baseline and self.verdict != "equivalent":
+            return ""
+        bound = failure_bound(self.diverged, self.n)
+        words = f"{self.diverged} of {self.n} runs diverged"
+        words += f", so up to {100 * bound:.0f}% might (95% confidence)."
+        if self.diverged_baseline:
+            words += f" Of {self.baseline}: {self.diverged_baseline} of {self.n_baseline}."
+        return words
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field and the sentence, for JSON."""
+        return json_safe({**asdict(self), "open": self.is_open, "sentence": self.sentence})
+
+
+def compare(
+    values: Mapping[str, Mapping[int, float]],
+    baseline: str,
+    *,
+    margin: float,
+    design: Design | None = None,
+    higher_is_better: bool = True,
+    unit: str = "",
+    step: float | None = None,
+    diverged: Mapping[str, Collection[int]] | None = None,
+    withhold: Mapping[str, str] | None = None,
+) -> list[Comparison]:
+    r"""Compare every arm with the baseline.
+
+    The rule is at the head of this module. An arm is judged at the first look at which it is
+    settled: runs that it has beyond that do not count, so a verdict does not change afterwards.
+
+    Args:
+        values: For each arm, the metric of each run, by seed (or by repeat). The runs of a look are
+            those of the smallest seeds.
+        baseline: Name of the arm that the others are compared with.
+        margin: The largest difference that does not matter, in the unit of the metric.
+        design: At how many runs per arm the study looks; by default once, at what there is.
+        higher_is_better: Whether a larger metric is better.
+        unit: What the metric is, for the sentence: "points of test accuracy".
+        step: The step in which the metric moves, as 100 / 360 for the accuracy in per cent on 360
+            images; 0 if it is continuous. None: as the values have it.
+        diverged: For each arm, the seeds of the runs that diverged.
+        withhold: For some arms, why they cannot be called better.
+
+    Returns:
+        One comparison per arm, in the order of ``values``.
+
+    Raises:
+        ValueError: If there is no other arm, ``baseline`` is not among them, an arm has no runs, a
+            metric is not finite, or another argument is out of range.
+        TypeError: If a metric is not a number.
+
+    Example:
+        >>> accuracy = {
+        ...     "baseline": {0: 97.2, 1: 97.5, 2: 96.9, 3: 97.4, 4: 97.1, 5: 97.3},
+        ...     "pgt": {0: 97.8, 1: 97.7, 2: 97.5, 3: 97.6, 4: 97.9, 5: 97.7},
+        ... }
+        >>> (result,) = compare(accuracy, "baseline", margin=0.2, unit="points of accuracy")
+        >>> result.verdict
+        'better'
+        >>> print(result.sentence)  # doctest: +NORMALIZE_WHITESPACE
+        pgt is better than baseline: +0.47 points of accuracy
+        (95% interval +0.23 to +0.71, p = 0.0018, 6 runs per arm).
+    """
+    runs = _checked(values, baseline)
+    check_positive(margin, "margin")
+    arms = [arm for arm in runs if arm != baseline]
+    if step is None:
+        step = step_of([value for of_arm in runs.values() for value in of_arm.values()])
+    lost = {arm: set(seeds) for arm, seeds in (diverged or {}).items()}
+    results = []
+    for arm in arms:
+        plan = design or Design((min(len(runs[arm]), len(runs[baseline])),))
+        judged = None
+        for look, (n, k) in enumerate(_sizes(plan, design, runs[arm], runs[baseline])):
+            a, b = _first(runs[arm], n), _first(runs[baseline], k)
+            judged = _Judged.at(
+                np.array([*a.values()]),
+                np.array([*b.values()]),
+                plan,
+                look,
+                comparisons=len(arms),
+                margin=margin,
+                higher_is_better=higher_is_better,
+                step=step,
+            )
+            if judged.verdict != "not settled":
+                break
+        assert judged is not None  # there is always one look
+        withheld = (withhold or {}).get(arm, "") if judged.verdict == "better" else ""
+        results.append(
+            Comparison(
+                arm=arm,
+                baseline=baseline,
+                unit=unit,
+                n=len(judged.arm),
+                n_baseline=len(judged.baseline),
+                looks=plan.looks,
+                comparisons=len(arms),
+                level=plan.level,
+                difference=judged.difference,
+                interval=judged.interval,
+                p=plan.overall(judged.p, judged.look, len(arms)),
+                p_alone=judged.p,
+                sd=judged.sd,
+                margin=float(margin),
+                step=step,
+                diverged=_count(lost, arm, _first(runs[arm], len(judged.arm))),
+                diverged_baseline=_count(
+                    lost, baseline, _first(runs[baseline], len(judged.baseline))
+                ),
+                verdict="not settled" if withheld else judged.verdict,
+                withheld=withheld,
+                doubt=judged.doubt(),
+            )
+        )
+    return results
+
+
+def _sizes(
+    plan: Design, design: Design | None, arm: Sized, baseline: Sized
+) -> Iterator[tuple[int, int]]:
+    """Runs of the arm and of the baseline at each look that has its runs; at least one."""
+    least = min(len(arm), len(baseline))
+    if design is None:
+        yield len(arm), len(baseline)
+    elif least < plan.looks[0]:
+        yield least, least
+    else:
+        yield from ((look, look) for look in plan.looks if look <= least)
+
+
+class _Judged(NamedTuple):
+    """What is found at one look."""
+
+    arm: Array
+    baseline: Array
+    look: int
+    difference: float
+    sd: float
+    verdict: Verdict
+    nominal: float = 0.0
+    interval: tuple[float, float] = (-math.inf, math.inf)
+    p: float = 1.0
+
+    @classmethod
+    def at(
+        cls,
+        arm: Array,
+        baseline: Array,
+        design: Design,
+        look: int,
+        *,
+        comparisons: int,
+        margin: float,
+        higher_is_better: bool,
+        step: float,
+    ) -> _Judged:
+        n, k = len(arm), len(baseline)
+        difference = float(arm.mean() - baseline.mean())
+        if min(n, k) < 2:
+            return cls(arm, baseline, look, difference, math.nan, "not settled")
+        squares = arm.var(ddof=1) * (n - 1) + baseline.var(ddof=1) * (k - 1)
+        sd = math.sqrt(squares / (n + k - 2))
+        summary = welch(arm, baseline, step=step)
+        if summary.error == 0 or min(n, k) < max(LEAST, design.looks[0]):
+            return cls(arm, baseline, look, difference, sd, "not settled")
+        nominal = design.nominal(look, comparisons)
+        reach, p = float(summary.reach(nominal)), float(summary.p())
+        low, high = difference - reach, difference + reach
+        verdict: Verdict = "not settled"
+        if p < nominal:
+            verdict = "better" if (difference > 0) == higher_is_better else "worse"
+        elif -margin < low and high < margin:
+            verdict = "equivalent"
+        return cls(arm, baseline, look, difference, sd, verdict, nominal, (low, high), p)
+
+    def doubt(self) -> str:
+        """Where tests with other assumptions disagree with the means, in words."""
+        if not self.nominal or len(self.arm) < LEAST:
+            return ""
+        samples = self.arm, self.baseline
+        others = {"a permutation test": permutation_p(*samples), "ranks": rank_p(*samples)}
+        is_different = self.verdict in ("better", "worse")
+        which = " and ".join(
+            f"{name} (p = {p:.2g})"
+            for name, p in others.items()
+            if (p < self.nominal) != is_different
+        )
+        if not which:
+            return ""
+        if is_different:
+            return f"But {which} would not call it different: a few extreme runs may decide."
+        return f"But {which}, uncorrected, would call it different: the noise is not symmetric."
+
+
+def _count(lost: Mapping[str, set[int]], arm: str, runs: Mapping[int, float]) -> int:
+    return len(lost.get(arm, set()) & runs.keys())
+
+
+def _first(runs: Mapping[int, float], n: int) -> dict[int, float]:
+    """The runs of the n smallest seeds."""
+    return {seed: runs[seed] for seed in sorted(runs)[:n]}
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """A difference with its sign, and zero always as +0.
+
+    Example:
+        >>> signed(0.524), signed(-0.004)
+        ('+0.52', '+0.00')
+    """
+    return f"{round(value, digits) + 0.0:+.{digits}f}"
+
+
+def span(interval: Sequence[float], digits: int = 2) -> str:
+    """An interval in words. Its ends keep their signs: whether it contains 0 must be seen.
+
+    Example:
+        >>> span((-0.003, 2.01))
+        '-0.00 to +2.01'
+    """
+    low, high = (f"{end + 0.0:+.{digits}f}" for end in interval)
+    return f"{low} to {high}"
+
+
+def by_arm_and_seed(rows: Iterable[tuple[str, int, float]]) -> dict[str, dict[int, float]]:
+    """Gather rows of (arm, seed, metric), as a CSV file has them, into what `compare` takes.
+
+    Raises:
+        ValueError: If an arm has a seed twice.
+
+    Example:
+        >>> by_arm_and_seed([("pgt", 0, 0.9), ("pgt", 1, 0.8), ("baseline", 0, 0.7)])
+        {'pgt': {0: 0.9, 1: 0.8}, 'baseline': {0: 0.7}}
+    """
+    values: dict[str, dict[int, float]] = {}
+    for arm, seed, value in rows:
+        of_arm = values.setdefault(arm, {})
+        if seed in of_arm:
+            raise ValueError(
+                f"Expected each seed once per arm, but got seed {seed} twice in {arm!r}."
+            )
+        of_arm[seed] = value
+    return values
+
+
+def _checked(
+    values: Mapping[str, Mapping[int, float]], baseline: str
+) -> dict[str, dict[int, float]]:
+    if len(values) < 2:
+        raise ValueError(
+            f"Expected `values` to hold a baseline and at least one other arm, "
+            f"but got {', '.join(map(repr, values)) or 'none'}."
+        )
+    if baseline not in values:
+        names = ", ".join(map(repr, values))
+        raise ValueError(f"Expected `baseline` to be one of {names}, but got {baseline!r}.")
+    runs: dict[str, dict[int, float]] = {}
+    for arm, of_arm in values.items():
+        if not of_arm:
+            raise ValueError(f"Expected runs of every arm, but got none of {arm!r}.")
+        runs[arm] = {seed: _metric(value, arm, seed) for seed, value in of_arm.items()}
+    return runs
+
+
+def _metric(value: float, arm: str, seed: int) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"Expected the metric of {arm!r} at seed {seed} to be a number, but got {value!r}."
+        ) from None
+    if not math.isfinite(number):
+        raise ValueError(
+            f"Expected the metric of {arm!r} at seed {seed} to be finite, but got {number}."
+        )
+    return number

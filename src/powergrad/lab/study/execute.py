@@ -1,0 +1,199 @@
+"""Doing a study: the runs of each look, until every arm is settled or the last look is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from powergrad.lab.environment import describe_machine
+from powergrad.lab.jobs import Job
+from powergrad.lab.jobs.queue import JobQueue, Snapshot
+from powergrad.lab.run import Run
+from powergrad.lab.study.definition import Study
+from powergrad.lab.study.results import Results, RunRow, read_rows
+from powergrad.lab.study.tuning import Tuner
+from powergrad.lab.words import short_key
+
+__all__ = ["Execution", "Watching", "run_study", "tune_once"]
+
+# Makes what shows the progress of some jobs: a title, the jobs by arm and seed, and the metric.
+Watching = Callable[
+    [str, Mapping[tuple[str, int], Job], str], AbstractContextManager[Callable[[Snapshot], None]]
+]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the runs of a study are done.
+
+    Attributes:
+        workers: Runs at a time on this machine.
+        storage: See :class:`powergrad.lab.jobs.queue.JobQueue`.
+        known: A CSV file of an earlier start, as study.csv: its runs are not done again.
+        watching: Makes what shows the progress.
+        saved: Called with the results after every look, and after every repeat.
+    """
+
+    workers: int
+    watching: Watching
+    storage: str | None = None
+    known: Path | None = None
+    saved: Callable[[Results], None] = lambda results: None
+
+    def queue(self, folder: Path, study: Study) -> JobQueue:
+        """The queue of the runs of a study in `folder`."""
+        return JobQueue(
+            folder,
+            study=f"{folder.name}-{study.name}",  # a storage may hold studies of one name
+            workers=self.workers,
+            storage=self.storage,
+            known=self.known_runs,
+        )
+
+    @property
+    def known_runs(self) -> dict[str, Mapping[str, Any]]:
+        """The final metrics of the runs that are known, by name."""
+        if self.known is None:
+            return {}
+        _, rows = read_rows(self.known, all_phases=True)
+        return {row.run: {**row.metrics, "commit": row.commit} for row in rows if row.run}
+
+
+def run_study(
+    study: Study, folder: Path, execution: Execution, *, tuner: Tuner | None = None, **records: Any
+) -> Results:
+    """Do the runs of a study that are not done yet, in `folder`.
+
+    Args:
+        study: What is studied. If it was tuned once, its arms have their chosen values.
+        folder: The study's folder.
+        execution: How.
+        tuner: Tunes every repeat, where the study has repeats.
+        records: ``tuning``, ``trials``, ``grid`` and ``decomposition``, as :class:`Results` has
+            them.
+
+    Returns:
+        The results after the last look.
+    """
+    study = study.claim(folder)
+    if tuner is not None:
+        tuner = replace(tuner, study=study)  # with the arms of an earlier start
+    environment = describe_machine()
+    results = Results(
+        study.metric,
+        study.margin,
+        study.baseline,
+        [],
+        study,
+        folder,
+        environment=environment,
+        **records,
+    )
+    with execution.queue(folder, study) as queue:
+        done = 0
+        for look in study.design.looks:
+            steps = range(done, look) if tuner else [look - 1]
+            for last in steps:
+                if tuner is not None:
+                    arms = {arm: study.arms[arm] for arm in _open_arms(results)}
+                    still = replace(tuner, study=replace(study, arms=arms))
+                    results = _tune_repeat(still, last, results, queue, execution)
+                results = _run_units(results, range(done, last + 1), queue, execution)
+                done = last + 1
+                execution.saved(results)
+            so_far = results.comparable()
+            if so_far is not None and so_far.is_settled:
+                break
+    return results
+
+
+def _run_units(results: Results, units: range, queue: JobQueue, execution: Execution) -> Results:
+    """The results with the runs of some more units, of the arms that are still open."""
+    study = results.study
+    assert study is not None
+    jobs: dict[tuple[str, int], Job] = {}
+    arms = _open_arms(results)
+    for seed in study.seeds_of(units):
+        for arm in arms:
+            chosen = _chosen(results, arm, study.unit_of(seed))
+            jobs[arm, seed] = study.program.job(arm, {**study.settings(arm), **chosen}, seed)
+    title = study.program.title
+    if not study.design.is_fixed or study.finals:
+        title += f", {'repeats' if study.finals else 'seeds'} up to {units.stop} of "
+        title += f"{study.design.last} at most"
+    with execution.watching(title, jobs, study.metric.name) as watch:
+        finished = queue.run(list(jobs.values()), watch)
+    rows = [
+        _row(
+            arm, seed, job, finished[job.name], queue, study.unit_of(seed) if study.finals else None
+        )
+        for (arm, seed), job in jobs.items()
+    ]
+    return replace(results, rows=[*results.rows, *rows])
+
+
+def _open_arms(results: Results) -> list[str]:
+    """The baseline, and the arms that are not settled yet."""
+    assert results.study is not None
+    so_far = results.comparable()
+    settled = {c.arm for c in so_far.comparisons if not c.is_open} if so_far else set()
+    return [arm for arm in results.study.arms if arm not in settled]
+
+
+def _chosen(results: Results, arm: str, unit: int) -> Mapping[str, Any]:
+    """The tuned values of an arm in a repeat."""
+    if results.tuning is None or not results.tuning.is_unit:
+        return {}
+    return results.tuning.repeats[unit][arm].winner.changes
+
+
+def _row(
+    arm: str, seed: int, job: Job, metrics: Mapping[str, Any], queue: JobQueue, unit: int | None
+) -> RunRow:
+    """The row of a finished run; its commit is in its folder, or came with its metrics."""
+    values = dict(metrics)
+    commit = str(values.pop("commit", ""))
+    is_here = (queue.folder / job.name).is_dir()
+    if is_here:
+        commit = str(Run(queue.folder / job.name).environment().get("commit") or "")
+    return RunRow(arm, seed, values, job.name, commit, unit, is_elsewhere=not is_here)
+
+
+# Tuning -------------------------------------------------------------------------------------------
+
+
+def _tune_repeat(
+    tuner: Tuner, repeat: int, results: Results, queue: JobQueue, execution: Execution
+) -> Results:
+    """The results with one more tuning: its trials, and what they chose."""
+    study = tuner.study
+    jobs = tuner.jobs(repeat)
+    shown = {(arm, 1000 * place + seed): job for (arm, place, seed), job in jobs.items()}
+    title = f"tuning {', '.join(map(short_key, tuner.space.keys))}"
+    title += f", repeat {repeat + 1} of {study.design.last} at most" if study.finals else ""
+    with execution.watching(title, shown, study.metric.name) as watch:
+        finished = queue.run(list(jobs.values()), watch)
+    rows = []
+    for (arm, place, seed), job in jobs.items():
+        unit = repeat if study.finals else None
+        row = _row(arm, seed, job, finished[job.name], queue, unit)
+        point = tuner.changes(arm, tuner.space.points(arm, repeat)[place])
+        rows.append(replace(row, metrics={**row.metrics, **point}))
+    by_place = {key: finished[job.name] for key, job in jobs.items()}
+    earlier = results.tuning.repeats if results.tuning else ()
+    tuning = tuner.record([*earlier, tuner.choose(repeat, by_place)])
+    return replace(results, tuning=tuning, trials=[*results.trials, *rows])
+
+
+def tune_once(tuner: Tuner, folder: Path, execution: Execution) -> tuple[Study, Results]:
+    """The study with one choice for every arm, and empty results that say how it was made."""
+    study = tuner.study
+    empty = Results(study.metric, study.margin, study.baseline, [], study, folder)
+    with execution.queue(folder, study) as queue:
+        results = _tune_repeat(tuner, 0, empty, queue, execution)
+    assert results.tuning is not None
+    chosen = {arm: choice.winner.changes for arm, choice in results.tuning.arms.items()}
+    return replace(study, chosen=chosen), results

@@ -1,0 +1,264 @@
+"""What is tried in tuning: keys, and a list or a logarithmic range of values for each.
+
+One grammar in every command: ``lr=0.1,0.2,0.4`` is a list, ``lr=0.006:0.4`` a range on a
+logarithmic scale, and ``lr`` alone five values around the recipe's own. ``ARM: key=...`` adds a key
+for one arm only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from powergrad.lab.config import RecipeError, parse_overrides
+from powergrad.lab.study.arms import expand_key, parse_grid
+from powergrad.lab.words import did_you_mean
+
+__all__ = ["Axis", "Point", "Space", "split_overrides"]
+
+OUTER = 0.1  # of a range, at either end, that counts as its edge
+TRIALS = 6  # points per arm where a range is tuned and nothing else is said
+
+Point = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A key, and the values that are tried for it.
+
+    Attributes:
+        key: The dotted key.
+        values: A list of values; empty for a range.
+        low: The lower end of a range.
+        high: The upper end.
+    """
+
+    key: str
+    values: tuple[Any, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str, own: Any = None) -> Axis:
+        """The axis of ``lr=0.006:0.4``, ``lr=0.1,0.2`` or ``lr``.
+
+        Args:
+            text: What the user wrote.
+            own: The program's own value, around which values are tried if `text` has none.
+
+        Raises:
+            RecipeError: If it is none of these.
+
+        Example:
+            >>> Axis.parse("lr=0.006:0.4")
+            Axis(key='optimizer.lr', values=(), low=0.006, high=0.4)
+            >>> Axis.parse("lr=0.1,0.2")
+            Axis(key='optimizer.lr', values=(0.1, 0.2), low=0.0, high=0.0)
+        """
+        name, equals, given = text.partition("=")
+        key = expand_key(name.strip())
+        if not equals:
+            if not isinstance(own, (int, float)) or isinstance(own, bool) or own == 0:
+                raise RecipeError(
+                    f"Expected the values to try for {key!r}, as {key}=0.1,0.2 or {key}=0.01:1, "
+                    f"because its own value is {own!r}."
+                )
+            return cls(key, tuple(own * factor for factor in (0.25, 0.5, 1, 2, 4)))
+        first, colon, last = given.partition(":")
+        if not colon:
+            return cls(key, parse_grid([text]).values[key])
+        try:
+            low, high = float(first), float(last)
+        except ValueError:
+            low = high = math.nan
+        if not 0 < low < high < math.inf:
+            raise RecipeError(
+                f"Expected a range as {name}=low:high with 0 < low < high, but got {given!r}."
+            )
+        return cls(key, (), low, high)
+
+    @property
+    def is_range(self) -> bool:
+        """Whether it is a range, not a list."""
+        return not self.values
+
+    def at(self, place: float) -> Any:
+        """The value at a place from 0 to 1.
+
+        Example:
+            >>> Axis("wd", (), 1e-4, 1e-2).at(0.5)
+            0.001
+        """
+        if self.values:
+            return self.values[min(int(place * len(self.values)), len(self.values) - 1)]
+        exact = math.exp(math.log(self.low) + place * math.log(self.high / self.low))
+        return float(f"{exact:.6g}")  # a value that can be typed again
+
+    def is_edge(self, value: Any) -> bool:
+        """Whether a value is an end of the list, or in the outer tenth of the range.
+
+        Example:
+            >>> axis = Axis("lr", (), 0.01, 1.0)
+            >>> axis.is_edge(0.012), axis.is_edge(0.1), axis.is_edge(0.9)
+            (True, False, True)
+        """
+        if self.is_range:
+            place = math.log(value / self.low) / math.log(self.high / self.low)
+            return not OUTER <= place <= 1 - OUTER
+        numbers = [v for v in self.values if isinstance(v, (int, float))]
+        return len(numbers) > 1 and value in (min(numbers), max(numbers))
+
+
+@dataclass(frozen=True)
+class Space:
+    """The keys that are tuned for every arm, and those of single arms.
+
+    Attributes:
+        shared: The axes of every arm.
+        own: Further axes, by arm.
+        trials: Points per arm and repeat; None for all combinations of lists.
+        seed: Seed of the random points.
+    """
+
+    shared: tuple[Axis, ...]
+    own: Mapping[str, tuple[Axis, ...]]
+    trials: int | None
+    seed: int = 0
+
+    @classmethod
+    def parse(
+        cls,
+        texts: Sequence[str],
+        values: Mapping[str, Any],
+        arms: Sequence[str],
+        trials: int | None = None,
+        seed: int = 0,
+    ) -> Space:
+        """The space of the texts of ``--tune``.
+
+        Args:
+            texts: As the user wrote them.
+            values: The program's own values, by dotted key.
+            arms: The arms of the study.
+            trials: Points per arm; by default all combinations of lists, and 6 where there is a
+                range.
+            seed: Seed of the random points.
+
+        Raises:
+            RecipeError: If a key is unknown, given twice, or of an unknown arm.
+        """
+        shared: list[Axis] = []
+        own: dict[str, list[Axis]] = {}
+        for text in texts:
+            arm, colon, rest = text.partition(": ")
+            for part in (rest if colon else text).split():
+                key = expand_key(part.partition("=")[0])
+                if key not in values:
+                    raise RecipeError(
+                        f"Expected --tune with a known key, but got {key!r}"
+                        f"{did_you_mean(key, values)}"
+                    )
+                target = own.setdefault(arm.strip(), []) if colon else shared
+                target.append(Axis.parse(part, values[key]))
+        for arm in own:
+            if arm not in arms:
+                raise RecipeError(
+                    f"Expected an arm before the colon of --tune, one of {', '.join(arms)}, but "
+                    f"got {arm!r}."
+                )
+        space = cls(tuple(shared), {arm: tuple(axes) for arm, axes in own.items()}, trials, seed)
+        for arm in arms:
+            keys = [axis.key for axis in space.axes(arm)]
+            if not keys:
+                raise RecipeError(
+                    f"Expected --tune to have a key for every arm, but got none of {arm}."
+                )
+            if len(set(keys)) < len(keys):
+                raise RecipeError(f"Expected each key of --tune once, but got {', '.join(keys)}.")
+        if trials is not None and trials < 2:
+            raise RecipeError(f"Expected --trials to be at least 2, but got {trials}.")
+        has_range = any(axis.is_range for arm in arms for axis in space.axes(arm))
+        if has_range and trials is None:
+            return replace(space, trials=TRIALS)
+        return space
+
+    def axes(self, arm: str) -> tuple[Axis, ...]:
+        """The axes of an arm, the shared ones first."""
+        return (*self.shared, *self.own.get(arm, ()))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every key that is tuned for some arm."""
+        axes = itertools.chain(self.shared, *self.own.values())
+        return tuple(dict.fromkeys(axis.key for axis in axes))
+
+    def points(self, arm: str, repeat: int) -> list[Point]:
+        """The points that are tried for an arm in a repeat, without duplicates.
+
+        Arms have the same points in the keys that they share. Random points are Sobol's, scrambled
+        anew for each repeat, so each repeat covers the whole space with other points.
+        """
+        axes = self.axes(arm)
+        if self.trials is None:
+            points = [
+                dict(zip((axis.key for axis in axes), values, strict=True))
+                for values in itertools.product(*(axis.values for axis in axes))
+            ]
+        else:
+            columns = {id(axis): place for place, axis in enumerate(self._all_axes())}
+            places = _sobol(len(columns), self.trials, [self.seed, repeat])
+            points = [
+                {axis.key: axis.at(row[columns[id(axis)]]) for axis in axes} for row in places
+            ]
+        return [point for i, point in enumerate(points) if point not in points[:i]]
+
+    def _all_axes(self) -> Iterator[Axis]:
+        """Every axis, the shared ones first: each is a dimension of Sobol's sequence."""
+        return itertools.chain(self.shared, *self.own.values())
+
+    def edges(self, arm: str, point: Mapping[str, Any]) -> tuple[str, ...]:
+        """The keys whose value in `point` is at the edge of what is tried."""
+        return tuple(axis.key for axis in self.axes(arm) if axis.is_edge(point[axis.key]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for study.yaml."""
+
+        def described(axes: Sequence[Axis]) -> dict[str, Any]:
+            return {a.key: f"{a.low:g}:{a.high:g}" if a.is_range else list(a.values) for a in axes}
+
+        own = {arm: described(axes) for arm, axes in self.own.items()}
+        return {"keys": described(self.shared), "own": own, "trials": self.trials}
+
+
+def _sobol(dimensions: int, trials: int, seed: Sequence[int]) -> list[list[float]]:
+    from scipy.stats import qmc  # slow to import
+
+    with warnings.catch_warnings():  # that a number of points is not a power of two
+        warnings.simplefilter("ignore", UserWarning)
+        sampler = qmc.Sobol(dimensions, scramble=True, rng=np.random.default_rng(seed))
+        return sampler.random(trials).tolist()
+
+
+def split_overrides(texts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What is to be tuned, and changes of the recipe that stand behind it on the command line.
+
+    ``--tune lr=0.1:0.4 model.width=8`` tunes one key: a single value is a change.
+
+    Example:
+        >>> split_overrides(["lr=0.1:0.4", "wd", "model.width=8"])
+        (['lr=0.1:0.4', 'wd'], ['model.width=8'])
+    """
+    tuned, changes = [], []
+    for text in texts:
+        name, equals, given = text.partition("=")
+        is_change = equals and ": " not in name and not {",", ":"} & set(given)
+        if is_change:
+            parse_overrides([text])  # raises where it is none
+        (changes if is_change else tuned).append(text)
+    return tuned, changes
