@@ -244,7 +244,7 @@ def _metric(arm: Arm, metric: str) -> Mapping[int, float]:
 
 def contrast_table(contrasts: Iterable[Contrast]) -> str:
     """A table with one line per comparison."""
-    head = ("study", "arm", "measured on", "its rate; the other's", "n")
+    head = ("study", "arm", "measured on", "its rate; the other's", "decay, of the paper's", "n")
     lines = [contrast.cells for contrast in contrasts]
     return markdown_table((*head, "difference (95% interval)", "verdict"), lines)
 
