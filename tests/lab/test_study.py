@@ -901,6 +901,7 @@ def test_the_mean_of_a_repeat_is_what_is_compared(made_up, tmp_path, capsys):
     low, high = test.confidence_interval(0.95)
     assert comparison["interval"] == pytest.approx([low, high])
     assert (comparison["n"], comparison["n_baseline"]) == (6, 6)
+    assert "6 repeats per arm" in comparison["sentence"]
     assert runs_of(saved) == {"baseline": 12, "pgt": 12}
     # 6 repeats x 2 arms x (3 points + 2 seeds); seeds are fresh everywhere.
     assert len(made_up.done) == 60

@@ -48,13 +48,13 @@ def slug(text: str) -> str:
 
 
 def short_key(key: str) -> str:
-    """The last part of a dotted key.
+    """A dotted key without its section.
 
     Example:
-        >>> short_key("optimizer.lr")
-        'lr'
+        >>> short_key("optimizer.lr"), short_key("optimizer.head.lr"), short_key("seed")
+        ('lr', 'head.lr', 'seed')
     """
-    return key.rpartition(".")[2]
+    return key.partition(".")[2] or key
 
 
 def number(value: Any) -> str:

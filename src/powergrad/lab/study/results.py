@@ -231,6 +231,7 @@ class Results:
             step=0.0 if self.has_repeats else None,
             diverged=diverged,
             withhold=self.tuning.doubts(self.baseline) if self.tuning else None,
+            counted="repeats" if self.has_repeats else "runs",
         )
 
     def comparison(self, arm: str) -> stats.Comparison | None:
