@@ -690,7 +690,7 @@ def test_what_was_tuned_in_every_repeat_is_shown(
         "",
         "lr 0.1: 90.00; lr 0.9: refused by the recipe",
     ]
-    assert rows[-1][:6] == ["6", "pgt", "lr 0.7", "91.00", "1.00", "lr at the edge"]
+    assert rows[-1][:6] == ["6", "pgt", "lr 0.7", "91.00", "1.00", "lr"]
     assert "Of 6 choices at the edge of the range: baseline 1, pgt 1." in page.inner_text(".notes")
     assert page.locator("#verdict .forest .seed").count() == 6  # one per repeat
 

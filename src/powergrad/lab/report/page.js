@@ -47,7 +47,7 @@ function environmentPart(environment) {
 }
 
 function tuningPart({ keys, hold_out, seeds, repeats, is_unit }) {
-  const short = (key) => key.split(".").pop();
+  const short = (key) => key.slice(key.indexOf(".") + 1);
   const digits = (value) => (isNumber(value) ? String(Number(value.toPrecision(3))) : String(value));
   const at = (point) => Object.entries(point).map(([key, value]) => `${short(key)} ${digits(value)}`).join(", ");
   const row = (arm, { trials, chosen, edges }, repeat) => {
@@ -60,11 +60,11 @@ function tuningPart({ keys, hold_out, seeds, repeats, is_unit }) {
       h("td", { class: "words" }, h("strong", {}, at(winner.point))),
       h("td", {}, fmt(winner.mean, 2)),
       h("td", {}, next === null ? "–" : fmt(next, 2)),
-      h("td", { class: "words soft" }, edges.length > 0 && `${edges.map(short).join(", ")} at the edge`),
+      h("td", { class: "words soft" }, edges.length > 0 && edges.map(short).join(", ")),
       h("td", { class: "words soft" }, trials.filter((_, i) => i !== chosen).map((trial) =>
         `${at(trial.point)}: ${isNumber(trial.mean) ? fmt(trial.mean, 2) : trial.note}`).join("; ")));
   };
-  const heads = [...(is_unit ? ["repeat"] : []), "arm", "chosen", "held out", "lead", "", "other points"];
+  const heads = [...(is_unit ? ["repeat"] : []), "arm", "chosen", "held out", "lead", "edge", "other points"];
   return [
     h("h3", {}, `Tuning of ${keys.map(short).join(" and ")}`),
     h("p", { class: "soft small" }, `On ${100 * hold_out}% of the training data, held out, with `

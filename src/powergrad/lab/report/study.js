@@ -65,7 +65,7 @@ function forest(study, groups) {
     ]),
     s("text", { x: "50%", y: 37, "text-anchor": "middle" },
       `difference in ${study.words.replace(/^of /, "")}`));
-  const heads = [["who", "arm"], ["plot", ""], ["much", "difference (95% interval)"],
+  const heads = [["who", "arm"], ["plot", unseen("drawing")], ["much", "difference (95% interval)"],
     ["said", "verdict"]];
   return h("table", {
     class: "forest", "aria-label": "Differences from the baseline, with their intervals",
