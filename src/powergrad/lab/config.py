@@ -351,15 +351,44 @@ class Recipe(Section):
         return _validate(values, source)
 
 
-def describe_keys(section: type[Section] = Recipe) -> Iterator[tuple[str, str, Any]]:
-    """Every dotted key, its meaning, and its default."""
+def describe_keys(section: type[Section] = Recipe) -> Iterator[tuple[str, str, str, Any]]:
+    """Every dotted key, its meaning, its allowed values in words, and its default."""
+    properties = section.model_json_schema()["properties"]
     for name, field in section.model_fields.items():
         if isinstance(field.default, Section):
-            for key, meaning, default in describe_keys(type(field.default)):
-                yield f"{name}.{key}", meaning, default
+            for key, meaning, allowed, default in describe_keys(type(field.default)):
+                yield f"{name}.{key}", meaning, allowed, default
         else:
             meaning = next(text for text in field.metadata if isinstance(text, str))
-            yield name, meaning, field.default
+            yield name, meaning, _allowed(properties[name]), field.default
+
+
+def _allowed(schema: Mapping[str, Any]) -> str:
+    """The values that a JSON schema allows, in words."""
+    if "anyOf" in schema:
+        parts = [_allowed(part) for part in schema["anyOf"]]
+        return " or ".join(dict.fromkeys(parts))
+    if "enum" in schema:
+        return " or ".join(map(str, schema["enum"]))
+    if schema["type"] == "array":
+        items = schema.get("prefixItems") or [schema["items"]]
+        count = f"{len(items)} of" if "prefixItems" in schema else "a list of"
+        return f"{count}: {_allowed(items[0])}"
+    words = {
+        "boolean": "true or false",
+        "integer": "a whole number",
+        "number": "a number",
+        "string": "text",
+        "null": "null",
+    }[schema["type"]]
+    limits = {
+        "minimum": "from",
+        "exclusiveMinimum": "above",
+        "maximum": "up to",
+        "exclusiveMaximum": "below",
+    }
+    bounds = [f"{limits[key]} {schema[key]:g}" for key in limits if key in schema]
+    return " ".join([words, *bounds])
 
 
 # Recipes from files and command lines -------------------------------------------------------------
@@ -389,6 +418,21 @@ def load_recipe(source: str | Path, changes: Mapping[str, Any] | None = None) ->
     """
     values = _merge(_read(str(source), ()), nest(changes or {}))
     return _validate(values, f"recipe {str(source)!r}")
+
+
+def default_recipe(changes: Mapping[str, Any]) -> str:
+    """The name of the recipe for the data that `changes` names, where no recipe was given.
+
+    Example:
+        >>> default_recipe({"data.name": "folder:photos"}), default_recipe({"data.name": "cifar10"})
+        ('images', 'cifar10')
+        >>> default_recipe({})
+        'digits'
+    """
+    name = str(changes.get("data.name", ""))
+    if name.startswith("folder:"):
+        return "images"
+    return name if name in recipe_names() else "digits"
 
 
 def header(name: str) -> str:

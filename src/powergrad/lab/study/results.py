@@ -114,6 +114,7 @@ class Results:
         grid: The grid of a sweep.
         decomposition: What a decomposition checked.
         environment: Versions, hardware and command of the process that wrote the results.
+        remarks: What else a reader must know, such as what could not be run in the given time.
     """
 
     metric: Metric
@@ -127,6 +128,7 @@ class Results:
     grid: Grid | None = None
     decomposition: Decomposition | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
 
     @property
     def arms(self) -> list[str]:
@@ -267,7 +269,7 @@ class Results:
 
     def notes(self) -> list[str]:
         """What a reader must know beside the verdict: every place that shows it shows these too."""
-        notes = [self.diverged(), *self._about_design(), *self._about_tuning()]
+        notes = [*self.remarks, self.diverged(), *self._about_design(), *self._about_tuning()]
         return [note for note in notes if note]
 
     def diverged(self) -> str:
@@ -397,6 +399,8 @@ class Results:
             "rows": [row.to_dict() for row in self.rows],
             "environment": self.environment or describe_machine(),
         }
+        if self.remarks:
+            values["remarks"] = list(self.remarks)
         if self.tuning is not None:
             values["tuning"] = self.tuning.to_dict()
             values["trials"] = [row.to_dict() for row in self.trials]
@@ -581,6 +585,7 @@ def _from_json(values: Mapping[str, Any]) -> Results:
         grid=Grid({key: tuple(points) for key, points in grid.items()}) if grid else None,
         decomposition=decomposition,
         environment=values.get("environment", {}),
+        remarks=values.get("remarks", ()),
     )
 
 
