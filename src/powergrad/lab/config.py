@@ -103,6 +103,19 @@ class Data(Section):
             f"for, but got {name!r}{other}; to use this one anyway, add `--data.only any`"
         )
 
+    @property
+    def title(self) -> str:
+        """The name of the data, for people: of a folder its own name, not its path.
+
+        Example:
+            >>> Data(name="folder:/home/ann/photos/").title, Data(name="digits").title
+            ('photos', 'digits')
+        """
+        if not self.name.startswith("folder:"):
+            return self.name
+        path = Path(self.name.removeprefix("folder:")).expanduser()
+        return path.name if path.name not in ("", "..") else path.resolve().name
+
     @field_validator("groups")
     @classmethod
     def _groups_are_a_pattern(cls, groups: str | None) -> str | None:
@@ -333,6 +346,13 @@ class Recipe(Section):
     def override(self, changes: Mapping[str, Any]) -> Recipe:
         """This recipe with dotted keys changed: ``{"loss.alpha": 0.3}``."""
         return _validate(_merge(self.model_dump(), nest(changes)), "the overrides")
+
+    def without_paths(self) -> Recipe:
+        """This recipe with the name of a folder in place of its path, for files that are shared."""
+        folder = f"folder:{self.data.title}" if self.data.name.startswith("folder:") else None
+        data = self.data.model_copy(update={"name": folder or self.data.name})
+        machine = self.machine.model_copy(update={"data_dir": None})
+        return self.model_copy(update={"data": data, "machine": machine})
 
     def to_yaml(self) -> str:
         """The complete recipe as YAML."""

@@ -95,8 +95,9 @@ def hide_folders(text: str) -> str:
         >>> hide_folders("--data.name folder:/home/ann/photos --out='/home/ann/my runs'")
         "--data.name folder:photos --out='my runs'"
     """
-    quoted = r"(?<=')(?:[\w.-]+[=:])?(?:/|~)[^']*(?=')"
-    plain = r"(?<![\w./'~-])(?:[\w.-]+[=:])*(?:/|~)[^\s'\",;]*"
+    prefix = r"(?:[\w.-]+[=:])*"
+    quoted = rf"(?<=')(?={prefix}[/~]){prefix}[^']*(?=')"
+    plain = rf"(?<![^\s(\"]){prefix}[/~][^\s'\",;)]*"
     return re.sub(f"{quoted}|{plain}", _last_name, text)
 
 

@@ -39,7 +39,6 @@ from powergrad.lab.study import (
     metric_named,
     run_study,
 )
-from powergrad.lab.study.advice import missing_control
 from powergrad.lab.study.arms import arms_of, decomposition, parse_grid
 from powergrad.lab.study.decompose import (
     check_identity,
@@ -538,8 +537,5 @@ def run_and_report(
     show_results(results)
     if results.decomposition is not None:
         print(explain_decomposition(results, results.decomposition.alpha))
-    assert results.study is not None  # with the arms of earlier commands
-    if control := missing_control(results.study, results.with_verdict("better")):
-        print(f"\n{control}")
     print(f"\nLook at {page}; beside it study.csv, study.json, study.png, the runs.")
     return results

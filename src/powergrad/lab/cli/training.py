@@ -121,7 +121,7 @@ def _put_aside(run: Run, data: str) -> None:
 
 def run_name(recipe: Recipe) -> str:
     """The folder's name of a recipe's run: readable, and ending in its key."""
-    words = f"{recipe.data.name.rpartition('/')[2]}-{recipe.model.name}-seed{recipe.seed}"
+    words = f"{recipe.data.title}-{recipe.model.name}-seed{recipe.seed}"
     return f"{slug(words)}-{recipe.key}"
 
 

@@ -29,10 +29,11 @@ from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import csv_text, write_json, write_text
 from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.run import Run, RunError
+from powergrad.lab.study.advice import advise
 from powergrad.lab.study.definition import FILE, Study, read_kind
 from powergrad.lab.study.metrics import COLUMNS, METRICS, Metric, chance_of, guess_metric
 from powergrad.lab.study.records import Decomposition, Grid, Tuning
-from powergrad.lab.words import short_key, slug
+from powergrad.lab.words import hide_folders, short_key, slug
 
 __all__ = ["Results", "RunRow", "read_rows"]
 
@@ -272,6 +273,12 @@ class Results:
         notes = [*self.remarks, self.diverged(), *self._about_design(), *self._about_tuning()]
         return [note for note in notes if note]
 
+    def advice(self) -> list[str]:
+        """What to do next, in one or two lines that follow from the numbers."""
+        is_accuracy = self.metric.name in ("test_accuracy", "train_accuracy")
+        accuracy = self.mean(self.baseline) if is_accuracy else math.nan
+        return advise(self.study, self.comparisons, self.tuning, accuracy=accuracy)
+
     def diverged(self) -> str:
         """Which arms lost runs, in a sentence; empty if none did."""
         counts = []
@@ -395,9 +402,10 @@ class Results:
             "arms": self.arms,
             "verdict": self.verdict(),
             "notes": self.notes(),
+            "advice": self.advice(),
             "comparisons": [comparison.to_dict() for comparison in self.comparisons],
             "rows": [row.to_dict() for row in self.rows],
-            "environment": self.environment or describe_machine(),
+            "environment": _shared(self.environment or describe_machine()),
         }
         if self.remarks:
             values["remarks"] = list(self.remarks)
@@ -418,7 +426,7 @@ class Results:
             values["looked_at"] = list(self.study.earlier)
             values["changes"] = {arm: self.study.settings(arm) for arm in self.study.arms}
             if isinstance(self.study.program, RecipeProgram):
-                values["recipe"] = self.study.base.model_dump(mode="json")
+                values["recipe"] = self.study.base.without_paths().model_dump(mode="json")
         return values
 
     def save(self, folder: Path) -> None:
@@ -496,6 +504,12 @@ class Results:
         results = cls(chosen, chosen.margin, baseline or _usual_baseline(rows), rows)
         _ = results.comparisons  # raises where they cannot be made
         return results
+
+
+def _shared(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What others may read of a machine: its command without the paths."""
+    command = environment.get("command")
+    return {**environment, **({"command": hide_folders(command)} if command else {})}
 
 
 def _load_folder(folder: Path) -> Results:
