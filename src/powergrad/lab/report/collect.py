@@ -11,15 +11,15 @@ import yaml
 
 from powergrad import __version__
 from powergrad.lab.config import Recipe, flatten
+from powergrad.lab.glossary import TERMS
 from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.report.arms import describe_arms
 from powergrad.lab.report.runs import UNREADABLE, ShownRun, try_read
 from powergrad.lab.run import Run, RunError
 from powergrad.lab.stats import Comparison
 from powergrad.lab.study import METRICS, Metric, Results, Study
-from powergrad.lab.study.advice import missing_control
 from powergrad.lab.study.decompose import describe_identity, explain_decomposition
-from powergrad.lab.words import short_key
+from powergrad.lab.words import hide_folders, short_key
 
 __all__ = ["collect"]
 
@@ -61,6 +61,7 @@ def collect(sources: Sequence[Path | Results]) -> dict[str, Any]:
         "version": __version__,
         "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "studies": studies,
+        "glossary": [term._asdict() for term in TERMS],
     }
 
 
@@ -108,8 +109,6 @@ def _study(results: Results, notes: list[str]) -> dict[str, Any]:
     usable = _usable(results, runs, notes)
     if usable:
         notes += usable.notes()
-        if control := missing_control(study, usable.with_verdict("better")):
-            notes.append(control)
     decomposed = None
     if usable and usable.decomposition and set(usable.arms) == set(study.arms):
         decomposed = {
@@ -120,7 +119,7 @@ def _study(results: Results, notes: list[str]) -> dict[str, Any]:
     name = place.parent.name if place.name == "arms" else place.name
     recipe = ""
     if isinstance(study.program, RecipeProgram):
-        values = study.base.model_dump(mode="json", exclude={"seed"})
+        values = study.base.without_paths().model_dump(mode="json", exclude={"seed"})
         recipe = yaml.safe_dump(values, sort_keys=False)
     return {
         **describe_arms(runs, {arm: study.settings(arm) for arm in study.arms}, notes),
@@ -134,8 +133,9 @@ def _study(results: Results, notes: list[str]) -> dict[str, Any]:
         "tuning": results.tuning.to_dict() if results.tuning else None,
         "decomposition": decomposed,
         "recipe": recipe,
-        "command": results.environment.get("command"),
-        "notes": notes,
+        "command": hide_folders(results.environment.get("command") or "") or None,
+        "notes": [hide_folders(note) for note in notes],
+        "advice": usable.advice() if usable else [],
     }
 
 
@@ -253,9 +253,13 @@ def _loose_runs(folders: list[Path]) -> dict[str, Any]:
         "grid": None,
         "tuning": None,
         "decomposition": None,
-        "recipe": recipe.to_yaml(),
-        "command": try_read(Run(runs[0].folder).environment, {}, notes).get("command"),
-        "notes": notes,
+        "recipe": recipe.without_paths().to_yaml(),
+        "command": hide_folders(
+            try_read(Run(runs[0].folder).environment, {}, notes).get("command") or ""
+        )
+        or None,
+        "notes": [hide_folders(note) for note in notes],
+        "advice": [],
     }
 
 

@@ -126,6 +126,7 @@ function showStudy(place) {
   const sections = [
     verdictSection(study), decompositionSection(study), tableSection(study), curvesSection(study),
     normsSection(study), alphaSection(study), playgroundSection(study), provenanceSection(study),
+    glossarySection(),
   ].filter(Boolean);
   const { dataset } = document.documentElement;
   document.getElementById("main").replaceChildren(
@@ -144,6 +145,7 @@ function showStudy(place) {
     ...sections,
     h("footer", {}, `Made by powergrad ${DATA.version} on ${DATA.made.slice(0, 10)}. `
       + "This file asks nothing of any network."));
+  markTerms(document.getElementById("main"));
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");

@@ -14,7 +14,7 @@ from powergrad.lab.files import json_safe
 
 __all__ = ["as_json", "make_page"]
 
-SCRIPTS = ("elements", "charts", "study", "norms", "alpha", "playground", "page")
+SCRIPTS = ("elements", "terms", "charts", "study", "norms", "alpha", "playground", "page")
 # A browser that is given no icon asks the server for one.
 ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
@@ -97,7 +97,7 @@ def _without_script(data: Mapping[str, Any]) -> str:
     for study in data["studies"]:
         lines.append(f'<h1 dir="auto">{html.escape(study["name"])}</h1>')
         sentences = [comparison["sentence"] for comparison in study["comparisons"]]
-        texts = [study["headline"], *sentences, *study["notes"]]
+        texts = [study["headline"], *sentences, *study["notes"], *study["advice"]]
         lines += [f'<p dir="auto">{html.escape(text)}</p>' for text in texts]
     lines.append("<p>Curves, tables and figures are drawn by this page's own script.</p>")
     return "\n".join(lines)

@@ -92,7 +92,9 @@ function verdictSection(study) {
         study.higher ? "More is better." : "Less is better."),
       h("details", {}, h("summary", {}, "In full sentences"), h("ul", {},
         study.comparisons.map((comparison) => h("li", {}, prose(study, comparison.sentence))))),
-    ]);
+    ],
+    study.advice.length > 0 && h("div", { class: "advice" }, h("h3", {}, "What next"),
+      study.advice.map((line) => h("p", {}, prose(study, line)))));
 }
 
 function decompositionSection(study) {

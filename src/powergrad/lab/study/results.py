@@ -29,10 +29,11 @@ from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import csv_text, write_json, write_text
 from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.run import Run, RunError
+from powergrad.lab.study.advice import advise
 from powergrad.lab.study.definition import FILE, Study, read_kind
 from powergrad.lab.study.metrics import COLUMNS, METRICS, Metric, chance_of, guess_metric
 from powergrad.lab.study.records import Decomposition, Grid, Tuning
-from powergrad.lab.words import short_key, slug
+from powergrad.lab.words import hide_folders, short_key, slug
 
 __all__ = ["Results", "RunRow", "read_rows"]
 
@@ -114,6 +115,7 @@ class Results:
         grid: The grid of a sweep.
         decomposition: What a decomposition checked.
         environment: Versions, hardware and command of the process that wrote the results.
+        remarks: What else a reader must know, such as what could not be run in the given time.
     """
 
     metric: Metric
@@ -127,6 +129,7 @@ class Results:
     grid: Grid | None = None
     decomposition: Decomposition | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
 
     @property
     def arms(self) -> list[str]:
@@ -268,8 +271,14 @@ class Results:
 
     def notes(self) -> list[str]:
         """What a reader must know beside the verdict: every place that shows it shows these too."""
-        notes = [self.diverged(), *self._about_design(), *self._about_tuning()]
+        notes = [*self.remarks, self.diverged(), *self._about_design(), *self._about_tuning()]
         return [note for note in notes if note]
+
+    def advice(self) -> list[str]:
+        """What to do next, in one or two lines that follow from the numbers."""
+        is_accuracy = self.metric.name in ("test_accuracy", "train_accuracy")
+        accuracy = self.mean(self.baseline) if is_accuracy else math.nan
+        return advise(self.study, self.comparisons, self.tuning, accuracy=accuracy)
 
     def diverged(self) -> str:
         """Which arms lost runs, in a sentence; empty if none did."""
@@ -394,10 +403,13 @@ class Results:
             "arms": self.arms,
             "verdict": self.verdict(),
             "notes": self.notes(),
+            "advice": self.advice(),
             "comparisons": [comparison.to_dict() for comparison in self.comparisons],
             "rows": [row.to_dict() for row in self.rows],
-            "environment": self.environment or describe_machine(),
+            "environment": _shared(self.environment or describe_machine()),
         }
+        if self.remarks:
+            values["remarks"] = list(self.remarks)
         if self.tuning is not None:
             values["tuning"] = self.tuning.to_dict()
             values["trials"] = [row.to_dict() for row in self.trials]
@@ -415,7 +427,7 @@ class Results:
             values["looked_at"] = list(self.study.earlier)
             values["changes"] = {arm: self.study.settings(arm) for arm in self.study.arms}
             if isinstance(self.study.program, RecipeProgram):
-                values["recipe"] = self.study.base.model_dump(mode="json")
+                values["recipe"] = self.study.base.without_paths().model_dump(mode="json")
         return values
 
     def save(self, folder: Path) -> None:
@@ -493,6 +505,12 @@ class Results:
         results = cls(chosen, chosen.margin, baseline or _usual_baseline(rows), rows)
         _ = results.comparisons  # raises where they cannot be made
         return results
+
+
+def _shared(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What others may read of a machine: its command without the paths."""
+    command = environment.get("command")
+    return {**environment, **({"command": hide_folders(command)} if command else {})}
 
 
 def _load_folder(folder: Path) -> Results:
@@ -582,6 +600,7 @@ def _from_json(values: Mapping[str, Any]) -> Results:
         grid=Grid({key: tuple(points) for key, points in grid.items()}) if grid else None,
         decomposition=decomposition,
         environment=values.get("environment", {}),
+        remarks=values.get("remarks", ()),
     )
 
 
