@@ -11,11 +11,20 @@ __all__ = ["TERMS", "Term", "markdown"]
 
 
 class Term(NamedTuple):
-    """A term: its name, its meaning, and the other words by which texts call it."""
+    """A term.
+
+    Attributes:
+        name: Its name.
+        meaning: What it means.
+        words: Other words by which texts call it.
+        alone: Whether the name is the term only where it stands alone, since it is a word of
+            everyday language, too.
+    """
 
     name: str
     meaning: str
     words: tuple[str, ...] = ()
+    alone: bool = False
 
 
 TERMS = (
@@ -70,8 +79,18 @@ TERMS = (
         "corrected for all arms and looks. Below 0.05 the interval excludes 0.",
         ("p =", "p <"),
     ),
-    Term("better", "The whole interval is on the better side of 0."),
-    Term("worse", "The whole interval is on the worse side of 0."),
+    Term(
+        "better",
+        "The whole interval is on the better side of 0.",
+        ("is better than", "are better than"),
+        alone=True,
+    ),
+    Term(
+        "worse",
+        "The whole interval is on the worse side of 0.",
+        ("is worse than", "are worse than"),
+        alone=True,
+    ),
     Term(
         "equivalent",
         "The whole interval is within the margin: if there is a difference, it is too small to "

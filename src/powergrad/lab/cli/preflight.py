@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import time
@@ -116,7 +115,7 @@ def prepare(
         _say(f"{_runs(plan)}, {time_words} with {workers} at a time ({duration(run)} each).")
         if first > LONG:
             fresh = replace(plan, done=0)  # with other settings, nothing can be reused
-            with contextlib.suppress(ValueError):
+            try:
                 fits = fit_budget(
                     fresh,
                     found,
@@ -128,6 +127,11 @@ def prepare(
                     seeds_given=bool(study.finals),
                 )
                 _say(f"These options fit ten minutes: {fits.options}")
+            except ValueError:
+                _say(
+                    "No image size, width, epochs and seeds fit ten minutes. Fewer arms (--arms "
+                    "baseline,pgt) and fewer images (--data.limit) take less time."
+                )
     if first > LONG and ask:
         _ask(f"Start {_runs(plan)}?")
     return Ready({}, run_seconds=run)

@@ -1,7 +1,7 @@
 // What words mean: an explanation on hover and focus, and a glossary at the end of the page.
 
-const TERMS = DATA.glossary.flatMap(({ name, words, meaning }) =>
-  [name, ...words].map((word) => ({ word, name, meaning })));
+const TERMS = DATA.glossary.flatMap(({ name, words, meaning, alone }) =>
+  [name, ...words].map((word) => ({ word, name, meaning, alone: alone && word === name })));
 const slug = (name) => `term-${name.toLowerCase().replace(/[^a-z0-9]+/g, "-")}`;
 const literal = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
 const ANY_TERM = new RegExp(`(?<![\\w-])(?:${TERMS.map(({ word }) => literal(word))
@@ -63,7 +63,7 @@ function linkTerms(text, seen) {
   let from = 0;
   for (const match of text.data.matchAll(ANY_TERM)) {
     const term = termOf(match[0]);
-    if (!term || seen.has(term.name)) continue;
+    if (!term || seen.has(term.name) || (term.alone && text.data.trim() !== match[0])) continue;
     seen.add(term.name);
     nodes.push(text.data.slice(from, match.index), h("a", {
       class: "term", href: `#${slug(term.name)}`, "data-term": term.name,

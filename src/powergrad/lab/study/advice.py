@@ -166,6 +166,8 @@ def _images_needed(comparison: Comparison, needed: int, accuracy: float) -> tupl
     if not (comparison.step > 0 and 0 < accuracy < 100):
         return None
     images = round(100 / comparison.step)
+    if abs(100 / comparison.step - images) > 0.01:  # the step is not one image
+        return None
     by_chance = math.sqrt(accuracy * (100 - accuracy) / images)
     if comparison.sd > 1.25 * by_chance or needed <= comparison.n:
         return None
