@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from powergrad.lab.jobs.job import Job, JobError
+from powergrad.lab.jobs.job import Job, JobError, RunsFailed
 from powergrad.lab.run import RunError
 from powergrad.lab.signals import Interrupted, watching_signals
 
@@ -42,12 +43,14 @@ class Snapshot:
         results: The final metrics of those that are finished.
         seconds: How long it has taken since it was started this time.
         left: The estimated seconds that are left; None while there is no estimate.
+        failed: Why runs failed, by name.
     """
 
     done: Mapping[str, float]
     results: Mapping[str, Mapping[str, Any]]
     seconds: float
     left: float | None
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 class JobQueue:
@@ -59,6 +62,7 @@ class JobQueue:
         workers: How many runs at a time on this machine.
         storage: The URL of a database that several machines reach; a file in `folder` by default.
         known: Final metrics of runs that were made elsewhere, by name; they are not done again.
+        environments: Environment variables of each worker, in turn.
     """
 
     def __init__(
@@ -69,11 +73,13 @@ class JobQueue:
         workers: int,
         storage: str | None = None,
         known: Mapping[str, Mapping[str, Any]] | None = None,
+        environments: Sequence[Mapping[str, str]] = (),
     ) -> None:
         self.folder, self.study, self.workers = folder, study, workers
         self.url = storage or local_storage(folder)
         self.is_shared = storage is not None
         self.known = dict(known or {})
+        self.environments = environments
         self.crew: _Crew | None = None
 
     def __enter__(self) -> JobQueue:
@@ -96,7 +102,8 @@ class JobQueue:
 
         Raises:
             Interrupted: If SIGINT or SIGTERM came. Every run is saved.
-            JobError: If some runs failed.
+            RunsFailed: If some runs failed.
+            JobError: If a run says that no other can be of use, or workers die all the time.
         """
         results = {job.name: result for job in jobs if (result := self._result(job)) is not None}
         missing = [job for job in jobs if job.name not in results]
@@ -108,7 +115,8 @@ class JobQueue:
         # whose folder was deleted is done again.
         enqueue(queue, missing, done_too=not self.is_shared)
         if self.crew is None:
-            self.crew = _Crew(self.workers, [self.url, self.study, str(self.folder)])
+            arguments = [self.url, self.study, str(self.folder)]
+            self.crew = _Crew(self.workers, arguments, self.environments)
         self.crew.grow(len(missing))
         clock = _Clock()
         lost_since: dict[str, float] = {}
@@ -134,6 +142,9 @@ class JobQueue:
                         lost_since.pop(job.name, None)
                     elif tried and "error" in tried[-1].user_attrs:
                         failed[job.name] = tried[-1].user_attrs["error"]
+                        if tried[-1].user_attrs.get("stops"):
+                            self.crew.stop()
+                            raise JobError(f"{job.name}: {failed[job.name]}")
                     elif len(tried) > RETRIES:
                         failed[job.name] = "its worker was killed each time"
                     elif time.monotonic() - lost_since.setdefault(job.name, time.monotonic()) > (
@@ -146,7 +157,8 @@ class JobQueue:
                     for job in jobs
                 }
                 clock.update(sum(done.values()))
-                watch(Snapshot(done, dict(results), clock.seconds, clock.left(len(jobs))))
+                left = clock.left(len(jobs))
+                watch(Snapshot(done, dict(results), clock.seconds, left, failed))
                 if len(results) + len(failed) == len(jobs):
                     break
                 if stopped():
@@ -155,8 +167,7 @@ class JobQueue:
                 self.crew.keep_up(finished=len(results))
                 time.sleep(0.4)
         if failed:
-            listed = "\n".join(f"  {name}: {reason}" for name, reason in failed.items())
-            raise JobError(f"{len(failed)} of {len(jobs)} runs could not be done:\n{listed}")
+            raise RunsFailed(failed, results)
         return results
 
     def _result(self, job: Job) -> dict[str, Any] | None:
@@ -250,36 +261,38 @@ def enqueue(queue: Any, jobs: Sequence[Job], *, done_too: bool = False) -> None:
 class _Crew:
     """The worker processes of this machine. They wait for work until they are dismissed."""
 
-    def __init__(self, most: int, arguments: list[str]) -> None:
-        self.most, self.arguments = most, arguments
+    def __init__(
+        self, most: int, arguments: list[str], environments: Sequence[Mapping[str, str]]
+    ) -> None:
+        self.most, self.arguments, self.environments = most, arguments, environments
         self.members: list[subprocess.Popen[str]] = []
         self.deaths = self.finished = 0
 
     def grow(self, jobs: int) -> None:
         """Have as many workers as there are jobs, at most the number that was asked for."""
         while len(self.members) < min(self.most, jobs):
-            self._hire()
+            self.members.append(self._hire(len(self.members)))
 
-    def _hire(self) -> None:
+    def _hire(self, place: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "powergrad.lab.jobs.worker", *self.arguments]
+        own = self.environments[place % len(self.environments)] if self.environments else {}
         # A group of its own: Ctrl-C reaches the parent alone, which then asks the workers to stop.
         # A worker leaves when its standard input ends and nothing is left to do.
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
             start_new_session=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            env={**os.environ, **own},
             text=True,
         )
-        self.members.append(process)
 
     def keep_up(self, finished: int) -> None:
         """Replace the workers that were killed."""
         if finished > self.finished:
             self.finished, self.deaths = finished, 0
-        for member in list(self.members):
+        for place, member in enumerate(self.members):
             if member.poll() is not None:  # none leaves by itself before it is dismissed
-                self.members.remove(member)
                 _close(member)
                 self.deaths += 1
                 if self.deaths > DEATHS:
@@ -287,7 +300,7 @@ class _Crew:
                         f"{DEATHS} workers died one after another with no run finished; the last "
                         f"with exit code {member.returncode}."
                     )
-                self._hire()
+                self.members[place] = self._hire(place)
 
     def stop(self) -> None:
         """Ask the workers to save and stop, and wait for them."""
