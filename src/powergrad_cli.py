@@ -16,7 +16,8 @@ from typing import TextIO, cast
 COMMANDS = {
     "compare": (
         "studies",
-        "Does it help here? Baseline, PGT, AGC and combinations over seeds, with a verdict.",
+        "Does it help here? Baseline, PGT, AGC and combinations over seeds, with a verdict. Of "
+        "your own program, unchanged: compare [OPTIONS] -- python train.py --seed {seed}.",
     ),
     "run": (
         "running",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import statistics
 import sys
@@ -21,7 +22,15 @@ from powergrad.lab.study import Results
 from powergrad.lab.study.metrics import metric_names
 from powergrad.lab.words import duration
 
-__all__ = ["Watch", "chart", "result_tables", "show_plan", "show_results", "show_runs"]
+__all__ = [
+    "Watch",
+    "chart",
+    "describe_results",
+    "result_tables",
+    "show_plan",
+    "show_results",
+    "show_runs",
+]
 
 
 class Watch:
@@ -88,16 +97,28 @@ class Watch:
 
 def show_results(results: Results) -> None:
     """Print tables, chart, verdict and one sentence per comparison."""
-    comparisons = results.comparisons  # before anything is printed: it may refuse
+    words = _words(results)  # before anything is printed: it may refuse
     console = Console(width=None if sys.stdout.isatty() else 120)
     for table in result_tables(results):
         console.print(table)
-    print(chart(results))
-    print(f"\n{results.verdict()}\n")
-    for comparison in comparisons:
-        print(f"- {comparison.sentence}")
-    for note in results.notes():
-        print(f"\n{note}")
+    print(words)
+
+
+def describe_results(results: Results) -> str:
+    """What :func:`show_results` prints."""
+    console = Console(width=120, file=io.StringIO())
+    words = _words(results)
+    with console.capture() as captured:
+        for table in result_tables(results):
+            console.print(table)
+    return captured.get() + words
+
+
+def _words(results: Results) -> str:
+    """What stands below the tables."""
+    lines = [f"{chart(results)}\n", f"{results.verdict()}\n"]
+    lines += [f"- {comparison.sentence}" for comparison in results.comparisons]
+    return "\n".join([*lines, *(f"\n{note}" for note in results.notes())])
 
 
 def show_runs(results: Results) -> None:

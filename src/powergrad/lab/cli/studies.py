@@ -235,8 +235,7 @@ class ProgramOptions:
 
     Attributes:
         metric_regex: A regular expression for the lines of its output, as 'acc (.+)': the last
-            match counts. Named groups, (?P<accuracy>...), give several metrics; may be given
-            several times.
+            match counts. Named groups give several metrics; may be given several times.
         metric_file: A number in a file, as results.json:val.acc or log.csv:accuracy (the last
             row); relative to {out}; may be given several times. A program that calls
             powergrad.report(accuracy=...) needs neither.

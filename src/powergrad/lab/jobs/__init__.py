@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from powergrad.lab.jobs.command import CommandJob, CommandProgram
+from powergrad.lab.jobs.function import FunctionJob, FunctionProgram
 from powergrad.lab.jobs.job import Changes, Job, JobError, Program, RunFailed, RunsFailed
 from powergrad.lab.jobs.recipe import RecipeJob, RecipeProgram
 
@@ -18,6 +19,8 @@ __all__ = [
     "Changes",
     "CommandJob",
     "CommandProgram",
+    "FunctionJob",
+    "FunctionProgram",
     "Job",
     "JobError",
     "Program",
@@ -29,8 +32,16 @@ __all__ = [
     "program_from_dict",
 ]
 
-KINDS: dict[str, type[Job]] = {"command": CommandJob, "recipe": RecipeJob}
-PROGRAMS: dict[str, type[Program]] = {"command": CommandProgram, "recipe": RecipeProgram}
+KINDS: dict[str, type[Job]] = {
+    "command": CommandJob,
+    "function": FunctionJob,
+    "recipe": RecipeJob,
+}
+PROGRAMS: dict[str, type[Program]] = {
+    "command": CommandProgram,
+    "function": FunctionProgram,
+    "recipe": RecipeProgram,
+}
 
 
 def job_from_dict(values: Mapping[str, Any]) -> Job:

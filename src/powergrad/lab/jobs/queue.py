@@ -21,11 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from powergrad.lab.jobs.job import Job, JobError, RunsFailed
+from typing_extensions import override
+
+from powergrad.lab.jobs.job import Job, JobError, RunFailed, RunsFailed
 from powergrad.lab.run import RunError
 from powergrad.lab.signals import Interrupted, watching_signals
 
-__all__ = ["JobQueue", "Snapshot", "enqueue", "local_storage", "open_queue"]
+__all__ = ["InlineQueue", "JobQueue", "Snapshot", "enqueue", "local_storage", "open_queue"]
 
 HEARTBEAT = 2  # seconds
 GRACE = 12  # seconds without a heartbeat after which a worker is taken for dead
@@ -175,6 +177,37 @@ class JobQueue:
         if job.name in self.known:
             return dict(self.known[job.name])
         return job.result(self.folder)
+
+
+class InlineQueue(JobQueue):
+    """Does runs in this process, one after another: for what other processes cannot find."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, study="", workers=1)
+
+    @override
+    def run(
+        self,
+        jobs: Sequence[Job],
+        watch: Callable[[Snapshot], None] = lambda snapshot: None,
+    ) -> dict[str, dict[str, Any]]:
+        results: dict[str, dict[str, Any]] = {}
+        failed: dict[str, str] = {}
+        clock = _Clock()
+        for job in jobs:
+            try:
+                results[job.name] = job.execute(self.folder)
+            except RunFailed as error:
+                if error.stops:
+                    raise JobError(f"{job.name}: {error}") from None
+                failed[job.name] = str(error)
+            ended = results.keys() | failed.keys()
+            clock.update(len(ended))
+            done = {each.name: float(each.name in ended) for each in jobs}
+            watch(Snapshot(done, dict(results), clock.seconds, clock.left(len(jobs)), failed))
+        if failed:
+            raise RunsFailed(failed, results)
+        return results
 
 
 class _Clock:
