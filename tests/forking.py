@@ -54,7 +54,7 @@ class Interpreter:
 
     def close(self) -> None:
         self.server.kill()
-        self.server.wait()
+        self.server.communicate()
         self.folder.cleanup()
 
 

@@ -59,7 +59,15 @@ def compare(
 
     Raises:
         ImportError: If the workbench is not installed.
-        ValueError: If an argument is wrong, or the first run has not the metric.
+        ValueError: If an argument is wrong, or the first run lacks the metric.
+
+    Example:
+        >>> def train(seed, arm, bonus=0.0):  # in your code: a training
+        ...     return 90 + seed % 3 + bonus
+        >>> arms = {"baseline": {}, "other": {"bonus": 4.0}}
+        >>> results = compare(train, arms, seeds=8, metric="accuracy")
+        >>> results.verdict
+        'Here other is better than baseline.'
     """
     try:
         # By its name: the core imports the workbench nowhere.
