@@ -16,7 +16,8 @@ from typing import TextIO, cast
 COMMANDS = {
     "compare": (
         "studies",
-        "Does it help here? Baseline, PGT, AGC and combinations over seeds, with a verdict.",
+        "Does it help here? Baseline, PGT, AGC and combinations over seeds, with a verdict. Of "
+        "your own program, unchanged: compare [OPTIONS] -- python train.py --seed {seed}.",
     ),
     "run": (
         "running",
@@ -42,6 +43,21 @@ def place_of(command: str) -> str:
     return f"powergrad.lab.cli.{COMMANDS[command][0]}:{'app' if command == 'paper' else command}"
 
 
+def separated(tokens: Sequence[str]) -> list[str]:
+    """The tokens of `compare`, with each one after ``--`` as a value of the option ``--command``.
+
+    So a program of the user's is not taken for a recipe and its changes.
+
+    Example:
+        >>> separated(["compare", "--seeds", "8", "--", "python", "--x"])
+        ['compare', '--seeds', '8', '--command=python', '--command=--x']
+    """
+    if tokens[:1] != ["compare"] or "--" not in tokens:
+        return list(tokens)
+    place = tokens.index("--")
+    return [*tokens[:place], *(f"--command={token}" for token in tokens[place + 1 :])]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 2 where the user must change something."""
     try:
@@ -57,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for number, (name, (_, line)) in enumerate(COMMANDS.items()):
         app.command(place_of(name), name=name, help=line, sort_key=number)
-    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    tokens = separated(sys.argv[1:] if arguments is None else arguments)
     try:
         result = app(tokens, exit_on_error=False, result_action="return_value") or 0
         sys.stdout.flush()

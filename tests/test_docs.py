@@ -81,7 +81,7 @@ def app() -> App:
 
 def parse(line: str) -> None:
     """Raise if a command, an option or a key of a recipe does not exist."""
-    tokens = shlex.split(line)
+    tokens = powergrad_cli.separated(shlex.split(line))
     if tokens[0] not in powergrad_cli.COMMANDS:
         raise ValueError(f"Expected a command, but got {tokens[0]!r}.")
     if len(tokens) == 1:  # only its name

@@ -6,6 +6,7 @@ from powergrad._version import __version__
 from powergrad.alter import alter_gradient, alter_output
 from powergrad.calibration import fold_alpha
 from powergrad.clipping import adaptive_clip_grad_, clip_grads_before_step
+from powergrad.comparing import compare
 from powergrad.identity import equivalent_training
 from powergrad.linear import linear_cross_entropy
 from powergrad.loss import CrossEntropyLoss, binary_cross_entropy_with_logits, cross_entropy
@@ -26,6 +27,7 @@ __all__ = [
     "binary_cross_entropy_with_logits",
     "census",
     "clip_grads_before_step",
+    "compare",
     "cross_entropy",
     "equivalent_training",
     "fold_alpha",

@@ -193,6 +193,30 @@ def test_every_section_is_there_and_fits(
     page.screenshot(path=ARTIFACTS / f"report-{scheme}-{width}.png", full_page=True)
 
 
+def test_the_page_of_a_program_has_no_sections_of_a_recipe(tmp_path, visit) -> None:
+    def train(seed: int, arm: str) -> dict[str, float]:
+        if (seed, arm) == (2, "other"):
+            raise ValueError("no room")
+        return {"f1 <score>": 0.9 + 0.01 * ((7 * seed + len(arm)) % 5), "val_loss": seed}
+
+    compared = powergrad.compare(
+        train, ["first", "other"], 8, metric="f1 <score>", better="higher", margin=0.02
+    )
+    page = visit(compared.save(tmp_path / "own"))
+    assert page.eval_on_selector_all("section", "all => all.map((s) => s.id)") == [
+        "verdict",
+        "table",
+        "provenance",
+    ]
+    assert compared.verdict in page.inner_text("#verdict")
+    assert "1 of 8 runs of other failed" in page.inner_text("#verdict")
+    heads = page.eval_on_selector_all("#table th button", "all => all.map((b) => b.textContent)")
+    assert {"f1 <score>", "val loss", "seconds"} <= set(heads)
+    page.click("#table summary")
+    assert page.locator("#table .failed").count() == 1
+    assert "The program" in page.inner_text("#provenance")
+
+
 def test_the_verdict_is_on_top(visit: Callable[..., Page], report: Path, study: Path) -> None:
     page = visit(report)
     saved = json.loads((study / "study.json").read_text())

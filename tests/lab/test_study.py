@@ -372,7 +372,7 @@ def test_a_folder_of_another_recipe_is_refused_and_left_alone(study, capsys):
     status = powergrad("compare", "digits", *TOKENS, "--train.epochs=4", "--seeds", 2,
                        "--out", study.parent, "--name", "small")  # fmt: skip
     assert status == 2
-    assert "got one of another recipe or tuning; give another --name" in capsys.readouterr().err
+    assert "got one of another program or tuning; give another --name" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in study.glob("study.*")} == before
     status = powergrad("compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--alpha", "0.5",
                        "--seeds", 2, "--out", study.parent, "--name", "small")  # fmt: skip
@@ -1086,7 +1086,7 @@ def test_a_study_is_not_continued_with_another_tuning(made_up, tmp_path, capsys)
     tokens = ["compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--out", tmp_path]
     tokens += ["--name", "s", "--seeds", 2]
     assert powergrad(*tokens, "--tune", "lr=0.1,0.4") == 2
-    assert "got one of another recipe or tuning; give another --name" in capsys.readouterr().err
+    assert "got one of another program or tuning; give another --name" in capsys.readouterr().err
     assert powergrad(*tokens) == 2
 
 

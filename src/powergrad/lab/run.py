@@ -22,6 +22,7 @@ import functools
 import json
 import os
 import pickle
+import shutil
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ from powergrad.lab.files import (
 __all__ = ["COLUMNS", "Run", "RunBusyError", "RunError", "open_run"]
 
 FORMAT = 1
+LOCK = "lock"  # the file that a process holds
 KEPT = 2  # checkpoints: the last, and the one before in case the last cannot be read
 
 # The columns of metrics.csv, in order. A cell is empty where nothing was measured.
@@ -144,6 +146,37 @@ class Run:
     # Writing: only the process that holds the folder ---------------------------------------------
 
     @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Make the folder if missing, and keep every other process from holding it.
+
+        Raises:
+            RunError: If another process holds it, or it cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = open(self.folder / LOCK, "a")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            raise RunError(explain_os_error(error, self.folder)) from error
+        with lock:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise RunBusyError(
+                    f"Expected {str(self.folder)!r} to be free, but another process is running it."
+                ) from None
+            yield
+
+    def clear(self) -> None:
+        """Remove what an earlier start has left in the folder that is held."""
+        for path in self.folder.iterdir():
+            if path.name == LOCK:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    @contextlib.contextmanager
     def open(self, recipe: Recipe, data: str = "") -> Iterator[Run]:
         """Hold the folder for the run of `recipe`, a new one or one to be resumed.
 
@@ -155,18 +188,11 @@ class Run:
             RunError: If another process holds the folder, it holds another run or one of other
                 data, or cannot be written.
         """
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            lock = open(self.folder / "lock", "a")  # noqa: SIM115 (closed below)
-        except OSError as error:
-            raise RunError(explain_os_error(error, self.folder)) from error
-        with lock:
+        with self.hold():
             try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise RunBusyError(
-                    f"Expected {str(self.folder)!r} to be free, but another process is running it."
-                ) from None
+                self.checkpoints.mkdir(exist_ok=True)
+            except OSError as error:
+                raise RunError(explain_os_error(error, self.folder)) from error
             for temporary in [*self.folder.glob(".*.tmp"), *self.checkpoints.glob(".*.tmp")]:
                 temporary.unlink()
             if self.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import statistics
 import sys
@@ -19,12 +20,14 @@ from powergrad.lab.jobs import Job
 from powergrad.lab.jobs.queue import Snapshot
 from powergrad.lab.stats import Comparison, Plan, signed, span
 from powergrad.lab.study import Results
+from powergrad.lab.study.metrics import metric_names
 from powergrad.lab.words import duration, spans
 from powergrad.monitor import Recording, Thresholds, census
 
 __all__ = [
     "Watch",
     "chart",
+    "describe_results",
     "result_tables",
     "show_plan",
     "show_results",
@@ -48,6 +51,7 @@ class Watch:
         self.live = Live(console=self.console, transient=True, auto_refresh=False)
         self.finished = -1
         self.printed_at = 0.0
+        self.failed: set[str] = set()
 
     def __enter__(self) -> Watch:
         if self.console.is_terminal:
@@ -59,6 +63,10 @@ class Watch:
 
     def __call__(self, snapshot: Snapshot) -> None:
         """Show `snapshot`."""
+        for name, reason in snapshot.failed.items():
+            if name not in self.failed:
+                self.failed.add(name)
+                self.console.print(f"{name}: {reason}", markup=False, highlight=False)
         if self.console.is_terminal:
             self.live.update(self._table(snapshot), refresh=True)
             return
@@ -83,7 +91,7 @@ class Watch:
             names = [job.name for (job_arm, _), job in self.jobs.items() if job_arm == arm]
             done = [snapshot.results[name] for name in names if name in snapshot.results]
             values = [result[self.metric] for result in done if self.metric in result]
-            mean = f"{sum(values) / len(values):.2f}" if values else ""
+            mean = f"{sum(values) / len(values):.4g}" if values else ""
             part = sum(snapshot.done[name] for name in names) / len(names)
             bar = "━" * round(20 * part) + "╌" * (20 - round(20 * part))
             table.add_row(Text(arm), f"{len(done)}/{len(names)}", bar, mean)
@@ -92,16 +100,29 @@ class Watch:
 
 def show_results(results: Results) -> None:
     """Print tables, chart, verdict and one sentence per comparison."""
-    comparisons = results.comparisons  # before anything is printed: it may refuse
+    words = _words(results)  # before anything is printed: it may refuse
     console = Console(width=None if sys.stdout.isatty() else 120)
     for table in result_tables(results):
         console.print(table)
-    print(chart(results))
-    print(f"\n{results.verdict()}\n")
-    for comparison in comparisons:
-        print(f"- {comparison.sentence}")
-    for note in [*results.notes(), *results.advice()]:
-        print(f"\n{note}")
+    print(words)
+
+
+def describe_results(results: Results) -> str:
+    """What :func:`show_results` prints."""
+    console = Console(width=120, file=io.StringIO())
+    words = _words(results)
+    with console.capture() as captured:
+        for table in result_tables(results):
+            console.print(table)
+    return captured.get() + words
+
+
+def _words(results: Results) -> str:
+    """What stands below the tables."""
+    lines = [f"{chart(results)}\n", f"{results.verdict()}\n"]
+    lines += [f"- {comparison.sentence}" for comparison in results.comparisons]
+    notes = [*results.notes(), *results.advice()]
+    return "\n".join([*lines, *(f"\n{note}" for note in notes)])
 
 
 def show_runs(results: Results) -> None:
@@ -109,8 +130,10 @@ def show_runs(results: Results) -> None:
     table = _table("arm", "n", results.metric.title)
     for arm in results.arms:
         values = list(results.units(arm).values())
-        spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-        table.add_row(Text(arm), str(len(values)), f"{results.mean(arm):.2f}{spread}")
+        digits = _digits(results)
+        spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+        mean = _number(results.mean(arm), digits)
+        table.add_row(Text(arm), str(len(values)), f"{mean}{spread}")
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     print("Nothing is compared: that needs two arms, with two runs each.")
 
@@ -167,25 +190,39 @@ def show_plan(plan: Plan) -> None:
 
 def result_tables(results: Results) -> list[Table]:
     """The final tables, one row per arm: what is compared, and what else was measured."""
-    is_ours = results.study is not None
-    metric = results.metric.name
+    program = results.study.program if results.study else None
+    is_ours = program is not None and not program.is_foreign
+    metric, digits = results.metric.name, _digits(results)
     name = "test" if metric == "test_accuracy" else metric
     compared = _table("arm", "n", *(["train"] if is_ours else []), name,
                       "difference", "95% interval", "p", "verdict")  # fmt: skip
     for arm in results.arms:
         values = list(results.units(arm).values())
         deviation = statistics.stdev(values) if len(values) > 1 else math.nan
-        spread = f"{_number(results.mean(arm), 2)} ± {_number(deviation, 2)}"
+        spread = f"{_number(results.mean(arm), digits)} ± {_number(deviation, digits)}"
         train = [_number(results.mean(arm, "train_accuracy"), 2)] if is_ours else []
-        cells = [str(len(values)), *train, spread, *_difference(results.comparison(arm))]
+        cells = [str(len(values)), *train, spread, *_difference(results.comparison(arm), digits)]
         compared.add_row(Text(arm), *cells)
-    if not is_ours:
+    if program is None:
         return [compared]
-    measured = _table("arm", *(heading for heading, _, _ in MEASURED))
+    columns = MEASURED if is_ours else _others(results)
+    measured = _table("arm", *(heading for heading, _, _ in columns))
     for arm in results.arms:
-        cells = [_number(results.mean(arm, metric), digits) for _, metric, digits in MEASURED]
+        cells = [_number(results.mean(arm, key), places) for _, key, places in columns]
         measured.add_row(Text(arm), *cells)
     return [compared, measured]
+
+
+def _digits(results: Results) -> int:
+    """Decimals that show two digits of the margin, and at least two."""
+    return max(2, 1 - math.floor(math.log10(results.margin)))
+
+
+def _others(results: Results) -> list[tuple[str, str, int]]:
+    """The metrics of somebody's own program that are not compared: heading, name, decimals."""
+    names = metric_names([row.metrics for row in results.rows], results.metric.name)[1:]
+    hidden = ("diverged", *(results.tuning.keys if results.tuning else ()))
+    return [(name, name, 1 if name == "seconds" else 3) for name in names if name not in hidden]
 
 
 MEASURED = (
@@ -207,13 +244,13 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
-def _difference(comparison: Comparison | None) -> list[str]:
+def _difference(comparison: Comparison | None, digits: int) -> list[str]:
     if comparison is None:
         return ["", "", "", ""]
     p = comparison.p
     return [
-        signed(comparison.difference),
-        span(comparison.interval),
+        signed(comparison.difference, digits),
+        span(comparison.interval, digits),
         f"{p:.3f}" if p >= 0.0005 else "<0.001",
         comparison.verdict,
     ]
@@ -245,6 +282,7 @@ def chart(results: Results, width: int = 60) -> str:
             cells[place] = "┿" if place == at(0) else "━"
         cells[at(comparison.difference)] = "●"
         line = "".join(cells)
-        lines.append(f"{comparison.arm:>{names}} {line} {signed(comparison.difference)}")
+        difference = signed(comparison.difference, _digits(results))
+        lines.append(f"{comparison.arm:>{names}} {line} {difference}")
     lines.append(" " * (names + 1 + at(0)) + "0")
     return "\n".join(lines)

@@ -248,7 +248,7 @@ def _run_small(
     runs = {job.name: arm_and_seed for arm_and_seed, job in study.jobs().items()}
     conditions = replica.conditions(command_line(), records.get("tuning"))
     record_runs(folder, experiment, conditions, runs)
-    run_and_report(study, folder, options, **records)
+    run_and_report(study, folder, options.execution(), **records)
     return folder
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,10 +23,13 @@ from powergrad.lab.cli.common import (
     show_keys,
     stopped,
 )
-from powergrad.lab.cli.preflight import Ready, prepare
+from powergrad.lab.cli.preflight import Ready, parse_budget, prepare
 from powergrad.lab.config import Recipe, flatten, load_recipe, parse_overrides
 from powergrad.lab.files import write_text
-from powergrad.lab.jobs import Changes, RecipeProgram
+from powergrad.lab.jobs import Changes, CommandProgram, RecipeProgram
+from powergrad.lab.jobs.command import OWN, placeholders
+from powergrad.lab.jobs.devices import default_workers, visible_devices, worker_environments
+from powergrad.lab.jobs.sources import Sources
 from powergrad.lab.report import write_report
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.stats import DEFAULT, Design, parse_runs
@@ -39,13 +43,21 @@ from powergrad.lab.study import (
     metric_named,
     run_study,
 )
-from powergrad.lab.study.arms import arms_of, decomposition, parse_grid
+from powergrad.lab.study.arms import (
+    arms_of,
+    command_arms,
+    decomposition,
+    head_exponent,
+    parse_grid,
+)
 from powergrad.lab.study.decompose import (
     check_identity,
     describe_identity,
     explain_decomposition,
 )
 from powergrad.lab.study.execute import tune_once
+from powergrad.lab.study.first import announce, run_first
+from powergrad.lab.study.metrics import guess_metric
 from powergrad.lab.study.space import Space, split_overrides
 from powergrad.lab.study.tuning import Map, Tuner
 from powergrad.lab.terminal import Watch, show_results, show_runs
@@ -72,10 +84,12 @@ class StudyOptions:
             settled; 12 is a fixed number; 8,16,24 names the looks. By default 8..24, and 3 per
             repeat with --repeats.
         first_seed: The first of them.
-        metric: What is compared, at the last epoch; test_accuracy by default.
+        metric: What is compared, at the last epoch; test_accuracy by default. Of your own program:
+            the only metric that it has, unless you name one.
         margin: The largest difference that does not matter to you; by default 0.5 points of an
             accuracy, 0.05 of NLL, 0.01 of ECE, 1 dead unit.
-        workers: Runs at a time on this machine; by default as many as there are cores.
+        workers: Runs at a time on this machine; by default as many as there are cores. Of your own
+            program: one per GPU, where there are GPUs.
         threads: Threads of each run.
         out: Where the study's folder is made.
         name: The name of the study's folder; by default it is named by its recipe.
@@ -83,7 +97,7 @@ class StudyOptions:
         reuse: A study.csv of an earlier start, here or elsewhere: its runs are not done again.
         budget: The time that the study may take, as 10m, 90s or 1h30m: it chooses image size,
             width, epochs and seeds to fit, unless they are given, and starts no run that would
-            end later.
+            end later. Of your own program it chooses nothing.
         fresh: Do not reuse what an earlier start left: it is moved aside.
         yes: Start without a question, also where the runs will take long.
         keys: Show every key of the recipe, with its meaning, allowed values and default.
@@ -124,12 +138,21 @@ class StudyOptions:
         metric = metric_named(self.metric or "test_accuracy")
         return metric, metric.margin if self.margin is None else self.margin
 
-    def execution(self) -> Execution:
-        """How the runs are done."""
+    def execution(self, program: CommandProgram | None = None) -> Execution:
+        """How the runs are done, of a recipe or of somebody's own program."""
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"Expected `workers` to be at least 1, but got {self.workers}.")
-        workers = self.workers or max(1, (os.cpu_count() or 1) // self.threads)
-        return Execution(workers, Watch, self.storage, self.reuse)
+        if self.threads < 1:
+            raise ValueError(f"Expected `threads` to be at least 1, but got {self.threads}.")
+        if program is None:
+            workers = self.workers or default_workers([], self.threads)
+            return Execution(workers, Watch, self.storage, self.reuse)
+        # A run by torchrun has all GPUs.
+        devices = [] if program.is_distributed else visible_devices()
+        usual = 1 if program.is_distributed else default_workers(devices, self.threads)
+        workers = self.workers or usual
+        environments = worker_environments(workers, devices, self.threads)
+        return Execution(workers, Watch, self.storage, self.reuse, environments=environments)
 
     def folder(self, study: Study) -> Path:
         """The study's folder."""
@@ -217,11 +240,11 @@ class PreparedOptions(StudyOptions):
 
     ready: Ready = _READY
 
-    def execution(self) -> Execution:
+    def execution(self, program: CommandProgram | None = None) -> Execution:
         """How the runs are done, and until when."""
         ready = self.ready
         deadline, seconds = ready.deadline, ready.run_seconds
-        return replace(super().execution(), deadline=deadline, run_seconds=seconds)
+        return replace(super().execution(program), deadline=deadline, run_seconds=seconds)
 
 
 @Parameter(name="*")
@@ -267,33 +290,90 @@ class TuneOptions:
                     raise ValueError(f"Expected {name} with --tune only, but got {value!r}.")
         return tuned, changes
 
-    def prepare(self, study: Study, arms: Mapping[str, Changes], tuned: Sequence[str]) -> Tuner:
-        """What tunes the arms of a study, which need not have them yet."""
-        values = dict(flatten(study.base.model_dump()))
-        space = Space.parse(tuned, values, list(arms), self.trials, study.first_seed)
+    def prepare(
+        self,
+        study: Study,
+        arms: Mapping[str, Changes],
+        tuned: Sequence[str],
+        metric: Metric | None = None,
+    ) -> Tuner:
+        """What tunes the arms of a study, which need not have them yet, by a metric."""
+        if isinstance(study.program, CommandProgram):
+            space = Space.parse(
+                tuned, dict.fromkeys(study.program.tuned), list(arms), self.trials,
+                study.first_seed, expand=str,
+            )  # fmt: skip
+            for name, changes in arms.items():
+                study.program.check_tuned(name, changes, [axis.key for axis in space.axes(name)])
+        else:
+            values = dict(flatten(study.base.model_dump()))
+            space = Space.parse(tuned, values, list(arms), self.trials, study.first_seed)
         seeds = (1 if self.repeats else 4) if self.tune_seeds is None else self.tune_seeds
-        tuner = Tuner(study, space, seeds, self.tune_map)
+        tuner = Tuner(study, space, seeds, self.tune_map, metric)
         tuned_study = replace(study, arms=arms, tuned=space.keys, tuning=tuner.to_dict())
         return replace(tuner, study=tuned_study)
 
 
+@Parameter(name="*", group="Your own program")
+@dataclass(frozen=True)
+class ProgramOptions:
+    """Where the metrics of your own program are, and what it needs.
+
+    Attributes:
+        metric_regex: A regular expression for the lines of its output, as 'acc (.+)': the last
+            match counts. Named groups give several metrics; may be given several times.
+        metric_file: A number in a file, as results.json:val.acc or log.csv:accuracy (the last
+            row); relative to {out}; may be given several times. A program that calls
+            powergrad.report(accuracy=...) needs neither.
+        tune_metric: With --tune: the metric by which values are chosen. Test data must not choose,
+            so it is another one than --metric, of validation data.
+        head: The name of the classifier head in the model, for agc and head-lr, where it is not
+            found.
+    """
+
+    metric_regex: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    metric_file: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    tune_metric: str | None = None
+    head: str | None = None
+
+    def check_unused(self) -> None:
+        """Raise ValueError if an option was given without a program."""
+        for name in ("metric_regex", "metric_file", "tune_metric", "head"):
+            if value := getattr(self, name):
+                option = f"--{name.replace('_', '-')}"
+                given = value if isinstance(value, str) else value[0]
+                raise ValueError(
+                    f"Expected {option} with a program of your own only, as `compare ... -- python "
+                    f"train.py --seed {{seed}}`, but got {given!r} without one."
+                )
+
+
 _OPTIONS = StudyOptions()
 _TUNE = TuneOptions()
+_PROGRAM = ProgramOptions()
+ARMS = "baseline,pgt,head-lr,agc+pgt"
+ARMS_OF_PROGRAM = "baseline,pgt"  # which every program with a cross-entropy can do
 
 
 def compare(
     recipe: RecipeName = None,
     *overrides: Overrides,
-    arms: str = "baseline,pgt,head-lr,agc+pgt",
+    arms: str | None = None,
     arm: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     alpha: str = "0.25",
     from_: Annotated[Path | None, Parameter(name="--from")] = None,
     baseline: str | None = None,
     better: Literal["higher", "lower"] | None = None,
+    command: Annotated[tuple[str, ...], Parameter(negative="", show=False)] = (),
+    program: ProgramOptions = _PROGRAM,
     tuning: TuneOptions = _TUNE,
     options: StudyOptions = _OPTIONS,
 ) -> int:
     """Does it help here? Every arm over the same seeds, until each is settled, and a verdict.
+
+    With a program of your own: `powergrad compare [OPTIONS] -- python train.py --seed {seed}`. It
+    runs unchanged, once for each arm and seed. {seed}, {arm}, {out} (a folder of the run) and every
+    key of --tune are filled in; {{ and }} are braces.
 
     Starting the same comparison again does only what is missing.
 
@@ -304,14 +384,18 @@ def compare(
         arms: Arms, separated by commas: baseline, pgt, gc, agc, label-smoothing, less-decay
             (alpha times the weight decay, without PGT), head-lr (PGT's ratio of the head's
             learning rate to the backbone's, without PGT), joined by +. The first is the one that
-            the others are compared with.
-        arm: One more arm, as "name: key=value, key=value"; may be given several times.
+            the others are compared with. By default baseline,pgt,head-lr,agc+pgt, and baseline,pgt
+            of your own program, which has no label-smoothing.
+        arm: One more arm, as "name: key=value, key=value"; may be given several times. Of your own
+            program: "name: --flag value", or "name: pgt --flag value".
         alpha: The alpha of pgt, less-decay and head-lr; several, separated by commas, make one
             arm each.
         from_: Compare the runs of a CSV instead, which has the columns arm, seed and a metric.
         baseline: With --from: the arm to compare with.
-        better: With --from: whether a higher or a lower metric is better, where its name does not
-            tell.
+        better: With --from, or your own program: whether a higher or a lower metric is better,
+            where its name does not tell.
+        command: The program and its arguments.
+        program: Your own program.
         tuning: How the arms are tuned.
         options: What every study takes.
     """
@@ -325,17 +409,41 @@ def compare(
         )
         show_results(results)
         return 0
-    name, typed = options.recipe(recipe, overrides, compare)
-    if options.keys:
-        return show_keys(load_recipe(name, parse_overrides(typed)))
-    tuned, changes = tuning.split()
+    texts = [name.strip() for name in (arms or "").split(",") if name.strip()]
     alphas = [float(value) for value in parse_grid([f"alpha={alpha}"]).values["loss.alpha"]]
-    names = [name.strip() for name in arms.split(",") if name.strip()]
-    base = options.plain_base(name, [*typed, *changes])
-    all_arms = arms_of([*names, *arm], base, alphas)
-    given = parse_overrides([*typed, *changes])
+    if baseline is not None:
+        raise ValueError("Expected --baseline with --from only; the first of --arms is it here.")
+    name, typed = "", list[str]()
+    if not command:
+        name, typed = options.recipe(recipe, overrides, compare)
+        if options.keys:
+            return show_keys(load_recipe(name, parse_overrides(typed)))
+    elif recipe is not None or overrides or options.keys:
+        got = recipe or next(iter(overrides), "--keys")
+        raise ValueError(f"Expected a recipe or a program, but got {got!r} and a program.")
     try:
-        _tune_and_run(base, all_arms, options, tuning, tuned, given)
+        if command:
+            texts = [*(texts or ARMS_OF_PROGRAM.split(",")), *arm]
+            _compare_program(command, texts, alphas, better, program, tuning, options)
+            return 0
+        program.check_unused()
+        if better is not None:
+            raise ValueError("Expected --better with --from or your own program only.")
+        tuned, changes = tuning.split()
+        base = options.plain_base(name, [*typed, *changes])
+        all_arms = arms_of([*(texts or ARMS.split(",")), *arm], base, alphas)
+
+        def define(base: Recipe, options: StudyOptions) -> tuple[Study, Tuner | None]:
+            study = make_study(StudyKind.COMPARE, base, {} if tuned else all_arms, options, tuning)
+            tuner = tuning.prepare(study, all_arms, tuned) if tuned else None
+            return tuner.study if tuner else study, tuner
+
+        study, tuner = define(base, options)
+        given = {*parse_overrides([*typed, *changes]), *(tuner.space.keys if tuner else ())}
+        base, prepared = options.prepare(study, tuner, given=given)
+        study, tuner = define(base, prepared)
+        remarks = prepared.ready.remarks
+        _tune_and_run(study, tuner, prepared, prepared.execution(), remarks=remarks)
     except (Interrupted, Declined) as reason:
         return stopped(reason)
     return 0
@@ -343,13 +451,20 @@ def compare(
 
 def make_study(
     kind: StudyKind,
-    base: Recipe,
+    base: Recipe | CommandProgram,
     arms: Mapping[str, Changes],
     options: StudyOptions,
     tuning: TuneOptions = _TUNE,
 ) -> Study:
-    """A study of a recipe, with the seeds and the metric of the options."""
-    metric, margin = options.compared()
+    """A study of a recipe or a program, with the seeds and the metric of the options.
+
+    The metric of a program is known after its first run.
+    """
+    if isinstance(base, Recipe):
+        metric, margin = options.compared()
+        program = RecipeProgram.of(base)
+    else:
+        metric, margin, program = Metric(options.metric or "", True, "", 1.0), 1.0, base
     if tuning.repeats is None:
         design, finals = options.design(), 0
     else:
@@ -357,37 +472,101 @@ def make_study(
             design, finals = Design(parse_runs(tuning.repeats)), options.finals()
         except ValueError as error:
             raise ValueError(f"--repeats: {error}") from None
-    return Study(
-        kind, RecipeProgram.of(base), arms, design, metric, margin, options.first_seed, finals
-    )
+    return Study(kind, program, arms, design, metric, margin, options.first_seed, finals)
 
 
 def _tune_and_run(
-    base: Recipe,
-    arms: Mapping[str, Changes],
+    study: Study,
+    tuner: Tuner | None,
     options: StudyOptions,
-    tuning: TuneOptions,
-    tuned: Sequence[str],
-    given: Collection[str],
+    execution: Execution,
+    **records: Any,
 ) -> Results:
     """Run a comparison, tuned once, tuned in every repeat, or not at all, and report it."""
-    kind = StudyKind.COMPARE
-    if not tuned:
-        study = make_study(kind, base, arms, options)
-        base, options = options.prepare(study, given=given)
-        study = make_study(kind, base, arms, options)
-        return run_and_report(study, options.folder(study), options)
-    tuner = tuning.prepare(make_study(kind, base, {}, options, tuning), arms, tuned)
-    base, options = options.prepare(tuner.study, tuner, given={*given, *tuner.space.keys})
-    tuner = tuning.prepare(make_study(kind, base, {}, options, tuning), arms, tuned)
+    if tuner is None:
+        return run_and_report(study, options.folder(study), execution, **records)
     folder = options.folder(tuner.study)
     tuner = replace(tuner, study=tuner.study.claim(folder))
     if tuner.study.finals:
-        return run_and_report(tuner.study, folder, options, tuner=tuner)
-    study, results = tune_once(tuner, folder, options.execution())
+        return run_and_report(tuner.study, folder, execution, tuner=tuner, **records)
+    study, results = tune_once(tuner, folder, execution)
     show_tuning(results)
-    records = {"tuning": results.tuning, "trials": results.trials}
-    return run_and_report(study, folder, options, **records)
+    records |= {"tuning": results.tuning, "trials": results.trials}
+    return run_and_report(study, folder, execution, **records)
+
+
+def _compare_program(
+    command: Sequence[str],
+    texts: Sequence[str],
+    alphas: Sequence[float],
+    better: str | None,
+    given: ProgramOptions,
+    tuning: TuneOptions,
+    options: StudyOptions,
+) -> Results:
+    """Compare arms of somebody's own program."""
+    tuned, changes = tuning.split()
+    if changes:
+        raise ValueError(
+            "Expected --tune with several values or a range, as lr=0.1,0.2, but got "
+            f"{changes[0]!r}."
+        )
+    _check_tune_metric(given.tune_metric, options.metric, bool(tuned))
+    sources = Sources.parse(
+        given.metric_regex, given.metric_file, options.metric, given.tune_metric
+    )
+    keys = [part.partition("=")[0] for text in tuned for part in text.rpartition(": ")[2].split()]
+    program = CommandProgram.of(command, sources, head=given.head, tuned=dict.fromkeys(keys))
+    arms = command_arms(texts, alphas)
+    study = make_study(StudyKind.COMPARE, program, arms, options, tuning)
+    usual = [name for name in sources.names if name != given.tune_metric]
+    known = options.metric or (usual[0] if len(usual) == 1 else None)
+    if known is not None:  # what can be known before any run
+        guess_metric(known, [100.0], margin=options.margin, better=better)
+    tuner = None
+    if tuned:
+        assert given.tune_metric is not None
+        judging = guess_metric(given.tune_metric, [], margin=1.0, better=None)
+        tuner = tuning.prepare(study, arms, tuned, judging)
+        study = tuner.study
+    elif names := [n for n in placeholders(command) if n not in OWN]:
+        raise ValueError(
+            f"Expected --tune to name {names[0]!r}, because the command has {{{names[0]}}}."
+        )
+    folder = options.folder(study)
+    if options.fresh:
+        put_aside(folder)
+    execution = options.execution(program)
+    if options.budget is not None:  # the program has no keys that could be chosen to fit
+        deadline = time.monotonic() + parse_budget(options.budget)
+        execution = replace(execution, deadline=deadline)
+    with execution.queue(folder, study) as queue:
+        execution = replace(execution, opened=queue)
+        first = run_first(study, tuner, folder, execution)
+        if any("--head-lr-scale" in changes for changes in arms.values()):
+            arms = command_arms(texts, alphas, exponent=head_exponent(first.optimizers))
+        metric = first.metric(known, usual=usual, margin=options.margin, better=better)
+        study = replace(study, arms=arms, metric=metric, margin=metric.margin)
+        tuner = replace(tuner, study=study) if tuner else None
+        print(announce(study, tuner, first.seconds, execution.workers), file=sys.stderr)
+        records = {"repeated": first.repeated}
+        return _tune_and_run(study, tuner, options, execution, **records)
+
+
+def _check_tune_metric(name: str | None, compared: str | None, is_tuned: bool) -> None:
+    if is_tuned and name is None:
+        raise ValueError(
+            "Expected --tune-metric, the metric by which values are chosen: test data must not "
+            "choose, so it is of validation data, and another one than --metric."
+        )
+    if not is_tuned and name is not None:
+        raise ValueError(f"Expected --tune-metric with --tune only, but got {name!r}.")
+    if name is not None and (compared is None or compared == name):
+        got = "none" if compared is None else f"{compared!r} for both"
+        raise ValueError(
+            "Expected --metric with --tune-metric, another one, because what is compared must not "
+            f"choose, but got {got}."
+        )
 
 
 def show_tuning(results: Results) -> None:
@@ -423,9 +602,10 @@ def sweep(
     study = make_study(StudyKind.SWEEP, base, points.arms(), options)
     given = {*parse_overrides(typed), *points.values}
     try:
-        base, options = options.prepare(study, given=given, seeds_given=has_seeds)
-        study = make_study(StudyKind.SWEEP, base, points.arms(), options)
-        run_and_report(study, options.folder(study), options, grid=points)
+        base, prepared = options.prepare(study, given=given, seeds_given=has_seeds)
+        study = make_study(StudyKind.SWEEP, base, points.arms(), prepared)
+        records = {"grid": points, "remarks": prepared.ready.remarks}
+        run_and_report(study, prepared.folder(study), prepared.execution(), **records)
     except (Interrupted, Declined) as reason:
         return stopped(reason)
     return 0
@@ -468,21 +648,22 @@ def decompose(
     try:
         tuner = prepare_tuner(base) if tuned else None
         given = {*parse_overrides([*typed, *changes]), *(tuner.space.keys if tuner else ())}
-        base, options = options.prepare(study, tuner, given=given)
-        study = make_study(StudyKind.DECOMPOSE, base, decomposition(base, alpha), options)
-        folder = options.folder(study)
+        base, prepared = options.prepare(study, tuner, given=given)
+        study = make_study(StudyKind.DECOMPOSE, base, decomposition(base, alpha), prepared)
+        folder = prepared.folder(study)
         if tuned:
             tuner = prepare_tuner(base)
-            chosen, results = tune_once(tuner, folder, options.execution())
+            chosen, results = tune_once(tuner, folder, prepared.execution())
             show_tuning(results)
             records = {"tuning": results.tuning, "trials": results.trials}
             base = base.override(chosen.settings("CE"))
-            study = make_study(StudyKind.DECOMPOSE, base, decomposition(base, alpha), options)
+            study = make_study(StudyKind.DECOMPOSE, base, decomposition(base, alpha), prepared)
             folder = folder / "arms"
         gaps = check_identity(base, alpha)
         print(describe_identity(gaps))
         checked = Decomposition(alpha, gaps)
-        run_and_report(study, folder, options, decomposition=checked, **records)
+        records |= {"decomposition": checked, "remarks": prepared.ready.remarks}
+        run_and_report(study, folder, prepared.execution(), **records)
     except (Interrupted, Declined) as reason:
         return stopped(reason)
     return 0
@@ -491,7 +672,7 @@ def decompose(
 def run_and_report(
     study: Study,
     folder: Path,
-    options: StudyOptions,
+    execution: Execution,
     *,
     tuner: Tuner | None = None,
     **records: Any,
@@ -501,10 +682,10 @@ def run_and_report(
     Args:
         study: What is studied.
         folder: Where the runs and everything else go.
-        options: How many runs at a time, and where the queue is.
+        execution: How many runs at a time, and where the queue is.
         tuner: Tunes every repeat, where the study has repeats.
-        records: ``tuning``, ``trials``, ``grid`` and ``decomposition``, as :class:`Results` has
-            them.
+        records: ``tuning``, ``trials``, ``grid``, ``decomposition``, ``repeated`` and ``remarks``,
+            as :class:`Results` has them.
     """
     page = folder / "report.html"
 
@@ -514,11 +695,12 @@ def run_and_report(
             results.save(folder)
             write_report([results], page)
 
-    if isinstance(options, PreparedOptions):
-        records["remarks"] = options.ready.remarks
-    execution = replace(options.execution(), saved=save)
+    execution = replace(execution, saved=save)
     results = run_study(study, folder, execution, tuner=tuner, **records)
-    has_metric = all(len(results.values(arm)) == len(results.of_arm(arm)) for arm in results.arms)
+    has_metric = all(
+        len(results.values(arm)) == sum(not row.failed for row in results.of_arm(arm))
+        for arm in results.arms
+    )
     if results.comparable() is None and has_metric:  # one arm, or one run each
         show_tuning(results)
         show_runs(results)

@@ -10,22 +10,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from powergrad.lab.jobs.job import Changes, Job, JobError, Program
+from powergrad.lab.jobs.command import CommandJob, CommandProgram
+from powergrad.lab.jobs.failures import RunsFailed
+from powergrad.lab.jobs.function import FunctionJob, FunctionProgram
+from powergrad.lab.jobs.job import Changes, Job, JobError, Program, RunFailed
 from powergrad.lab.jobs.recipe import RecipeJob, RecipeProgram
 
 __all__ = [
     "Changes",
+    "CommandJob",
+    "CommandProgram",
+    "FunctionJob",
+    "FunctionProgram",
     "Job",
     "JobError",
     "Program",
     "RecipeJob",
     "RecipeProgram",
+    "RunFailed",
+    "RunsFailed",
     "job_from_dict",
     "program_from_dict",
 ]
 
-KINDS: dict[str, type[Job]] = {"recipe": RecipeJob}
-PROGRAMS: dict[str, type[Program]] = {"recipe": RecipeProgram}
+KINDS: dict[str, type[Job]] = {
+    "command": CommandJob,
+    "function": FunctionJob,
+    "recipe": RecipeJob,
+}
+PROGRAMS: dict[str, type[Program]] = {
+    "command": CommandProgram,
+    "function": FunctionProgram,
+    "recipe": RecipeProgram,
+}
 
 
 def job_from_dict(values: Mapping[str, Any]) -> Job:

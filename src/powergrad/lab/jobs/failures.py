@@ -6,12 +6,32 @@ import errno
 from collections.abc import Mapping
 from pathlib import Path
 
-from powergrad.lab.jobs.job import JobError
+from powergrad.lab.jobs.job import JobError, Metrics
 
-__all__ = ["DISK_FULL", "describe_failures", "disk_full_error", "is_disk_full", "same_failure"]
+__all__ = [
+    "DISK_FULL",
+    "RunsFailed",
+    "describe_failures",
+    "disk_full_error",
+    "is_disk_full",
+    "same_failure",
+]
 
 DISK_FULL = 28  # the exit code of a worker that can write nothing any more
 SHOWN = 8  # causes, at most
+
+
+class RunsFailed(JobError):  # noqa: N818
+    """Some runs of a study failed; the others are finished.
+
+    Attributes:
+        failed: The reasons, by the name of the run.
+        results: The final metrics of the others.
+    """
+
+    def __init__(self, failed: Mapping[str, str], results: Mapping[str, Metrics]) -> None:
+        self.failed, self.results = dict(failed), dict(results)
+        super().__init__(describe_failures(failed, len(failed) + len(results)))
 
 
 def is_disk_full(error: BaseException | None) -> bool:

@@ -11,28 +11,31 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+import os
 import signal
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from powergrad.lab.jobs.failures import (
     DISK_FULL,
-    describe_failures,
+    RunsFailed,
     disk_full_error,
     is_disk_full,
     same_failure,
 )
-from powergrad.lab.jobs.job import Job, JobError
+from powergrad.lab.jobs.job import Job, JobError, RunFailed
 from powergrad.lab.run import RunError
 from powergrad.lab.signals import Interrupted, watching_signals
 
-__all__ = ["JobQueue", "Snapshot", "enqueue", "local_storage", "open_queue"]
+__all__ = ["InlineQueue", "JobQueue", "Snapshot", "enqueue", "local_storage", "open_queue"]
 
 HEARTBEAT = 2  # seconds
 GRACE = 12  # seconds without a heartbeat after which a worker is taken for dead
@@ -50,12 +53,14 @@ class Snapshot:
         results: The final metrics of those that are finished.
         seconds: How long it has taken since it was started this time.
         left: The estimated seconds that are left; None while there is no estimate.
+        failed: Why runs failed, by name.
     """
 
     done: Mapping[str, float]
     results: Mapping[str, Mapping[str, Any]]
     seconds: float
     left: float | None
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 class JobQueue:
@@ -70,6 +75,7 @@ class JobQueue:
         deadline: When to be done, as `time.monotonic` has it: no run is started that would end
             later. Runs that were never started are then missing from the results.
         run_seconds: How long a run takes, as far as that is known before one is finished.
+        environments: Environment variables of each worker, in turn.
     """
 
     def __init__(
@@ -82,12 +88,14 @@ class JobQueue:
         known: Mapping[str, Mapping[str, Any]] | None = None,
         deadline: float = math.inf,
         run_seconds: float = 0.0,
+        environments: Sequence[Mapping[str, str]] = (),
     ) -> None:
         self.deadline, self.run_seconds = deadline, run_seconds
         self.folder, self.study, self.workers = folder, study, workers
         self.url = storage or local_storage(folder)
         self.is_shared = storage is not None
         self.known = dict(known or {})
+        self.environments = environments
         self.crew: _Crew | None = None
 
     def __enter__(self) -> JobQueue:
@@ -114,7 +122,8 @@ class JobQueue:
 
         Raises:
             Interrupted: If SIGINT or SIGTERM came. Every run is saved.
-            JobError: If some runs failed.
+            RunsFailed: If some runs failed.
+            JobError: If a run says that no other can be of use, or workers die all the time.
         """
         results = {job.name: result for job in jobs if (result := self._result(job)) is not None}
         missing = [job for job in jobs if job.name not in results]
@@ -128,7 +137,8 @@ class JobQueue:
         # whose folder was deleted is done again.
         enqueue(queue, missing, done_too=not self.is_shared)
         if self.crew is None:
-            self.crew = _Crew(self.workers, [self.url, self.study, str(self.folder)])
+            arguments = [self.url, self.study, str(self.folder)]
+            self.crew = _Crew(self.workers, arguments, self.environments)
         self.crew.grow(len(missing))
         clock = _Clock()
         is_closed = False  # once the time is over
@@ -157,6 +167,9 @@ class JobQueue:
                         lost_since.pop(job.name, None)
                     elif tried and "error" in tried[-1].user_attrs:
                         failed[job.name] = tried[-1].user_attrs["error"]
+                        if tried[-1].user_attrs.get("stops"):
+                            self.crew.stop()
+                            raise JobError(f"{job.name}: {failed[job.name]}")
                     elif len(tried) > RETRIES:
                         failed[job.name] = "its worker was killed each time"
                     elif is_closed:
@@ -171,10 +184,12 @@ class JobQueue:
                     for job in jobs
                 }
                 clock.update(sum(done.values()))
-                watch(Snapshot(done, dict(results), clock.seconds, clock.left(len(jobs))))
+                remaining = clock.left(len(jobs))
+                watch(Snapshot(done, dict(results), clock.seconds, remaining, failed))
                 if len(results) + len(failed) + len(left) == len(jobs):
                     break
                 is_hopeless = len(results) == at_start and len(failed) >= max(2, self.workers)
+                is_hopeless = is_hopeless and not any(job.is_foreign for job in missing)
                 if is_hopeless and (reason := same_failure(failed)) is not None:
                     _cancel_waiting(queue)
                     self.crew.stop()
@@ -191,7 +206,7 @@ class JobQueue:
                 self.crew.keep_up(finished=len(results))
                 time.sleep(0.4)
         if failed:
-            raise JobError(describe_failures(failed, len(jobs)))
+            raise RunsFailed(failed, results)
         return results
 
     def _is_too_late(self, queue: Any) -> bool:
@@ -211,6 +226,37 @@ class JobQueue:
         if job.name in self.known:
             return dict(self.known[job.name])
         return job.result(self.folder)
+
+
+class InlineQueue(JobQueue):
+    """Does runs in this process, one after another: for what other processes cannot find."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, study="", workers=1)
+
+    @override
+    def run(
+        self,
+        jobs: Sequence[Job],
+        watch: Callable[[Snapshot], None] = lambda snapshot: None,
+    ) -> dict[str, dict[str, Any]]:
+        results: dict[str, dict[str, Any]] = {}
+        failed: dict[str, str] = {}
+        clock = _Clock()
+        for job in jobs:
+            try:
+                results[job.name] = job.execute(self.folder)
+            except RunFailed as error:
+                if error.stops:
+                    raise JobError(f"{job.name}: {error}") from None
+                failed[job.name] = str(error)
+            ended = results.keys() | failed.keys()
+            clock.update(len(ended))
+            done = {each.name: float(each.name in ended) for each in jobs}
+            watch(Snapshot(done, dict(results), clock.seconds, clock.left(len(jobs)), failed))
+        if failed:
+            raise RunsFailed(failed, results)
+        return results
 
 
 class _Clock:
@@ -308,36 +354,38 @@ def _cancel_waiting(queue: Any) -> None:
 class _Crew:
     """The worker processes of this machine. They wait for work until they are dismissed."""
 
-    def __init__(self, most: int, arguments: list[str]) -> None:
-        self.most, self.arguments = most, arguments
+    def __init__(
+        self, most: int, arguments: list[str], environments: Sequence[Mapping[str, str]]
+    ) -> None:
+        self.most, self.arguments, self.environments = most, arguments, environments
         self.members: list[subprocess.Popen[str]] = []
         self.deaths = self.finished = 0
 
     def grow(self, jobs: int) -> None:
         """Have as many workers as there are jobs, at most the number that was asked for."""
         while len(self.members) < min(self.most, jobs):
-            self._hire()
+            self.members.append(self._hire(len(self.members)))
 
-    def _hire(self) -> None:
+    def _hire(self, place: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "powergrad.lab.jobs.worker", *self.arguments]
+        own = self.environments[place % len(self.environments)] if self.environments else {}
         # A group of its own: Ctrl-C reaches the parent alone, which then asks the workers to stop.
         # A worker leaves when its standard input ends and nothing is left to do.
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
             start_new_session=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            env={**os.environ, **own},
             text=True,
         )
-        self.members.append(process)
 
     def keep_up(self, finished: int) -> None:
         """Replace the workers that were killed."""
         if finished > self.finished:
             self.finished, self.deaths = finished, 0
-        for member in list(self.members):
+        for place, member in enumerate(self.members):
             if member.poll() is not None:  # none leaves by itself before it is dismissed
-                self.members.remove(member)
                 _close(member)
                 if member.returncode == DISK_FULL:
                     self.stop()
@@ -348,7 +396,7 @@ class _Crew:
                         f"{DEATHS} workers died one after another with no run finished; the last "
                         f"with exit code {member.returncode}."
                     )
-                self._hire()
+                self.members[place] = self._hire(place)
 
     def stop(self) -> None:
         """Ask the workers to save and stop, and wait for them."""

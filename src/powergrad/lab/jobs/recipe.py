@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Self, override
 
@@ -60,6 +60,8 @@ class RecipeProgram(Program):
         fingerprint: Of the data, where they are a folder: runs of changed data are other runs.
     """
 
+    hold_out: ClassVar[float] = 0.2
+
     base: Recipe
     fingerprint: str = ""
 
@@ -86,6 +88,11 @@ class RecipeProgram(Program):
     @override
     def title(self) -> str:
         return f"{self.base.model.name} on {self.base.data.title}"
+
+    @property
+    @override
+    def changing(self) -> str:
+        return f"The images of {self.title} changed"
 
     def recipe(self, changes: Changes, seed: int) -> Recipe:
         """The recipe of one run."""
@@ -118,6 +125,35 @@ class RecipeProgram(Program):
                 "Expected all arms to be tested on the same examples, but got arms that differ in "
                 "data.name or data.hold_out."
             )
+
+    @override
+    def check_tuning(self, *, by_identity: bool) -> None:
+        clip = self.base.clip
+        if by_identity and (clip.norm is not None or clip.value is not None):
+            raise RecipeError(
+                "Expected no clipping by norm or value with --tune-map identity, which cannot keep "
+                "the backbone then, but got some."
+            )
+        if self.base.data.hold_out:
+            raise RecipeError(
+                "Expected data.hold_out to be 0 where arms are tuned, which holds out data of its "
+                f"own, but got {self.base.data.hold_out:g}."
+            )
+
+    @override
+    def at_point(self, changes: Changes, point: Changes, shared: Collection[str]) -> dict[str, Any]:
+        # A key of every arm that this arm sets itself, such as the decay of less-decay, is scaled
+        # as the recipe's.
+        chosen: dict[str, Any] = {}
+        for key, value in point.items():
+            own = self.base.value(key)
+            is_scaled = key in shared and key in changes and isinstance(own, (int, float)) and own
+            chosen[key] = changes[key] * value / own if is_scaled else value
+        return chosen
+
+    @override
+    def in_trial(self, changes: Changes) -> Changes:
+        return {**changes, "data.hold_out": self.hold_out}
 
     @override
     def to_dict(self) -> dict[str, Any]:

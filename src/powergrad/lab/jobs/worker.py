@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from powergrad.lab.jobs import job_from_dict
+from powergrad.lab.jobs import RunFailed, job_from_dict
 from powergrad.lab.jobs.failures import DISK_FULL, is_disk_full
 from powergrad.lab.jobs.queue import HEARTBEAT, local_storage, open_queue
 from powergrad.lab.run import RunBusyError
@@ -63,6 +63,10 @@ def work(url: str, study: str, folder: Path) -> None:
             time.sleep(HEARTBEAT)
             queue.enqueue_trial({}, user_attrs=dict(trial.user_attrs))
             raise _Failed from None
+        except RunFailed as error:
+            trial.set_user_attr("stops", error.stops)
+            trial.set_user_attr("error", str(error))
+            raise _Failed from error
         except Exception as error:
             if is_disk_full(error):  # the parent says so, and nothing can be written here
                 raise

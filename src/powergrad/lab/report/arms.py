@@ -16,7 +16,6 @@ from powergrad.lab.report.norms import encode_norms, evenly_spaced
 from powergrad.lab.report.runs import ShownRun, is_finite, try_read
 from powergrad.lab.run import COLUMNS as CURVES
 from powergrad.lab.run import Run
-from powergrad.lab.study.metrics import COLUMNS
 
 __all__ = ["describe_arms"]
 
@@ -28,11 +27,14 @@ Array = NDArray[np.float64]
 
 
 def describe_arms(
-    runs: Sequence[ShownRun], arms: Mapping[str, Mapping[str, Any]], notes: list[str]
+    runs: Sequence[ShownRun],
+    arms: Mapping[str, Mapping[str, Any]],
+    notes: list[str],
+    metrics: Sequence[str],
 ) -> dict[str, Any]:
     """Everything that the page shows of the runs, arm by arm; `notes` gets what is to be said."""
     order = list(arms)
-    for status in ("missing", "unfinished", "diverged"):
+    for status in ("missing", "unfinished", "diverged"):  # the results say what failed
         if affected := [run for run in runs if run.status == status]:
             listed = ", ".join(f"{run.arm} seed {run.seed} ({run.note})" for run in affected[:8])
             more = f" and {len(affected) - 8} more" if len(affected) > 8 else ""
@@ -45,7 +47,7 @@ def describe_arms(
         notes.append(f"Curves show {ROWS} of each run's epochs.")
     return {
         "arms": [
-            _arm(arm, changes, [run for run in runs if run.arm == arm], notes)
+            _arm(arm, changes, [run for run in runs if run.arm == arm], notes, metrics)
             for arm, changes in arms.items()
         ],
         "runs": [
@@ -56,7 +58,7 @@ def describe_arms(
                 "alpha": run.alpha,
                 "status": run.status,
                 "note": run.note,
-                "final": {name: run.final.get(name) for name in COLUMNS},
+                "final": {name: run.final.get(name) for name in metrics},
                 "curve": _curve(run.rows),
                 "norms": norms.get(run.folder) if run.status != "missing" else None,
             }
@@ -69,11 +71,15 @@ def describe_arms(
 
 
 def _arm(
-    arm: str, changes: Mapping[str, Any], runs: Sequence[ShownRun], notes: list[str]
+    arm: str,
+    changes: Mapping[str, Any],
+    runs: Sequence[ShownRun],
+    notes: list[str],
+    metrics: Sequence[str],
 ) -> dict[str, Any]:
     finished = [run for run in runs if run.status == "finished"]
     summary = {}
-    for metric in COLUMNS:
+    for metric in metrics:
         values = [float(run.final[metric]) for run in finished if is_finite(run.final.get(metric))]
         if not values or metric == "diverged":
             continue

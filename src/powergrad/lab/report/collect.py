@@ -17,8 +17,9 @@ from powergrad.lab.report.arms import describe_arms
 from powergrad.lab.report.runs import UNREADABLE, ShownRun, try_read
 from powergrad.lab.run import Run, RunError
 from powergrad.lab.stats import Comparison
-from powergrad.lab.study import METRICS, Metric, Results, Study
+from powergrad.lab.study import METRICS, Metric, Results, RunRow, Study
 from powergrad.lab.study.decompose import describe_identity, explain_decomposition
+from powergrad.lab.study.metrics import COLUMNS, metric_names
 from powergrad.lab.words import hide_folders, short_key
 
 __all__ = ["collect"]
@@ -117,13 +118,18 @@ def _study(results: Results, notes: list[str]) -> dict[str, Any]:
         }
     place = folder.resolve()
     name = place.parent.name if place.name == "arms" else place.name
-    recipe = ""
     if isinstance(study.program, RecipeProgram):
-        values = study.base.without_paths().model_dump(mode="json", exclude={"seed"})
-        recipe = yaml.safe_dump(values, sort_keys=False)
+        described = study.base.without_paths()
+        values, metrics = described.model_dump(mode="json", exclude={"seed"}), list(COLUMNS)
+    else:
+        values = study.program.to_dict()
+        metrics = metric_names([run.final for run in runs], study.metric.name)
+    recipe = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    settings = {arm: study.settings(arm) for arm in study.arms}
     return {
-        **describe_arms(runs, {arm: study.settings(arm) for arm in study.arms}, notes),
+        **describe_arms(runs, settings, notes, metrics),
         **_heading(name, study.kind.value, study.program.title, study.metric),
+        "foreign": study.program.is_foreign,
         "margin": results.margin,
         "baseline": results.baseline,
         "headline": usable.verdict() if usable else NO_VERDICT,
@@ -157,12 +163,17 @@ def _runs(results: Results, study: Study, folder: Path, notes: list[str]) -> lis
     settled = {c.arm: c for c in _comparisons(results) if not c.is_open}
     for (arm, seed), job in jobs.items():
         is_wanted = study.unit_of(seed) < study.first_seed + _size(arm, settled, study)
-        if is_wanted or Run(folder / job.name).exists():
+        if is_wanted or (folder / job.name).is_dir():
             names.setdefault((arm, seed), job.name)
     elsewhere = {(row.arm, row.seed): row for row in results.rows if row.is_elsewhere}
     runs = []
+    rows = {(row.arm, row.seed): row for row in results.rows}
     for (arm, seed), name in names.items():
         path = folder / name
+        if study.program.is_foreign:
+            alpha = study.program.alpha(study.settings(arm))
+            runs.append(_foreign_run(path, arm, seed, alpha, rows.get((arm, seed))))
+            continue
         recipe = try_read(Run(path).recipe, None, notes) if Run(path).exists() else None
         alpha = study.program.alpha(study.arms[arm])
         if recipe is not None:
@@ -176,6 +187,21 @@ def _runs(results: Results, study: Study, folder: Path, notes: list[str]) -> lis
     return sorted(runs, key=lambda run: (order.index(run.arm), run.seed))
 
 
+def _foreign_run(path: Path, arm: str, seed: int, alpha: float, row: RunRow | None) -> ShownRun:
+    """A run of somebody's own program, of which only its final metrics are known."""
+    if row is None:
+        if not path.is_dir():
+            return ShownRun.missing(path, arm, seed, alpha)
+        return ShownRun(path, arm, seed, alpha, "unfinished", "it has no result")
+    final = {key: value for key, value in row.metrics.items() if key != "failed"}
+    if row.failed:
+        return ShownRun(path, arm, seed, alpha, "failed", row.failed.splitlines()[0])
+    if row.diverged:
+        note = "its metric is not finite"
+        return ShownRun(path, arm, seed, alpha, "diverged", note, final)
+    return ShownRun(path, arm, seed, alpha, final=final)
+
+
 def _comparisons(results: Results) -> list[Comparison]:
     usable = results.comparable()
     return usable.comparisons if usable else []
@@ -184,16 +210,16 @@ def _comparisons(results: Results) -> list[Comparison]:
 def _size(arm: str, settled: Mapping[str, Comparison], study: Study) -> int:
     """How many runs an arm is to have: no more once it is settled."""
     if arm in settled:
-        return settled[arm].n
+        return settled[arm].done
     others = [other for other in study.arms if other != study.baseline]
     if arm == study.baseline and others and all(other in settled for other in others):
-        return max(settled[other].n for other in others)
+        return max(settled[other].done for other in others)
     return study.design.last
 
 
 def _usable(results: Results, runs: Sequence[ShownRun], notes: list[str]) -> Results | None:
     """The results that can be compared; `notes` gets what is left out."""
-    counted = [row.arm for row in results.rows]
+    counted = [row.arm for row in results.rows if not row.failed]
     if len(counted) < len(runs):
         notes.append(f"Only {len(counted)} of {len(runs)} runs count: the others have no result.")
     few = [arm for arm in dict.fromkeys(run.arm for run in runs) if len(results.units(arm)) < 2]
@@ -238,13 +264,14 @@ def _loose_runs(folders: list[Path]) -> dict[str, Any]:
     recipe = recipes[runs[0].folder]
     headline = "These runs are not of one study: they are shown together, without a verdict."
     return {
-        **describe_arms(runs, arms, notes),
+        **describe_arms(runs, arms, notes, COLUMNS),
         **_heading(
             runs[0].folder.resolve().name if is_alone else f"{len(runs)} runs",
             "run" if is_alone else "runs",
             RecipeProgram(recipe).title,
             METRICS["test_accuracy"],
         ),
+        "foreign": False,
         "margin": None,
         "baseline": order[0],
         "headline": _run_headline(runs[0]) if is_alone else headline,

@@ -31,7 +31,7 @@ function provenanceSection(study) {
     study.environments.map(({ runs, ...environment }) => [
       several && h("p", { class: "small soft" }, count(runs, "run")), environmentPart(environment),
     ]),
-    h("details", {}, h("summary", {}, "The recipe, complete"),
+    h("details", {}, h("summary", {}, study.foreign ? "The program" : "The recipe, complete"),
       h("pre", { id: "recipe" }, study.recipe)),
     h("h3", {}, "Data"), h("div", { class: "downloads" }, downloads(study)));
 }
@@ -46,8 +46,9 @@ function environmentPart(environment) {
     h("div", {}, h("dt", {}, names[key] || key), h("dd", {}, named(shown(value))))));
 }
 
-function tuningPart({ keys, hold_out, seeds, repeats, is_unit }) {
+function tuningPart({ keys, hold_out, seeds, repeats, is_unit, metric }) {
   const short = (key) => key.slice(key.indexOf(".") + 1);
+  const places = metric ? 3 : 2;
   const digits = (value) => (isNumber(value) ? String(Number(value.toPrecision(3))) : String(value));
   const at = (point) => Object.entries(point).map(([key, value]) => `${short(key)} ${digits(value)}`).join(", ");
   const row = (arm, { trials, chosen, edges }, repeat) => {
@@ -58,17 +59,18 @@ function tuningPart({ keys, hold_out, seeds, repeats, is_unit }) {
       is_unit && h("td", {}, String(repeat + 1)),
       h("th", { scope: "row" }, named(arm)),
       h("td", { class: "words" }, h("strong", {}, at(winner.point))),
-      h("td", {}, fmt(winner.mean, 2)),
-      h("td", {}, next === null ? "–" : fmt(next, 2)),
+      h("td", {}, fmt(winner.mean, places)),
+      h("td", {}, next === null ? "–" : fmt(next, places)),
       h("td", { class: "words soft" }, edges.length > 0 && edges.map(short).join(", ")),
       h("td", { class: "words soft" }, trials.filter((_, i) => i !== chosen).map((trial) =>
-        `${at(trial.point)}: ${isNumber(trial.mean) ? fmt(trial.mean, 2) : trial.note}`).join("; ")));
+        `${at(trial.point)}: ${isNumber(trial.mean) ? fmt(trial.mean, places) : trial.note}`).join("; ")));
   };
-  const heads = [...(is_unit ? ["repeat"] : []), "arm", "chosen", "held out", "lead", "edge", "other points"];
+  const heads = [...(is_unit ? ["repeat"] : []), "arm", "chosen", metric || "held out", "lead", "edge", "other points"];
   return [
     h("h3", {}, `Tuning of ${keys.map(short).join(" and ")}`),
-    h("p", { class: "soft small" }, `On ${100 * hold_out}% of the training data, held out, with `
-      + `${count(seeds, "seed")} per point. Lead: how far the chosen point is ahead of the next.`),
+    h("p", { class: "soft small" },
+      metric ? `By ${metric} of the program` : `On ${100 * hold_out}% of the training data, held out`,
+      `, with ${count(seeds, "seed")} per point. Lead: how far the chosen point is ahead of the next.`),
     scrolling("Tuning", plainHeads(heads), h("tbody", {}, repeats.flatMap((choices, repeat) =>
       Object.entries(choices).map(([arm, choice]) => row(arm, choice, repeat))))),
   ];
@@ -88,7 +90,7 @@ function downloads(study) {
       ...study.runs.map((run) =>
         [name(run), run.seed, run.name, run.status, ...finals.map((key) => run.final[key])]),
     ]),
-    download("Curves", "curves.csv", () => [
+    curves.length > 0 && download("Curves", "curves.csv", () => [
       ["arm", "seed", ...curves],
       ...study.runs.flatMap((run) => (run.curve.epoch || []).map((_, i) =>
         [name(run), run.seed, ...curves.map((column) => run.curve[column]?.[i])])),
@@ -123,11 +125,11 @@ function showStudy(place) {
   const seeds = new Set(study.runs.map((run) => run.seed)).size;
   const counts = study.kind === "run" ? "" : ` · ${count(study.arms.length, "arm")}, `
     + `${count(seeds, "seed")} · ${done} of ${count(study.runs.length, "run")} finished`;
+  const ofRecipe = [curvesSection, normsSection, alphaSection, playgroundSection];
   const sections = [
-    verdictSection(study), decompositionSection(study), tableSection(study), curvesSection(study),
-    normsSection(study), alphaSection(study), playgroundSection(study), provenanceSection(study),
-    glossarySection(),
-  ].filter(Boolean);
+    verdictSection, decompositionSection, tableSection, ...(study.foreign ? [] : ofRecipe),
+    provenanceSection, glossarySection,
+  ].map((make) => make(study)).filter(Boolean);
   const { dataset } = document.documentElement;
   document.getElementById("main").replaceChildren(
     h("header", { class: "top" },

@@ -45,7 +45,7 @@ class ShownRun:
         arm: Its arm.
         seed: Its seed.
         alpha: The alpha that it ended with.
-        status: ``finished``, ``unfinished``, ``diverged`` or ``missing``.
+        status: ``finished``, ``unfinished``, ``diverged``, ``failed`` or ``missing``.
         note: The reason for the status.
         final: Its last metrics.
         rows: Its metrics, one row per epoch.

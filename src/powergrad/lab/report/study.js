@@ -113,8 +113,8 @@ function decompositionSection(study) {
 }
 
 function tableSection(study) {
-  const shown = Object.keys(METRICS)
-    .filter((metric) => study.arms.some((arm) => arm.summary[metric]));
+  const known = study.foreign ? Object.keys(study.runs[0]?.final ?? {}) : Object.keys(METRICS);
+  const shown = known.filter((metric) => study.arms.some((arm) => arm.summary[metric]));
   const heading = (metric) => `${words(metric).replace(" accuracy", "")} ${unit(metric)}`.trim();
   const compared = new Map(study.comparisons.map((comparison) => [comparison.arm, comparison]));
   const verdict = (arm) => {
@@ -154,7 +154,8 @@ function tableSection(study) {
   ], study.runs, "Runs");
   const alone = study.runs.length === 1;
   return section("table", "Numbers",
-    h("p", { class: "soft" }, "At the end of training, never at the best epoch. ", !alone &&
+    h("p", { class: "soft" },
+      study.foreign ? "As the program gave them. " : "At the end of training, never at the best epoch. ", !alone &&
       "Means over the seeds, ± one standard deviation. A heading sorts its column."),
     alone ? runs : [arms(),
       h("details", {}, h("summary", {}, `Every run (${study.runs.length})`), runs)]);

@@ -67,6 +67,8 @@ class Comparison:
         withheld: Why a verdict of "better" is withheld; empty if it is not.
         doubt: Where tests with other assumptions disagree, a sentence; else empty.
         counted: What one of the numbers that are compared is: "runs", or "repeats".
+        failed: How many runs of the arm failed: they are of the plan, but have no value.
+        failed_baseline: How many runs of the baseline failed.
     """
 
     arm: str
@@ -90,11 +92,18 @@ class Comparison:
     withheld: str = ""
     doubt: str = ""
     counted: str = "runs"
+    failed: int = 0
+    failed_baseline: int = 0
+
+    @property
+    def done(self) -> int:
+        """Runs of the arm that are finished, also those that failed."""
+        return self.n + self.failed
 
     @property
     def is_open(self) -> bool:
         """Whether more runs are planned for this arm."""
-        return self.verdict == "not settled" and not self.withheld and self.n < self.looks[-1]
+        return self.verdict == "not settled" and not self.withheld and self.done < self.looks[-1]
 
     @functools.cached_property
     def runs_needed(self) -> int:
@@ -108,8 +117,8 @@ class Comparison:
         """The verdict in plain words, with its numbers."""
         unit = f" {self.unit}" if self.unit else ""
         numbers = f"{self._number}{unit} ({self._evidence})"
-        if self.n < self.looks[0]:
-            finished = f"{self.n} of {self.looks[0]} {self.counted} are finished"
+        if self.done < self.looks[0]:
+            finished = f"{self.done} of {self.looks[0]} {self.counted} are finished"
             words = f"{self.arm} has no verdict yet: {finished}."
         elif not math.isfinite(self.interval[0]):
             words = self._why_none
@@ -195,6 +204,7 @@ def compare(
     unit: str = "",
     step: float | None = None,
     diverged: Mapping[str, Collection[int]] | None = None,
+    failed: Mapping[str, Collection[int]] | None = None,
     withhold: Mapping[str, str] | None = None,
     counted: str = "runs",
 ) -> list[Comparison]:
@@ -214,6 +224,8 @@ def compare(
         step: The step in which the metric moves, as 100 / 360 for the accuracy in per cent on 360
             images; 0 if it is continuous. None: as the values have it.
         diverged: For each arm, the seeds of the runs that diverged.
+        failed: For each arm, the seeds of the runs that failed: they count for the size of a look,
+            and have no value.
         withhold: For some arms, why they cannot be called better.
         counted: What one value of an arm is, for the sentence: "runs", or "repeats".
 
@@ -243,17 +255,24 @@ def compare(
     if step is None:
         step = step_of([value for of_arm in runs.values() for value in of_arm.values()])
     lost = {arm: set(seeds) for arm, seeds in (diverged or {}).items()}
+    planned = {arm: sorted({*runs[arm], *(failed or {}).get(arm, ())}) for arm in runs}
     results = []
     for arm in arms:
-        plan = design or Design((min(len(runs[arm]), len(runs[baseline])),))
-        judged = None
-        for look, (n, k) in enumerate(_sizes(plan, design, runs[arm], runs[baseline])):
-            a, b = _first(runs[arm], n), _first(runs[baseline], k)
+        plan = design or Design((min(len(planned[arm]), len(planned[baseline])),))
+        judged, first, first_baseline = None, [], []
+        for look, (n, k) in enumerate(_sizes(plan, design, planned[arm], planned[baseline])):
+            first, first_baseline = planned[arm][:n], planned[baseline][:k]
+            is_early = min(n, k) < plan.looks[0]
+            if runs[arm].keys().isdisjoint(first) or runs[baseline].keys().isdisjoint(
+                first_baseline
+            ):  # all of them failed
+                first, first_baseline, is_early = planned[arm], planned[baseline], True
             judged = _Judged.at(
-                np.array([*a.values()]),
-                np.array([*b.values()]),
+                _values(runs[arm], first),
+                _values(runs[baseline], first_baseline),
                 plan,
                 look,
+                is_early=is_early,
                 comparisons=len(arms),
                 margin=margin,
                 higher_is_better=higher_is_better,
@@ -262,6 +281,7 @@ def compare(
             if judged.verdict != "not settled":
                 break
         assert judged is not None  # there is always one look
+        of_arm, of_baseline = set(first), set(first_baseline)  # of the look that was judged
         withheld = (withhold or {}).get(arm, "") if judged.verdict == "better" else ""
         results.append(
             Comparison(
@@ -280,14 +300,14 @@ def compare(
                 sd=judged.sd,
                 margin=float(margin),
                 step=step,
-                diverged=_count(lost, arm, _first(runs[arm], len(judged.arm))),
-                diverged_baseline=_count(
-                    lost, baseline, _first(runs[baseline], len(judged.baseline))
-                ),
+                diverged=len(lost.get(arm, set()) & of_arm),
+                diverged_baseline=len(lost.get(baseline, set()) & of_baseline),
                 verdict="not settled" if withheld else judged.verdict,
                 withheld=withheld,
                 doubt=judged.doubt(),
                 counted=counted,
+                failed=len(of_arm - runs[arm].keys()),
+                failed_baseline=len(of_baseline - runs[baseline].keys()),
             )
         )
     return results
@@ -327,6 +347,7 @@ class _Judged(NamedTuple):
         design: Design,
         look: int,
         *,
+        is_early: bool,
         comparisons: int,
         margin: float,
         higher_is_better: bool,
@@ -339,7 +360,7 @@ class _Judged(NamedTuple):
         squares = arm.var(ddof=1) * (n - 1) + baseline.var(ddof=1) * (k - 1)
         sd = math.sqrt(squares / (n + k - 2))
         summary = welch(arm, baseline, step=step)
-        if summary.error == 0 or min(n, k) < max(LEAST, design.looks[0]):
+        if summary.error == 0 or is_early or min(n, k) < LEAST:
             return cls(arm, baseline, look, difference, sd, "not settled")
         nominal = design.nominal(look, comparisons)
         reach, p = float(summary.reach(nominal)), float(summary.p())
@@ -370,13 +391,8 @@ class _Judged(NamedTuple):
         return f"But {which}, uncorrected, would call it different: the noise is not symmetric."
 
 
-def _count(lost: Mapping[str, set[int]], arm: str, runs: Mapping[int, float]) -> int:
-    return len(lost.get(arm, set()) & runs.keys())
-
-
-def _first(runs: Mapping[int, float], n: int) -> dict[int, float]:
-    """The runs of the n smallest seeds."""
-    return {seed: runs[seed] for seed in sorted(runs)[:n]}
+def _values(runs: Mapping[int, float], seeds: Sequence[int]) -> Array:
+    return np.array([runs[seed] for seed in seeds if seed in runs])
 
 
 def signed(value: float, digits: int = 2) -> str:

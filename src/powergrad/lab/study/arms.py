@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from powergrad.lab.config import Recipe, RecipeError, parse_overrides
+from powergrad.lab.jobs.command import FLAGS
 from powergrad.lab.study.records import Grid
 from powergrad.lab.words import did_you_mean
 
-__all__ = ["SHORT", "arms_of", "decomposition", "expand_key", "parse_arm", "parse_grid"]
+__all__ = [
+    "SHORT",
+    "arms_of",
+    "command_arms",
+    "decomposition",
+    "expand_key",
+    "head_exponent",
+    "parse_arm",
+    "parse_grid",
+    "parse_values",
+]
 
 Changes = dict[str, Any]
 
@@ -144,6 +156,89 @@ def arms_of(texts: Sequence[str], recipe: Recipe, alphas: Sequence[float]) -> di
     return arms
 
 
+# Arms of somebody's own program ------------------------------------------------------------------
+
+# By name: the options of `powergrad run`, given alpha and the exponent of head-lr.
+RUN_METHODS: dict[str, Callable[[float, int], Changes]] = {
+    "baseline": lambda alpha, exponent: {},
+    "pgt": lambda alpha, exponent: {"--alpha": alpha},
+    "gc": lambda alpha, exponent: {"--clip-norm": 1.0},
+    "agc": lambda alpha, exponent: {"--agc": 0.01},  # Brock et al.'s
+    "less-decay": lambda alpha, exponent: {"--decay-scale": alpha},
+    "head-lr": lambda alpha, exponent: {"--head-lr-scale": alpha**exponent},
+}
+
+
+def command_arms(
+    texts: Sequence[str], alphas: Sequence[float], *, exponent: int = 2
+) -> dict[str, Changes]:
+    """The arms of a comparison of somebody's own program.
+
+    Args:
+        texts: Methods joined by ``+``; or ``NAME: METHODS FLAGS``, of which the flags are added to
+            the command, and the methods may be missing.
+        alphas: The alphas of the methods that depend on it; with several, one arm for each.
+        exponent: PGT's ratio of the head's learning rate to the backbone's is alpha to this power.
+
+    Raises:
+        RecipeError: If a part is not a method, or a name occurs twice.
+
+    Example:
+        >>> command_arms(["baseline", "agc+pgt", "wide: pgt --width '6 4'"], [0.5])["wide"]
+        {'--alpha': 0.5, 'flags': ['--width', '6 4']}
+    """
+    arms: dict[str, Changes] = {}
+    for text in texts:
+        name, colon, rest = (part.strip() for part in text.partition(":"))
+        try:
+            words = shlex.split(rest) if colon else [name]
+        except ValueError as error:
+            raise RecipeError(
+                f"Expected --arm as a shell takes it, but got {text!r}: {error}."
+            ) from None
+        if not name or not words:
+            raise RecipeError(f'Expected an arm as "name: --flag value", but got {text!r}.')
+        methods = [part.strip() for part in words[0].split("+")]
+        flags = words[1:]
+        if colon and not set(methods) <= RUN_METHODS.keys():
+            methods, flags = [], words
+        for method in methods:
+            if method not in RUN_METHODS:
+                raise RecipeError(
+                    f"Expected an arm of {', '.join(RUN_METHODS)}, joined by +, but got {method!r}"
+                    f"{did_you_mean(method, RUN_METHODS)} Flags of your own program are given as "
+                    '--arm "name: --flag value".'
+                )
+        depends = bool(OF_ALPHA & set(methods))
+        for alpha in alphas if depends else alphas[:1]:
+            changes: Changes = {}
+            for method in methods:
+                changes |= RUN_METHODS[method](alpha, exponent)
+            full = f"{name}({alpha:g})" if depends and len(alphas) > 1 else name
+            if full in arms:
+                raise RecipeError(f"Expected arms of different names, but got {full!r} twice.")
+            arms[full] = {**changes, **({FLAGS: flags} if flags else {})}
+    return arms
+
+
+def head_exponent(optimizers: Iterable[str]) -> int:
+    """The power of alpha that is PGT's ratio of rates, for the optimizers of a program.
+
+    Raises:
+        RecipeError: If it is not known for one of them, or differs between them.
+    """
+    names = list(dict.fromkeys(optimizers))
+    found = {HEAD_RATE_EXPONENT.get(name.lower()) for name in names}
+    exponent = found.pop() if len(found) == 1 else None
+    if exponent is None:
+        known = ", ".join(HEAD_RATE_EXPONENT)
+        raise RecipeError(
+            f"Expected a program that trains with one of {known} for head-lr, but got "
+            f"{', '.join(names) or 'no optimizer'}, for which PGT's ratio of rates is not known."
+        )
+    return exponent
+
+
 def parse_grid(texts: Iterable[str]) -> Grid:
     """Keys and the values each takes.
 
@@ -156,14 +251,20 @@ def parse_grid(texts: Iterable[str]) -> Grid:
         key, equals, values = text.partition("=")
         if not equals or not values:
             raise RecipeError(f"Expected a grid as key=value,value,..., but got {text!r}.")
-        items = [parse_overrides([f"x={value.strip()}"])["x"] for value in values.split(",")]
-        if len(set(map(repr, items))) < len(items):
-            raise RecipeError(f"Expected different values of {key!r}, but got {values!r}.")
+        items = parse_values(key, values)
         dotted = expand_key(key.strip())
         if dotted in grid:
             raise RecipeError(f"Expected each key of a grid once, but got {key.strip()!r} again.")
-        grid[dotted] = tuple(items)
+        grid[dotted] = items
     return Grid(grid)
+
+
+def parse_values(key: str, text: str) -> tuple[Any, ...]:
+    """Different values of a key, separated by commas."""
+    items = [parse_overrides([f"x={value.strip()}"])["x"] for value in text.split(",")]
+    if len(set(map(repr, items))) < len(items):
+        raise RecipeError(f"Expected different values of {key!r}, but got {text!r}.")
+    return tuple(items)
 
 
 def decomposition(recipe: Recipe, alpha: float) -> dict[str, Changes]:

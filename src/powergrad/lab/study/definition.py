@@ -17,10 +17,10 @@ from powergrad.lab.files import write_text
 from powergrad.lab.jobs import Changes, Job, Program, RecipeProgram, program_from_dict
 from powergrad.lab.run import Run, RunError
 from powergrad.lab.stats import Design, check_positive, parse_runs
-from powergrad.lab.study.metrics import METRICS, Metric
+from powergrad.lab.study.metrics import METRICS, Metric, saved_metric
 from powergrad.lab.words import short_key
 
-__all__ = ["Study", "StudyKind", "read_kind"]
+__all__ = ["Study", "StudyKind", "again", "read_kind"]
 
 FORMAT = 3
 FILE = "study.yaml"
@@ -34,6 +34,11 @@ class StudyKind(str, enum.Enum):
     DECOMPOSE = "decompose"
     TUNE = "tune"
     PAPER = "paper"
+
+
+def again(job: Job) -> Job:
+    """The same run in another folder."""
+    return replace(job, name=f"again/{job.name}")
 
 
 def read_kind(values: Mapping[str, Any]) -> tuple[StudyKind, tuple[str, ...]]:
@@ -164,6 +169,7 @@ class Study:
             "chosen": {arm: dict(changes) for arm, changes in study.chosen.items()},
             "looked_at": list(study.earlier),
             "metric": study.metric.name,
+            "better": study.metric.better,
             "margin": study.margin,
         }
         write_text(folder / FILE, yaml.safe_dump(values, sort_keys=False))
@@ -187,8 +193,8 @@ class Study:
         data_before, data_now = (p.pop("data_fingerprint", "") for p in (before, now))
         if not is_same or before != now:
             raise RecipeError(
-                f"Expected {str(folder)!r} to hold this study, but got one of another recipe or "
-                "tuning; give another --name."
+                f"Expected {str(folder)!r} to hold this study, but got one of another program "
+                "or tuning; give another --name."
             )
         for arm, changes in self.arms.items():
             if arm in earlier.arms and dict(earlier.arms[arm]) != dict(changes):
@@ -221,8 +227,8 @@ class Study:
             if path.exists():
                 path.rename(path.with_stem(f"study-{earlier.partition(':')[2][:8]}"))
         print(
-            f"The images of {self.program.title} changed since the runs in {folder} were made: all "
-            "runs are done anew, and the earlier ones are not used.",
+            f"{self.program.changing} since the runs in {folder} were made: all runs are done "
+            "anew, and the earlier ones are not used.",
             file=sys.stderr,
         )
 
@@ -238,7 +244,9 @@ class Study:
             if values.get("format", 1) > FORMAT:
                 raise ValueError(f"format {values['format']}, which a newer powergrad reads")
             kind, tuned = read_kind(values)
-            metric = METRICS[values.get("metric", "test_accuracy")]
+            name = values.get("metric", "test_accuracy")
+            margin = values.get("margin", METRICS[name].margin if name in METRICS else None)
+            metric = saved_metric(name, values.get("better"), margin)
             if isinstance(values.get("seeds"), str):
                 first, design = values["first_seed"], Design(parse_runs(values["seeds"]))
             else:  # formats 1 and 2: a fixed number of seeds, in format 1 those of the runs
@@ -254,7 +262,7 @@ class Study:
                 arms,
                 design,
                 metric,
-                values.get("margin", metric.margin),
+                margin,
                 first,
                 values.get("seeds_per_repeat", 0),
                 tuned,

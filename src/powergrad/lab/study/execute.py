@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from powergrad.lab.environment import describe_machine
-from powergrad.lab.jobs import Job
+from powergrad.lab.jobs import Job, JobError, RunsFailed
 from powergrad.lab.jobs.queue import JobQueue, Snapshot
 from powergrad.lab.run import Run
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.stats import LEAST
 from powergrad.lab.study.definition import Study
-from powergrad.lab.study.results import Results, RunRow, read_rows
+from powergrad.lab.study.results import Results, RunRow, judged, read_rows
 from powergrad.lab.study.tuning import Tuner
 from powergrad.lab.words import short_key
 
@@ -40,6 +40,8 @@ class Execution:
         saved: Called with the results after every look, and after every repeat.
         deadline: When to be done, as `time.monotonic` has it; see :class:`JobQueue`.
         run_seconds: How long a run takes, as far as that is known before one is finished.
+        environments: See :class:`powergrad.lab.jobs.queue.JobQueue`.
+        opened: A queue that is used for everything, and stays open.
     """
 
     workers: int
@@ -49,9 +51,13 @@ class Execution:
     saved: Callable[[Results], None] = lambda results: None
     deadline: float = math.inf
     run_seconds: float = 0.0
+    environments: Sequence[Mapping[str, str]] = ()
+    opened: JobQueue | None = None
 
-    def queue(self, folder: Path, study: Study) -> JobQueue:
+    def queue(self, folder: Path, study: Study) -> AbstractContextManager[JobQueue]:
         """The queue of the runs of a study in `folder`."""
+        if self.opened is not None:
+            return nullcontext(self.opened)
         return JobQueue(
             folder,
             study=f"{folder.name}-{study.name}",  # a storage may hold studies of one name
@@ -60,6 +66,7 @@ class Execution:
             known=self.known_runs,
             deadline=self.deadline,
             run_seconds=self.run_seconds,
+            environments=self.environments,
         )
 
     @property
@@ -105,6 +112,8 @@ def run_study(
         done = 0
         for look in study.design.looks:
             steps = range(done, look) if tuner else [look - 1]
+            if study.program.is_foreign and not done:
+                steps = sorted({0, *steps})  # the first seed alone: what fails, fails there
             for last in steps:
                 if tuner is not None:
                     arms = {arm: study.arms[arm] for arm in _open_arms(results)}
@@ -112,11 +121,14 @@ def run_study(
                     results = _tune_repeat(still, last, results, queue, execution)
                 results = _run_units(results, range(done, last + 1), queue, execution)
                 done = last + 1
+                if all(row.failed for row in results.rows):
+                    raise JobError(f"every run failed. {results.rows[0].failed}")
                 if missing := _missing(results, done):
                     return _cut_short(results, missing)
-                execution.saved(results)
+                if not study.program.is_foreign or done >= study.design.looks[0]:
+                    execution.saved(results)
             so_far = results.comparable()
-            if so_far is not None and so_far.is_settled:
+            if so_far is not None and (so_far.is_settled or _is_constant(results)):
                 break
     return results
 
@@ -135,15 +147,15 @@ def _run_units(results: Results, units: range, queue: JobQueue, execution: Execu
     if not study.design.is_fixed or study.finals:
         title += f", {'repeats' if study.finals else 'seeds'} up to {units.stop} of "
         title += f"{study.design.last} at most"
-    with execution.watching(title, jobs, study.metric.name) as watch:
-        finished = queue.run(list(jobs.values()), watch)
-    rows = [
-        _row(
-            arm, seed, job, finished[job.name], queue, study.unit_of(seed) if study.finals else None
-        )
-        for (arm, seed), job in jobs.items()
-        if job.name in finished
-    ]
+    finished, failed = _do(title, jobs, study.metric.name, study, queue, execution)
+    rows = []
+    for (arm, seed), job in jobs.items():
+        unit = study.unit_of(seed) if study.finals else None
+        if job.name in failed:
+            rows.append(RunRow(arm, seed, {"failed": failed[job.name]}, job.name, unit=unit))
+        elif job.name in finished:  # else the time was over
+            metrics = judged(finished[job.name], study)
+            rows.append(_row(arm, seed, job, metrics, queue, unit))
     return replace(results, rows=[*results.rows, *rows])
 
 
@@ -180,11 +192,43 @@ def _cut_short(results: Results, missing: Mapping[str, int]) -> Results:
     return replace(results, study=study, remarks=[*results.remarks, remark])
 
 
+def _do(
+    title: str,
+    jobs: Mapping[tuple[str, int], Job],
+    metric: str,
+    study: Study,
+    queue: JobQueue,
+    execution: Execution,
+) -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, str]]:
+    """The final metrics of some runs, and why others failed, by name.
+
+    Raises:
+        JobError: If a run of ours failed, or one that no other can replace.
+    """
+    try:
+        with execution.watching(title, jobs, metric) as watch:
+            return queue.run(list(jobs.values()), watch), {}
+    except RunsFailed as error:
+        if not study.program.is_foreign:
+            raise
+        return error.results, error.failed
+
+
+def _is_constant(results: Results) -> bool:
+    """Whether somebody's own program gives one number per arm, whatever its seed."""
+    assert results.study is not None
+    values = [set(results.values(arm).values()) for arm in results.arms]
+    return results.study.program.is_foreign and all(len(of_arm) <= 1 for of_arm in values)
+
+
 def _open_arms(results: Results) -> list[str]:
     """The baseline, and the arms that are not settled yet."""
     assert results.study is not None
     so_far = results.comparable()
     settled = {c.arm for c in so_far.comparisons if not c.is_open} if so_far else set()
+    for arm in results.arms if so_far else ():
+        if all(row.failed for row in results.of_arm(arm)):
+            settled.add(arm)
     return [arm for arm in results.study.arms if arm not in settled]
 
 
@@ -219,19 +263,20 @@ def _tune_repeat(
     shown = {(arm, 1000 * place + seed): job for (arm, place, seed), job in jobs.items()}
     title = f"tuning {', '.join(map(short_key, tuner.space.keys))}"
     title += f", repeat {repeat + 1} of {study.design.last} at most" if study.finals else ""
-    with execution.watching(title, shown, study.metric.name) as watch:
-        finished = queue.run(list(jobs.values()), watch)
-    if len(finished) < len(jobs):
+    finished, failed = _do(title, shown, tuner.judging.name, study, queue, execution)
+    if len(finished) + len(failed) < len(jobs):
         raise Interrupted(
             f"the time was over with {len(finished)} of {len(jobs)} runs of the tuning finished"
         )
     rows = []
     for (arm, place, seed), job in jobs.items():
+        if job.name in failed:
+            continue  # `choose` says so
         unit = repeat if study.finals else None
-        row = _row(arm, seed, job, finished[job.name], queue, unit)
+        row = _row(arm, seed, job, judged(finished[job.name], study), queue, unit)
         point = tuner.changes(arm, tuner.space.points(arm, repeat)[place])
         rows.append(replace(row, metrics={**row.metrics, **point}))
-    by_place = {key: finished[job.name] for key, job in jobs.items()}
+    by_place = {key: finished[job.name] for key, job in jobs.items() if job.name in finished}
     earlier = results.tuning.repeats if results.tuning else ()
     tuning = tuner.record([*earlier, tuner.choose(repeat, by_place)])
     return replace(results, tuning=tuning, trials=[*results.trials, *rows])

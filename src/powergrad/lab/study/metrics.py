@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from powergrad.lab.config import RecipeError
 
-__all__ = ["COLUMNS", "METRICS", "Metric", "chance_of", "guess_metric", "metric_named"]
+__all__ = [
+    "COLUMNS",
+    "METRICS",
+    "Metric",
+    "chance_of",
+    "guess_metric",
+    "metric_named",
+    "metric_names",
+    "saved_metric",
+]
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,11 @@ class Metric:
     def title(self) -> str:
         """The metric in words, for axes and table headings."""
         return self.name.replace("_", " ")
+
+    @property
+    def better(self) -> Literal["higher", "lower"]:
+        """Which is better."""
+        return "higher" if self.higher_is_better else "lower"
 
 
 METRICS = {
@@ -64,6 +79,19 @@ COLUMNS = (
 )
 
 
+def metric_names(runs: Iterable[Mapping[str, object]], first: str) -> list[str]:
+    """The names of the metrics that runs have, of which one comes first.
+
+    Example:
+        >>> metric_names([{"seconds": 1, "loss": 2, "acc": 3}], "acc")
+        ['acc', 'loss', 'diverged', 'seconds']
+    """
+    named = dict.fromkeys(name for run in runs for name in run if name not in ("format", "failed"))
+    others = [name for name in named if name not in COLUMNS and name != first]
+    usual = ["diverged", *(name for name in COLUMNS if name in named)]
+    return list(dict.fromkeys([first, *others, *usual]))
+
+
 def chance_of(metric: str, classes: int) -> float | None:
     """What guessing reaches: the value of a run that diverged. None where that is not known.
 
@@ -89,6 +117,14 @@ def metric_named(name: str) -> Metric:
     return METRICS[name]
 
 
+def saved_metric(name: str, better: str | None, margin: float) -> Metric:
+    """The metric that a study has saved; files of earlier formats do not say which is better."""
+    known = METRICS.get(name)
+    if known is not None and better in (None, known.better):
+        return known
+    return Metric(name, better != "lower", known.unit if known else name, margin)
+
+
 def guess_metric(
     name: str, values: Sequence[float], *, margin: float | None, better: str | None
 ) -> Metric:
@@ -96,7 +132,7 @@ def guess_metric(
 
     Args:
         name: The column.
-        values: What is in it.
+        values: What is in it, as far as it is known.
         margin: The largest difference that does not matter; by default that of a known metric, or
             0.5 where the values are percentages.
         better: ``higher`` or ``lower``; by default as the name has it.

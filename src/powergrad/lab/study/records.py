@@ -75,6 +75,8 @@ class Tuning:
         repeats: One independent tuning each: what was tried and chosen, by arm.
         is_unit: Whether each repeat's winner is one unit of the comparison. If not, there is one
             tuning, and the comparison holds for the chosen values only.
+        metric: The metric of somebody's own program by which points were chosen; empty where it is
+            the one that is compared, on held-out data.
     """
 
     keys: tuple[str, ...]
@@ -82,6 +84,7 @@ class Tuning:
     hold_out: float
     repeats: tuple[Mapping[str, Choice], ...]
     is_unit: bool = False
+    metric: str = ""
 
     @property
     def arms(self) -> Mapping[str, Choice]:
@@ -92,8 +95,9 @@ class Tuning:
         """The choices of an arm in a line."""
         choices = [repeat[arm] for repeat in self.repeats if arm in repeat]
         if len(choices) == 1:
+            digits = ".4g" if self.metric else ".2f"
             trials = ", ".join(
-                f"{describe_point(t.point)}: {t.mean:.2f}" for t in choices[0].trials
+                f"{describe_point(t.point)}: {t.mean:{digits}}" for t in choices[0].trials
             )
             edges = ", ".join(map(short_key, choices[0].edges))
             edge = f"; {edges} at the edge" if edges else ""
@@ -148,8 +152,8 @@ class Tuning:
             }
             for repeat in values["repeats"]
         )
-        keys, seeds = tuple(values["keys"]), values["seeds"]
-        return cls(keys, seeds, values["hold_out"], repeats, values["is_unit"])
+        keys, seeds, metric = tuple(values["keys"]), values["seeds"], values.get("metric", "")
+        return cls(keys, seeds, values["hold_out"], repeats, values["is_unit"], metric)
 
     @classmethod
     def _from_one_key(cls, values: Mapping[str, Any]) -> Self:

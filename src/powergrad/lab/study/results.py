@@ -18,6 +18,7 @@ import functools
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,15 +28,23 @@ from powergrad.lab import stats
 from powergrad.lab.config import Recipe, RecipeError
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import csv_text, write_json, write_text
-from powergrad.lab.jobs import RecipeProgram
+from powergrad.lab.jobs import Program, RecipeProgram, program_from_dict
 from powergrad.lab.run import Run, RunError
 from powergrad.lab.study.advice import advise
 from powergrad.lab.study.definition import FILE, Study, read_kind
-from powergrad.lab.study.metrics import COLUMNS, METRICS, Metric, chance_of, guess_metric
+from powergrad.lab.study.metrics import (
+    COLUMNS,
+    METRICS,
+    Metric,
+    chance_of,
+    guess_metric,
+    metric_names,
+    saved_metric,
+)
 from powergrad.lab.study.records import Decomposition, Grid, Tuning
 from powergrad.lab.words import hide_folders, short_key, slug
 
-__all__ = ["Results", "RunRow", "read_rows"]
+__all__ = ["Results", "RunRow", "judged", "read_rows"]
 
 FORMAT = 3
 CLASSES = {"digits": 10, "fashion-mnist": 10, "cifar10": 10}  # where a row does not have it
@@ -72,6 +81,11 @@ class RunRow:
     def diverged(self) -> bool:
         """Whether its loss became infinite or NaN."""
         return bool(self.metrics.get("diverged"))
+
+    @property
+    def failed(self) -> str:
+        """Why a run of somebody's own program failed: it has no metrics; empty if it did not."""
+        return str(self.metrics.get("failed") or "")
 
     def is_lost(self, metric: str) -> bool:
         """Whether it diverged, or its metric is infinite."""
@@ -114,6 +128,7 @@ class Results:
         trials: The runs of the tuning.
         grid: The grid of a sweep.
         decomposition: What a decomposition checked.
+        repeated: The metrics of the first run of somebody's own program, and of the same run again.
         environment: Versions, hardware and command of the process that wrote the results.
         remarks: What else a reader must know, such as what could not be run in the given time.
     """
@@ -128,6 +143,7 @@ class Results:
     trials: Sequence[RunRow] = ()
     grid: Grid | None = None
     decomposition: Decomposition | None = None
+    repeated: Sequence[Mapping[str, Any]] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     remarks: Sequence[str] = ()
 
@@ -152,15 +168,27 @@ class Results:
     def units(self, arm: str) -> dict[int, float]:
         """What is compared: the metric of every seed, or its mean over each repeat."""
         units: dict[int, list[float]] = {}
+        counts: Counter[int] = Counter()
         for row in self.of_arm(arm):
             value = self._value(row, self.metric.name)
             if value is not None:
                 units.setdefault(row.seed if row.unit is None else row.unit, []).append(value)
+            if value is not None or row.failed:
+                counts[row.seed if row.unit is None else row.unit] += 1
         finals = self.study.finals if self.study else 0
-        whole = finals or max(map(len, units.values()), default=0)  # an unfinished repeat waits
-        return {unit: sum(v) / len(v) for unit, v in units.items() if len(v) == whole}
+        whole = finals or max(counts.values(), default=0)  # an unfinished repeat waits
+        return {unit: sum(v) / len(v) for unit, v in units.items() if counts[unit] == whole}
+
+    def _failed_units(self, arm: str) -> set[int]:
+        """The units of an arm of which every run failed."""
+        rows = [(row.seed if row.unit is None else row.unit, row) for row in self.of_arm(arm)]
+        return {unit for unit, row in rows if row.failed} - {
+            unit for unit, row in rows if not row.failed
+        }
 
     def _value(self, row: RunRow, metric: str) -> float | None:
+        if row.failed:
+            return None
         return self._lost.get(metric) if row.is_lost(metric) else row.value(metric)
 
     @functools.cached_property
@@ -208,8 +236,10 @@ class Results:
         """
         name = self.metric.name
         stats.by_arm_and_seed((row.arm, row.seed, 0.0) for row in self.rows)  # each seed once
-        values = {arm: self.units(arm) for arm in self.arms}
-        without = [row for row in self.rows if self._value(row, name) is None]
+        # An arm of which every run failed is not compared; the notes say so.
+        arms = [arm for arm in self.arms if not all(row.failed for row in self.of_arm(arm))]
+        values = {arm: self.units(arm) for arm in arms}
+        without = [row for row in self.rows if not row.failed and self._value(row, name) is None]
         if without:
             row = without[0]
             raise ValueError(
@@ -222,7 +252,7 @@ class Results:
                 for row in self.of_arm(arm)
                 if row.is_lost(name)
             }
-            for arm in self.arms
+            for arm in arms
         }
         return stats.compare(
             values,
@@ -233,6 +263,7 @@ class Results:
             unit=self.metric.unit,
             step=0.0 if self.has_repeats else None,
             diverged=diverged,
+            failed={arm: self._failed_units(arm) for arm in arms},
             withhold=self.tuning.doubts(self.baseline) if self.tuning else None,
             counted="repeats" if self.has_repeats else "runs",
         )
@@ -271,7 +302,8 @@ class Results:
 
     def notes(self) -> list[str]:
         """What a reader must know beside the verdict: every place that shows it shows these too."""
-        notes = [*self.remarks, self.diverged(), *self._about_design(), *self._about_tuning()]
+        notes = [*self.remarks, self.diverged(), *self._about_runs()]
+        notes += [*self._about_design(), *self._about_tuning()]
         return [note for note in notes if note]
 
     def advice(self) -> list[str]:
@@ -292,6 +324,67 @@ class Results:
         value = self._lost[self.metric.name]
         counts_as = "no value" if value is None else f"{value:.4g}"
         return f"Diverged: {', '.join(counts)}. A run that diverged counts as {counts_as}."
+
+    def _about_runs(self) -> list[str]:
+        """What the runs of somebody's own program show about it."""
+        notes, name = [], self.metric.name
+        for arm in self.arms:
+            runs = self.of_arm(arm)
+            if failed := [row for row in runs if row.failed]:
+                seeds = ", ".join(str(row.seed) for row in failed[:6])
+                more = ", ..." if len(failed) > 6 else ""
+                rest = "" if len(failed) < len(runs) else " It is not compared."
+                notes.append(
+                    f"{len(failed)} of {len(runs)} runs of {arm} failed and do not count (seed "
+                    f"{seeds}{more}): {failed[0].failed.splitlines()[0]}{rest}"
+                )
+        if self.study is None or not self.study.program.is_foreign:
+            return notes
+        for arm in self.arms:
+            values = [value for row in self.of_arm(arm) if (value := row.value(name)) is not None]
+            if len(values) > 1 and len(set(values)) == 1:
+                notes.append(
+                    f"All {len(values)} seeds of {arm} give the same {name} ({values[0]:g}): your "
+                    "script does not use {seed}."
+                )
+        if len(self.repeated) == 2:
+            first, second = (metrics.get(name) for metrics in self.repeated)
+            if first != second and not (first != first and second != second):
+                notes.append(
+                    f"Runs are not repeatable: the first run gave {name} {first}, and the same run "
+                    f"again {second}. The noise between runs is then more than that of the seeds."
+                )
+        return [*notes, *self._about_first_losses()]
+
+    def _about_first_losses(self) -> list[str]:
+        """Arms whose first loss is not the baseline's, at the same seed."""
+        assert self.study is not None
+        base = {row.seed: row.value("first_loss") for row in self.of_arm(self.baseline)}
+        own = self.study.settings(self.baseline)
+        notes = []
+        for arm in self.arms:
+            for row in self.of_arm(arm):
+                loss, other = row.value("first_loss"), base.get(row.seed)
+                if loss is None or other is None or math.isclose(loss, other, rel_tol=1e-5):
+                    continue
+                settings = self.study.settings(arm)
+                altered = {key for key in settings.keys() | own.keys() if key.startswith("--")}
+                is_altered_only = all(
+                    settings.get(key) == own.get(key)
+                    for key in (settings.keys() | own.keys()) - altered
+                )
+                why = (
+                    "data order or initialisation differs, since altered gradients and scaled "
+                    "rates do not change it"
+                    if is_altered_only
+                    else "its flags change the network, the data or their order"
+                )
+                notes.append(
+                    f"The first loss of {arm} is not that of {self.baseline} (seed {row.seed}: "
+                    f"{loss:.6g} and {other:.6g}): {why}."
+                )
+                break
+        return notes
 
     def _about_design(self) -> list[str]:
         study = self.study
@@ -354,11 +447,14 @@ class Results:
 
         For a study that is not finished.
         """
-        rows = [row for row in self.rows if self._value(row, self.metric.name) is not None]
+        rows = [
+            row for row in self.rows if row.failed or self._value(row, self.metric.name) is not None
+        ]
         kept = self if len(rows) == len(self.rows) else replace(self, rows=rows)
         enough = [arm for arm in kept.arms if len(kept.units(arm)) > 1]
         if self.baseline not in enough or len(enough) < 2:
             return None
+        enough += [arm for arm in kept.arms if all(row.failed for row in kept.of_arm(arm))]
         if len(enough) == len(self.arms) and kept is self:
             return self
         return replace(self, rows=[row for row in rows if row.arm in enough])
@@ -367,21 +463,22 @@ class Results:
 
     def to_csv(self) -> str:
         """One row per run; those of the tuning have the phase ``tuning``."""
-        all_rows = [*self.rows, *self.trials]
+        rows = [row for row in self.rows if not row.failed]
+        all_rows = [*rows, *self.trials]
         named = [name for name in COLUMNS if any(name in row.metrics for row in all_rows)]
         if self.metric.name not in named:
             named.insert(0, self.metric.name)
+        if self.study and self.study.program.is_foreign:
+            named = metric_names([row.metrics for row in all_rows], self.metric.name)
         about = ["arm", "seed"]
         about += ["run"] if self.study else []
         about += ["repeat"] if self.has_repeats else []
         about += ["commit"] if any(row.commit for row in all_rows) else []
         keys = list(self.tuning.keys) if self.trials and self.tuning else []
         about += ["phase", *keys] if self.trials else []
-        rows = [
-            {**row.to_dict(), **self._settings(row, keys), "phase": "final"} for row in self.rows
-        ]
-        rows += [{**row.to_dict(), "phase": "tuning"} for row in self.trials]
-        return csv_text([*about, *named], rows)
+        lines = [{**row.to_dict(), **self._settings(row, keys), "phase": "final"} for row in rows]
+        lines += [{**row.to_dict(), "phase": "tuning"} for row in self.trials]
+        return csv_text([*about, *(name for name in named if name not in keys)], lines)
 
     def _settings(self, row: RunRow, keys: Sequence[str]) -> dict[str, Any]:
         """The values of the tuned keys in a run."""
@@ -398,6 +495,7 @@ class Results:
         values: dict[str, Any] = {
             "format": FORMAT,
             "metric": self.metric.name,
+            "better": self.metric.better,
             "margin": self.margin,
             "baseline": self.baseline,
             "arms": self.arms,
@@ -428,6 +526,10 @@ class Results:
             values["changes"] = {arm: self.study.settings(arm) for arm in self.study.arms}
             if isinstance(self.study.program, RecipeProgram):
                 values["recipe"] = self.study.base.without_paths().model_dump(mode="json")
+            else:
+                values["program"] = self.study.program.to_dict()
+        if self.repeated:
+            values["repeated"] = list(self.repeated)
         return values
 
     def save(self, folder: Path) -> None:
@@ -474,7 +576,7 @@ class Results:
             except RunError:
                 continue  # the page says what cannot be read
             if result is not None:
-                rows.append(RunRow(arm, seed, result, job.name))
+                rows.append(RunRow(arm, seed, judged(result, study), job.name))
         return cls(study.metric, study.margin, study.baseline, rows, study, folder)
 
     @classmethod
@@ -519,15 +621,35 @@ def _load_folder(folder: Path) -> Results:
     if not (folder / "study.json").is_file():
         return Results.of_runs(study, folder)
     saved = _from_json(_read_json(folder / "study.json"))
-    finished = [row for row in saved.rows if row.is_elsewhere or _is_finished(folder / row.run)]
+    finished = [
+        row
+        for row in saved.rows
+        if row.is_elsewhere or row.failed or _is_finished(folder / row.run)
+    ]
     rows = finished
     if saved.tuning is None:
+        newer = Results.of_runs(study, folder).rows
+        done = {row.run for row in newer}
+        finished = [row for row in finished if not row.failed or row.run not in done]
         known = {row.run for row in finished}
-        newer = [row for row in Results.of_runs(study, folder).rows if row.run not in known]
+        newer = [row for row in newer if row.run not in known]
         order = list(study.arms)
         rows = sorted([*finished, *newer], key=lambda row: (row.seed, order.index(row.arm)))
     study = replace(study, metric=saved.metric, margin=saved.margin)
     return replace(saved, rows=rows, study=study, folder=folder)
+
+
+def judged(metrics: Mapping[str, Any], study: Study) -> dict[str, Any]:
+    """The final metrics of a run, with whether it diverged.
+
+    Of somebody's own program, that is whether the metric that is compared is not finite.
+    """
+    if not study.program.is_foreign:
+        return dict(metrics)
+    kept = {key: value for key, value in metrics.items() if key not in ("format", "optimizers")}
+    value = kept.get(study.metric.name)
+    is_number = isinstance(value, (int, float))
+    return {**kept, "diverged": not math.isfinite(value)} if is_number else kept
 
 
 def _is_finished(folder: Path) -> bool:
@@ -566,12 +688,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _from_json(values: Mapping[str, Any]) -> Results:
     name = values["metric"]
-    metric = METRICS.get(name) or Metric(name, True, name, values["margin"])
+    metric = saved_metric(name, values.get("better"), values["margin"])
     rows = [RunRow.from_dict(row) for row in values["rows"]]
     study = None
-    if "recipe" in values:
+    if "recipe" in values or "program" in values:
         kind, tuned = read_kind(values)
-        program = RecipeProgram(Recipe.model_validate(values["recipe"]))
+        if "recipe" in values:
+            program: Program = RecipeProgram(Recipe.model_validate(values["recipe"]))
+        else:
+            program = program_from_dict(values["program"])
         study = Study(
             kind,
             program,
@@ -599,6 +724,7 @@ def _from_json(values: Mapping[str, Any]) -> Results:
         trials=[RunRow.from_dict(row) for row in values.get("trials", ())],
         grid=Grid({key: tuple(points) for key, points in grid.items()}) if grid else None,
         decomposition=decomposition,
+        repeated=values.get("repeated", ()),
         environment=values.get("environment", {}),
         remarks=values.get("remarks", ()),
     )

@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from powergrad.lab.config import RecipeError, parse_overrides
-from powergrad.lab.study.arms import expand_key, parse_grid
+from powergrad.lab.study.arms import expand_key, parse_values
 from powergrad.lab.words import did_you_mean
 
 __all__ = ["Axis", "Point", "Space", "split_overrides"]
@@ -45,12 +45,13 @@ class Axis:
     high: float = 0.0
 
     @classmethod
-    def parse(cls, text: str, own: Any = None) -> Axis:
+    def parse(cls, text: str, own: Any = None, expand: Callable[[str], str] = expand_key) -> Axis:
         """The axis of ``lr=0.006:0.4``, ``lr=0.1,0.2`` or ``lr``.
 
         Args:
             text: What the user wrote.
             own: The program's own value, around which values are tried if `text` has none.
+            expand: Gives the key that a short one stands for.
 
         Raises:
             RecipeError: If it is none of these.
@@ -62,7 +63,7 @@ class Axis:
             Axis(key='optimizer.lr', values=(0.1, 0.2), low=0.0, high=0.0)
         """
         name, equals, given = text.partition("=")
-        key = expand_key(name.strip())
+        key = expand(name.strip())
         if not equals:
             if not isinstance(own, (int, float)) or isinstance(own, bool) or own == 0:
                 raise RecipeError(
@@ -72,7 +73,9 @@ class Axis:
             return cls(key, tuple(own * factor for factor in (0.25, 0.5, 1, 2, 4)))
         first, colon, last = given.partition(":")
         if not colon:
-            return cls(key, parse_grid([text]).values[key])
+            if not given:
+                raise RecipeError(f"Expected values as {name}=0.1,0.2, but got {text!r}.")
+            return cls(key, parse_values(name.strip(), given))
         try:
             low, high = float(first), float(last)
         except ValueError:
@@ -139,6 +142,7 @@ class Space:
         arms: Sequence[str],
         trials: int | None = None,
         seed: int = 0,
+        expand: Callable[[str], str] = expand_key,
     ) -> Space:
         """The space of the texts of ``--tune``.
 
@@ -149,6 +153,7 @@ class Space:
             trials: Points per arm; by default all combinations of lists, and 6 where there is a
                 range.
             seed: Seed of the random points.
+            expand: Gives the key that a short one stands for.
 
         Raises:
             RecipeError: If a key is unknown, given twice, or of an unknown arm.
@@ -158,14 +163,14 @@ class Space:
         for text in texts:
             arm, colon, rest = text.partition(": ")
             for part in (rest if colon else text).split():
-                key = expand_key(part.partition("=")[0])
+                key = expand(part.partition("=")[0])
                 if key not in values:
                     raise RecipeError(
                         f"Expected --tune with a known key, but got {key!r}"
                         f"{did_you_mean(key, values)}"
                     )
                 target = own.setdefault(arm.strip(), []) if colon else shared
-                target.append(Axis.parse(part, values[key]))
+                target.append(Axis.parse(part, values[key], expand))
         for arm in own:
             if arm not in arms:
                 raise RecipeError(

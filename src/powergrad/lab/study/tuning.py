@@ -1,4 +1,4 @@
-"""Tuning: values of some keys for every arm, chosen on held-out training data.
+"""Tuning: values of some keys for every arm, chosen on data that the verdict does not use.
 
 Every arm tries the same points, with the same budget. A *repeat* is one independent tuning, with
 points and seeds of its own. The trials of all repeats are in the folder ``tuning`` of the study.
@@ -14,12 +14,12 @@ from typing import Any, Literal
 from powergrad.lab.config import RecipeError
 from powergrad.lab.jobs import Changes, Job
 from powergrad.lab.study.definition import Study
+from powergrad.lab.study.metrics import Metric
 from powergrad.lab.study.records import Choice, Trial, Tuning, describe_point
 from powergrad.lab.study.space import Point, Space
 
-__all__ = ["HOLD_OUT", "Tuner"]
+__all__ = ["Tuner"]
 
-HOLD_OUT = 0.2  # of the training data, on which arms are tuned
 FOLDER = "tuning"  # of the trials, in the study's folder
 FIRST_SEED = 1000  # of the trials, or later, so that the study's own seeds are fresh
 
@@ -36,31 +36,30 @@ class Tuner:
         seeds: Seeds per point.
         map: ``identity`` moves the points of arms with PGT by the identity, so that each point has
             the backbone that it has without PGT; ``none`` leaves them.
+        metric: The metric by which points are chosen, where it is not the one that is compared
+            on held-out data.
     """
 
     study: Study
     space: Space
     seeds: int
     map: Map = "none"
+    metric: Metric | None = None
 
     def __post_init__(self) -> None:
         if self.seeds < 1:
             raise RecipeError(f"Expected --tune-seeds to be at least 1, but got {self.seeds}.")
-        clip = self.study.base.clip
-        if self.map == "identity" and (clip.norm is not None or clip.value is not None):
-            raise RecipeError(
-                "Expected no clipping by norm or value with --tune-map identity, which cannot keep "
-                "the backbone then, but got some."
-            )
-        if self.study.base.data.hold_out:
-            raise RecipeError(
-                "Expected data.hold_out to be 0 where arms are tuned, which holds out data of its "
-                f"own, but got {self.study.base.data.hold_out:g}."
-            )
+        self.study.program.check_tuning(by_identity=self.map == "identity")
+
+    @property
+    def judging(self) -> Metric:
+        """The metric by which points are chosen."""
+        return self.metric or self.study.metric
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for study.yaml."""
-        return {**self.space.to_dict(), "seeds": self.seeds, "map": self.map}
+        chosen_by = {"metric": self.metric.name} if self.metric else {}
+        return {**self.space.to_dict(), "seeds": self.seeds, "map": self.map, **chosen_by}
 
     def seeds_of(self, repeat: int) -> range:
         """The seeds of a repeat's trials."""
@@ -69,20 +68,14 @@ class Tuner:
         return range(first, first + self.seeds)
 
     def changes(self, arm: str, point: Point) -> dict[str, Any]:
-        """What an arm changes at a point.
-
-        A key of every arm that this arm sets itself, such as the decay of less-decay, is scaled as
-        the recipe's.
-        """
-        base, changes = self.study.base, self.study.arms[arm]
-        chosen: dict[str, Any] = {}
+        """What an arm changes at a point."""
+        changes = self.study.arms[arm]
         shared = {axis.key for axis in self.space.shared}
-        for key, value in point.items():
-            own = base.value(key)
-            is_scaled = key in shared & changes.keys() and isinstance(own, (int, float)) and own
-            chosen[key] = changes[key] * value / own if is_scaled else value
+        chosen = self.study.program.at_point(changes, point, shared)
+        if self.map == "none":
+            return chosen
         alpha = self.study.program.alpha({**changes, **chosen})
-        if self.map == "identity" and alpha < 1:
+        if alpha < 1:
             chosen |= _by_identity({**changes, **chosen}, alpha, self.study)
         return chosen
 
@@ -94,9 +87,8 @@ class Tuner:
                 changes = {**self.study.arms[arm], **self.changes(arm, point)}
                 for seed in self.seeds_of(repeat):
                     try:
-                        job = self.study.program.job(
-                            arm, {**changes, "data.hold_out": HOLD_OUT}, seed
-                        )
+                        program = self.study.program
+                        job = program.job(arm, program.in_trial(changes), seed)
                     except RecipeError:
                         continue  # `choose` says so
                     jobs[arm, place, seed] = replace(job, name=f"{FOLDER}/{job.name}")
@@ -114,14 +106,15 @@ class Tuner:
         Raises:
             RecipeError: If an arm trains at no point.
         """
-        metric = self.study.metric
+        metric = self.judging
+        refusal = "failed" if self.study.program.is_foreign else "refused by the recipe"
         choices = {}
         for arm in self.study.arms:
             trials = []
             for place, point in enumerate(self.space.points(arm, repeat)):
                 runs = [results.get((arm, place, seed)) for seed in self.seeds_of(repeat)]
                 changes = self.changes(arm, point)
-                trials.append(_trial(point, changes, runs, metric.name))
+                trials.append(_trial(point, changes, runs, metric.name, refusal))
             usable = [place for place, trial in enumerate(trials) if trial.mean == trial.mean]
             if not usable:
                 tried = "; ".join(f"{describe_point(t.point)}: {t.note}" for t in trials)
@@ -136,18 +129,32 @@ class Tuner:
     def record(self, repeats: Sequence[Mapping[str, Choice]]) -> Tuning:
         """What a study keeps of its tuning."""
         is_unit = bool(self.study.finals)
-        return Tuning(self.space.keys, self.seeds, HOLD_OUT, tuple(repeats), is_unit)
+        hold_out = self.study.program.hold_out
+        chosen_by = self.metric.name if self.metric else ""
+        return Tuning(self.space.keys, self.seeds, hold_out, tuple(repeats), is_unit, chosen_by)
 
 
 def _trial(
-    point: Point, changes: Changes, runs: list[Mapping[str, Any] | None], metric: str
+    point: Point,
+    changes: Changes,
+    runs: list[Mapping[str, Any] | None],
+    metric: str,
+    refusal: str,
 ) -> Trial:
-    """A point, and the mean over its seeds. A run that diverged counts as it is recorded."""
+    """A point, and the mean over its seeds. A run that diverged counts as it is recorded.
+
+    Args:
+        point: The point.
+        changes: What the arm changes there.
+        runs: The final metrics of its runs; None for a run that was not done.
+        metric: The metric by which points are chosen.
+        refusal: Why a run was not done.
+    """
     if any(run is None for run in runs):
-        return Trial(point, changes, math.nan, "refused by the recipe")
+        return Trial(point, changes, math.nan, refusal)
     values = [run.get(metric) for run in runs if run is not None]
     numbers = [float(value) for value in values if isinstance(value, (int, float))]
-    if len(numbers) < len(runs) or any(value != value for value in numbers):
+    if len(numbers) < len(runs) or not all(map(math.isfinite, numbers)):
         return Trial(point, changes, math.nan, "diverged")
     lost = sum(bool(run["diverged"]) for run in runs if run is not None and "diverged" in run)
     note = f"{lost} of {len(runs)} diverged" if lost else ""

@@ -1,0 +1,224 @@
+"""The comparison of a Python function, behind :func:`powergrad.compare`, and what it returns."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from powergrad.lab.config import RecipeError
+from powergrad.lab.figures import draw_study
+from powergrad.lab.jobs import FunctionProgram
+from powergrad.lab.jobs.devices import default_workers, visible_devices, worker_environments
+from powergrad.lab.jobs.function import place_of
+from powergrad.lab.jobs.queue import InlineQueue, JobQueue
+from powergrad.lab.report import write_report
+from powergrad.lab.signals import Interrupted
+from powergrad.lab.stats import Comparison, Design, parse_runs, signed, span
+from powergrad.lab.study import Execution, Metric, Results, Study, StudyKind, run_study
+from powergrad.lab.study.first import announce, run_first
+from powergrad.lab.terminal import Watch, describe_results
+
+__all__ = ["Compared", "compare_function"]
+
+WORKER = "POWERGRAD_WORKER"  # set in processes that import `train`
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The results of a comparison.
+
+    Attributes:
+        results: Everything, as the workbench has it.
+    """
+
+    results: Results
+
+    @property
+    def verdict(self) -> str:
+        """The conclusion, in one sentence."""
+        return self.results.verdict()
+
+    @property
+    def comparisons(self) -> Sequence[Comparison]:
+        """Every arm against the first one: difference, interval, p-value, verdict, sentence."""
+        return self.results.comparisons
+
+    @override
+    def __str__(self) -> str:
+        return describe_results(self.results)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        results = self.results
+        heads = ("arm", "runs", results.metric.name, "difference", "95% interval", "verdict")
+        lines = ["".join(f"<th>{html.escape(head)}</th>" for head in heads)]
+        for arm in results.arms:
+            values = list(results.units(arm).values())
+            spread = f" ± {statistics.stdev(values):.3g}" if len(values) > 1 else ""
+            mean = results.mean(arm)
+            cells = [arm, str(len(values)), "-" if math.isnan(mean) else f"{mean:.5g}{spread}"]
+            if comparison := results.comparison(arm):
+                cells += [signed(comparison.difference, 3), span(comparison.interval, 3)]
+                cells.append(comparison.verdict)
+            else:
+                cells += ["", "", ""]
+            lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+        table = "".join(f"<tr>{line}</tr>" for line in lines)
+        texts = [self.verdict, *(c.sentence for c in self.comparisons), *results.notes()]
+        words = "".join(f"<p>{html.escape(text)}</p>" for text in texts)
+        return f"<table>{table}</table>{words}"
+
+    def to_frame(self) -> Any:
+        """One row per run, as a DataFrame of pandas: arm, seed and the final metrics.
+
+        Raises:
+            ImportError: If pandas is not installed.
+        """
+        try:
+            import pandas  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ImportError(
+                f"Expected pandas for `to_frame`: pip install pandas, but got: {error}."
+            ) from None
+        return pandas.DataFrame([row.to_dict() for row in self.results.rows])
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write study.csv, study.json, study.png and report.html; returns the page."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        self.results.save(path)
+        draw_study(self.results, path / "study.png", f"{path.name}: {len(self.results.rows)} runs")
+        return write_report([self.results], path / "report.html")
+
+
+def compare_function(
+    train: Callable[..., Any],
+    arms: Sequence[str] | Mapping[str, Mapping[str, Any]],
+    seeds: str,
+    *,
+    metric: str | None,
+    margin: float | None,
+    better: str | None,
+    workers: int | None,
+    threads: int,
+    first_seed: int,
+    out: str | os.PathLike[str] | None,
+    name: str | None,
+) -> Compared:
+    """See :func:`powergrad.compare`."""
+    if os.environ.get(WORKER):
+        raise RuntimeError(
+            "Expected `powergrad.compare` under `if __name__ == '__main__':`, because worker "
+            "processes import this script."
+        )
+    if not callable(train):
+        raise TypeError(f"Expected `train` to be a function, but got {type(train).__name__}.")
+    if better not in (None, "higher", "lower"):
+        raise ValueError(f"Expected `better` to be 'higher' or 'lower', but got {better!r}.")
+    for option, value in (("workers", workers), ("threads", threads)):
+        if value is not None and value < 1:
+            raise ValueError(f"Expected `{option}` to be at least 1, but got {value}.")
+    if name is not None and out is None:
+        raise ValueError(f"Expected `out` with `name`, but got {name!r} alone.")
+    program = FunctionProgram.of(train, metric or "metric")
+    study = Study(
+        StudyKind.COMPARE,
+        program,
+        _settings(arms),
+        Design(parse_runs(seeds)),
+        Metric(metric or "metric", True, "", 1.0),
+        1.0,
+        first_seed,
+    )
+    place = Path(tempfile.mkdtemp(prefix="powergrad-") if out is None else out)
+    folder = place / (name or study.name)
+    try:
+        compared = Compared(_run(study, folder, metric, margin, better, workers, threads))
+    except BaseException as error:
+        if out is None:
+            shutil.rmtree(place, ignore_errors=True)
+        if isinstance(error, Interrupted):
+            raise KeyboardInterrupt(str(error)) from None
+        if isinstance(error, RecipeError):  # in the words of the command
+            raise ValueError(re.sub(r"--([a-z]+)", r"`\1`", str(error))) from None
+        raise
+    if out is None:  # as long as somebody may ask for the page
+        weakref.finalize(compared, shutil.rmtree, place, ignore_errors=True)
+    else:
+        compared.save(folder)
+    return compared
+
+
+def _settings(arms: Sequence[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What each arm passes to the function, as plain values."""
+    if isinstance(arms, str) or not isinstance(arms, (Sequence, Mapping)):
+        raise TypeError(f"Expected `arms` to be a list or a mapping, but got {arms!r}.")
+    named = arms if isinstance(arms, Mapping) else {arm: {} for arm in arms}
+    if len(arms) < 2 or len(named) < len(arms):
+        raise ValueError(f"Expected `arms` to hold two different names or more, but got {arms!r}.")
+    plain = {}
+    for arm, settings in named.items():
+        try:
+            plain[str(arm)] = json.loads(json.dumps(dict(settings)))
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"Expected plain values (numbers, texts, lists) as settings of {arm!r}, but got "
+                f"{settings!r}; `train` gets the name of the arm, and can choose by it."
+            ) from None
+        for key in ("seed", "arm"):
+            if key in plain[str(arm)]:
+                raise ValueError(
+                    f"Expected settings other than {key!r}, which `train` gets anyway."
+                )
+    return plain
+
+
+def _run(
+    study: Study,
+    folder: Path,
+    metric: str | None,
+    margin: float | None,
+    better: str | None,
+    workers: int | None,
+    threads: int,
+) -> Results:
+    devices = visible_devices()
+    count = workers or default_workers(devices, threads)
+    environments = [
+        {**variables, WORKER: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        for variables in worker_environments(count, devices, threads)
+    ]
+    assert isinstance(study.program, FunctionProgram)
+    assert study.program.function is not None
+    queue: AbstractContextManager[JobQueue]
+    if place_of(study.program.function) is None:
+        count, queue = 1, InlineQueue(folder)
+    else:
+        queue = Execution(count, Watch, environments=environments).queue(folder, study)
+    with queue as opened:
+        execution = Execution(count, Watch, opened=opened)
+        first = run_first(study, None, folder, execution)
+        if metric is None and better is None and "metric" in first.repeated[0]:
+            raise ValueError(
+                "Expected `metric`, the name of what `train` returns, such as 'accuracy' or "
+                "'loss', because it tells which is better, but got none."
+            )
+        chosen = first.metric(metric, margin=margin, better=better)
+        study = replace(study, metric=chosen, margin=chosen.margin)
+        print(announce(study, None, first.seconds, count), file=sys.stderr)
+        return run_study(study, folder, execution, repeated=first.repeated)

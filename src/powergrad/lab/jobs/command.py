@@ -1,0 +1,459 @@
+"""Runs of a command: somebody's own training program, unchanged.
+
+out/                what the program writes where it is told ``{out}``
+output.txt          its standard output and standard error
+report.json         what it told by ``powergrad.report``
+powergrad.json      what ``powergrad run`` altered in it
+environment.json    versions, hardware and the whole command
+result.json         the final metrics: the run is finished
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import shutil
+import string
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from typing_extensions import Self, override
+
+from powergrad.lab.config import RecipeError
+from powergrad.lab.environment import describe_machine
+from powergrad.lab.files import write_json
+from powergrad.lab.jobs.job import Changes, Job, Program, RunFailed
+from powergrad.lab.jobs.process import describe_exit, end_leftovers, last_lines, run_process
+from powergrad.lab.jobs.sources import Missing, Sources
+from powergrad.lab.run import Run
+from powergrad.lab.words import did_you_mean, slug
+from powergrad.launch import NOT_ALTERED
+from powergrad.reporting import VARIABLE
+
+__all__ = ["FLAGS", "OWN", "CommandJob", "CommandProgram", "placeholders"]
+
+FLAGS = "flags"  # the key of what an arm adds to the command; its other keys are of `powergrad run`
+OWN = ("seed", "out", "arm")  # placeholders that every run fills
+PYTHON = re.compile(r"(python|pypy)\d*(\.\d+)*t?")
+TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+TAKES_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # options of Python
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def placeholders(tokens: Sequence[str]) -> list[str]:
+    """The names in braces in some tokens.
+
+    Raises:
+        RecipeError: If a brace is neither that of a placeholder nor doubled.
+
+    Example:
+        >>> placeholders(["train.py", "--seed={seed}", "--set={{a: 1}}"])
+        ['seed']
+    """
+    names = []
+    for token in tokens:
+        try:
+            parts = list(string.Formatter().parse(token))
+        except ValueError:
+            parts = [("", token, "", None)]
+        for _, name, spec, conversion in parts:
+            if name is None:
+                continue
+            if spec or conversion or not name.isidentifier():
+                raise RecipeError(
+                    "Expected placeholders as {seed}, and {{ and }} for braces themselves, but got "
+                    f"{token!r}."
+                )
+            names.append(name)
+    return list(dict.fromkeys(names))
+
+
+def _fill(token: str, values: Mapping[str, Any]) -> str:
+    return token.format(**{name: str(value) for name, value in values.items()})
+
+
+def _quoted(token: str) -> str:
+    """A token as a shell takes it; braces are left as they are, so that a command can be read."""
+    return token if re.fullmatch(r"[\w@%+=:,./{}-]+", token) else shlex.quote(token)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A command that can run under ``powergrad run``.
+
+    Attributes:
+        before: What comes before ``-m powergrad run``: the interpreter, or torchrun, and options.
+        program: What comes after it: the script or module with its arguments.
+        is_distributed: Whether it is run by torchrun.
+    """
+
+    before: tuple[str, ...]
+    program: tuple[str, ...]
+    is_distributed: bool = False
+
+    @classmethod
+    def of(cls, command: Sequence[str]) -> _Parts | None:
+        """The parts of a command; None where its beginning is not known."""
+        first, *rest = command
+        if Path(first).name in TORCHRUN:
+            return cls._of_torchrun((first,), rest)
+        if first.endswith(".py"):
+            return cls((sys.executable,), tuple(command))
+        if not PYTHON.fullmatch(Path(first).name) and first != sys.executable:
+            return None
+        place = 0
+        while place < len(rest) and rest[place].startswith("-") and rest[place] not in ("-m", "-c"):
+            place += 2 if rest[place] in TAKES_VALUE else 1
+        before, program = (first, *rest[:place]), rest[place:]
+        if program[:1] == ["-m"] and program[1:2] and program[1] in TORCHRUN:
+            return cls._of_torchrun((*before, *program[:2]), program[2:])
+        return cls(before, tuple(program)) if program and program[0] != "-c" else None
+
+    @classmethod
+    def _of_torchrun(cls, before: tuple[str, ...], rest: Sequence[str]) -> _Parts | None:
+        place = next((i for i, t in enumerate(rest) if t in ("-m", "--module")), None)
+        script = next((i for i, t in enumerate(rest) if t.endswith(".py")), None)
+        if place is not None and (script is None or place < script):
+            return cls((*before, *rest[:place]), ("-m", *rest[place + 1 :]), is_distributed=True)
+        if script is None:
+            return None
+        return cls((*before, *rest[:script]), tuple(rest[script:]), is_distributed=True)
+
+    def altered(self, options: Sequence[str]) -> list[str]:
+        """The command with options of ``powergrad run``."""
+        return [*self.before, "-m", "powergrad", "run", *options, "--", *self.program]
+
+    @property
+    def script(self) -> str:
+        """The script; empty for a module."""
+        return "" if self.program[0] == "-m" else self.program[0]
+
+    @property
+    def name(self) -> str:
+        """The name of the script or module."""
+        named = self.program[1:2] if self.program[0] == "-m" else self.program[:1]
+        return named[0] if named else ""
+
+
+# One run ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CommandJob(Job):
+    """One run of a command.
+
+    Attributes:
+        command: Program and arguments, with placeholders.
+        values: What fills them, but for ``{out}``, which differs between machines.
+        options: The options of ``powergrad run``; None where the command does not run under it.
+        sources: Where its metrics are.
+    """
+
+    is_foreign: ClassVar[bool] = True
+    command: tuple[str, ...]
+    values: Mapping[str, Any]
+    options: tuple[str, ...] | None
+    sources: Sources
+
+    @override
+    def execute(self, folder: Path) -> dict[str, Any]:
+        run = Run(folder.resolve() / self.name)
+        with run.hold():
+            result = run.result()
+            if result is None:
+                result = self._execute(run)
+                run.finish(result)
+        return result
+
+    def _execute(self, run: Run) -> dict[str, Any]:
+        report, output = run.folder / "report.json", run.folder / "output.txt"
+        summary, out = run.folder / "powergrad.json", run.folder / "out"
+        end_leftovers(VARIABLE, str(report))  # of a worker that was killed
+        run.clear()
+        out.mkdir()
+        fill = partial(_fill, values={**self.values, "out": str(out)})
+        command = [fill(token) for token in self.command]
+        if self.options is not None:
+            parts = _Parts.of(command)
+            assert parts is not None
+            command = parts.altered([*self.options, "--json", str(summary)])
+        described = describe_machine() | {"command": shlex.join(command)}
+        write_json(run.folder / "environment.json", described)
+        began = time.monotonic()
+        own = {VARIABLE: str(report), "PYTHONUNBUFFERED": "1"}
+        code = run_process(command, output, own)
+        seconds = time.monotonic() - began
+        about = self._check_altered(code, summary)
+        tail = f"The last lines of {output}:\n{last_lines(output)}"
+        if code:
+            raise RunFailed(f"{describe_exit(code)}. {tail}")
+        try:
+            metrics = self.sources.read(output, report, out, fill)
+        except (Missing, RecipeError) as error:
+            raise RunFailed(f"{error} {tail}") from None
+        return {**metrics, **about, "seconds": round(seconds, 3)}
+
+    def _check_altered(self, code: int, path: Path) -> dict[str, Any]:
+        """The first loss and the optimizers, from the summary of ``powergrad run``.
+
+        Raises:
+            RunFailed: If the program was not altered as asked, or nobody knows.
+        """
+        if self.options is None:
+            return {}
+        summary = json.loads(path.read_text()) if path.is_file() else None
+        if code == NOT_ALTERED and summary and summary["problems"]:
+            problems = " ".join(summary["problems"])
+            raise RunFailed(f"the program was not altered as asked: {problems}", stops=True)
+        if code == 0 and summary is None and self.options:
+            raise RunFailed(
+                "the program ended without a summary of `powergrad run` (by os._exit or exec), so "
+                "it is not known whether it was altered.",
+                stops=True,
+            )
+        if summary is None:
+            return {}
+        loss = summary["first_loss"]
+        optimizers = [optimizer["class"] for optimizer in summary["optimizers"]]
+        return {"optimizers": optimizers, **({} if loss is None else {"first_loss": loss})}
+
+    @override
+    def result(self, folder: Path) -> dict[str, Any] | None:
+        return Run(folder / self.name).result()
+
+    @override
+    def progress(self, folder: Path) -> float:
+        return float(self.result(folder) is not None)
+
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": "command",
+            "name": self.name,
+            "command": list(self.command),
+            "values": dict(self.values),
+            "options": None if self.options is None else list(self.options),
+            "sources": self.sources.to_dict(),
+        }
+
+    @classmethod
+    @override
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        options = values["options"]
+        return cls(
+            values["name"],
+            tuple(values["command"]),
+            values["values"],
+            None if options is None else tuple(options),
+            Sources.from_dict(values["sources"]),
+        )
+
+
+# The program --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CommandProgram(Program):
+    """A command that every arm runs with other options of ``powergrad run``, or other flags.
+
+    An arm's changes are options of ``powergrad run`` (``--alpha``), flags that are added to the
+    command (`FLAGS`), and values of placeholders that are tuned.
+
+    Attributes:
+        command: Program and arguments, with placeholders.
+        sources: Where its metrics are.
+        head: The name of the head, where ``powergrad run`` does not find it.
+        tuned: The placeholders that are tuned.
+        fingerprint: Of the script: runs of a changed script are other runs.
+    """
+
+    is_foreign: ClassVar[bool] = True
+
+    command: tuple[str, ...]
+    sources: Sources = field(default_factory=Sources)
+    head: str | None = None
+    tuned: tuple[str, ...] = ()
+    fingerprint: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        command: Sequence[str],
+        sources: Sources,
+        *,
+        head: str | None = None,
+        tuned: Iterable[str] = (),
+    ) -> Self:
+        """The program of a command, with the fingerprint that its script has now.
+
+        Raises:
+            RecipeError: If the program does not exist, or placeholders are wrong.
+        """
+        parts = _Parts.of(command)
+        first = command[0] if parts is None else parts.before[0]
+        if shutil.which(first) is None:
+            remedy = "; write python before it" if Path(first).is_file() else ""
+            raise RecipeError(f"Expected a program after `--`, but got {first!r}{remedy}.")
+        fingerprint = ""
+        if parts is not None and parts.script and not placeholders([parts.script]):
+            try:
+                content = Path(parts.script).read_bytes()
+            except OSError as error:
+                raise RecipeError(
+                    f"Expected a script after `--`, but got {parts.script!r}: {error.strerror}."
+                ) from None
+            fingerprint = f"sha256:{hashlib.sha256(content).hexdigest()}"
+        program = cls(tuple(command), sources, head, tuple(tuned), fingerprint)
+        if "seed" not in placeholders(command):
+            raise RecipeError(
+                "Expected the placeholder {seed} in the command, as `-- python train.py --seed "
+                f"{{seed}}`, but got {program.title!r}."
+            )
+        for _, path, _ in sources.files:
+            program._check_placeholders(placeholders([path]))
+        return program
+
+    def _check_placeholders(self, names: Sequence[str]) -> None:
+        known = [*OWN, *self.tuned]
+        for name in names:
+            if name not in known:
+                listed = ", ".join(f"{{{each}}}" for each in known)
+                raise RecipeError(
+                    f"Expected placeholders of {listed}, or one that --tune names, but got "
+                    f"{{{name}}}{did_you_mean(name, known)} Write {{{{ and }}}} for braces."
+                )
+
+    @property
+    def parts(self) -> _Parts | None:
+        """The parts of the command, where it can run under ``powergrad run``."""
+        return _Parts.of(self.command)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether torchrun runs it."""
+        return self.parts is not None and self.parts.is_distributed
+
+    @property
+    def _places(self) -> dict[str, Any]:
+        """Where metrics are; which of them is compared is not a matter of the program."""
+        return {name: value for name, value in self.sources.to_dict().items() if name != "wanted"}
+
+    @property
+    @override
+    def key(self) -> str:
+        values = {
+            name: value for name, value in self.to_dict().items() if "fingerprint" not in name
+        }
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+    @property
+    @override
+    def data_name(self) -> str:
+        name = self.parts.name if self.parts else self.command[0]
+        return Path(name).name.removesuffix(".py")
+
+    @property
+    @override
+    def title(self) -> str:
+        return " ".join(map(_quoted, self.command))
+
+    @property
+    @override
+    def changing(self) -> str:
+        return f"{self.parts.script if self.parts else 'The script'} changed"
+
+    @override
+    def job(self, arm: str, changes: Changes, seed: int) -> CommandJob:
+        command = (*self.command, *changes.get(FLAGS, ()))
+        tuned = {name: value for name, value in changes.items() if not _is_of_arm(name)}
+        values = {"seed": seed, "arm": arm, **tuned}
+        options: tuple[str, ...] | None = None
+        if self.parts is not None:
+            given = {name: value for name, value in changes.items() if name.startswith("--")}
+            needs_head = given.keys() & {"--agc", "--head-lr-scale"}
+            head = {"--head": self.head} if self.head and needs_head else {}
+            options = tuple(str(t) for pair in {**given, **head}.items() for t in pair)
+        words = json.dumps([arm, command, tuned, options, self._places, self.fingerprint])
+        digest = hashlib.sha256(words.encode()).hexdigest()[:10]
+        name = f"{slug(arm)[:40]}-seed{seed}-{digest}"
+        return CommandJob(name, command, values, options, self.sources)
+
+    @override
+    def alpha(self, changes: Changes) -> float:
+        return changes.get("--alpha", 1.0)
+
+    @override
+    def check_arms(self, arms: Mapping[str, Changes]) -> None:
+        arm_by_run: dict[str, str] = {}
+        for arm, changes in arms.items():
+            job = self.job("", changes, 0)
+            if any(name.startswith("--") for name in changes) and self.parts is None:
+                raise RecipeError(
+                    f"Expected a command that begins with python, a .py file or torchrun, because "
+                    f"the arm {arm!r} alters gradients, but got {self.title!r}. Arms that only add "
+                    'flags, as --arm "wide: --width 64", work with every command.'
+                )
+            names = placeholders(job.command)
+            self._check_placeholders(names)
+            other = arm_by_run.setdefault(job.name, arm)
+            if other != arm and "arm" not in names:
+                raise RecipeError(
+                    f"Expected arms that differ, but {other!r} and {arm!r} are the same run."
+                )
+
+    def check_tuned(self, arm: str, changes: Changes, keys: Sequence[str]) -> None:
+        """Check that the command of an arm has a place for every key that is tuned for it.
+
+        Raises:
+            RecipeError: If it has none, or has a placeholder that is not tuned.
+        """
+        names = placeholders([*self.command, *changes.get(FLAGS, ())])
+        for key in keys:
+            if key not in names:
+                raise RecipeError(
+                    f"Expected the placeholder {{{key}}} in the command, because --tune names "
+                    f"{key!r} for the arm {arm!r}, but got {self.title!r}."
+                )
+        for name in names:
+            if name not in (*OWN, *keys):
+                raise RecipeError(
+                    f"Expected --tune to name {name!r} for the arm {arm!r}, because the command "
+                    f"has {{{name}}}, but it names {', '.join(keys)}."
+                )
+
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "program": "command",
+            "command": list(self.command),
+            "metrics": self._places,
+            "head": self.head,
+            "placeholders": list(self.tuned),
+        }
+        if self.fingerprint:
+            values["data_fingerprint"] = self.fingerprint
+        return values
+
+    @classmethod
+    @override
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        return cls(
+            tuple(values["command"]),
+            Sources.from_dict(values["metrics"]),
+            values["head"],
+            tuple(values["placeholders"]),
+            values.get("data_fingerprint", ""),
+        )
+
+
+def _is_of_arm(name: str) -> bool:
+    return name == FLAGS or name.startswith("--")

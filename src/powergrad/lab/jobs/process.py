@@ -1,0 +1,116 @@
+"""A program of somebody's own as a process: started, watched, and ended with all its children."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from powergrad.lab.jobs.job import RunFailed
+from powergrad.lab.signals import Interrupted, watching_signals
+
+__all__ = ["describe_exit", "end_leftovers", "last_lines", "lines_of", "run_process"]
+
+PATIENCE = 8  # seconds from SIGTERM to SIGKILL
+LONGEST = 1 << 20  # characters of a line that are looked at together
+
+
+def run_process(command: Sequence[str], output: Path, environment: Mapping[str, str]) -> int:
+    """Run a command to its end, without a shell; returns its exit code.
+
+    Args:
+        command: The program and its arguments.
+        output: The file that gets standard output and standard error.
+        environment: Variables beside those of this process.
+
+    Raises:
+        Interrupted: If SIGINT or SIGTERM came. The program and its children are ended: by SIGTERM,
+            and by SIGKILL if they ignore that.
+        RunFailed: If it cannot be started.
+    """
+    with open(output, "wb") as file, watching_signals(second_interrupts=False) as stopped:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RunFailed(f"it cannot be started: {error}") from None
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(timeout=0.1)
+            if stopped():
+                _end(process)
+                raise Interrupted("the run was stopped, and will be done again")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and everything in its group."""
+    for number, seconds in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        deadline = time.monotonic() + (seconds or 0)
+        while process.poll() is None or _is_group(process.pid):
+            if seconds is None or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+    process.wait()
+
+
+def _is_group(number: int) -> bool:
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def end_leftovers(name: str, value: str) -> None:
+    """Kill the processes whose environment has the variable `name` with this value.
+
+    A worker that was killed leaves its program running. The next one to do that run must end it
+    before it empties the folder. Where there is no ``/proc``, nothing is found.
+    """
+    wanted = os.fsencode(f"{name}={value}")
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if wanted in path.read_bytes().split(b"\0"):
+                os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words.
+
+    Example:
+        >>> describe_exit(1), describe_exit(-9)
+        ('exit code 1', 'ended by SIGKILL')
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"ended by {signal.Signals(-code).name}"
+    return f"ended by signal {-code}"
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """The lines of an output of any size; those that a progress bar overwrites are lines too."""
+    with open(path, encoding="utf-8", errors="replace", newline=None) as file:
+        while line := file.readline(LONGEST):
+            yield line.rstrip("\n")
+
+
+def last_lines(path: Path, count: int = 20, width: int = 400) -> str:
+    """The last lines of an output that are not empty, indented."""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 2 * count * width))
+        text = file.read().decode("utf-8", "replace")
+    lines = [line.rstrip() for line in text.replace("\r", "\n").split("\n") if line.strip()]
+    return "\n".join(f"    {line[:width]}" for line in lines[-count:]) or "    (no output)"

@@ -1,0 +1,246 @@
+"""Where the metrics of somebody's own program come from: its output, its files, its reports."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import Self
+
+from powergrad.lab.config import RecipeError
+from powergrad.lab.jobs.process import lines_of
+
+__all__ = ["RESERVED", "Missing", "Sources", "check_metrics"]
+
+# Columns of study.csv that are not metrics of the program.
+RESERVED = frozenset(
+    (
+        *("arm", "seed", "run", "commit", "repeat", "elsewhere", "phase", "format"),
+        *("diverged", "failed", "seconds", "first_loss", "optimizers"),
+    )
+)
+
+
+class Missing(Exception):  # noqa: N818
+    """A metric that is not where it was looked for."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where metrics are looked for, besides what the program reports by ``powergrad.report``.
+
+    Attributes:
+        regexes: Regular expressions for lines of the output, by the name of the metric where they
+            have no named groups: the last match counts.
+        files: Pairs of a file and a key in it, by the name of the metric: the dotted path in a
+            JSON file, or the column of a CSV, of which the last row counts.
+        wanted: The metrics that every run must have.
+    """
+
+    regexes: tuple[tuple[str, str], ...] = ()
+    files: tuple[tuple[str, str, str], ...] = ()
+    wanted: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(
+        cls,
+        regexes: Sequence[str],
+        files: Sequence[str],
+        metric: str | None = None,
+        tune_metric: str | None = None,
+    ) -> Self:
+        """The sources of ``--metric-regex`` and ``--metric-file``.
+
+        Args:
+            regexes: The regular expressions.
+            files: As ``FILE:KEY``.
+            metric: The metric that is compared, if it is named; a single source that does not name
+                its own gets this name.
+            tune_metric: The metric by which points of a tuning are chosen.
+
+        Raises:
+            RecipeError: If one is not of that form, or a name occurs twice.
+        """
+        compiled = [(text, _compile(text)) for text in regexes]
+        is_single = len(regexes) + len(files) == 1 and not tune_metric
+        named = [(_name_of(regex, metric if is_single else None), text) for text, regex in compiled]
+        placed = []
+        for text in files:
+            path, colon, key = text.rpartition(":")
+            if not colon or not path or not key:
+                raise RecipeError(
+                    f"Expected --metric-file as FILE:KEY, such as results.json:val.acc, but got "
+                    f"{text!r}."
+                )
+            placed.append((metric if metric and is_single else key, path, key))
+        known = [name for name, regex in named if name]
+        known += [name for _, regex in compiled for name in regex.groupindex]
+        known += [name for name, _, _ in placed]
+        for name in known:
+            check_metrics([name])
+            if known.count(name) > 1:
+                raise RecipeError(f"Expected each metric once, but got {name!r} from two sources.")
+        wanted = tuple(dict.fromkeys(name for name in (metric, tune_metric) if name))
+        return cls(tuple(named), tuple(placed), wanted)
+
+    @property
+    def names(self) -> list[str]:
+        """The metrics that are known before the first run; those of `report` are not."""
+        grouped = [name for _, text in self.regexes for name in re.compile(text).groupindex]
+        return [
+            *(name for name, _ in self.regexes if name),
+            *grouped,
+            *(name for name, _, _ in self.files),
+        ]
+
+    def read(
+        self, output: Path, report: Path, out: Path, fill: Callable[[str], str]
+    ) -> dict[str, float]:
+        """The metrics of a run that has ended.
+
+        Args:
+            output: The file with its output.
+            report: The file that ``powergrad.report`` writes.
+            out: The folder of the run in which relative files are.
+            fill: Fills the placeholders in the name of a file.
+
+        Raises:
+            Missing: If a metric is nowhere; the message says where it was looked for.
+        """
+        metrics = _reported(report) | self._matched(output)
+        for name, path, key in self.files:
+            metrics[name] = _of_file(out / fill(path), key)
+        check_metrics(metrics)
+        for name in self.wanted:
+            if name not in metrics:
+                listed = ", ".join(map(repr, metrics)) or "none"
+                raise Missing(f"Expected the metric {name!r}, but got {listed}.{self._where()}")
+        if not metrics:
+            raise Missing(f"Expected a metric, but got none.{self._where()}")
+        return metrics
+
+    def _where(self) -> str:
+        """Where `read` has looked."""
+        places = [f"--metric-regex {text!r}" for _, text in self.regexes]
+        places += [f"--metric-file {path}:{key}" for _, path, key in self.files]
+        return f" Looked at {', '.join([*places, 'powergrad.report(...)'])}."
+
+    def _matched(self, output: Path) -> dict[str, float]:
+        """The last matches in the output, which may be of any size."""
+        compiled = [(name, re.compile(text)) for name, text in self.regexes]
+        last: list[re.Match[str] | None] = [None] * len(compiled)
+        for line in lines_of(output) if compiled else ():
+            for place, (_, regex) in enumerate(compiled):
+                for match in regex.finditer(line):
+                    last[place] = match
+        metrics = {}
+        for (name, regex), match in zip(compiled, last, strict=True):
+            if match is None:
+                raise Missing(
+                    f"Expected a match of --metric-regex {regex.pattern!r} in the output, but got "
+                    "none."
+                )
+            groups = match.groupdict() or {name: match[1]}
+            for group, text in groups.items():
+                if text is not None:
+                    metrics[group] = _number(text, f"--metric-regex {regex.pattern!r}")
+        return metrics
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "regexes": [list(pair) for pair in self.regexes],
+            "files": [list(triple) for triple in self.files],
+            "wanted": list(self.wanted),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """What :meth:`to_dict` gave."""
+        return cls(
+            tuple((name, text) for name, text in values["regexes"]),
+            tuple((name, path, key) for name, path, key in values["files"]),
+            tuple(values.get("wanted", ())),
+        )
+
+
+def check_metrics(names: Sequence[str] | Mapping[str, Any]) -> None:
+    """Check the names of metrics.
+
+    Raises:
+        RecipeError: If one is that of a column with another meaning.
+    """
+    for name in names:
+        if name in RESERVED:
+            raise RecipeError(
+                f"Expected another name for the metric {name!r}, which results use for something "
+                "else."
+            )
+
+
+def _compile(text: str) -> re.Pattern[str]:
+    try:
+        regex = re.compile(text)
+    except re.error as error:
+        raise RecipeError(
+            f"Expected --metric-regex to be a regular expression, but got {text!r}: {error}."
+        ) from None
+    if regex.groups != (len(regex.groupindex) or 1):
+        raise RecipeError(
+            "Expected --metric-regex with one group in parentheses, as 'acc ([\\d.]+)', or with "
+            f"named groups only, but got {text!r}."
+        )
+    return regex
+
+
+def _name_of(regex: re.Pattern[str], metric: str | None) -> str:
+    """The name of an unnamed group: the word before it; empty where groups have names."""
+    if regex.groupindex:
+        return ""
+    plain = re.sub(r"\(\?:|\)\?", "", re.sub(r"\\.", " ", regex.pattern))
+    word = re.search(r"([A-Za-z][\w@]*)[^A-Za-z(]*\((?!\?)", plain)
+    name = metric or (word[1] if word else None)
+    if name is None:
+        raise RecipeError(
+            "Expected a name for what --metric-regex finds: --metric NAME, or a named group as "
+            f"(?P<accuracy>...), but got {regex.pattern!r}."
+        )
+    return name
+
+
+def _number(text: Any, where: str) -> float:
+    try:
+        if isinstance(text, bool):
+            raise ValueError
+        return float(text)
+    except (TypeError, ValueError):
+        raise Missing(f"Expected a number from {where}, but got {text!r}.") from None
+
+
+def _reported(path: Path) -> dict[str, float]:
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _of_file(path: Path, key: str) -> float:
+    """A number in a JSON file, or in the last row of a CSV."""
+    where = f"--metric-file {path}:{key}"
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix.lower() == ".csv":
+            rows = list(csv.DictReader(text.splitlines()))
+            return _number(rows[-1][key], where)
+        value = json.loads(text)
+        if isinstance(value, dict) and key in value:
+            return _number(value[key], where)
+        for part in key.split("."):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        return _number(value, where)
+    except OSError as error:
+        raise Missing(f"Expected {where}, but got: {error.strerror}.") from None
+    except (IndexError, KeyError, TypeError, ValueError, csv.Error) as error:
+        raise Missing(f"Expected {where}, but got: {type(error).__name__}: {error}.") from None
