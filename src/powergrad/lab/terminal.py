@@ -135,6 +135,8 @@ def result_tables(results: Results) -> list[Table]:
         train = [_number(results.mean(arm, "train_accuracy"), 2)] if is_ours else []
         cells = [str(len(values)), *train, spread, *_difference(results.comparison(arm))]
         compared.add_row(Text(arm), *cells)
+    if results.source is not None and len(results.columns) > 1:
+        return [compared, _other_columns(results)]
     if not is_ours:
         return [compared]
     measured = _table("arm", *(heading for heading, _, _ in MEASURED))
@@ -142,6 +144,15 @@ def result_tables(results: Results) -> list[Table]:
         cells = [_number(results.mean(arm, metric), digits) for _, metric, digits in MEASURED]
         measured.add_row(Text(arm), *cells)
     return [compared, measured]
+
+
+def _other_columns(results: Results) -> Table:
+    """The means of what else a table has, one row per column."""
+    others = [name for name in results.columns if name != results.metric.name]
+    table = _table("mean of", *(arm.replace("[", r"\[") for arm in results.arms))
+    for name in others:
+        table.add_row(Text(name), *(f"{results.mean(arm, name):.4g}" for arm in results.arms))
+    return table
 
 
 MEASURED = (

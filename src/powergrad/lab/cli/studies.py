@@ -6,11 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from powergrad.lab.cli.common import Overrides, stopped
+from powergrad.lab.cli.tables import TableOptions, compare_table
 from powergrad.lab.config import Recipe, flatten, load_recipe, parse_overrides
 from powergrad.lab.files import write_text
 from powergrad.lab.jobs import Changes, RecipeProgram
@@ -194,6 +195,7 @@ class TuneOptions:
 
 _OPTIONS = StudyOptions()
 _TUNE = TuneOptions()
+_TABLE = TableOptions()
 
 
 def compare(
@@ -202,9 +204,7 @@ def compare(
     arms: str = "baseline,pgt,head-lr,agc+pgt",
     arm: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     alpha: str = "0.25",
-    from_: Annotated[Path | None, Parameter(name="--from")] = None,
-    baseline: str | None = None,
-    better: Literal["higher", "lower"] | None = None,
+    table: TableOptions = _TABLE,
     tuning: TuneOptions = _TUNE,
     options: StudyOptions = _OPTIONS,
 ) -> int:
@@ -222,23 +222,21 @@ def compare(
         arm: One more arm, as "name: key=value, key=value"; may be given several times.
         alpha: The alpha of pgt, less-decay and head-lr; several, separated by commas, make one
             arm each.
-        from_: Compare the runs of a CSV instead, which has the columns arm, seed and a metric.
-        baseline: With --from: the arm to compare with.
-        better: With --from: whether a higher or a lower metric is better, where its name does not
-            tell.
+        table: How runs made elsewhere are compared instead.
         tuning: How the arms are tuned.
         options: What every study takes.
     """
-    if from_ is not None:
-        results = Results.from_csv(
-            from_,
-            metric=options.metric,
-            baseline=baseline,
-            margin=options.margin,
-            better=better,
-        )
-        show_results(results)
-        return 0
+    if table.file is not None:
+        kept = replace(_OPTIONS, metric=options.metric, margin=options.margin)
+        kept = replace(kept, out=options.out, name=options.name)
+        rest = (recipe, overrides, arms, arm, alpha, tuning, options)
+        if rest != ("digits", (), "baseline,pgt,head-lr,agc+pgt", (), "0.25", _TUNE, kept):
+            raise ValueError(
+                "Expected --from with --metric, --margin, --better, --baseline, --columns, --out "
+                "and --name alone, but got options of runs that are made here."
+            )
+        return compare_table(table, options.out, options.name, options.metric, options.margin)
+    table.refuse()
     tuned, changes = tuning.split()
     alphas = [float(value) for value in parse_grid([f"alpha={alpha}"]).values["loss.alpha"]]
     names = [name.strip() for name in arms.split(",") if name.strip()]

@@ -28,7 +28,10 @@ Array = NDArray[np.float64]
 
 
 def describe_arms(
-    runs: Sequence[ShownRun], arms: Mapping[str, Mapping[str, Any]], notes: list[str]
+    runs: Sequence[ShownRun],
+    arms: Mapping[str, Mapping[str, Any]],
+    notes: list[str],
+    columns: Sequence[str] = COLUMNS,
 ) -> dict[str, Any]:
     """Everything that the page shows of the runs, arm by arm; `notes` gets what is to be said."""
     order = list(arms)
@@ -45,7 +48,7 @@ def describe_arms(
         notes.append(f"Curves show {ROWS} of each run's epochs.")
     return {
         "arms": [
-            _arm(arm, changes, [run for run in runs if run.arm == arm], notes)
+            _arm(arm, changes, [run for run in runs if run.arm == arm], notes, columns)
             for arm, changes in arms.items()
         ],
         "runs": [
@@ -56,7 +59,7 @@ def describe_arms(
                 "alpha": run.alpha,
                 "status": run.status,
                 "note": run.note,
-                "final": {name: run.final.get(name) for name in COLUMNS},
+                "final": {name: run.final.get(name) for name in columns},
                 "curve": _curve(run.rows),
                 "norms": norms.get(run.folder) if run.status != "missing" else None,
             }
@@ -69,11 +72,15 @@ def describe_arms(
 
 
 def _arm(
-    arm: str, changes: Mapping[str, Any], runs: Sequence[ShownRun], notes: list[str]
+    arm: str,
+    changes: Mapping[str, Any],
+    runs: Sequence[ShownRun],
+    notes: list[str],
+    columns: Sequence[str],
 ) -> dict[str, Any]:
     finished = [run for run in runs if run.status == "finished"]
     summary = {}
-    for metric in COLUMNS:
+    for metric in columns:
         values = [float(run.final[metric]) for run in finished if is_finite(run.final.get(metric))]
         if not values or metric == "diverged":
             continue
@@ -187,7 +194,8 @@ def _environments(runs: Sequence[ShownRun], notes: list[str]) -> list[dict[str, 
         environment = try_read(Run(run.folder).environment, {}, notes)
         for name in ("format", "seed", "time", "command", "resumed"):
             environment.pop(name, None)
-        counts[json.dumps(environment)] += 1
+        if environment:
+            counts[json.dumps(environment)] += 1
     return [{"runs": count, **json.loads(text)} for text, count in counts.most_common()]
 
 

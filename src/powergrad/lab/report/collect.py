@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,12 +20,19 @@ from powergrad.lab.stats import Comparison
 from powergrad.lab.study import METRICS, Metric, Results, Study
 from powergrad.lab.study.advice import missing_control
 from powergrad.lab.study.decompose import describe_identity, explain_decomposition
-from powergrad.lab.words import short_key
+from powergrad.lab.study.metrics import COLUMNS
+from powergrad.lab.words import short_key, slug
 
 __all__ = ["collect"]
 
 FORMAT = 1
 NO_VERDICT = "No verdict yet: too few runs are finished."
+# What a study need not have.
+NOT_KNOWN: dict[str, Any] = {
+    **dict.fromkeys(("grid", "tuning", "decomposition", "source")),
+    "columns": [],
+    "recipe": "",
+}
 
 
 def collect(sources: Sequence[Path | Results]) -> dict[str, Any]:
@@ -69,12 +77,20 @@ def _find(path: Path, deeper: bool = True) -> list[Path]:
 
     The runs of a study's tuning are not among them, unless `path` is that of the tuning.
     """
-    if (path / "study.yaml").is_file() or (path / "config.yaml").is_file():
+    if (path / "study.yaml").is_file() or (path / "config.yaml").is_file() or _is_table(path):
         return [path]
     if not deeper or not path.is_dir():
         return []
     below = [folder for child in sorted(path.iterdir()) for folder in _find(child, deeper=False)]
     return [folder for folder in below if folder.name != "tuning"] or below
+
+
+def _is_table(folder: Path) -> bool:
+    """Whether `folder` has results of a table."""
+    try:
+        return (folder / "study.json").is_file() and Results.load(folder).source is not None
+    except UNREADABLE:
+        return False
 
 
 # Studies ------------------------------------------------------------------------------------------
@@ -83,6 +99,8 @@ def _find(path: Path, deeper: bool = True) -> list[Path]:
 def _load(folder: Path) -> tuple[Results, list[str]]:
     """The results of a study's folder, and what is to be said of them."""
     notes: list[str] = []
+    if not (folder / "study.yaml").exists():
+        return Results.load(folder), notes
     if not (folder / "study.json").exists():
         notes.append("The study is not finished: there is no study.json yet.")
     try:
@@ -101,6 +119,8 @@ def _load(folder: Path) -> tuple[Results, list[str]]:
 
 
 def _study(results: Results, notes: list[str]) -> dict[str, Any]:
+    if results.source is not None:
+        return _table(results, notes)
     study, folder = results.study, results.folder
     assert study is not None
     assert folder is not None
@@ -125,17 +145,59 @@ def _study(results: Results, notes: list[str]) -> dict[str, Any]:
     return {
         **describe_arms(runs, {arm: study.settings(arm) for arm in study.arms}, notes),
         **_heading(name, study.kind.value, study.program.title, study.metric),
+        **_verdict(results, usable),
+        "grid": results.grid.values if results.grid else None,
+        "tuning": results.tuning.to_dict() if results.tuning else None,
+        "decomposition": decomposed,
+        "recipe": recipe,
+        "notes": notes,
+    }
+
+
+def _table(results: Results, notes: list[str]) -> dict[str, Any]:
+    """Runs that were made elsewhere: nothing is known of them but what the table says."""
+    source, folder = results.source, results.folder
+    assert source is not None
+    place = folder or Path()
+    runs = [
+        ShownRun(
+            place / f"{slug(row.arm)}-seed{row.seed}",
+            row.arm,
+            row.seed,
+            math.nan,
+            *(("diverged", "its metric is not finite") if row.diverged else ()),
+            final=dict(row.metrics),
+        )
+        for row in results.rows
+    ]
+    runs += [
+        ShownRun(place, run.arm, run.seed, math.nan, "left out", run.reason)
+        for run in source.left_out
+        if run.arm in results.arms
+    ]
+    order = results.arms
+    runs.sort(key=lambda run: (order.index(run.arm), run.seed))
+    name = folder.resolve().name if folder else source.file
+    what = f"{len(results.rows)} runs of {source.file}"
+    return {
+        **describe_arms(runs, {arm: results.settings(arm) for arm in order}, [], results.columns),
+        **_heading(name, "compare", what, results.metric),
+        **_verdict(results, results),
+        "columns": [column for column in results.columns if column not in COLUMNS],
+        "source": {"file": source.file, **source.columns},
+        "notes": [*notes, *results.notes()],
+    }
+
+
+def _verdict(results: Results, usable: Results | None) -> dict[str, Any]:
+    return {
         "margin": results.margin,
         "baseline": results.baseline,
         "headline": usable.verdict() if usable else NO_VERDICT,
         "comparisons": [c.to_dict() for c in usable.comparisons] if usable else [],
         "units": {arm: list(results.units(arm).values()) for arm in results.arms},
-        "grid": results.grid.values if results.grid else None,
-        "tuning": results.tuning.to_dict() if results.tuning else None,
-        "decomposition": decomposed,
-        "recipe": recipe,
         "command": results.environment.get("command"),
-        "notes": notes,
+        **NOT_KNOWN,
     }
 
 
@@ -245,14 +307,12 @@ def _loose_runs(folders: list[Path]) -> dict[str, Any]:
             RecipeProgram(recipe).title,
             METRICS["test_accuracy"],
         ),
+        **NOT_KNOWN,
         "margin": None,
         "baseline": order[0],
         "headline": _run_headline(runs[0]) if is_alone else headline,
         "comparisons": [],
         "units": {},
-        "grid": None,
-        "tuning": None,
-        "decomposition": None,
         "recipe": recipe.to_yaml(),
         "command": try_read(Run(runs[0].folder).environment, {}, notes).get("command"),
         "notes": notes,

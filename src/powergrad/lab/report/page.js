@@ -27,11 +27,16 @@ function provenanceSection(study) {
         h("td", { class: "words" }, assigned(arm.changes)))))),
     ],
     study.tuning && tuningPart(study.tuning),
-    h("h3", {}, "Machine and versions"),
+    study.source && [
+      h("h3", {}, "Columns of ", named(study.source.file)),
+      h("dl", { class: "facts" }, ["arm", "seed", "metric"].map((role) =>
+        h("div", {}, h("dt", {}, role), h("dd", {}, named(study.source[role]))))),
+    ],
+    study.environments.length > 0 && h("h3", {}, "Machine and versions"),
     study.environments.map(({ runs, ...environment }) => [
       several && h("p", { class: "small soft" }, count(runs, "run")), environmentPart(environment),
     ]),
-    h("details", {}, h("summary", {}, "The recipe, complete"),
+    study.recipe && h("details", {}, h("summary", {}, "The recipe, complete"),
       h("pre", { id: "recipe" }, study.recipe)),
     h("h3", {}, "Data"), h("div", { class: "downloads" }, downloads(study)));
 }
@@ -88,7 +93,7 @@ function downloads(study) {
       ...study.runs.map((run) =>
         [name(run), run.seed, run.name, run.status, ...finals.map((key) => run.final[key])]),
     ]),
-    download("Curves", "curves.csv", () => [
+    curves.length > 0 && download("Curves", "curves.csv", () => [
       ["arm", "seed", ...curves],
       ...study.runs.flatMap((run) => (run.curve.epoch || []).map((_, i) =>
         [name(run), run.seed, ...curves.map((column) => run.curve[column]?.[i])])),
@@ -123,10 +128,10 @@ function showStudy(place) {
   const seeds = new Set(study.runs.map((run) => run.seed)).size;
   const counts = study.kind === "run" ? "" : ` · ${count(study.arms.length, "arm")}, `
     + `${count(seeds, "seed")} · ${done} of ${count(study.runs.length, "run")} finished`;
+  const ours = study.source ? [] : [curvesSection, normsSection, alphaSection, playgroundSection];
   const sections = [
-    verdictSection(study), decompositionSection(study), tableSection(study), curvesSection(study),
-    normsSection(study), alphaSection(study), playgroundSection(study), provenanceSection(study),
-  ].filter(Boolean);
+    verdictSection, decompositionSection, tableSection, ...ours, provenanceSection,
+  ].map((make) => make(study)).filter(Boolean);
   const { dataset } = document.documentElement;
   document.getElementById("main").replaceChildren(
     h("header", { class: "top" },

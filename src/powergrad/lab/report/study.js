@@ -111,7 +111,7 @@ function decompositionSection(study) {
 }
 
 function tableSection(study) {
-  const shown = Object.keys(METRICS)
+  const shown = [...study.columns, ...Object.keys(METRICS)]
     .filter((metric) => study.arms.some((arm) => arm.summary[metric]));
   const heading = (metric) => `${words(metric).replace(" accuracy", "")} ${unit(metric)}`.trim();
   const compared = new Map(study.comparisons.map((comparison) => [comparison.arm, comparison]));
@@ -152,7 +152,8 @@ function tableSection(study) {
   ], study.runs, "Runs");
   const alone = study.runs.length === 1;
   return section("table", "Numbers",
-    h("p", { class: "soft" }, "At the end of training, never at the best epoch. ", !alone &&
+    h("p", { class: "soft" }, study.source ? ["As ", named(study.source.file), " has them. "]
+      : "At the end of training, never at the best epoch. ", !alone &&
       "Means over the seeds, ± one standard deviation. A heading sorts its column."),
     alone ? runs : [arms(),
       h("details", {}, h("summary", {}, `Every run (${study.runs.length})`), runs)]);

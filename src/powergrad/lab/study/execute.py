@@ -13,7 +13,9 @@ from powergrad.lab.jobs import Job
 from powergrad.lab.jobs.queue import JobQueue, Snapshot
 from powergrad.lab.run import Run
 from powergrad.lab.study.definition import Study
-from powergrad.lab.study.results import Results, RunRow, read_rows
+from powergrad.lab.study.records import RunRow
+from powergrad.lab.study.results import Results
+from powergrad.lab.study.tables import read_rows
 from powergrad.lab.study.tuning import Tuner
 from powergrad.lab.words import short_key
 
