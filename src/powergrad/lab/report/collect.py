@@ -29,17 +29,20 @@ FORMAT = 1
 NO_VERDICT = "No verdict yet: too few runs are finished."
 # What a study need not have.
 NOT_KNOWN: dict[str, Any] = {
-    **dict.fromkeys(("grid", "tuning", "decomposition", "source")),
+    **dict.fromkeys(("grid", "tuning", "decomposition", "source", "provisional")),
     "columns": [],
     "recipe": "",
 }
 
 
-def collect(sources: Sequence[Path | Results]) -> dict[str, Any]:
+def collect(
+    sources: Sequence[Path | Results], states: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """The data of the page of some runs and studies.
 
     Args:
         sources: Results of studies; or folders of runs, of studies, or that hold some.
+        states: Of a study that is running: where the runs in its queue are, by name.
 
     Returns:
         Plain values, for JSON.
@@ -51,7 +54,7 @@ def collect(sources: Sequence[Path | Results]) -> dict[str, Any]:
     folders: dict[Path, None] = {}
     for source in sources:
         if isinstance(source, Results):
-            studies.append(_study(source, []))
+            studies.append(_study(source, [], states))
             continue
         below = _find(Path(source))
         if not below:
@@ -61,7 +64,10 @@ def collect(sources: Sequence[Path | Results]) -> dict[str, Any]:
             )
         folders |= dict.fromkeys(below)
     runs = [folder for folder in folders if (folder / "config.yaml").is_file()]
-    studies += [_study(*_load(folder)) for folder in folders if folder not in runs]
+    for folder in folders:
+        if folder not in runs:
+            results, notes = _load(folder, is_running=states is not None)
+            studies.append(_study(results, notes, states))
     if runs:
         studies.append(_loose_runs(runs))
     return {
@@ -96,12 +102,12 @@ def _is_table(folder: Path) -> bool:
 # Studies ------------------------------------------------------------------------------------------
 
 
-def _load(folder: Path) -> tuple[Results, list[str]]:
+def _load(folder: Path, *, is_running: bool) -> tuple[Results, list[str]]:
     """The results of a study's folder, and what is to be said of them."""
     notes: list[str] = []
     if not (folder / "study.yaml").exists():
         return Results.load(folder), notes
-    if not (folder / "study.json").exists():
+    if not is_running and not (folder / "study.json").exists():
         notes.append("The study is not finished: there is no study.json yet.")
     try:
         results = Results.load(folder)
@@ -118,14 +124,19 @@ def _load(folder: Path) -> tuple[Results, list[str]]:
     return results, notes
 
 
-def _study(results: Results, notes: list[str]) -> dict[str, Any]:
+def _study(results: Results, notes: list[str], states: Mapping[str, str] | None) -> dict[str, Any]:
     if results.source is not None:
         return _table(results, notes)
     study, folder = results.study, results.folder
     assert study is not None
     assert folder is not None
     runs = _runs(results, study, folder, notes)
-    usable = _usable(results, runs, notes)
+    if states is not None:
+        for run in runs:
+            if run.status in ("missing", "unfinished"):
+                state = states.get(run.folder.name, "planned")
+                run.status = "waiting" if state == "finished" else state
+    usable = _usable(results, runs, notes if states is None else [])
     if usable:
         notes += usable.notes()
         if control := missing_control(study, usable.with_verdict("better")):

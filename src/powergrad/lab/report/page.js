@@ -130,7 +130,7 @@ function showStudy(place) {
     + `${count(seeds, "seed")} · ${done} of ${count(study.runs.length, "run")} finished`;
   const ours = study.source ? [] : [curvesSection, normsSection, alphaSection, playgroundSection];
   const sections = [
-    verdictSection, decompositionSection, tableSection, ...ours, provenanceSection,
+    ...(DATA.live ? [progressSection] : []), verdictSection, decompositionSection, tableSection, ...ours, provenanceSection,
   ].map((make) => make(study)).filter(Boolean);
   const { dataset } = document.documentElement;
   document.getElementById("main").replaceChildren(
@@ -148,7 +148,8 @@ function showStudy(place) {
       h("a", { href: `#${section.id}` }, section.querySelector("h2").textContent))),
     ...sections,
     h("footer", {}, `Made by powergrad ${DATA.version} on ${DATA.made.slice(0, 10)}. `
-      + "This file asks nothing of any network."));
+      + (DATA.live ? "It asks nothing of anybody but powergrad watch on this machine."
+        : "This file asks nothing of any network.")));
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -156,3 +157,4 @@ const follow = () => setTheme(dark.matches ? "dark" : "light");
 dark.addEventListener("change", follow);
 follow();
 showStudy(0);
+if (DATA.live) setTimeout(keepUpToDate, EVERY);

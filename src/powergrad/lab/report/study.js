@@ -40,12 +40,13 @@ function forest(study, groups) {
   const row = (comparison) => {
     const index = place(comparison.arm);
     const [from, to] = [comparison.interval[0] ?? low, comparison.interval[1] ?? high];
-    const interval = `${signed(from, digits)} to ${signed(to, digits)}`;
+    const bounded = comparison.interval.every(isNumber);
+    const interval = bounded ? `${signed(from, digits)} to ${signed(to, digits)}` : "no interval yet";
     const drawing = s("svg", {
-      role: "img", "aria-label": `${signed(comparison.difference, digits)}, from ${interval}`,
+      role: "img", "aria-label": `${signed(comparison.difference, digits)}, ${bounded ? "from " : ""}${interval}`,
     }, ground(42), s("g", { class: colour(index) },
       bySeed(comparison).map((value) => s("circle", { class: "seed", cx: percent(value), cy: 32, r: 3 })),
-      s("line", { class: "whisker", x1: percent(from), x2: percent(to), y1: 18, y2: 18 }),
+      s("line", { class: `whisker ${bounded ? "" : "faint"}`, x1: percent(from), x2: percent(to), y1: 18, y2: 18 }),
       s("circle", { class: "dot", cx: percent(comparison.difference), cy: 18, r: 6.5 })));
     return h("tr", {},
       h("th", { class: "who", scope: "row" }, swatch(index), named(comparison.arm),
@@ -79,7 +80,8 @@ function forest(study, groups) {
 }
 
 function verdictSection(study) {
-  return section("verdict", "Verdict",
+  return section("verdict", study.provisional ? "Verdict so far" : "Verdict",
+    study.provisional && h("p", { class: "provisional" }, study.provisional),
     h("p", { class: "headline" }, prose(study, study.headline)),
     h("ul", { class: "notes" }, study.notes.map((note) => h("li", {}, prose(study, note)))),
     study.comparisons.length > 0 && [

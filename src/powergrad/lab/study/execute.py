@@ -19,7 +19,7 @@ from powergrad.lab.study.tables import read_rows
 from powergrad.lab.study.tuning import Tuner
 from powergrad.lab.words import short_key
 
-__all__ = ["Execution", "Watching", "run_study", "tune_once"]
+__all__ = ["Execution", "Watching", "queue_name", "run_study", "tune_once"]
 
 # Makes what shows the progress of some jobs: a title, the jobs by arm and seed, and the metric.
 Watching = Callable[
@@ -49,7 +49,7 @@ class Execution:
         """The queue of the runs of a study in `folder`."""
         return JobQueue(
             folder,
-            study=f"{folder.name}-{study.name}",  # a storage may hold studies of one name
+            study=queue_name(folder, study),
             workers=self.workers,
             storage=self.storage,
             known=self.known_runs,
@@ -62,6 +62,11 @@ class Execution:
             return {}
         _, rows = read_rows(self.known, all_phases=True)
         return {row.run: {**row.metrics, "commit": row.commit} for row in rows if row.run}
+
+
+def queue_name(folder: Path, study: Study) -> str:
+    """The name of a study in a storage, which may hold studies of one name."""
+    return f"{folder.name}-{study.name}"
 
 
 def run_study(

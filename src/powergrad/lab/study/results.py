@@ -375,7 +375,7 @@ class Results:
         values: dict[str, Any] = {
             "format": FORMAT,
             "metric": self.metric.name,
-            "higher_is_better": self.metric.higher_is_better,
+            "better": "higher" if self.metric.higher_is_better else "lower",
             "margin": self.margin,
             "baseline": self.baseline,
             "arms": self.arms,
@@ -543,8 +543,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _from_json(values: Mapping[str, Any]) -> Results:
     name = values["metric"]
     metric = METRICS.get(name) or Metric(name, True, name, values["margin"])
-    is_higher = values.get("higher_is_better", metric.higher_is_better)
-    metric = replace(metric, higher_is_better=is_higher)
+    if "better" in values:
+        metric = replace(metric, higher_is_better=values["better"] == "higher")
     rows = [RunRow.from_dict(row) for row in values["rows"]]
     study = None
     if "recipe" in values:
