@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 BENCHMARKS := loss compiled linear agc altering monitor planted imports decode train calibration run
 
-.PHONY: help setup compare test test-core test-deep test-matrix test-gpu test-integrations test-release dist bench pages docs docs-serve lint check clean
+.PHONY: help setup compare test test-core test-deep test-matrix test-gpu test-integrations test-browsers test-release dist bench pages docs docs-serve lint check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 19
@@ -29,7 +29,7 @@ BOTH_WAYS := tests/test_loss.py tests/test_operators.py tests/test_linear.py tes
 TWO := -n 2 --dist loadgroup
 
 # JAX in a process forbids it to fork, so the other libraries have a run of their own.
-WITHOUT_OTHERS := --ignore=tests/integrations --ignore=tests/release -m 'not matrix'
+WITHOUT_OTHERS := --ignore=tests/integrations --ignore=tests/release --ignore=tests/browsers -m 'not matrix'
 
 # The core's own tests, except those that compile, train for long, start processes or need other libraries.
 CORE := $(filter-out $(patsubst %,tests/test_%.py,api audit distributed docs package training),$(wildcard tests/test_*.py))
@@ -58,6 +58,13 @@ $(VENV)/.integrations: $(VENV)/.installed
 
 test-integrations: $(VENV)/.integrations ## timm, transformers, Lightning, JAX and the examples
 	$(PYTEST) tests/integrations
+
+tests/browsers/node_modules: tests/browsers/package-lock.json
+	cd tests/browsers && npm ci --no-audit --no-fund --silent
+	touch $@
+
+test-browsers: docs tests/browsers/node_modules ## the page and the site in Firefox and Chromium, with axe-core
+	$(PYTEST) tests/browsers
 
 bench: setup ## every benchmark; rewrites results/bench_*.csv and the pages' tables
 	for script in $(BENCHMARKS); do $(BIN)/python benchmarks/$$script.py || exit 1; done

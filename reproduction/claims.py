@@ -22,7 +22,15 @@ from powergrad.lab.words import markdown_table
 from reproduction.marks import Regions
 from reproduction.studies import Arm, Contrast, Trial, compare_arms, contrasts_of, methods_of
 
-__all__ = ["CLAIMS", "PGT", "SHORTER", "against_controls", "claim_regions", "contrast_table"]
+__all__ = [
+    "CLAIMS",
+    "PGT",
+    "SHORTER",
+    "against_controls",
+    "claim_regions",
+    "contrast_table",
+    "published_gains",
+]
 
 VERDICTS = ("better", "equivalent", "worse", "not settled", "too few seeds")
 DEEPER = "Networks deeper than ResNet-18 cannot be trained without normalisation"
@@ -244,7 +252,7 @@ def _metric(arm: Arm, metric: str) -> Mapping[int, float]:
 
 def contrast_table(contrasts: Iterable[Contrast]) -> str:
     """A table with one line per comparison."""
-    head = ("study", "arm", "measured on", "its rate; the other's", "n")
+    head = ("study", "arm", "measured on", "its rate; the other's", "decay, of the paper's", "n")
     lines = [contrast.cells for contrast in contrasts]
     return markdown_table((*head, "difference (95% interval)", "verdict"), lines)
 
@@ -253,12 +261,17 @@ def _published(claim: Claim) -> str:
     """The smallest and the largest difference that the paper's tables have for a claim."""
     if claim.published:
         return claim.published
-    gains = sorted(
+    gains = published_gains(claim)
+    words = [f"{gain + 0.0:+g} ({name})" for gain, name in gains]
+    return words[0] if len(words) == 1 else f"{words[0]} to {words[-1]}"
+
+
+def published_gains(claim: Claim) -> list[tuple[float, str]]:
+    """The differences that the paper's tables have for a claim, rising, with their rows."""
+    return sorted(
         (round(_printed(row, claim.metric) - _printed(other, claim.metric), 3), row.id)
         for row, other in _published_pairs(claim)
     )
-    words = [f"{gain + 0.0:+g} ({name})" for gain, name in gains]
-    return words[0] if len(words) == 1 else f"{words[0]} to {words[-1]}"
 
 
 def _published_pairs(claim: Claim) -> Iterator[tuple[Row, Row]]:

@@ -8,6 +8,7 @@ from powergrad.lab.files import write_text
 from powergrad.lab.paper.evidence import Evidence
 from reproduction.benchmarks import benchmark_regions
 from reproduction.claims import claim_regions
+from reproduction.decisive.findings import decisive_regions
 from reproduction.marks import Regions, fill, region_names
 from reproduction.pooled import pooled_sentence
 from reproduction.studies import all_trials, read_studies
@@ -33,7 +34,8 @@ def study_regions(results: Path) -> Regions:
 
 def all_regions() -> Regions:
     """Every region that a page may have."""
-    return {**benchmark_regions(), **study_regions(ROOT / "results")}
+    results = ROOT / "results"
+    return {**benchmark_regions(), **study_regions(results), **decisive_regions(results)}
 
 
 def generated_pages() -> list[Path]:

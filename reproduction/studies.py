@@ -33,6 +33,7 @@ __all__ = [
     "verdict_in_words",
 ]
 
+PAPER_DECAY = 5e-4
 KINDS = (StudyKind.COMPARE, StudyKind.SWEEP, StudyKind.DECOMPOSE)  # results/KIND_NAME.json
 # What an arm does, by the key that it changes, and how its value is written. Where there are two
 # names, the first is for less than the study's recipe has, the second for more. A learning rate of
@@ -120,6 +121,7 @@ class Arm:
         methods: What it does that plain cross-entropy does not; None if that is no method.
         measured_on: Network, data, batch size and steps.
         rate: Its learning rate, and how it was chosen.
+        decay: Its weight decay as a multiple of the paper's, or that it was tuned.
         exponent: How far decay alone shrank a filter.
         rows: Its runs.
         test: The test accuracy of every run, or of every repeat, as the study compares it.
@@ -132,6 +134,7 @@ class Arm:
     methods: frozenset[str] | None
     measured_on: str
     rate: str
+    decay: str
     exponent: float
     rows: tuple[RunRow, ...]
     test: Mapping[int, float]
@@ -309,11 +312,21 @@ def _arm(
         methods_of(changes, base),
         describe_runs(base.override(apart), steps),
         rate,
+        _decay(changes, base, tuning),
         exponent,
         tuple(rows),
         results.units(name),
         at_edge,
     )
+
+
+def _decay(changes: Changes, base: Recipe, tuning: Tuning | None) -> str:
+    """The weight decay of an arm as a multiple of the paper's, or that it was tuned."""
+    key = "optimizer.weight_decay"
+    if tuning is not None and key in tuning.keys:
+        return "tuned"
+    times = changes.get(key, base.optimizer.weight_decay) / PAPER_DECAY
+    return f"{times:.2g}x" + (", inflated" if times > 1 else "")
 
 
 # Comparisons --------------------------------------------------------------------------------------
@@ -335,12 +348,14 @@ class Contrast:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Study, arm, what it was measured on, both rates, n, difference, and verdict."""
+        """Study, arm, what it was measured on, rates, decays, n, difference, and verdict."""
         arm, against = self.arm, self.against
         outcome = Outcome.of(self.comparison)
         other = f" against {against.label}" if against.methods else ""
         is_alike = against.measured_on == arm.measured_on
         verdict = verdict_in_words(self.comparison)
+        if arm.rate.endswith(("tuned", "(edge)")) and self.verdict in ("better", "worse"):
+            verdict += " at these rates"
         if arm.diverged or against.diverged:
             verdict += f"; diverged: {arm.diverged} against {against.diverged}"
         if self.trial.within:
@@ -350,6 +365,7 @@ class Contrast:
             arm.label + other,
             arm.measured_on + ("" if is_alike else f"; the other: {against.measured_on}"),
             f"{arm.rate}; {against.rate}",
+            arm.decay if arm.decay == against.decay else f"{arm.decay}; {against.decay}",
             str(self.comparison.n),
             outcome.with_interval,
             verdict,

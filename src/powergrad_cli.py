@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         from powergrad.lab.cli.common import explain
 
-        message = None if os.environ.get("POWERGRAD_DEBUG") else explain(error)
+        message = None if os.environ.get("POWERGRAD_DEBUG") else explain(error, tokens)
         if message is None:
             raise
         print(f"powergrad: {message}", file=sys.stderr)

@@ -17,6 +17,7 @@ from pages import NEEDED, PAGES, ROOT, blocks_of, name_of, run
 import powergrad
 import powergrad_cli
 from powergrad import calibration, clipping, monitor
+from powergrad.lab.cli.common import recipe_and_overrides
 from powergrad.lab.config import describe_keys, parse_overrides
 
 DOCS = ROOT / "docs"
@@ -86,8 +87,10 @@ def parse(line: str) -> None:
     if len(tokens) == 1:  # only its name
         return
     _, bound, _ = app().parse_args(tokens, exit_on_error=False, print_error=False)
-    overrides = parse_overrides(bound.arguments.get("overrides", ()))
-    unknown = set(overrides) - {key for key, _, _ in describe_keys()}
+    given = bound.arguments
+    _, typed = recipe_and_overrides(given.get("recipe"), given.get("overrides", ()))
+    overrides = parse_overrides(typed)
+    unknown = set(overrides) - {key for key, *_ in describe_keys()}
     if unknown:
         raise ValueError(f"Expected keys of a recipe, but got {unknown}.")
 

@@ -1,7 +1,7 @@
-"""``python -m reproduction.decisive``: what the rule of docs/protocol.md says of the rows so far.
+"""``python -m reproduction.decisive``: what the rule of docs/protocol.md says, and the figure.
 
-python -m reproduction.decisive collect     copies the rows of finished runs to results/
-python -m reproduction.decisive power       simulates what the rule can find, from the pilot's noise
+python -m reproduction.decisive collect [RUNS]  copies the rows of finished runs to results/
+python -m reproduction.decisive power           simulates what the rule can find
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from reproduction.decisive.data import REGIMES, collect, differences, read, units
-from reproduction.decisive.rule import decide, holm, interval, power, sign_flip
+from reproduction.decisive.data import REGIMES, collect, read
+from reproduction.decisive.figure import draw
+from reproduction.decisive.findings import Findings
+from reproduction.decisive.rule import power
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
@@ -67,55 +69,24 @@ def power_table(studies: int = 1000) -> str:
     return "\n".join(lines)
 
 
-def report() -> str:
+def report(findings: Findings) -> str:
     """What the rows say so far."""
-    lines = []
-    rows = {regime: read(RESULTS, regime) for regime in REGIMES}
-    for regime, title in REGIMES.items():
-        lines.append(f"{regime} ({title}):")
-        arms = dict.fromkeys(row["arm"] for row in rows[regime] if row["phase"] == "final")
-        for arm in arms:
-            values = list(units(rows[regime], arm).values())
-            if values:
-                lines.append(f"  {arm}: {len(values)} repeats, mean {np.mean(values):.2f}")
-    primary = {regime: differences(rows[regime], "pgt", "baseline") for regime in REGIMES}
-    if min(map(len, primary.values())) < 8:
-        counts = ", ".join(f"{len(d)} of {regime}" for regime, d in primary.items())
-        return "\n".join([*lines, f"No verdict before 8 repeats per regime: {counts}."])
-    size = 16 if min(map(len, primary.values())) >= 16 else 8
-    decision = decide({regime: d[:size] for regime, d in primary.items()})
-    lines.append(f"PGT2 - CE2 after {size} repeats: {decision.verdict} (p = {decision.p:.4f})")
-    for regime in REGIMES:
-        low, high = decision.intervals[regime]
-        lines.append(f"  {regime}: {decision.means[regime]:+.2f}, 90% {low:+.2f} to {high:+.2f}")
-    others = {
-        "PGT2 - CE3": [differences(rows[r], "pgt", "ce3")[:size] for r in REGIMES],
-        "AGC+PGT2 - CE2": [differences(rows["plain"], "agc+pgt", "baseline")[:size]],
-    }
-    p_values = {name: sign_flip(strata)[0] for name, strata in others.items() if all(strata)}
-    for name, p in holm(p_values).items():
-        means = ", ".join(f"{np.mean(stratum):+.2f}" for stratum in others[name])
-        lines.append(f"{name}: {means}, p = {p:.4f} after Holm's correction")
-    again = units(read(RESULTS, "null"), "baseline")
-    first = units(rows["norm"], "baseline")
-    null = [again[n] - first[n] for n in again if n in first]
-    if len(null) >= 8:
-        low, high = interval(null)
-        lines.append(
-            f"Null, CE2 against CE2: p = {sign_flip([null])[0]:.3f}, 90% {low:+.2f} to {high:+.2f}"
-        )
-    return "\n".join(lines)
+    return "\n\n".join([findings.answer(), findings.table(), findings.null_sentence()])
 
 
 def main(arguments: list[str]) -> None:
     """Collect rows, simulate the rule, or print what it says."""
-    if arguments == ["collect"]:
-        for path in collect(ROOT / "runs", RESULTS):
+    if arguments[:1] == ["collect"]:
+        runs = Path(arguments[1]) if arguments[1:] else ROOT / "runs"
+        for path in collect(runs, RESULTS):
             print(f"wrote {path.relative_to(ROOT)}")
     elif arguments == ["power"]:
         print(power_table())
     else:
-        print(report())
+        findings = Findings.read(RESULTS)
+        print(report(findings))
+        if findings.look is not None:
+            draw(findings, ROOT / "docs" / "images" / "decisive.png")
 
 
 if __name__ == "__main__":

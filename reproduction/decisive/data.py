@@ -9,7 +9,9 @@ from typing import Any
 from powergrad.lab.files import write_csv
 from powergrad.lab.run import Run
 
-__all__ = ["REGIMES", "collect", "differences", "read", "units"]
+__all__ = ["REGIMES", "Rows", "collect", "differences", "read", "units"]
+
+Rows = list[dict[str, str]]
 
 REGIMES = {"norm": "with batch normalisation", "plain": "without normalisation"}
 FINALS = 3  # seeds per repeat
@@ -65,12 +67,12 @@ def _row(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def read(results: Path, regime: str) -> list[dict[str, str]]:
+def read(results: Path, regime: str) -> Rows:
     """The rows of a regime."""
     return _csv_rows(results / f"decisive_{regime}.csv")
 
 
-def units(rows: list[dict[str, str]], arm: str) -> dict[int, float]:
+def units(rows: Rows, arm: str) -> dict[int, float]:
     """The mean test accuracy of each complete repeat of an arm; a lost run counts as 10%."""
     repeats: dict[int, list[float]] = {}
     for row in rows:
@@ -80,7 +82,7 @@ def units(rows: list[dict[str, str]], arm: str) -> dict[int, float]:
     return {n: sum(v) / len(v) for n, v in sorted(repeats.items()) if len(v) == FINALS}
 
 
-def differences(rows: list[dict[str, str]], arm: str, baseline: str) -> list[float]:
+def differences(rows: Rows, arm: str, baseline: str) -> list[float]:
     """Arm less baseline in every repeat that both have."""
     a, b = units(rows, arm), units(rows, baseline)
     return [a[repeat] - b[repeat] for repeat in a if repeat in b]

@@ -225,9 +225,9 @@ def test_an_override_without_a_value_is_refused(tokens):
 def test_every_key_is_described():
     keys = list(describe_keys())
     assert len({key for key, *_ in keys}) == len(keys)
-    assert all(meaning for _, meaning, _ in keys)
+    assert all(meaning and allowed for _, meaning, allowed, _ in keys)
     # Every key can be set to its own default.
-    assert Recipe().override({key: default for key, _, default in keys}) == Recipe()
+    assert Recipe().override({key: default for key, *_, default in keys}) == Recipe()
 
 
 @given(

@@ -235,9 +235,12 @@ def test_the_control_that_is_missing_is_named(study: Path) -> None:
     (study / "study.yaml").write_text(yaml.safe_dump({**described, "seeds": "8"}))
     page = shown(study)
     assert page["headline"] == "Here pgt is better than baseline."
-    (note,) = page["notes"]
-    assert note.startswith("Before you keep pgt:")
-    assert "less-decay" in note
+    assert page["notes"] == []
+    control, tune = page["advice"]
+    assert control.startswith("Before you keep pgt:")
+    assert "less-decay" in control
+    assert "--tune lr=" in tune
+    assert control in write_report([study], study / "report.html").read_text()
 
 
 def test_reliability_is_that_of_all_seeds_together(made: Path) -> None:

@@ -26,6 +26,7 @@ from test_report import die_and_return, make_study, rewrite_norms
 
 import powergrad
 from powergrad.lab.config import Recipe
+from powergrad.lab.glossary import TERMS
 from powergrad.lab.jobs import RecipeJob, RecipeProgram
 from powergrad.lab.models import create_model
 from powergrad.lab.report import write_report
@@ -40,7 +41,7 @@ CHROMIUM = os.environ.get("POWERGRAD_CHROMIUM") or next(
     filter(None, map(shutil.which, BROWSERS)), None
 )
 ARTIFACTS = Path(__file__).parents[2] / "test-artifacts"
-SECTIONS = ["verdict", "table", "curves", "norms", "alpha", "playground", "provenance"]
+SECTIONS = ["verdict", "table", "curves", "norms", "alpha", "playground", "provenance", "glossary"]
 
 MISSING = (
     "the page was not tested in a browser: Playwright or Chromium is missing "
@@ -496,22 +497,53 @@ def test_it_prints(visit: Callable[..., Page], report: Path) -> None:
 def test_everything_is_reached_by_the_keyboard(visit: Callable[..., Page], report: Path) -> None:
     page = visit(report)
     page.wait_for_selector(".maps canvas")
-    reached = set()
+    wanted, reached = set(SECTIONS) - {"glossary"}, set()  # which is text, reached by its terms
     for _ in range(200):
         page.keyboard.press("Tab")
         where = page.evaluate(
             "document.activeElement.closest('section, nav, header, body')?.id || ''"
         )
         reached.add(where)
-        if set(SECTIONS) <= reached:
+        if wanted <= reached:
             break
-    assert set(SECTIONS) <= reached
+    assert wanted <= reached
     unnamed = page.evaluate(
         """() => [...document.querySelectorAll('button, input, select, canvas, svg[role=img]')]
         .filter((e) => !(e.textContent || e.getAttribute('aria-label') || e.labels?.length)
             && e.getAttribute('aria-hidden') !== 'true').map((e) => e.outerHTML)"""
     )
     assert unnamed == []
+
+
+def test_terms_are_explained_on_hover_and_focus(visit: Callable[..., Page], report: Path) -> None:
+    page = visit(report)
+    tip = page.locator("#tip")
+    assert not tip.is_visible()
+    meanings = {term.name: term.meaning for term in TERMS}
+    term = page.locator("#verdict a.term", has_text="margin").first
+    term.hover()
+    assert tip.inner_text() == f"margin {meanings['margin']}"
+    assert term.get_attribute("aria-describedby") == "tip"
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+    head = page.locator("#table thead button", has_text="ECE at 1/α").first
+    head.focus()
+    assert tip.inner_text() == f"at 1/α {meanings['at 1/α']}"
+    box, width = tip.bounding_box(), page.evaluate("innerWidth")
+    assert box is not None
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= width
+    page.locator("#theme").focus()
+    assert not tip.is_visible()
+    term.click()  # leads to the glossary, which has them all
+    assert page.evaluate("location.hash") == "#term-margin"
+    assert texts(page, "#glossary dt") == list(meanings)
+    assert texts(page, "#glossary dd") == list(meanings.values())
+    for section in SECTIONS[:-1]:  # each term once in a section, and no names of users
+        words = page.eval_on_selector_all(
+            f"#{section} a.term", "(nodes) => nodes.map((node) => node.dataset.term)"
+        )
+        assert len(words) == len(set(words))
 
 
 NASTY = "<script>document.title='owned'</script>"
@@ -690,7 +722,7 @@ def test_what_was_tuned_in_every_repeat_is_shown(
         "",
         "lr 0.1: 90.00; lr 0.9: refused by the recipe",
     ]
-    assert rows[-1][:6] == ["6", "pgt", "lr 0.7", "91.00", "1.00", "lr at the edge"]
+    assert rows[-1][:6] == ["6", "pgt", "lr 0.7", "91.00", "1.00", "lr"]
     assert "Of 6 choices at the edge of the range: baseline 1, pgt 1." in page.inner_text(".notes")
     assert page.locator("#verdict .forest .seed").count() == 6  # one per repeat
 
@@ -757,7 +789,7 @@ def test_the_page_of_a_table(visit: Callable[..., Page], tmp_path: Path) -> None
     results = Results.from_csv(table, metric="val/acc", margin=0.5)
     page = visit(write_report([replace(results, folder=tmp_path / "mine")], tmp_path / "r.html"))
     assert page.locator("section").evaluate_all("all => all.map((one) => one.id)") == [
-        "verdict", "table", "provenance"
+        "verdict", "table", "provenance", "glossary"
     ]  # fmt: skip
     assert page.locator("h1").inner_text() == "mine"
     assert page.locator(".headline").inner_text() == results.verdict()

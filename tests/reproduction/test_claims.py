@@ -140,10 +140,10 @@ def test_a_claim_counts_verdicts_and_says_how_rates_were_chosen(tmp_path):
     on = "resnet8 of width 8 without normalisation on digits, batch 16, 1,000 steps"
     gain = cell(accuracy["pgt"], accuracy["baseline"], 2)
     assert gain == "+2.00 (+1.97 to +2.03)"
-    first = f"| pgt (alpha 0.25) | {on} | 0.1; 0.1 | 8 | {gain} | better |"
+    first = f"| pgt (alpha 0.25) | {on} | 0.1; 0.1 | 1x | 8 | {gain} | better |"
     assert f"| `compare_one` {first}" in lines
     (second,) = (line for line in lines if line.startswith("| `compare_two` "))
-    assert "| 0.2, tuned (edge); 0.2, tuned | 8 | +0.00 (" in second
+    assert "| 0.2, tuned (edge); 0.2, tuned | 1x | 8 | +0.00 (" in second
     both = lines_of(regions, "AGC with PGT raises")
     assert both[0] == "Published: +2.06 (T2.10). Measured: 2 worse."
     assert lines_of(regions, "AGC raises")[0].endswith("Not measured here.")
@@ -152,6 +152,21 @@ def test_a_claim_counts_verdicts_and_says_how_rates_were_chosen(tmp_path):
     assert alone[0] == "Published: +1.042 (T2.10). Measured: 2 worse."
     loss = cell(accuracy["agc+pgt"], accuracy["pgt"])
     assert any(f"| 8 | {loss} | worse |" in line for line in alone)
+
+
+def test_a_decay_above_the_papers_is_marked_and_verdicts_after_one_tuning_say_so(tmp_path):
+    changes = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
+    accuracy = {"baseline": spread(90), "pgt": spread(92)}
+    strong = RECIPE.override({"optimizer.weight_decay": 0.01})
+    write_study(tmp_path, "strong", changes, accuracy, recipe=strong)
+    choices = {arm: at_rate(0.1, is_edge=False) for arm in changes}
+    write_study(tmp_path, "tuned", changes, accuracy, tuned=choices)
+    lines = lines_of(study_regions(tmp_path), "PGT raises accuracy without normalisation")
+    (strong_row,) = (line for line in lines if line.startswith("| `compare_strong`"))
+    assert "| 20x, inflated | 8 |" in strong_row
+    assert strong_row.endswith("| better |")
+    (tuned_row,) = (line for line in lines if line.startswith("| `compare_tuned`"))
+    assert tuned_row.endswith("| better at these rates |")
 
 
 def test_a_gain_at_the_edge_of_the_rates_is_not_counted_as_one(tmp_path):
@@ -199,7 +214,7 @@ def test_repeats_are_compared_not_their_runs(tmp_path):
     regions = study_regions(tmp_path)
     for title in ("PGT raises accuracy without", "Training accuracy"):
         (row,) = (line for line in lines_of(regions, title) if line.startswith("| `"))
-        assert f"| tuned in every repeat; tuned in every repeat | 6 | {gain} | better |" in row
+        assert f"| tuned in every repeat; tuned in every repeat | 1x | 6 | {gain} | better |" in row
     assert "anew in each of 6 repeats): baseline: lr 0.1; lr 0.1;" in regions["beyond"]()
 
 
@@ -350,13 +365,13 @@ def test_less_decay_is_the_control_of_pgt(tmp_path, norm, words):
     pgt, less, direct, both = (line for line in lines if line.startswith("| `"))
     kind = " without normalisation" if norm == "none" else ""
     on = f"resnet8 of width 8{kind} on digits, batch 16, 1,000 steps"
-    assert f"| pgt (alpha 0.25) | {on} | 0.05; 0.1 | 8 | +2.00 (" in pgt
-    assert f"| less (decay 0.0001) | {on} | 0.1; 0.1 | 8 | +3.00 (" in less
+    assert f"| pgt (alpha 0.25) | {on} | 0.05; 0.1 | 1x | 8 | +2.00 (" in pgt
+    assert f"| less (decay 0.0001) | {on} | 0.1; 0.1 | 0.2x; 1x | 8 | +3.00 (" in less
     assert "| pgt (alpha 0.25) against less (decay 0.0001) |" in direct
     loss = cell(accuracy["pgt"], accuracy["less"])
-    assert f"| 0.05; 0.1 | 8 | {loss} | worse |" in direct
+    assert f"| 0.05; 0.1 | 1x; 0.2x | 8 | {loss} | worse |" in direct
     assert "| both (alpha 0.25, decay 0.0001) against less (decay 0.0001) |" in both
-    assert "| 0.1; 0.1 | 8 | +3.00 (" in both
+    assert "| 0.1; 0.1 | 0.2x | 8 | +3.00 (" in both
     summary = "Of 1 comparisons (0 of them points of grids over alpha), 1 came out better;"
     assert summary in regions["not-better"]()
     simpler = regions["simpler"]()
@@ -382,7 +397,7 @@ def test_batch_and_depth_without_normalisation_have_their_claims(tmp_path):
     (row,) = (line for line in lines if line.startswith("| `"))
     assert "| large (batch 64)" in row
     assert "; the other: resnet34 of width 8 without normalisation on digits, batch 16," in row
-    assert "| 0.2; 0.1 | 8 | -2.00 (" in row
+    assert "| 0.2; 0.1 | 1x | 8 | -2.00 (" in row
     (row,) = (line for line in lines_of(regions, "depth") if line.startswith("| `"))
     assert "| deep (resnet50) | resnet50 of width 8 without" in row
     assert row.endswith("| 0.1; 0.1 | 8 | 10.00 (9.96 to 10.04) | 90.00 | all failed |")

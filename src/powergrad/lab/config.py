@@ -103,6 +103,19 @@ class Data(Section):
             f"for, but got {name!r}{other}; to use this one anyway, add `--data.only any`"
         )
 
+    @property
+    def title(self) -> str:
+        """The name of the data, for people: of a folder its own name, not its path.
+
+        Example:
+            >>> Data(name="folder:/home/ann/photos/").title, Data(name="digits").title
+            ('photos', 'digits')
+        """
+        if not self.name.startswith("folder:"):
+            return self.name
+        path = Path(self.name.removeprefix("folder:")).expanduser()
+        return path.name if path.name not in ("", "..") else path.resolve().name
+
     @field_validator("groups")
     @classmethod
     def _groups_are_a_pattern(cls, groups: str | None) -> str | None:
@@ -334,6 +347,13 @@ class Recipe(Section):
         """This recipe with dotted keys changed: ``{"loss.alpha": 0.3}``."""
         return _validate(_merge(self.model_dump(), nest(changes)), "the overrides")
 
+    def without_paths(self) -> Recipe:
+        """This recipe with the name of a folder in place of its path, for files that are shared."""
+        folder = f"folder:{self.data.title}" if self.data.name.startswith("folder:") else None
+        data = self.data.model_copy(update={"name": folder or self.data.name})
+        machine = self.machine.model_copy(update={"data_dir": None})
+        return self.model_copy(update={"data": data, "machine": machine})
+
     def to_yaml(self) -> str:
         """The complete recipe as YAML."""
         return yaml.safe_dump({"format": FORMAT, **self.model_dump(mode="json")}, sort_keys=False)
@@ -351,15 +371,44 @@ class Recipe(Section):
         return _validate(values, source)
 
 
-def describe_keys(section: type[Section] = Recipe) -> Iterator[tuple[str, str, Any]]:
-    """Every dotted key, its meaning, and its default."""
+def describe_keys(section: type[Section] = Recipe) -> Iterator[tuple[str, str, str, Any]]:
+    """Every dotted key, its meaning, its allowed values in words, and its default."""
+    properties = section.model_json_schema()["properties"]
     for name, field in section.model_fields.items():
         if isinstance(field.default, Section):
-            for key, meaning, default in describe_keys(type(field.default)):
-                yield f"{name}.{key}", meaning, default
+            for key, meaning, allowed, default in describe_keys(type(field.default)):
+                yield f"{name}.{key}", meaning, allowed, default
         else:
             meaning = next(text for text in field.metadata if isinstance(text, str))
-            yield name, meaning, field.default
+            yield name, meaning, _allowed(properties[name]), field.default
+
+
+def _allowed(schema: Mapping[str, Any]) -> str:
+    """The values that a JSON schema allows, in words."""
+    if "anyOf" in schema:
+        parts = [_allowed(part) for part in schema["anyOf"]]
+        return " or ".join(dict.fromkeys(parts))
+    if "enum" in schema:
+        return " or ".join(map(str, schema["enum"]))
+    if schema["type"] == "array":
+        items = schema.get("prefixItems") or [schema["items"]]
+        count = f"{len(items)} of" if "prefixItems" in schema else "a list of"
+        return f"{count}: {_allowed(items[0])}"
+    words = {
+        "boolean": "true or false",
+        "integer": "a whole number",
+        "number": "a number",
+        "string": "text",
+        "null": "null",
+    }[schema["type"]]
+    limits = {
+        "minimum": "from",
+        "exclusiveMinimum": "above",
+        "maximum": "up to",
+        "exclusiveMaximum": "below",
+    }
+    bounds = [f"{limits[key]} {schema[key]:g}" for key in limits if key in schema]
+    return " ".join([words, *bounds])
 
 
 # Recipes from files and command lines -------------------------------------------------------------
@@ -389,6 +438,21 @@ def load_recipe(source: str | Path, changes: Mapping[str, Any] | None = None) ->
     """
     values = _merge(_read(str(source), ()), nest(changes or {}))
     return _validate(values, f"recipe {str(source)!r}")
+
+
+def default_recipe(changes: Mapping[str, Any]) -> str:
+    """The name of the recipe for the data that `changes` names, where no recipe was given.
+
+    Example:
+        >>> default_recipe({"data.name": "folder:photos"}), default_recipe({"data.name": "cifar10"})
+        ('images', 'cifar10')
+        >>> default_recipe({})
+        'digits'
+    """
+    name = str(changes.get("data.name", ""))
+    if name.startswith("folder:"):
+        return "images"
+    return name if name in recipe_names() else "digits"
 
 
 def header(name: str) -> str:

@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -18,9 +19,18 @@ from powergrad.lab.jobs import Job
 from powergrad.lab.jobs.queue import Snapshot
 from powergrad.lab.stats import Comparison, Plan, signed, span
 from powergrad.lab.study import Results
-from powergrad.lab.words import duration
+from powergrad.lab.words import duration, spans
+from powergrad.monitor import Recording, Thresholds, census
 
-__all__ = ["Watch", "chart", "result_tables", "show_plan", "show_results", "show_runs"]
+__all__ = [
+    "Watch",
+    "chart",
+    "result_tables",
+    "show_plan",
+    "show_results",
+    "show_runs",
+    "show_study",
+]
 
 
 class Watch:
@@ -90,7 +100,7 @@ def show_results(results: Results) -> None:
     print(f"\n{results.verdict()}\n")
     for comparison in comparisons:
         print(f"- {comparison.sentence}")
-    for note in results.notes():
+    for note in [*results.notes(), *results.advice()]:
         print(f"\n{note}")
 
 
@@ -103,6 +113,40 @@ def show_runs(results: Results) -> None:
         table.add_row(Text(arm), str(len(values)), f"{results.mean(arm):.2f}{spread}")
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     print("Nothing is compared: that needs two arms, with two runs each.")
+
+
+def show_study(folder: Path, thresholds: Thresholds) -> None:
+    """Print what a study's folder holds: its runs and its dead units by arm, and its verdict."""
+    results = Results.load(folder)
+    study = results.study
+    assert study is not None  # a folder has its definition
+    print(f"{folder}: {study.kind.value} of {study.program.title}, {study.design} seeds per arm")
+    table = _table("arm", "finished", "seeds", results.metric.title, "dead units", "of", "diverged")
+    for arm in study.arms:
+        rows = results.of_arm(arm)
+        counts = [
+            census(folder / row.run, thresholds=thresholds)
+            for row in rows
+            if row.run and Recording.exists(folder / row.run)
+        ]
+        dead = [len(count.dead) for count in counts]
+        if not counts:  # not recorded: as counted at the end of each run
+            dead = [int(value) for row in rows if (value := row.value("dead_units")) is not None]
+        units = sum(layer.units for layer in counts[0].layers) if counts else None
+        many = f"{statistics.fmean(dead):.1f} ({min(dead)} to {max(dead)})" if dead else "-"
+        table.add_row(
+            Text(arm),
+            str(len(rows)),
+            spans(row.seed for row in rows) or "-",
+            _number(results.mean(arm), 2),
+            many,
+            str(units or "-"),
+            str(sum(row.is_lost(results.metric.name) for row in rows)),
+        )
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    usable = results.comparable()
+    print(usable.verdict() if usable else "No verdict yet: too few runs are finished.")
+    print("`powergrad inspect` of a run's folder shows its census layer by layer.")
 
 
 def show_plan(plan: Plan) -> None:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["did_you_mean", "duration", "markdown_table", "number", "short_key", "slug"]
+__all__ = [
+    "bytes_in_words",
+    "did_you_mean",
+    "duration",
+    "hide_folders",
+    "markdown_table",
+    "number",
+    "parse_duration",
+    "short_key",
+    "slug",
+    "spans",
+]
 
 
 def duration(seconds: float) -> str:
@@ -24,6 +36,76 @@ def duration(seconds: float) -> str:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
+
+
+def parse_duration(text: str) -> float:
+    """Seconds from ``90s``, ``10m``, ``2h`` or ``1h30m``.
+
+    Raises:
+        ValueError: If it is none of these.
+
+    Example:
+        >>> parse_duration("90s"), parse_duration("10m"), parse_duration("1h30m")
+        (90.0, 600.0, 5400.0)
+    """
+    match = re.fullmatch(r"(?:([\d.]+)h)?(?:([\d.]+)m)?(?:([\d.]+)s)?", text.replace(" ", ""))
+    try:
+        parts = [float(part or 0) for part in match.groups()] if match else []
+    except ValueError:
+        parts = []
+    seconds = sum(part * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
+    if not seconds > 0:
+        raise ValueError(f"Expected a time, as 90s, 10m, 2h or 1h30m, but got {text!r}.")
+    return seconds
+
+
+def bytes_in_words(count: float) -> str:
+    """A number of bytes for people.
+
+    Example:
+        >>> bytes_in_words(900), bytes_in_words(2_500_000), bytes_in_words(3.2e9)
+        ('900 B', '2.5 MB', '3.2 GB')
+    """
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Whole numbers in a few words.
+
+    Example:
+        >>> spans([0, 1, 2, 3, 7, 9, 10])
+        '0-3, 7, 9-10'
+    """
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+def hide_folders(text: str) -> str:
+    """`text` with only the last name of every absolute path, for files that are shared.
+
+    Example:
+        >>> hide_folders("--data.name folder:/home/ann/photos --out='/home/ann/my runs'")
+        "--data.name folder:photos --out='my runs'"
+    """
+    prefix = r"(?:[\w.-]+[=:])*"
+    quoted = rf"(?<=')(?={prefix}[/~]){prefix}[^']*(?=')"
+    plain = rf"(?<![^\s(\"]){prefix}[/~][^\s'\",;)]*"
+    return re.sub(f"{quoted}|{plain}", _last_name, text)
+
+
+def _last_name(match: re.Match[str]) -> str:
+    path = match[0].rstrip("/")
+    prefix = re.match(r"(?:[\w.-]+[=:])*", path)
+    name = path.rpartition("/")[2]
+    return (prefix[0] if prefix else "") + name if "/" in path else match[0]
 
 
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
@@ -48,13 +130,13 @@ def slug(text: str) -> str:
 
 
 def short_key(key: str) -> str:
-    """The last part of a dotted key.
+    """A dotted key without its section.
 
     Example:
-        >>> short_key("optimizer.lr")
-        'lr'
+        >>> short_key("optimizer.lr"), short_key("optimizer.head.lr"), short_key("seed")
+        ('lr', 'head.lr', 'seed')
     """
-    return key.rpartition(".")[2]
+    return key.partition(".")[2] or key
 
 
 def number(value: Any) -> str:

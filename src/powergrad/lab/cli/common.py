@@ -1,16 +1,47 @@
-"""What all commands share: overrides, flags, and what the user is told of errors."""
+"""What all commands share: recipes, overrides, flags, and what the user is told of errors."""
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
-from typing import Annotated
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from powergrad.lab.config import Recipe, RecipeError, default_recipe, describe_keys, parse_overrides
 from powergrad.lab.files import FileError
+from powergrad.lab.words import did_you_mean
 
-__all__ = ["STOPPED", "Flag", "Overrides", "explain", "stopped"]
+__all__ = [
+    "STOPPED",
+    "Declined",
+    "Flag",
+    "Overrides",
+    "RecipeName",
+    "check_options",
+    "explain",
+    "option_names",
+    "put_aside",
+    "recipe_and_overrides",
+    "show_keys",
+    "stopped",
+]
 
+RecipeName = Annotated[
+    str | None,
+    Parameter(
+        allow_leading_hyphen=True,  # `recipe_and_overrides` takes it for an override
+        help=(
+            "the name of a recipe, or a YAML file; by default images for folder:PATH, the recipe "
+            "of the data's name, or digits"
+        ),
+    ),
+]
 Overrides = Annotated[
     str,
     Parameter(
@@ -23,14 +54,106 @@ Flag = Parameter(negative="")
 STOPPED = 130
 
 
-def explain(error: Exception) -> str | None:
-    """The message for an error that is the user's to mend; None for a bug of ours."""
-    if isinstance(error, (ValueError, FileError, OSError, ImportError)):
-        return str(error)
-    return None
+class Declined(Exception):  # noqa: N818 (it is not an error)
+    """The user was asked, and does not want to start."""
+
+
+def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[str, list[str]]:
+    """The recipe's name, and the changes of it: keys may be given without a recipe's name.
+
+    Args:
+        recipe: The first of the command's arguments.
+        overrides: The others.
+    """
+    tokens = [*([] if recipe is None else [recipe]), *overrides]
+    named, changes = None, []
+    remaining = iter(tokens)
+    for token in remaining:
+        if token.startswith("--") and "=" not in token:
+            changes += [token, *([value] if (value := next(remaining, None)) is not None else [])]
+        elif token.startswith("--") or ("=" in token and not Path(token).is_file()):
+            changes.append(token)
+        elif named is None:
+            named = token
+        else:
+            raise RecipeError(
+                f"Expected one recipe, and its changes as `--key value` or `key=value`, but got "
+                f"{named!r} and {token!r}."
+            )
+    return named or default_recipe(parse_overrides(changes)), changes
+
+
+def check_options(overrides: Sequence[str], options: Iterable[str]) -> None:
+    """Refuse an option that is neither of the command nor a key of a recipe.
+
+    Args:
+        overrides: Changes of a recipe, as they were typed.
+        options: The names of the command's options, with hyphens.
+
+    Raises:
+        RecipeError: With the nearest known names.
+    """
+    keys = {key: f"--{key}" for key, *_ in describe_keys()}
+    known = {*keys.values(), *options, "--data.only"}
+    for token in overrides:
+        name, _, _ = token.partition("=")
+        if token.startswith("--") and name not in known and "." not in name:
+            raise RecipeError(
+                f"Expected an option of this command or a key of a recipe (see --keys), but got "
+                f"{name!r}{did_you_mean(name, known)}"
+            )
+
+
+def option_names(command: Callable[..., Any]) -> Iterator[str]:
+    """The options of a command, as they are typed."""
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if is_dataclass(parameter.default):
+            yield from (f"--{field.name.replace('_', '-')}" for field in fields(parameter.default))
+        elif parameter.kind is parameter.KEYWORD_ONLY:
+            yield f"--{parameter.name.rstrip('_').replace('_', '-')}"
+
+
+def show_keys(recipe: Recipe) -> int:
+    """Print every key of a recipe: meaning, allowed values, and its value in `recipe`."""
+    for key, meaning, allowed, default in describe_keys():
+        own = recipe.value(key)
+        value = f"default: {default}" if own == default else f"here: {own}, default: {default}"
+        print(f"--{key:28} {meaning}; {allowed} [{value}]")
+    return 0
+
+
+def put_aside(folder: Path) -> None:
+    """Move a folder of an earlier start out of the way, and say so."""
+    if not folder.exists():
+        return
+    moved = folder.with_name(f"{folder.name}-{datetime.now():%Y%m%d-%H%M%S}")
+    folder.rename(moved)
+    print(f"--fresh: what was in {folder} is now in {moved}, and is not used.", file=sys.stderr)
+
+
+def explain(error: Exception, tokens: Sequence[str] = ()) -> str | None:
+    """The message for an error that is the user's to mend; None for a bug of ours.
+
+    Args:
+        error: The error.
+        tokens: The command line: an argument is named by the option that was typed.
+    """
+    if not isinstance(error, (ValueError, FileError, OSError, ImportError)):
+        return None
+    message = str(error)
+    for token in tokens:
+        if match := re.match(r"--([A-Za-z][\w.-]*)", token):
+            name = match[1]
+            message = message.replace(f"`{name.replace('-', '_')}`", f"`--{name}`")
+            if "." in name:
+                message = re.sub(rf"(?<![\w.-]){re.escape(name)}(?=: )", f"--{name}", message)
+    return message
 
 
 def stopped(reason: Exception) -> int:
-    """Say that a command was interrupted; returns its exit code."""
+    """Say that a command was interrupted, or not started; returns its exit code."""
+    if isinstance(reason, Declined):
+        print("powergrad: nothing was started; --yes skips the question.", file=sys.stderr)
+        return 1
     print(f"powergrad: {reason}; the same command goes on from there.", file=sys.stderr)
     return STOPPED

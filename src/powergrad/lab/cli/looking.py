@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from powergrad.lab.report import write_report
 from powergrad.lab.report.live import LiveStudy
 from powergrad.lab.report.serve import LiveServer
+from powergrad.lab.terminal import show_study
 from powergrad.monitor import Recording, Thresholds, census
 
 __all__ = ["bench", "inspect", "report", "watch"]
@@ -31,10 +32,10 @@ def inspect(
     events_csv: Path | None = None,
     thresholds: Annotated[Thresholds, Parameter(name="*", group="Thresholds")] = _DEFAULT,
 ) -> int:
-    """Show which filters, features and layers of a network are dead.
+    """Show which filters, features and layers of a network are dead; or what a study holds.
 
     Args:
-        source: The folder of a run or of a recording, or a checkpoint.
+        source: The folder of a run, of a recording or of a study, or a checkpoint.
         initial: The weights at the start of the training, to compare with.
         units_csv: Write the dead units to this file, one row per unit.
         layers_csv: Write the counts of every layer to this file.
@@ -42,6 +43,13 @@ def inspect(
         thresholds: Where dead begins; see powergrad.monitor.Thresholds.
     """
     path = source
+    if (source / "study.yaml").is_file():
+        for name, value in (("--csv", units_csv), ("--layers-csv", layers_csv),
+                            ("--events-csv", events_csv), ("--initial", initial)):  # fmt: skip
+            if value is not None:
+                raise ValueError(f"Expected {name} with the folder of a run, but got a study's.")
+        show_study(source, thresholds)
+        return 0
     if source.is_dir() and not Recording.exists(source):
         path = source / "model.safetensors"
         if not path.is_file():

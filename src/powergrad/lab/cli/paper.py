@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from powergrad.lab.cli.common import Flag, Overrides, stopped
+from powergrad.lab.cli.common import Declined, Flag, Overrides, show_keys, stopped
 from powergrad.lab.cli.studies import (
     StudyOptions,
     TuneOptions,
@@ -21,7 +21,7 @@ from powergrad.lab.cli.studies import (
     run_and_report,
     show_tuning,
 )
-from powergrad.lab.config import parse_overrides
+from powergrad.lab.config import Recipe, parse_overrides
 from powergrad.lab.environment import command_line
 from powergrad.lab.paper.collect import collect, record_runs
 from powergrad.lab.paper.cost import cost
@@ -75,7 +75,7 @@ def show(item: str, *, data: str = "folder:/path/to/imagenet", results: Path = R
 
 @app.command(sort_key=2)
 def run(
-    item: str,
+    item: Annotated[str | None, Parameter(show_default=False)] = None,
     *overrides: Overrides,
     data: str | None = None,
     scale: Literal["full", "small"] = "full",
@@ -107,6 +107,15 @@ def run(
         tuning: Small: how the arms are tuned.
         options: What every study takes; --seeds is 8 by default.
     """
+    if options.keys:
+        return show_keys(Recipe())
+    if item is None:
+        raise ValueError("Expected an item of the paper: an id of `powergrad paper list`.")
+    if options.budget is not None:
+        raise ValueError(
+            "Expected no --budget for an item of the paper, whose replica has its own length, but "
+            f"got {options.budget!r}."
+        )
     experiment = load_paper().find(item)
     is_small = scale == "small"
     rows = experiment.with_baseline(item) if is_small else experiment.own_rows(item)
@@ -141,7 +150,7 @@ def run(
         else:
             _check_full(wanted, tuning, options)
             folder = _run_full(wanted, options, only_plan)
-    except Interrupted as reason:
+    except (Interrupted, Declined) as reason:
         return stopped(reason)
     if keep and not only_plan and _is_first_process():
         return collect_runs(folder, results=results, label=options.name)
@@ -165,7 +174,7 @@ def _is_first_process() -> bool:
 
 def _check_full(wanted: _Wanted, tuning: TuneOptions, options: StudyOptions) -> None:
     """Refuse what only a study has, and a training without its data."""
-    names = ("seeds", "metric", "margin", "workers", "threads", "storage", "reuse")
+    names = ("seeds", "metric", "margin", "workers", "threads", "storage", "reuse", "fresh")
     given = {
         f"--{name.replace('_', '-')}": (getattr(of, name), getattr(default, name))
         for of, default, keys in (
@@ -229,6 +238,7 @@ def _run_small(
     print(f"{len(rows)} arms x {study.design} seeds, in {folder}")
     if only_plan:
         return folder
+    _, options = replace(options, name=folder.name).prepare(tuner.study if tuner else study, tuner)
     records: dict[str, Any] = {}
     if tuner is not None:
         study, results = tune_once(tuner, folder, options.execution())

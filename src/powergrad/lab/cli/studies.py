@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from powergrad.lab.cli.common import Overrides, stopped
+from powergrad.lab.cli.common import (
+    Declined,
+    Flag,
+    Overrides,
+    RecipeName,
+    check_options,
+    option_names,
+    put_aside,
+    recipe_and_overrides,
+    show_keys,
+    stopped,
+)
+from powergrad.lab.cli.preflight import Ready, prepare
 from powergrad.lab.cli.tables import TableOptions, compare_table
 from powergrad.lab.config import Recipe, flatten, load_recipe, parse_overrides
 from powergrad.lab.files import write_text
@@ -28,7 +40,6 @@ from powergrad.lab.study import (
     metric_named,
     run_study,
 )
-from powergrad.lab.study.advice import missing_control
 from powergrad.lab.study.arms import arms_of, decomposition, parse_grid
 from powergrad.lab.study.decompose import (
     check_identity,
@@ -71,6 +82,12 @@ class StudyOptions:
         name: The name of the study's folder; by default it is named by its recipe.
         storage: The URL of a database through which several machines share the runs.
         reuse: A study.csv of an earlier start, here or elsewhere: its runs are not done again.
+        budget: The time that the study may take, as 10m, 90s or 1h30m: it chooses image size,
+            width, epochs and seeds to fit, unless they are given, and starts no run that would
+            end later.
+        fresh: Do not reuse what an earlier start left: it is moved aside.
+        yes: Start without a question, also where the runs will take long.
+        keys: Show every key of the recipe, with its meaning, allowed values and default.
     """
 
     seeds: str | None = None
@@ -83,6 +100,10 @@ class StudyOptions:
     name: str | None = None
     storage: str | None = None
     reuse: Path | None = None
+    budget: str | None = None
+    fresh: Annotated[bool, Flag] = False
+    yes: Annotated[bool, Flag] = False
+    keys: Annotated[bool, Flag] = False
 
     def design(self) -> Design:
         """At how many runs per arm the results are looked at."""
@@ -113,7 +134,55 @@ class StudyOptions:
 
     def folder(self, study: Study) -> Path:
         """The study's folder."""
-        return self.out / (self.name or study.name)
+        budget = f"-{self.budget.replace(' ', '')}" if self.budget else ""
+        return self.out / (self.name or study.name + budget)
+
+    def prepare(
+        self,
+        study: Study,
+        tuner: Tuner | None = None,
+        *,
+        given: Collection[str] = (),
+        seeds_given: bool | None = None,
+    ) -> tuple[Recipe, PreparedOptions]:
+        """Check and say what there is before the first run: the recipe and options to start with.
+
+        Args:
+            study: What is to be studied.
+            tuner: Tunes its arms.
+            given: Keys of the recipe that the user has set.
+            seeds_given: Whether the user has set the seeds; by default as the options have it.
+        """
+        folder = self.folder(study)
+        for name, value in (("--budget", self.budget), ("--fresh", self.fresh or None)):
+            if value is not None and self.storage is not None:
+                raise ValueError(
+                    f"Expected no {name} with --storage, whose runs other machines share, but got "
+                    f"both{'; give another --name' if name == '--fresh' else ''}."
+                )
+        if self.fresh:
+            put_aside(folder)
+        ready = prepare(
+            study,
+            folder,
+            workers=self.execution().workers,
+            tuner=tuner,
+            budget=self.budget,
+            given=given,
+            seeds_given=self.seeds is not None if seeds_given is None else seeds_given,
+            ask=not self.yes,
+        )
+        values = {field.name: getattr(self, field.name) for field in fields(StudyOptions)}
+        values |= {"name": folder.name, "seeds": ready.seeds or self.seeds}
+        return study.base.override(ready.changes), PreparedOptions(**values, ready=ready)
+
+    def recipe(
+        self, recipe: str | None, overrides: Sequence[str], command: Callable[..., int]
+    ) -> tuple[str, list[str]]:
+        """The recipe's name and the changes of it, which `command` was given."""
+        name, changes = recipe_and_overrides(recipe, overrides)
+        check_options(changes, option_names(command))
+        return name, changes
 
     def base(self, recipe: str, overrides: Sequence[str]) -> Recipe:
         """The recipe of every run: it writes no more than a study reads."""
@@ -138,6 +207,22 @@ class StudyOptions:
                 f"got {base.loss.alpha:g}: the baseline would have PGT."
             )
         return base
+
+
+_READY = Ready({})
+
+
+@dataclass(frozen=True)
+class PreparedOptions(StudyOptions):
+    """Options of a study that was checked, with what the checks found."""
+
+    ready: Ready = _READY
+
+    def execution(self) -> Execution:
+        """How the runs are done, and until when."""
+        ready = self.ready
+        deadline, seconds = ready.deadline, ready.run_seconds
+        return replace(super().execution(), deadline=deadline, run_seconds=seconds)
 
 
 @Parameter(name="*")
@@ -199,7 +284,7 @@ _TABLE = TableOptions()
 
 
 def compare(
-    recipe: str = "digits",
+    recipe: RecipeName = None,
     *overrides: Overrides,
     arms: str = "baseline,pgt,head-lr,agc+pgt",
     arm: Annotated[tuple[str, ...], Parameter(negative="")] = (),
@@ -213,7 +298,8 @@ def compare(
     Starting the same comparison again does only what is missing.
 
     Args:
-        recipe: The name of a recipe, or a YAML file.
+        recipe: The name of a recipe, or a YAML file. By default images for folder:PATH, the recipe
+            of the data's name, or digits.
         overrides: Changes of the recipe, for all arms.
         arms: Arms, separated by commas: baseline, pgt, gc, agc, label-smoothing, less-decay
             (alpha times the weight decay, without PGT), head-lr (PGT's ratio of the head's
@@ -230,21 +316,25 @@ def compare(
         kept = replace(_OPTIONS, metric=options.metric, margin=options.margin)
         kept = replace(kept, out=options.out, name=options.name)
         rest = (recipe, overrides, arms, arm, alpha, tuning, options)
-        if rest != ("digits", (), "baseline,pgt,head-lr,agc+pgt", (), "0.25", _TUNE, kept):
+        if rest != (None, (), "baseline,pgt,head-lr,agc+pgt", (), "0.25", _TUNE, kept):
             raise ValueError(
                 "Expected --from with --metric, --margin, --better, --baseline, --columns, --out "
                 "and --name alone, but got options of runs that are made here."
             )
         return compare_table(table, options.out, options.name, options.metric, options.margin)
     table.refuse()
+    name, typed = options.recipe(recipe, overrides, compare)
+    if options.keys:
+        return show_keys(load_recipe(name, parse_overrides(typed)))
     tuned, changes = tuning.split()
     alphas = [float(value) for value in parse_grid([f"alpha={alpha}"]).values["loss.alpha"]]
     names = [name.strip() for name in arms.split(",") if name.strip()]
-    base = options.plain_base(recipe, [*overrides, *changes])
+    base = options.plain_base(name, [*typed, *changes])
     all_arms = arms_of([*names, *arm], base, alphas)
+    given = parse_overrides([*typed, *changes])
     try:
-        _tune_and_run(base, all_arms, options, tuning, tuned)
-    except Interrupted as reason:
+        _tune_and_run(base, all_arms, options, tuning, tuned, given)
+    except (Interrupted, Declined) as reason:
         return stopped(reason)
     return 0
 
@@ -276,12 +366,18 @@ def _tune_and_run(
     options: StudyOptions,
     tuning: TuneOptions,
     tuned: Sequence[str],
+    given: Collection[str],
 ) -> Results:
     """Run a comparison, tuned once, tuned in every repeat, or not at all, and report it."""
+    kind = StudyKind.COMPARE
     if not tuned:
-        study = make_study(StudyKind.COMPARE, base, arms, options)
+        study = make_study(kind, base, arms, options)
+        base, options = options.prepare(study, given=given)
+        study = make_study(kind, base, arms, options)
         return run_and_report(study, options.folder(study), options)
-    tuner = tuning.prepare(make_study(StudyKind.COMPARE, base, {}, options, tuning), arms, tuned)
+    tuner = tuning.prepare(make_study(kind, base, {}, options, tuning), arms, tuned)
+    base, options = options.prepare(tuner.study, tuner, given={*given, *tuner.space.keys})
+    tuner = tuning.prepare(make_study(kind, base, {}, options, tuning), arms, tuned)
     folder = options.folder(tuner.study)
     tuner = replace(tuner, study=tuner.study.claim(folder))
     if tuner.study.finals:
@@ -300,7 +396,7 @@ def show_tuning(results: Results) -> None:
 
 
 def sweep(
-    recipe: str = "digits",
+    recipe: RecipeName = None,
     *overrides: Overrides,
     grid: Annotated[tuple[str, ...], Parameter(negative="")] = ("alpha=1,0.75,0.5,0.25,0.1,0.05",),
     options: StudyOptions = _OPTIONS,
@@ -308,25 +404,33 @@ def sweep(
     """A grid over alpha, and any other key, over seeds.
 
     Args:
-        recipe: The name of a recipe, or a YAML file.
+        recipe: The name of a recipe, or a YAML file. By default images for folder:PATH, the recipe
+            of the data's name, or digits.
         overrides: Changes of the recipe, for all points.
         grid: A key and its values, as alpha=1,0.5,0.25; may be given several times. The first
             point is the one that the others are compared with.
         options: What every study takes; --seeds is 8 by default.
     """
+    name, typed = options.recipe(recipe, overrides, sweep)
+    if options.keys:
+        return show_keys(load_recipe(name, parse_overrides(typed)))
     points = parse_grid(grid)
+    has_seeds = options.seeds is not None
     options = options if options.seeds else replace(options, seeds="8")
-    base = options.base(recipe, overrides)
+    base = options.base(name, typed)
     study = make_study(StudyKind.SWEEP, base, points.arms(), options)
+    given = {*parse_overrides(typed), *points.values}
     try:
+        base, options = options.prepare(study, given=given, seeds_given=has_seeds)
+        study = make_study(StudyKind.SWEEP, base, points.arms(), options)
         run_and_report(study, options.folder(study), options, grid=points)
-    except Interrupted as reason:
+    except (Interrupted, Declined) as reason:
         return stopped(reason)
     return 0
 
 
 def decompose(
-    recipe: str = "digits",
+    recipe: RecipeName = None,
     *overrides: Overrides,
     alpha: float = 0.25,
     tuning: TuneOptions = _TUNE,
@@ -337,25 +441,36 @@ def decompose(
     Cross-entropy is tuned once, and its setting is used for every arm.
 
     Args:
-        recipe: The name of a recipe, or a YAML file.
+        recipe: The name of a recipe, or a YAML file. By default images for folder:PATH, the recipe
+            of the data's name, or digits.
         overrides: Changes of the recipe, for all arms.
         alpha: PGT's alpha.
         tuning: How cross-entropy is tuned; lr by default, `--tune none` to tune nothing.
         options: What every study takes.
     """
+    name, typed = options.recipe(recipe, overrides, decompose)
+    if options.keys:
+        return show_keys(load_recipe(name, parse_overrides(typed)))
     texts = tuning.tune or ("lr",)
     tuning = replace(tuning, tune=() if texts == ("none",) else texts)
     if tuning.repeats is not None:
         raise ValueError("Expected no --repeats: decompose tunes cross-entropy once.")
     tuned, changes = tuning.split()
-    base = options.plain_base(recipe, [*overrides, *changes])
+    base = options.plain_base(name, [*typed, *changes])
     study = make_study(StudyKind.DECOMPOSE, base, decomposition(base, alpha), options)
-    folder = options.folder(study)
     records: dict[str, Any] = {}
+
+    def prepare_tuner(base: Recipe) -> Tuner:
+        return tuning.prepare(make_study(StudyKind.TUNE, base, {}, options), {"CE": {}}, tuned)
+
     try:
+        tuner = prepare_tuner(base) if tuned else None
+        given = {*parse_overrides([*typed, *changes]), *(tuner.space.keys if tuner else ())}
+        base, options = options.prepare(study, tuner, given=given)
+        study = make_study(StudyKind.DECOMPOSE, base, decomposition(base, alpha), options)
+        folder = options.folder(study)
         if tuned:
-            alone = make_study(StudyKind.TUNE, base, {}, options)
-            tuner = tuning.prepare(alone, {"CE": {}}, tuned)
+            tuner = prepare_tuner(base)
             chosen, results = tune_once(tuner, folder, options.execution())
             show_tuning(results)
             records = {"tuning": results.tuning, "trials": results.trials}
@@ -366,7 +481,7 @@ def decompose(
         print(describe_identity(gaps))
         checked = Decomposition(alpha, gaps)
         run_and_report(study, folder, options, decomposition=checked, **records)
-    except Interrupted as reason:
+    except (Interrupted, Declined) as reason:
         return stopped(reason)
     return 0
 
@@ -397,6 +512,8 @@ def run_and_report(
             results.save(folder)
             write_report([results], page)
 
+    if isinstance(options, PreparedOptions):
+        records["remarks"] = options.ready.remarks
     execution = replace(options.execution(), saved=save)
     results = run_study(study, folder, execution, tuner=tuner, **records)
     has_metric = all(len(results.values(arm)) == len(results.of_arm(arm)) for arm in results.arms)
@@ -418,8 +535,5 @@ def run_and_report(
     show_results(results)
     if results.decomposition is not None:
         print(explain_decomposition(results, results.decomposition.alpha))
-    assert results.study is not None  # with the arms of earlier commands
-    if control := missing_control(results.study, results.with_verdict("better")):
-        print(f"\n{control}")
     print(f"\nLook at {page}; beside it study.csv, study.json, study.png, the runs.")
     return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +10,20 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from powergrad.lab.cli.common import Flag, Overrides, stopped
-from powergrad.lab.config import (
-    Recipe,
-    describe_keys,
-    header,
-    load_recipe,
-    parse_overrides,
-    recipe_names,
+from powergrad.lab.cli.common import (
+    Declined,
+    Flag,
+    Overrides,
+    RecipeName,
+    check_options,
+    option_names,
+    put_aside,
+    recipe_and_overrides,
+    show_keys,
+    stopped,
 )
+from powergrad.lab.cli.preflight import check_run
+from powergrad.lab.config import Recipe, header, load_recipe, parse_overrides, recipe_names
 from powergrad.lab.data import folder_fingerprint
 from powergrad.lab.export import export_run
 from powergrad.lab.progress import for_terminal
@@ -30,12 +36,14 @@ __all__ = ["export", "train"]
 
 
 def train(
-    recipe: str | None = None,
+    recipe: RecipeName = None,
     *overrides: Overrides,
     out: Path = Path("runs"),
     folder: Path | None = None,
     resume: Annotated[bool, Flag] = False,
+    fresh: Annotated[bool, Flag] = False,
     processes: int = 1,
+    yes: Annotated[bool, Flag] = False,
     list_recipes: Annotated[bool, Parameter(name="--list", negative="")] = False,
     keys: Annotated[bool, Flag] = False,
 ) -> int:
@@ -46,36 +54,43 @@ def train(
     and says that it diverged; that is a result, so the exit code is 0.
 
     Args:
-        recipe: The name of a recipe (see --list), a YAML file, or the folder of a run.
+        recipe: The name of a recipe (see --list), a YAML file, or the folder of a run. Where keys
+            are given without it: images for folder:PATH, the recipe of the data's name, or digits.
         overrides: Changes of the recipe.
         out: Where the run's folder is made.
         folder: The run's folder itself.
         resume: Only go on with a run that is there; fail if there is none.
+        fresh: Do not reuse what an earlier start left: it is moved aside.
         processes: Train in so many processes on this machine, by torchrun.
+        yes: Start without a question, also where the run will take long.
         list_recipes: Show the recipes, and what each is for.
-        keys: Show every key of a recipe.
+        keys: Show every key of the recipe, with its meaning, allowed values and default.
     """
     if list_recipes:
         for name in recipe_names():
             print(name, *(f"    {line}" for line in header(name).splitlines()), sep="\n")
         return 0
-    if keys:
-        for key, meaning, default in describe_keys():
-            print(f"{key:28} {meaning} [{default}]")
-        return 0
-    if recipe is None:
-        raise ValueError("Expected a recipe: its name (see --list), or a YAML file.")
-    changes = parse_overrides(overrides)
-    if (Path(recipe) / "config.yaml").is_file():
-        run = open_run(recipe)
+    if recipe is None and not keys:
+        raise ValueError("Expected a recipe: its name (see --list), a YAML file, or keys (--keys).")
+    name, typed = recipe_and_overrides(recipe, overrides)
+    check_options(typed, option_names(train))
+    changes = parse_overrides(typed)
+    if (Path(name) / "config.yaml").is_file():
+        run = open_run(name)
         chosen = run.recipe().override(changes)
     else:
-        chosen = load_recipe(recipe, changes)
+        chosen = load_recipe(name, changes)
         run = Run(folder or out / run_name(chosen))
+    if keys:
+        return show_keys(chosen)
+    if fresh and resume:
+        raise ValueError("Expected either --fresh or --resume, but got both.")
+    if fresh and "RANK" not in os.environ:
+        put_aside(run.folder)
     if resume and not run.exists():
         raise ValueError(f"Expected a run to resume at {str(run.folder)!r}, but got none.")
     if processes > 1:
-        return _launch(processes, sys.argv[1:])
+        return _launch(processes, [token for token in sys.argv[1:] if token != "--fresh"])
     _put_aside(run, folder_fingerprint(chosen))
     result = run.result()
     if result is not None:
@@ -84,8 +99,10 @@ def train(
         return 0
     progress = for_terminal()
     try:
+        if not run.exists() and "RANK" not in os.environ:
+            check_run(chosen, run.folder, ask=not yes)
         run_recipe(chosen, run.folder, progress=progress)
-    except Interrupted as reason:
+    except (Interrupted, Declined) as reason:
         progress.close()
         return stopped(reason)
     finally:
@@ -104,7 +121,7 @@ def _put_aside(run: Run, data: str) -> None:
 
 def run_name(recipe: Recipe) -> str:
     """The folder's name of a recipe's run: readable, and ending in its key."""
-    words = f"{recipe.data.name.rpartition('/')[2]}-{recipe.model.name}-seed{recipe.seed}"
+    words = f"{recipe.data.title}-{recipe.model.name}-seed{recipe.seed}"
     return f"{slug(words)}-{recipe.key}"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import signal
 import subprocess
 import sys
@@ -20,6 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from powergrad.lab.jobs.failures import (
+    DISK_FULL,
+    describe_failures,
+    disk_full_error,
+    is_disk_full,
+    same_failure,
+)
 from powergrad.lab.jobs.job import Job, JobError
 from powergrad.lab.run import RunError
 from powergrad.lab.signals import Interrupted, watching_signals
@@ -59,6 +67,9 @@ class JobQueue:
         workers: How many runs at a time on this machine.
         storage: The URL of a database that several machines reach; a file in `folder` by default.
         known: Final metrics of runs that were made elsewhere, by name; they are not done again.
+        deadline: When to be done, as `time.monotonic` has it: no run is started that would end
+            later. Runs that were never started are then missing from the results.
+        run_seconds: How long a run takes, as far as that is known before one is finished.
     """
 
     def __init__(
@@ -69,7 +80,10 @@ class JobQueue:
         workers: int,
         storage: str | None = None,
         known: Mapping[str, Mapping[str, Any]] | None = None,
+        deadline: float = math.inf,
+        run_seconds: float = 0.0,
     ) -> None:
+        self.deadline, self.run_seconds = deadline, run_seconds
         self.folder, self.study, self.workers = folder, study, workers
         self.url = storage or local_storage(folder)
         self.is_shared = storage is not None
@@ -79,9 +93,11 @@ class JobQueue:
     def __enter__(self) -> JobQueue:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self.crew is not None:
             self.crew.dismiss()
+        if is_disk_full(error) and not isinstance(error, JobError):
+            raise disk_full_error(self.folder) from error
 
     def run(
         self,
@@ -89,6 +105,8 @@ class JobQueue:
         watch: Callable[[Snapshot], None] = lambda snapshot: None,
     ) -> dict[str, dict[str, Any]]:
         """Do the runs that are not done yet; returns the final metrics of all, by name.
+
+        Where there is a deadline, runs that could not be started are left out.
 
         Args:
             jobs: The runs.
@@ -104,6 +122,8 @@ class JobQueue:
             return results
         self.folder.mkdir(parents=True, exist_ok=True)
         queue = open_queue(self.url, self.study)
+        if self._is_too_late(queue):
+            return results
         # A run that is done has its folder here, unless several machines share the queue. One
         # whose folder was deleted is done again.
         enqueue(queue, missing, done_too=not self.is_shared)
@@ -111,6 +131,8 @@ class JobQueue:
             self.crew = _Crew(self.workers, [self.url, self.study, str(self.folder)])
         self.crew.grow(len(missing))
         clock = _Clock()
+        is_closed = False  # once the time is over
+        at_start = len(results)
         lost_since: dict[str, float] = {}
         with watching_signals(second_interrupts=False) as stopped:
             while True:
@@ -119,6 +141,7 @@ class JobQueue:
                     if trial.user_attrs.get("name") in trials:
                         trials[trial.user_attrs["name"]].append(trial)
                 failed: dict[str, str] = {}
+                left: set[str] = set()
                 for job in missing:
                     if job.name in results:
                         continue
@@ -136,6 +159,8 @@ class JobQueue:
                         failed[job.name] = tried[-1].user_attrs["error"]
                     elif len(tried) > RETRIES:
                         failed[job.name] = "its worker was killed each time"
+                    elif is_closed:
+                        left.add(job.name)
                     elif time.monotonic() - lost_since.setdefault(job.name, time.monotonic()) > (
                         HEARTBEAT
                     ):
@@ -147,17 +172,39 @@ class JobQueue:
                 }
                 clock.update(sum(done.values()))
                 watch(Snapshot(done, dict(results), clock.seconds, clock.left(len(jobs))))
-                if len(results) + len(failed) == len(jobs):
+                if len(results) + len(failed) + len(left) == len(jobs):
                     break
+                is_hopeless = len(results) == at_start and len(failed) >= max(2, self.workers)
+                if is_hopeless and (reason := same_failure(failed)) is not None:
+                    _cancel_waiting(queue)
+                    self.crew.stop()
+                    raise JobError(
+                        f"The first {len(failed)} of {len(jobs)} runs all failed in the same way, "
+                        f"so the study stops: {reason}"
+                    )
+                if not is_closed and self._is_too_late(queue):
+                    is_closed = True
+                    _cancel_waiting(queue)
                 if stopped():
                     self.crew.stop()
                     raise Interrupted(f"stopped with {len(results)} of {len(jobs)} runs finished")
                 self.crew.keep_up(finished=len(results))
                 time.sleep(0.4)
         if failed:
-            listed = "\n".join(f"  {name}: {reason}" for name, reason in failed.items())
-            raise JobError(f"{len(failed)} of {len(jobs)} runs could not be done:\n{listed}")
+            raise JobError(describe_failures(failed, len(jobs)))
         return results
+
+    def _is_too_late(self, queue: Any) -> bool:
+        """Whether a run that is started now would end after the deadline."""
+        if self.deadline == math.inf:
+            return False
+        took = [
+            trial.duration.total_seconds()
+            for trial in queue.get_trials(deepcopy=False)
+            if trial.state.name == "COMPLETE" and trial.duration is not None
+        ]
+        longest = max(took, default=self.run_seconds)
+        return time.monotonic() + longest > self.deadline
 
     def _result(self, job: Job) -> dict[str, Any] | None:
         """The final metrics of a run that has its folder here, or is known from elsewhere."""
@@ -247,6 +294,17 @@ def enqueue(queue: Any, jobs: Sequence[Job], *, done_too: bool = False) -> None:
             queue.enqueue_trial({}, user_attrs=job.to_dict())
 
 
+def _cancel_waiting(queue: Any) -> None:
+    """Take the waiting runs out of the queue; those that are running go on."""
+    import optuna
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that `ask` sends no heartbeat
+        for trial in queue.get_trials(deepcopy=False):
+            if trial.state.name == "WAITING":
+                queue.tell(queue.ask(), state=optuna.trial.TrialState.FAIL)
+
+
 class _Crew:
     """The worker processes of this machine. They wait for work until they are dismissed."""
 
@@ -281,6 +339,9 @@ class _Crew:
             if member.poll() is not None:  # none leaves by itself before it is dismissed
                 self.members.remove(member)
                 _close(member)
+                if member.returncode == DISK_FULL:
+                    self.stop()
+                    raise disk_full_error(Path(self.arguments[-1]))
                 self.deaths += 1
                 if self.deaths > DEATHS:
                     raise JobError(

@@ -80,12 +80,12 @@ class RecipeProgram(Program):
     @property
     @override
     def data_name(self) -> str:
-        return self.base.data.name.rpartition("/")[2].partition(":")[0]
+        return self.base.data.title
 
     @property
     @override
     def title(self) -> str:
-        return f"{self.base.model.name} on {self.base.data.name}"
+        return f"{self.base.model.name} on {self.base.data.title}"
 
     def recipe(self, changes: Changes, seed: int) -> Recipe:
         """The recipe of one run."""

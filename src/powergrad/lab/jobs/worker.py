@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from powergrad.lab.jobs import job_from_dict
+from powergrad.lab.jobs.failures import DISK_FULL, is_disk_full
 from powergrad.lab.jobs.queue import HEARTBEAT, local_storage, open_queue
 from powergrad.lab.run import RunBusyError
 from powergrad.lab.signals import Interrupted
@@ -63,6 +64,8 @@ def work(url: str, study: str, folder: Path) -> None:
             queue.enqueue_trial({}, user_attrs=dict(trial.user_attrs))
             raise _Failed from None
         except Exception as error:
+            if is_disk_full(error):  # the parent says so, and nothing can be written here
+                raise
             trial.set_user_attr("error", f"{type(error).__name__}: {error}")
             raise _Failed from error
 
@@ -93,5 +96,11 @@ def _is_dismissed() -> bool:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with contextlib.suppress(Interrupted):
-        work(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    warnings.filterwarnings("ignore", "Skipped ")  # images that were named before the first run
+    try:
+        with contextlib.suppress(Interrupted):
+            work(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    except Exception as error:
+        if is_disk_full(error):
+            sys.exit(DISK_FULL)
+        raise

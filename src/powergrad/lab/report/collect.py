@@ -12,16 +12,16 @@ import yaml
 
 from powergrad import __version__
 from powergrad.lab.config import Recipe, flatten
+from powergrad.lab.glossary import TERMS
 from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.report.arms import describe_arms
 from powergrad.lab.report.runs import UNREADABLE, ShownRun, try_read
 from powergrad.lab.run import Run, RunError
 from powergrad.lab.stats import Comparison
 from powergrad.lab.study import METRICS, Metric, Results, Study
-from powergrad.lab.study.advice import missing_control
 from powergrad.lab.study.decompose import describe_identity, explain_decomposition
 from powergrad.lab.study.metrics import COLUMNS
-from powergrad.lab.words import short_key, slug
+from powergrad.lab.words import hide_folders, short_key, slug
 
 __all__ = ["collect"]
 
@@ -75,6 +75,7 @@ def collect(
         "version": __version__,
         "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "studies": studies,
+        "glossary": [term._asdict() for term in TERMS],
     }
 
 
@@ -139,8 +140,6 @@ def _study(results: Results, notes: list[str], states: Mapping[str, str] | None)
     usable = _usable(results, runs, notes if states is None else [])
     if usable:
         notes += usable.notes()
-        if control := missing_control(study, usable.with_verdict("better")):
-            notes.append(control)
     decomposed = None
     if usable and usable.decomposition and set(usable.arms) == set(study.arms):
         decomposed = {
@@ -151,7 +150,7 @@ def _study(results: Results, notes: list[str], states: Mapping[str, str] | None)
     name = place.parent.name if place.name == "arms" else place.name
     recipe = ""
     if isinstance(study.program, RecipeProgram):
-        values = study.base.model_dump(mode="json", exclude={"seed"})
+        values = study.base.without_paths().model_dump(mode="json", exclude={"seed"})
         recipe = yaml.safe_dump(values, sort_keys=False)
     return {
         **describe_arms(runs, {arm: study.settings(arm) for arm in study.arms}, notes),
@@ -161,7 +160,7 @@ def _study(results: Results, notes: list[str], states: Mapping[str, str] | None)
         "tuning": results.tuning.to_dict() if results.tuning else None,
         "decomposition": decomposed,
         "recipe": recipe,
-        "notes": notes,
+        "notes": [hide_folders(note) for note in notes],
     }
 
 
@@ -196,7 +195,7 @@ def _table(results: Results, notes: list[str]) -> dict[str, Any]:
         **_verdict(results, results),
         "columns": [column for column in results.columns if column not in COLUMNS],
         "source": {"file": source.file, **source.columns},
-        "notes": [*notes, *results.notes()],
+        "notes": [hide_folders(note) for note in (*notes, *results.notes())],
     }
 
 
@@ -207,7 +206,8 @@ def _verdict(results: Results, usable: Results | None) -> dict[str, Any]:
         "headline": usable.verdict() if usable else NO_VERDICT,
         "comparisons": [c.to_dict() for c in usable.comparisons] if usable else [],
         "units": {arm: list(results.units(arm).values()) for arm in results.arms},
-        "command": results.environment.get("command"),
+        "command": hide_folders(results.environment.get("command") or "") or None,
+        "advice": usable.advice() if usable else [],
         **NOT_KNOWN,
     }
 
@@ -324,9 +324,13 @@ def _loose_runs(folders: list[Path]) -> dict[str, Any]:
         "headline": _run_headline(runs[0]) if is_alone else headline,
         "comparisons": [],
         "units": {},
-        "recipe": recipe.to_yaml(),
-        "command": try_read(Run(runs[0].folder).environment, {}, notes).get("command"),
-        "notes": notes,
+        "recipe": recipe.without_paths().to_yaml(),
+        "command": hide_folders(
+            try_read(Run(runs[0].folder).environment, {}, notes).get("command") or ""
+        )
+        or None,
+        "notes": [hide_folders(note) for note in notes],
+        "advice": [],
     }
 
 

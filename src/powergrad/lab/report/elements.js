@@ -150,9 +150,11 @@ function sortable(columns, rows, label) {
 }
 
 const scrolling = (label, ...parts) =>
-  h("div", { class: "scroll" }, h("table", { class: "data", "aria-label": label }, parts));
+  h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
+    h("table", { class: "data", "aria-label": label }, parts));
 const plainHeads = (texts) =>
   h("thead", {}, h("tr", {}, texts.map((text) => h("th", { class: "plain", scope: "col" }, text))));
+const unseen = (text) => h("span", { class: "unseen" }, text);  // for screen readers only
 
 // Downloads ---------------------------------------------------------------------------------------
 

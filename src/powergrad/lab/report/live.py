@@ -66,7 +66,8 @@ class LiveStudy:
             data = collect([self.folder], {name: run.state for name, run in states.items()})
             progress = self._progress(states)
         if progress["state"] != "finished":
-            data["studies"][0]["provisional"] = _provisional(Study.load(self.folder))
+            provisional = _provisional(Study.load(self.folder))
+            data["studies"][0] |= {"provisional": provisional, "advice": []}
         return {**data, "live": progress}
 
     def progress(self) -> dict[str, Any]:

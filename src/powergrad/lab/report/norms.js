@@ -309,7 +309,7 @@ function normsSection(study) {
   repaint = () => shown.forEach((map) => map.paint());
   rebuild();
   return section("norms", title,
-    h("p", { class: "soft" }, "The norm of every filter over the training, a row a filter. A "
+    h("p", { class: "soft" }, "The norm of every filter over the training, one row per filter. A "
       + "filter whose norm has vanished is dead: nothing passes through it."),
     h("div", { class: "controls" },
       seeds.length > 1 && choice("seed", seeds.map((seed) => [seed, String(seed)]), state.seed,

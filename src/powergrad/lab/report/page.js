@@ -52,7 +52,7 @@ function environmentPart(environment) {
 }
 
 function tuningPart({ keys, hold_out, seeds, repeats, is_unit }) {
-  const short = (key) => key.split(".").pop();
+  const short = (key) => key.slice(key.indexOf(".") + 1);
   const digits = (value) => (isNumber(value) ? String(Number(value.toPrecision(3))) : String(value));
   const at = (point) => Object.entries(point).map(([key, value]) => `${short(key)} ${digits(value)}`).join(", ");
   const row = (arm, { trials, chosen, edges }, repeat) => {
@@ -65,11 +65,11 @@ function tuningPart({ keys, hold_out, seeds, repeats, is_unit }) {
       h("td", { class: "words" }, h("strong", {}, at(winner.point))),
       h("td", {}, fmt(winner.mean, 2)),
       h("td", {}, next === null ? "–" : fmt(next, 2)),
-      h("td", { class: "words soft" }, edges.length > 0 && `${edges.map(short).join(", ")} at the edge`),
+      h("td", { class: "words soft" }, edges.length > 0 && edges.map(short).join(", ")),
       h("td", { class: "words soft" }, trials.filter((_, i) => i !== chosen).map((trial) =>
         `${at(trial.point)}: ${isNumber(trial.mean) ? fmt(trial.mean, 2) : trial.note}`).join("; ")));
   };
-  const heads = [...(is_unit ? ["repeat"] : []), "arm", "chosen", "held out", "lead", "", "other points"];
+  const heads = [...(is_unit ? ["repeat"] : []), "arm", "chosen", "held out", "lead", "edge", "other points"];
   return [
     h("h3", {}, `Tuning of ${keys.map(short).join(" and ")}`),
     h("p", { class: "soft small" }, `On ${100 * hold_out}% of the training data, held out, with `
@@ -130,7 +130,8 @@ function showStudy(place) {
     + `${count(seeds, "seed")} · ${done} of ${count(study.runs.length, "run")} finished`;
   const ours = study.source ? [] : [curvesSection, normsSection, alphaSection, playgroundSection];
   const sections = [
-    ...(DATA.live ? [progressSection] : []), verdictSection, decompositionSection, tableSection, ...ours, provenanceSection,
+    ...(DATA.live ? [progressSection] : []), verdictSection, decompositionSection, tableSection,
+    ...ours, provenanceSection, glossarySection,
   ].map((make) => make(study)).filter(Boolean);
   const { dataset } = document.documentElement;
   document.getElementById("main").replaceChildren(
@@ -150,6 +151,7 @@ function showStudy(place) {
     h("footer", {}, `Made by powergrad ${DATA.version} on ${DATA.made.slice(0, 10)}. `
       + (DATA.live ? "It asks nothing of anybody but powergrad watch on this machine."
         : "This file asks nothing of any network.")));
+  markTerms(document.getElementById("main"));
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");

@@ -14,7 +14,7 @@ from powergrad.lab.files import json_safe
 
 __all__ = ["as_json", "make_page"]
 
-SCRIPTS = ("elements", "charts", "study", "norms", "alpha", "playground", "page")
+SCRIPTS = ("elements", "terms", "charts", "study", "norms", "alpha", "playground", "page")
 LIVE = "; connect-src 'self'"
 # A browser that is given no icon asks the server for one.
 ICON = (
@@ -104,7 +104,8 @@ def _without_script(data: Mapping[str, Any]) -> str:
     for study in data["studies"]:
         lines.append(f'<h1 dir="auto">{html.escape(study["name"])}</h1>')
         sentences = [comparison["sentence"] for comparison in study["comparisons"]]
-        texts = [study["provisional"], study["headline"], *sentences, *study["notes"]]
+        notes = [*study["notes"], *study["advice"]]
+        texts = [study["provisional"], study["headline"], *sentences, *notes]
         lines += [f'<p dir="auto">{html.escape(text)}</p>' for text in texts if text]
     lines.append("<p>Curves, tables and figures are drawn by this page's own script.</p>")
     return "\n".join(lines)

@@ -66,7 +66,7 @@ function forest(study, groups) {
     ]),
     s("text", { x: "50%", y: 37, "text-anchor": "middle" },
       `difference in ${study.words.replace(/^of /, "")}`));
-  const heads = [["who", "arm"], ["plot", ""], ["much", "difference (95% interval)"],
+  const heads = [["who", "arm"], ["plot", unseen("drawing")], ["much", "difference (95% interval)"],
     ["said", "verdict"]];
   return h("table", {
     class: "forest", "aria-label": "Differences from the baseline, with their intervals",
@@ -94,7 +94,9 @@ function verdictSection(study) {
         study.higher ? "More is better." : "Less is better."),
       h("details", {}, h("summary", {}, "In full sentences"), h("ul", {},
         study.comparisons.map((comparison) => h("li", {}, prose(study, comparison.sentence))))),
-    ]);
+    ],
+    study.advice.length > 0 && h("div", { class: "advice" }, h("h3", {}, "What next"),
+      study.advice.map((line) => h("p", {}, prose(study, line)))));
 }
 
 function decompositionSection(study) {

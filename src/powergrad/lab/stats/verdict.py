@@ -66,6 +66,7 @@ class Comparison:
         verdict: "better", "worse", "equivalent" or "not settled".
         withheld: Why a verdict of "better" is withheld; empty if it is not.
         doubt: Where tests with other assumptions disagree, a sentence; else empty.
+        counted: What one of the numbers that are compared is: "runs", or "repeats".
     """
 
     arm: str
@@ -88,6 +89,7 @@ class Comparison:
     verdict: Verdict
     withheld: str = ""
     doubt: str = ""
+    counted: str = "runs"
 
     @property
     def is_open(self) -> bool:
@@ -107,7 +109,8 @@ class Comparison:
         unit = f" {self.unit}" if self.unit else ""
         numbers = f"{self._number}{unit} ({self._evidence})"
         if self.n < self.looks[0]:
-            words = f"{self.arm} has no verdict yet: {self.n} of {self.looks[0]} runs are finished."
+            finished = f"{self.n} of {self.looks[0]} {self.counted} are finished"
+            words = f"{self.arm} has no verdict yet: {finished}."
         elif not math.isfinite(self.interval[0]):
             words = self._why_none
         elif self.withheld:
@@ -122,7 +125,7 @@ class Comparison:
                 words += f" The difference is smaller than the margin of {self.margin:g}."
         else:
             words = (
-                f"{self.n} runs per arm cannot tell whether {self.arm} differs from "
+                f"{self.n} {self.counted} per arm cannot tell whether {self.arm} differs from "
                 f"{self.baseline}: {numbers}."
             )
         return " ".join(filter(None, [words, self.doubt, self._failures]))
@@ -132,15 +135,17 @@ class Comparison:
         """Why there is no interval."""
         least = min(self.n, self.n_baseline)
         if least < 2:
-            return f"{self.arm} has no verdict yet: one run says nothing about the noise."
+            one = f"one {self.counted[:-1]} says nothing about the noise"
+            return f"{self.arm} has no verdict yet: {one}."
         if self.sd == 0 and (self.step == 0 or self.difference == 0):
             return (
-                f"{self.arm} has no verdict: all {self.n} runs of each arm give the same number, "
-                "so their noise is unknown."
+                f"{self.arm} has no verdict: all {self.n} {self.counted} of each arm give the same "
+                "number, so their noise is unknown."
             )
         return (
-            f"{least} runs per arm cannot tell whether {self.arm} differs from {self.baseline} "
-            f"({self._number} between the means). A verdict needs at least {LEAST} runs per arm."
+            f"{least} {self.counted} per arm cannot tell whether {self.arm} differs from "
+            f"{self.baseline} ({self._number} between the means). A verdict needs at least {LEAST} "
+            f"{self.counted} per arm."
         )
 
     @property
@@ -157,9 +162,11 @@ class Comparison:
     @property
     def _evidence(self) -> str:
         p = "p < 0.001" if self.p < 0.001 else f"p = {self.p:.2g}"
-        runs = f"{self.n} runs" if self.n == self.n_baseline else f"{self.n} and {self.n_baseline}"
+        is_same = self.n == self.n_baseline
+        counts = f"{self.n}" if is_same else f"{self.n} and {self.n_baseline}"
+        sizes = f"{counts} {self.counted}{' per arm' if is_same else ''}"
         confidence = f"{100 * (1 - self.level):g}% interval {span(self.interval, self._digits)}"
-        return f"{confidence}, {p}, {runs}{' per arm' if self.n == self.n_baseline else ' runs'}"
+        return f"{confidence}, {p}, {sizes}"
 
     @property
     def _failures(self) -> str:
@@ -167,7 +174,7 @@ class Comparison:
         if not self.diverged and not self.diverged_baseline and self.verdict != "equivalent":
             return ""
         bound = failure_bound(self.diverged, self.n)
-        words = f"{self.diverged} of {self.n} runs diverged"
+        words = f"{self.diverged} of {self.n} {self.counted} diverged"
         words += f", so up to {100 * bound:.0f}% might (95% confidence)."
         if self.diverged_baseline:
             words += f" Of {self.baseline}: {self.diverged_baseline} of {self.n_baseline}."
@@ -189,6 +196,7 @@ def compare(
     step: float | None = None,
     diverged: Mapping[str, Collection[int]] | None = None,
     withhold: Mapping[str, str] | None = None,
+    counted: str = "runs",
 ) -> list[Comparison]:
     r"""Compare every arm with the baseline.
 
@@ -207,6 +215,7 @@ def compare(
             images; 0 if it is continuous. None: as the values have it.
         diverged: For each arm, the seeds of the runs that diverged.
         withhold: For some arms, why they cannot be called better.
+        counted: What one value of an arm is, for the sentence: "runs", or "repeats".
 
     Returns:
         One comparison per arm, in the order of ``values``.
@@ -278,6 +287,7 @@ def compare(
                 verdict="not settled" if withheld else judged.verdict,
                 withheld=withheld,
                 doubt=judged.doubt(),
+                counted=counted,
             )
         )
     return results

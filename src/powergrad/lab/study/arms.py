@@ -15,6 +15,8 @@ Changes = dict[str, Any]
 
 SHORT = {
     "lr": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "head.lr": "optimizer.head.lr",
     "wd": "optimizer.weight_decay",
     "decay": "optimizer.weight_decay",
     "alpha": "loss.alpha",

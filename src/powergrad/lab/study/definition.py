@@ -196,15 +196,19 @@ class Study:
                     f"Expected the arm {arm!r} of {str(folder)!r} to change {dict(changes)}, but "
                     f"got {dict(earlier.arms[arm])}; give another --name."
                 )
-        looked = set(earlier.earlier)
+        looked, design = set(earlier.earlier), self.design
         was_shown = (folder / "study.json").exists()
         if data_before and data_before != data_now:  # nothing was seen of these data yet
             self._put_aside(folder, data_before)
-            looked, was_shown = set(), False
-        if was_shown and earlier.design.looks != self.design.looks:
+            looked = set()
+        elif earlier.design.last == design.last:  # with the looks that were, as when time was over
+            looks = tuple(sorted({*earlier.design.looks, *design.looks}))
+            design = replace(design, looks=looks)
+        elif was_shown:
             looked.add(earlier.design.last)
         return replace(
             self,
+            design=design,
             arms={**earlier.arms, **self.arms},
             chosen={**earlier.chosen, **self.chosen},
             earlier=tuple(sorted(looked - {self.design.last})),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -12,6 +13,8 @@ from powergrad.lab.environment import describe_machine
 from powergrad.lab.jobs import Job
 from powergrad.lab.jobs.queue import JobQueue, Snapshot
 from powergrad.lab.run import Run
+from powergrad.lab.signals import Interrupted
+from powergrad.lab.stats import LEAST
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.records import RunRow
 from powergrad.lab.study.results import Results
@@ -37,6 +40,8 @@ class Execution:
         known: A CSV file of an earlier start, as study.csv: its runs are not done again.
         watching: Makes what shows the progress.
         saved: Called with the results after every look, and after every repeat.
+        deadline: When to be done, as `time.monotonic` has it; see :class:`JobQueue`.
+        run_seconds: How long a run takes, as far as that is known before one is finished.
     """
 
     workers: int
@@ -44,6 +49,8 @@ class Execution:
     storage: str | None = None
     known: Path | None = None
     saved: Callable[[Results], None] = lambda results: None
+    deadline: float = math.inf
+    run_seconds: float = 0.0
 
     def queue(self, folder: Path, study: Study) -> JobQueue:
         """The queue of the runs of a study in `folder`."""
@@ -53,6 +60,8 @@ class Execution:
             workers=self.workers,
             storage=self.storage,
             known=self.known_runs,
+            deadline=self.deadline,
+            run_seconds=self.run_seconds,
         )
 
     @property
@@ -110,6 +119,8 @@ def run_study(
                     results = _tune_repeat(still, last, results, queue, execution)
                 results = _run_units(results, range(done, last + 1), queue, execution)
                 done = last + 1
+                if missing := _missing(results, done):
+                    return _cut_short(results, missing)
                 execution.saved(results)
             so_far = results.comparable()
             if so_far is not None and so_far.is_settled:
@@ -138,8 +149,42 @@ def _run_units(results: Results, units: range, queue: JobQueue, execution: Execu
             arm, seed, job, finished[job.name], queue, study.unit_of(seed) if study.finals else None
         )
         for (arm, seed), job in jobs.items()
+        if job.name in finished
     ]
     return replace(results, rows=[*results.rows, *rows])
+
+
+def _missing(results: Results, units: int) -> dict[str, int]:
+    """How many units each open arm lacks of `units`, where it lacks any."""
+    finals = results.study.finals if results.study else 0
+    counts = {arm: len(results.of_arm(arm)) // (finals or 1) for arm in _open_arms(results)}
+    return {arm: units - count for arm, count in counts.items() if count < units}
+
+
+def _cut_short(results: Results, missing: Mapping[str, int]) -> Results:
+    """The results of a study whose time is over in the middle of a look.
+
+    The runs that every open arm has are judged by one more look. Its time does not depend on the
+    results, and the error is spent in proportion to the runs (Lan and DeMets), so the looks after
+    it, if the study is continued, are as they would be.
+    """
+    study = results.study
+    assert study is not None
+    assert results.folder is not None
+    what = "repeats" if study.finals else "seeds"
+    listed = ", ".join(
+        f"{count} {what[:-1] if count == 1 else what} of {arm}" for arm, count in missing.items()
+    )
+    least = min(len(results.units(arm)) for arm in _open_arms(results))
+    looks = study.design.looks
+    if least >= LEAST and least not in looks:
+        design = replace(study.design, looks=tuple(sorted({*looks, least})))
+        study = replace(study, design=design).claim(results.folder)
+    remark = (
+        f"The time was over before all runs were done: {listed} could not be run. What is finished "
+        "is judged; the same command continues."
+    )
+    return replace(results, study=study, remarks=[*results.remarks, remark])
 
 
 def _open_arms(results: Results) -> list[str]:
@@ -183,6 +228,10 @@ def _tune_repeat(
     title += f", repeat {repeat + 1} of {study.design.last} at most" if study.finals else ""
     with execution.watching(title, shown, study.metric.name) as watch:
         finished = queue.run(list(jobs.values()), watch)
+    if len(finished) < len(jobs):
+        raise Interrupted(
+            f"the time was over with {len(finished)} of {len(jobs)} runs of the tuning finished"
+        )
     rows = []
     for (arm, place, seed), job in jobs.items():
         unit = repeat if study.finals else None

@@ -166,7 +166,7 @@ class Tuning:
         A choice at the edge of what was tried may have its best value beyond. Where every repeat
         has its own tuning, this counts if more than half of an arm's choices are at one edge.
         """
-        edges = {arm: self._edges(arm) for arm in self.arms}
+        edges = {arm: self.edges(arm) for arm in self.arms}
         doubts = {}
         for arm in self.arms:
             for name in (arm, baseline):
@@ -178,7 +178,8 @@ class Tuning:
                     )
         return doubts
 
-    def _edges(self, arm: str) -> list[str]:
+    def edges(self, arm: str) -> list[str]:
+        """The keys that more than half of an arm's tunings chose at the edge of what was tried."""
         choices = [repeat[arm] for repeat in self.repeats if arm in repeat]
         return [key for key in self.keys if 2 * sum(key in c.edges for c in choices) > len(choices)]
 

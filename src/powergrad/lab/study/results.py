@@ -27,11 +27,12 @@ from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import csv_text, write_json, write_text
 from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.run import Run, RunError
+from powergrad.lab.study.advice import advise
 from powergrad.lab.study.definition import FILE, Study, read_kind
 from powergrad.lab.study.metrics import COLUMNS, METRICS, Metric, chance_of, guess_metric
 from powergrad.lab.study.records import Decomposition, Grid, RunRow, Tuning
 from powergrad.lab.study.tables import Source, read_table
-from powergrad.lab.words import short_key, slug
+from powergrad.lab.words import hide_folders, short_key, slug
 
 __all__ = ["Results"]
 
@@ -55,6 +56,7 @@ class Results:
         grid: The grid of a sweep.
         decomposition: What a decomposition checked.
         environment: Versions, hardware and command of the process that wrote the results.
+        remarks: What else a reader must know, such as what could not be run in the given time.
         source: The table that they were read from, if they were.
     """
 
@@ -69,6 +71,7 @@ class Results:
     grid: Grid | None = None
     decomposition: Decomposition | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
     source: Source | None = None
 
     @property
@@ -204,6 +207,7 @@ class Results:
             step=0.0 if self.has_repeats else None,
             diverged=diverged,
             withhold=self.tuning.doubts(self.baseline) if self.tuning else None,
+            counted="repeats" if self.has_repeats else "runs",
         )
 
     def comparison(self, arm: str) -> stats.Comparison | None:
@@ -240,9 +244,15 @@ class Results:
 
     def notes(self) -> list[str]:
         """What a reader must know beside the verdict: every place that shows it shows these too."""
-        source = self.source.notes() if self.source else []
-        notes = [*source, self.diverged(), *self._about_design(), *self._about_tuning()]
+        about = [*self.remarks, *(self.source.notes() if self.source else ())]
+        notes = [*about, self.diverged(), *self._about_design(), *self._about_tuning()]
         return [note for note in notes if note]
+
+    def advice(self) -> list[str]:
+        """What to do next, in one or two lines that follow from the numbers."""
+        is_accuracy = self.metric.name in ("test_accuracy", "train_accuracy")
+        accuracy = self.mean(self.baseline) if is_accuracy else math.nan
+        return advise(self.study, self.comparisons, self.tuning, accuracy=accuracy)
 
     def diverged(self) -> str:
         """Which arms lost runs, in a sentence; empty if none did."""
@@ -381,10 +391,13 @@ class Results:
             "arms": self.arms,
             "verdict": self.verdict(),
             "notes": self.notes(),
+            "advice": self.advice(),
             "comparisons": [comparison.to_dict() for comparison in self.comparisons],
             "rows": [row.to_dict() for row in self.rows],
-            "environment": self.environment or describe_machine(),
+            "environment": _shared(self.environment or describe_machine()),
         }
+        if self.remarks:
+            values["remarks"] = list(self.remarks)
         if self.source is not None:
             values["source"] = self.source.to_dict()
         if self.tuning is not None:
@@ -404,7 +417,7 @@ class Results:
             values["looked_at"] = list(self.study.earlier)
             values["changes"] = {arm: self.study.settings(arm) for arm in self.study.arms}
             if isinstance(self.study.program, RecipeProgram):
-                values["recipe"] = self.study.base.model_dump(mode="json")
+                values["recipe"] = self.study.base.without_paths().model_dump(mode="json")
         return values
 
     def save(self, folder: Path) -> None:
@@ -487,6 +500,12 @@ class Results:
         results = cls(chosen, chosen.margin, arm, table.rows, source=table.source)
         _ = results.comparisons  # raises where they cannot be made
         return results
+
+
+def _shared(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What others may read of a machine: its command without the paths."""
+    command = environment.get("command")
+    return {**environment, **({"command": hide_folders(command)} if command else {})}
 
 
 def _load_folder(folder: Path) -> Results:
@@ -578,6 +597,7 @@ def _from_json(values: Mapping[str, Any]) -> Results:
         grid=Grid({key: tuple(points) for key, points in grid.items()}) if grid else None,
         decomposition=decomposition,
         environment=values.get("environment", {}),
+        remarks=values.get("remarks", ()),
         source=Source.from_dict(values["source"]) if "source" in values else None,
     )
 

@@ -1,0 +1,244 @@
+"""What the rows of docs/protocol.md say: the rule's verdict, and everything that is descriptive."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from powergrad.lab.stats import signed, span
+from powergrad.lab.study.space import Axis
+from powergrad.lab.words import markdown_table
+from reproduction.decisive.data import REGIMES, Rows, differences, read, units
+from reproduction.decisive.rule import (
+    LEVEL,
+    Decision,
+    decide,
+    holm,
+    interval,
+    sign_flip,
+)
+from reproduction.marks import Regions
+
+__all__ = ["NAMES", "Findings", "decisive_regions"]
+
+ALPHA = 0.25
+LOOKS = (8, 16)
+NAMES = {"baseline": "CE2", "pgt": "PGT2", "ce3": "CE3", "agc": "AGC2", "agc+pgt": "AGC+PGT2"}
+AXES = (
+    Axis("optimizer.lr", (), 0.006, 0.4),
+    Axis("optimizer.weight_decay", (), 1e-5, 3e-2),
+)
+ANSWERS = {
+    "helps": "PGT helps beyond a tuned learning rate and weight decay, at this scale.",
+    "hurts": "PGT hurts once learning rate and weight decay are tuned, at this scale.",
+    "makes no difference that matters": "PGT makes no difference that matters once learning rate "
+    "and weight decay are tuned, at this scale.",
+    "not settled": "Whether PGT helps beyond a tuned learning rate and weight decay is not settled "
+    "at this scale.",
+}
+
+
+class Look(NamedTuple):
+    """What the rule says after so many repeats per regime."""
+
+    repeats: int
+    decision: Decision
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the experiment ends here."""
+        return self.decision.verdict != "not settled" or self.repeats == LOOKS[-1]
+
+
+class Secondary(NamedTuple):
+    """A secondary comparison: its mean difference in each regime, and Holm's p."""
+
+    means: tuple[float, ...]
+    p: float
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the rows of a folder ``results`` say.
+
+    Attributes:
+        rows: The rows of each regime.
+        null: The rows of the further repeats of CE2.
+    """
+
+    rows: Mapping[str, Rows]
+    null: Rows
+
+    @classmethod
+    def read(cls, results: Path) -> Findings:
+        """The findings of a folder."""
+        return cls({regime: read(results, regime) for regime in REGIMES}, read(results, "null"))
+
+    def arms(self, regime: str) -> list[str]:
+        """The arms of a regime that have rows, in the protocol's order."""
+        found = {row["arm"] for row in self.rows[regime]}
+        return [arm for arm in NAMES if arm in found]
+
+    def pairs(self, arm: str, against: str = "baseline") -> dict[str, list[float]]:
+        """The differences of two arms in every regime."""
+        return {regime: differences(rows, arm, against) for regime, rows in self.rows.items()}
+
+    @functools.cached_property
+    def repeats(self) -> dict[str, int]:
+        """How many repeats have both arms of the primary comparison, by regime."""
+        return {regime: len(pairs) for regime, pairs in self.pairs("pgt").items()}
+
+    @functools.cached_property
+    def look(self) -> Look | None:
+        """The look at which the rule has ended, or else the latest; None before the first."""
+        latest = None
+        for size in LOOKS:
+            if min(self.repeats.values()) >= size and not (latest and latest.is_last):
+                pairs = {regime: pairs[:size] for regime, pairs in self.pairs("pgt").items()}
+                latest = Look(size, decide(pairs))
+        return latest
+
+    @functools.cached_property
+    def secondary(self) -> dict[str, Secondary]:
+        """The secondary comparisons, corrected by Holm's method, where the primary has ended."""
+        if self.look is None or not self.look.is_last:
+            return {}
+        size = self.look.repeats
+        strata = {
+            "PGT2 - CE3": [d[:size] for d in self.pairs("pgt", "ce3").values()],
+            "AGC+PGT2 - CE2": [self.pairs("agc+pgt")["plain"][:size]],
+        }
+        strata = {name: pairs for name, pairs in strata.items() if all(pairs)}
+        p_values = holm({name: sign_flip(pairs)[0] for name, pairs in strata.items()})
+        return {
+            name: Secondary(tuple(float(np.mean(d)) for d in pairs), p_values[name])
+            for name, pairs in strata.items()
+        }
+
+    @functools.cached_property
+    def null_pairs(self) -> list[float]:
+        """Further repeats of CE2 less those of the first regime."""
+        again, first = units(self.null, "baseline"), units(self.rows["norm"], "baseline")
+        return [again[repeat] - first[repeat] for repeat in again if repeat in first]
+
+    def at_edge(self, regime: str, arm: str) -> int:
+        """Repeats whose choice of rate or decay is in the outer tenth of the backbone's range."""
+        chosen = {
+            row["repeat"]: row
+            for row in self.rows[regime]
+            if (row["phase"], row["arm"]) == ("final", arm) and row["repeat"]
+        }
+        return sum(any(axis.is_edge(_backbone(row, axis.key)) for axis in AXES)
+                   for row in chosen.values())  # fmt: skip
+
+    def diverged(self, regime: str, arm: str, phase: str) -> tuple[int, int]:
+        """How many runs of a phase diverged, of how many."""
+        runs = [r for r in self.rows[regime] if (r["phase"], r["arm"]) == (phase, arm)]
+        return sum(row["diverged"] == "True" for row in runs), len(runs)
+
+    # In words -------------------------------------------------------------------------------------
+
+    def answer(self) -> str:
+        """The answer in three sentences, or how far the runs are."""
+        if self.look is None or not self.look.is_last:
+            return self._status()
+        decision = self.look.decision
+        shown = "; ".join(
+            f"{signed(decision.means[regime])} points {title} "
+            f"(90% interval {span(decision.intervals[regime])})"
+            for regime, title in REGIMES.items()
+        )
+        words = [
+            f"**{ANSWERS[decision.verdict]}**",
+            f"After {self.look.repeats} independent tunings per arm and regime, PGT minus "
+            f"cross-entropy was {shown}; p = {decision.p:.3f} over both, at the level {LEVEL:g} "
+            "per look.",
+            self._secondary_sentence(),
+        ]
+        return " ".join(filter(None, words))
+
+    def _status(self) -> str:
+        done = ", ".join(
+            f"{count} {'repeats' if count != 1 else 'repeat'} {REGIMES[regime]}"
+            for regime, count in self.repeats.items()
+        )
+        wanted = LOOKS[0] if self.look is None else LOOKS[1]
+        words = f"**Not decided yet.** The rule looks after {wanted} repeats per regime; so far "
+        words += f"there are {done}."
+        if self.look is not None:
+            p = self.look.decision.p
+            words += f" After {self.look.repeats} it was not settled (p = {p:.3f})."
+        return words
+
+    def _secondary_sentence(self) -> str:
+        parts = []
+        for name, found in self.secondary.items():
+            means = " and ".join(map(signed, found.means))
+            parts.append(f"{name}: {means} points, p = {found.p:.3f} after Holm's correction")
+        return f"Secondary comparisons: {'; '.join(parts)}." if parts else ""
+
+    def null_sentence(self) -> str:
+        """What the null says: cross-entropy against itself by the same test."""
+        pairs = self.null_pairs
+        if len(pairs) < LOOKS[0]:
+            return f"The null, CE2 against CE2, has {len(pairs)} of {LOOKS[0]} repeats."
+        p = sign_flip([pairs])[0]
+        verdict = (
+            "It is called different: distrust the analysis."
+            if p < LEVEL
+            else ("It is not called different, as it must not be.")
+        )
+        low, high = interval(pairs)
+        return (
+            f"The null, CE2 against {len(pairs)} further repeats of CE2 in the first regime: "
+            f"{signed(float(np.mean(pairs)))} (90% interval {span((low, high))}), p = {p:.3f}. "
+            f"{verdict}"
+        )
+
+    def table(self) -> str:
+        """Every arm of every regime."""
+        lines = []
+        for regime, title in REGIMES.items():
+            base = units(self.rows[regime], "baseline")
+            for arm in self.arms(regime):
+                own = units(self.rows[regime], arm)
+                if not own:
+                    continue
+                values = list(own.values())
+                spread = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
+                pairs = [own[repeat] - base[repeat] for repeat in own if repeat in base]
+                gap = ""
+                if arm != "baseline" and len(pairs) >= LOOKS[0]:
+                    gap = f"{signed(float(np.mean(pairs)))} ({span(interval(pairs))})"
+                lost = [
+                    f"{count} of {total}"
+                    for count, total in (self.diverged(regime, arm, p) for p in ("tuning", "final"))
+                ]
+                edge = f"{self.at_edge(regime, arm)} of {len(values)}"
+                cells = (title, NAMES[arm], str(len(values)), f"{np.mean(values):.2f}{spread}")
+                lines.append((*cells, gap, edge, *lost))
+        head = ("regime", "arm", "repeats", "test %", "minus CE2 (90% interval)", "at an edge")
+        return markdown_table((*head, "diverged in tuning", "diverged at the end"), lines)
+
+
+def _backbone(row: Mapping[str, str], key: str) -> float:
+    """The backbone's rate or decay in a run: by the identity, where it has PGT."""
+    value = float(row[key])
+    if "pgt" not in row["arm"]:
+        return value
+    return value / ALPHA if key == "optimizer.lr" else value * ALPHA
+
+
+def decisive_regions(results: Path) -> Regions:
+    """The regions of docs/does-it-help.md."""
+    findings = Findings.read(results)
+    return {
+        "decisive-answer": findings.answer,
+        "decisive-arms": findings.table,
+        "decisive-null": findings.null_sentence,
+    }

@@ -1,0 +1,313 @@
+"""What a command says before its first run, and the question whether to start."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from powergrad.lab.cli.common import Declined
+from powergrad.lab.config import Recipe
+from powergrad.lab.data.scan import Scan
+from powergrad.lab.files import write_text
+from powergrad.lab.preflight import (
+    Budget,
+    Clock,
+    Found,
+    Plan,
+    check_disk,
+    check_recipe,
+    fit_budget,
+)
+from powergrad.lab.stats import Design, parse_runs
+from powergrad.lab.study import Study
+from powergrad.lab.study.tuning import Tuner
+from powergrad.lab.timing import Stopwatch
+from powergrad.lab.words import duration, parse_duration, slug, spans
+
+__all__ = ["Ready", "check_run", "prepare"]
+
+LONG = 600.0  # seconds above which a question is asked
+FILE = "budget.yaml"  # in a study's folder: what was chosen for its budget
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a study is started with.
+
+    Attributes:
+        changes: What the budget changes in the recipe.
+        seeds: The design, as ``--seeds`` takes it, if the budget chose it; else None.
+        deadline: When to be done, as `time.monotonic` has it.
+        run_seconds: How long a run takes; 0 if it was not measured.
+        remarks: What the results say of it.
+    """
+
+    changes: Mapping[str, Any]
+    seeds: str | None = None
+    deadline: float = math.inf
+    run_seconds: float = 0.0
+    remarks: tuple[str, ...] = ()
+
+
+# Studies ------------------------------------------------------------------------------------------
+
+
+def prepare(
+    study: Study,
+    folder: Path,
+    *,
+    workers: int,
+    tuner: Tuner | None = None,
+    budget: str | None = None,
+    given: Collection[str] = (),
+    seeds_given: bool = False,
+    ask: bool = True,
+) -> Ready:
+    """Check everything that can be checked before the first run of a study, and say it.
+
+    Args:
+        study: What is to be studied.
+        folder: Its folder.
+        workers: Runs at a time.
+        tuner: Tunes its arms.
+        budget: The time that it may take, as the user wrote it.
+        given: Keys of the recipe that the user has set.
+        seeds_given: Whether the user has set the number of seeds.
+        ask: Whether to ask before a long study, if there is a terminal.
+
+    Raises:
+        Declined: If the user does not want to start.
+        ValueError: If something is wrong that every run would meet.
+        FileNotFoundError: If the data are missing.
+    """
+    began = time.monotonic()
+    seconds = 0.0 if budget is None else parse_budget(budget)
+    arms = [study.base.override(changes) for changes in study.arms.values()]
+    found = _look_at_data(study.base, arms)
+    done = _reused(study, folder, tuner)
+    extra = len(tuner.jobs(0)) if tuner else 0
+    plan = Plan(study.base, study.arms, study.design, workers, extra, done=done)
+    if study.finals:
+        per_unit = study.finals + extra // len(study.arms)
+        plan = replace(plan, extra=0, per_unit=per_unit)
+    check_disk(folder, plan.fewest * found.run_bytes(study.base), plan.fewest)
+    if budget is not None:
+        return _with_budget(
+            plan, found, folder, seconds, began + seconds, given, seeds_given or bool(study.finals)
+        )
+    if plan.most == 0:
+        return Ready({})
+    if found.is_short(study.base):
+        _say(f"{_runs(plan)} of a few seconds each, {workers} at a time.")
+        return Ready({})
+    with Stopwatch(min(workers, plan.most)) as stopwatch:
+        clock = Clock(stopwatch.time)
+        run = clock.run_seconds(plan, {})
+        first, last = (plan.seconds(n, run) for n in (plan.design.looks[0], plan.design.last))
+        time_words = _about(first, last)
+        _say(f"{_runs(plan)}, {time_words} with {workers} at a time ({duration(run)} each).")
+        if first > LONG:
+            fresh = replace(plan, done=0)  # with other settings, nothing can be reused
+            with contextlib.suppress(ValueError):
+                fits = fit_budget(
+                    fresh,
+                    found,
+                    clock,
+                    budget=LONG,
+                    left=LONG,
+                    reserve=_reserve(stopwatch),
+                    given=given,
+                    seeds_given=bool(study.finals),
+                )
+                _say(f"These options fit ten minutes: {fits.options}")
+    if first > LONG and ask:
+        _ask(f"Start {_runs(plan)}?")
+    return Ready({}, run_seconds=run)
+
+
+def _reserve(stopwatch: Stopwatch) -> float:
+    """Seconds for what is not a run: the imports of this process and of workers, and the page."""
+    return 5 + 3 * stopwatch.boot
+
+
+def _with_budget(
+    plan: Plan,
+    found: Found,
+    folder: Path,
+    seconds: float,
+    deadline: float,
+    given: Collection[str],
+    seeds_given: bool,
+) -> Ready:
+    """What fits a budget; a second start takes what the first one chose."""
+    chosen = _earlier_choice(folder, seconds)
+    if chosen is not None:
+        _say(f"--budget {duration(seconds)}: as before, {chosen.options or 'the recipe as it is'}.")
+    else:
+        with Stopwatch(min(plan.workers, plan.most)) as stopwatch:
+            chosen = fit_budget(
+                replace(plan, done=0),
+                found,
+                Clock(stopwatch.time),
+                budget=seconds,
+                left=deadline - time.monotonic(),
+                reserve=_reserve(stopwatch),
+                given=given,
+                seeds_given=seeds_given,
+            )
+        plan = replace(plan, base=plan.base.override(chosen.changes), done=0)
+        if chosen.seeds:
+            plan = replace(plan, design=Design(parse_runs(chosen.seeds)))
+        _say(
+            f"--budget {duration(seconds)} chose {chosen.options or 'the recipe as it is'}: "
+            f"{_runs(plan)} of about {duration(chosen.run_seconds)}, {plan.workers} at a time."
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / FILE, yaml.safe_dump(asdict(chosen), sort_keys=False))
+    remark = (
+        f"A budget of {duration(seconds)} chose: {chosen.options or 'the recipe as it is'}. What "
+        "is compared is this shorter training."
+    )
+    return Ready(
+        chosen.changes,
+        chosen.seeds or None,
+        deadline - chosen.reserve / 2,
+        chosen.run_seconds,
+        (remark,) if chosen.changes else (),
+    )
+
+
+def parse_budget(text: str) -> float:
+    """The seconds of --budget."""
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise ValueError(f"--budget: {error}") from None
+
+
+def _earlier_choice(folder: Path, seconds: float) -> Budget | None:
+    try:
+        chosen = Budget(**yaml.safe_load((folder / FILE).read_text(encoding="utf-8")))
+    except (OSError, TypeError, yaml.YAMLError):
+        return None
+    return chosen if chosen.seconds == seconds else None
+
+
+def _reused(study: Study, folder: Path, tuner: Tuner | None) -> int:
+    """Say which finished runs are reused; returns how many."""
+    if not folder.is_dir():
+        return 0
+    if tuner is None:
+        jobs = study.jobs()
+        finished = [key for key, job in jobs.items() if job.result(folder) is not None]
+        trials = 0
+    else:  # the values that a tuning chose, and so the names of its runs, are not known yet
+        names = {slug(arm)[:40]: arm for arm in study.arms}
+        paths = [*folder.glob("*/result.json"), *folder.glob("arms/*/result.json")]
+        places = [path.parent.name.rpartition("-seed") for path in paths]
+        finished = [
+            (names[arm], int(rest.partition("-")[0]))
+            for arm, _, rest in places
+            if arm in names and rest.partition("-")[0].isdigit()
+        ]
+        trials = len(list(folder.glob("tuning/*/result.json")))
+    parts = [
+        f"{arm} seeds {spans(seeds)}"
+        for arm in study.arms
+        if (seeds := [seed for name, seed in finished if name == arm])
+    ]
+    if trials:
+        parts.append(f"{trials} runs of the tuning")
+    count = len(finished) + trials
+    if count:
+        runs = "1 finished run" if count == 1 else f"{count} finished runs"
+        _say(f"Reusing {runs} in {folder}: {'; '.join(parts)}. (--fresh starts anew.)")
+    return count
+
+
+# One run ------------------------------------------------------------------------------------------
+
+
+def check_run(recipe: Recipe, folder: Path, *, ask: bool = True) -> None:
+    """The same before a single run.
+
+    Raises:
+        Declined: If the user does not want to start.
+        ValueError: If something is wrong.
+        FileNotFoundError: If the data are missing.
+    """
+    found = _look_at_data(recipe)
+    check_disk(folder, found.run_bytes(recipe), 1)
+    if found.is_short(recipe):
+        return
+    plan = Plan(recipe, {"run": {}}, Design((1,)))
+    with Stopwatch(1) as stopwatch:
+        seconds = Clock(stopwatch.time).run_seconds(plan, {})
+    _say(f"The run takes about {duration(seconds)}.")
+    if seconds > LONG and ask:
+        _ask("Start it?")
+
+
+# What is said -------------------------------------------------------------------------------------
+
+
+def _look_at_data(recipe: Recipe, arms: Sequence[Recipe] = ()) -> Found:
+    found = check_recipe(recipe, arms=arms, progress=_Scanning())
+    if found.scan is not None:
+        _show_scan(found.scan)
+        if found.scan.problems:
+            raise ValueError("\n".join(found.scan.problems))
+    return found
+
+
+def _show_scan(scan: Scan) -> None:
+    title = f"{scan.root}: "
+    _say("\n  ".join([title + scan.summary()[0], *scan.summary()[1:]]))
+    for warning in scan.warnings:
+        _say(f"Warning: {warning}")
+
+
+class _Scanning:
+    """Shows how far the scan of a folder is, where it takes longer than a moment."""
+
+    def __init__(self) -> None:
+        self.shown = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        is_terminal = sys.stderr.isatty()
+        if time.monotonic() - self.shown > (0.5 if is_terminal else 10):
+            self.shown = time.monotonic()
+            end = "\r" if is_terminal else "\n"
+            print(f"looking at images: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
+
+
+def _runs(plan: Plan) -> str:
+    if plan.fewest == plan.most:
+        return "1 run" if plan.most == 1 else f"{plan.most} runs"
+    return f"{plan.fewest} to {plan.most} runs"
+
+
+def _about(first: float, last: float) -> str:
+    words = [duration(first), duration(last)]
+    return f"about {words[0]}" if words[0] == words[1] else f"about {words[0]} to {words[1]}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _ask(question: str) -> None:
+    """Ask, where there is somebody to answer."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise Declined

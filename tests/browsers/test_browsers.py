@@ -1,0 +1,83 @@
+"""The page of a study and the documentation site in Firefox and Chromium, and axe-core on both.
+
+`make test-browsers` installs what these need: npm's puppeteer-core and axe-core, and the browsers
+must be on the path (Debian: apt-get install firefox-esr chromium). Screenshots are left in
+test-artifacts/.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+ARTIFACTS = ROOT / "test-artifacts"
+BROWSERS = {"firefox": ("firefox-esr", "firefox"), "chrome": ("chromium", "google-chrome")}
+SITE = ("index.html", "quick-start.html", "choosing-alpha.html", "reproduction.html")
+SECTIONS = ("Verdict", "Numbers", "Curves", "Filter norms", "Playground", "What produced it")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a small comparison, tuned in every repeat, so that it has every section."""
+    folder = tmp_path_factory.mktemp("browsers")
+    options = ["--arms", "baseline,pgt", "--tune", "lr=0.006:0.4", "--trials", "2"]
+    options += ["--repeats", "6", "--seeds", "1", "--train.epochs", "2", "--data.limit", "200"]
+    options += ["--schedule.warmup_epochs", "0.5", "--out", str(folder), "--name", "small"]
+    command = [sys.executable, "-m", "powergrad", "compare", "digits", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return folder / "small" / "report.html"
+
+
+def inspect(browser: str, *pages: Path) -> dict[str, Any]:
+    """What `inspect.mjs` finds, by page."""
+    executable = next(filter(None, map(shutil.which, BROWSERS[browser])), None)
+    if executable is None:
+        pytest.fail(f"Expected one of {', '.join(BROWSERS[browser])} on the path, but got none.")
+    ARTIFACTS.mkdir(exist_ok=True)
+    command = ["node", "inspect.mjs", browser, executable, str(ARTIFACTS), *map(str, pages)]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def serious(violations: list[dict[str, Any]]) -> list[str]:
+    """The violations that keep somebody from using a page."""
+    return [
+        f"{found['id']} ({found['impact']}): {found['help']}: {found['nodes']}"
+        for found in violations
+        if found["impact"] in ("serious", "critical")
+    ]
+
+
+@pytest.mark.parametrize("browser", BROWSERS)
+def test_the_page_works_and_can_be_used_without_a_mouse_or_a_screen(browser, report):
+    (found,) = inspect(browser, report).values()
+    assert found["title"] == "small · powergrad"
+    assert found["errors"] == found["requests"] == []
+    assert serious(found["light"]) == []
+    assert serious(found.get("dark", [])) == []
+    assert found.get("hiddenInPrint", []) == []
+    names = [stop["name"] for stop in found["tabStops"]]
+    assert "" not in names, found["tabStops"]
+    assert names[0] == "Skip to the content"
+    assert set(SECTIONS) <= set(names)
+
+
+@pytest.mark.parametrize("browser", BROWSERS)
+def test_the_site_has_no_serious_violation(browser):
+    site = ROOT / "site"
+    assert (site / "index.html").is_file(), "run `make docs` first, as `make test-browsers` does"
+    results = inspect(browser, *(site / page for page in SITE))
+    assert len(results) == len(SITE)
+    for page, found in results.items():
+        assert serious(found["light"]) == [], page
+        assert found["errors"] == found["requests"] == [], page

@@ -1,0 +1,254 @@
+"""The rule of docs/protocol.md, its rows, and what is said of them."""
+
+import csv
+import itertools
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from powergrad.lab.config import load_recipe
+from powergrad.lab.run import Run
+from powergrad_cli import main
+from reproduction.decisive.data import collect, differences, read, units
+from reproduction.decisive.figure import draw
+from reproduction.decisive.findings import Findings
+from reproduction.decisive.rule import decide, holm, interval, power, sign_flip
+
+ROOT = Path(__file__).parents[2]
+
+
+def by_enumeration(strata):
+    """The p of the stratified sign-flip test, pattern by pattern."""
+    scaled = [[d / np.sqrt(np.mean(np.square(s))) for d in s] for s in strata]
+    values = [d for stratum in scaled for d in stratum]
+    sums = [
+        abs(sum(sign * value for sign, value in zip(signs, values, strict=True)))
+        for signs in itertools.product((1, -1), repeat=len(values))
+    ]
+    return np.mean([total >= sums[0] - 1e-9 for total in sums])
+
+
+def made_up_rows(arms, repeats=8, seed=0, lr="0.05", decay="0.001"):
+    """Final rows of some arms: a mean for each, and noise."""
+    rng = np.random.default_rng(seed)
+    return [
+        {"arm": arm, "seed": str(3 * repeat + i), "repeat": str(repeat), "phase": "final",
+         "diverged": "False", "test_accuracy": str(mean + rng.normal(0, 0.1)),
+         "optimizer.lr": lr, "optimizer.weight_decay": decay}
+        for arm, mean in arms.items()
+        for repeat in range(repeats)
+        for i in range(3)
+    ]  # fmt: skip
+
+
+# The rule -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(5,), (4, 4), (3, 6)])
+def test_the_test_counts_every_pattern_of_signs(sizes):
+    rng = np.random.default_rng(sum(sizes))
+    strata = [(0.3 + rng.normal(0, 1 + i, n)).tolist() for i, n in enumerate(sizes)]
+    p, direction = sign_flip(strata)
+    assert p == pytest.approx(by_enumeration(strata))
+    total = sum(sum(s) / np.sqrt(np.mean(np.square(s))) for s in strata)
+    assert direction == np.sign(total)
+
+
+def test_one_stratum_is_scipys_test_of_paired_samples():
+    d = np.random.default_rng(1).normal(0.4, 1, 9)
+    found = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=2**20)
+    assert sign_flip([d.tolist()])[0] == pytest.approx(found.pvalue)
+
+
+def test_many_pairs_are_drawn_and_agree_with_the_normal_distribution():
+    d = np.random.default_rng(2).normal(0.3, 1, 16)
+    strata = [d[:8].tolist(), d[8:].tolist()]
+    exact = sign_flip(strata)[0]
+    drawn = sign_flip([d.tolist(), [1e-12, -1e-12] * 8])[0]  # 32 pairs: random patterns
+    assert 0 < drawn <= 1
+    z = sum(sum(s) / np.sqrt(np.mean(np.square(s))) for s in strata) / 4
+    assert exact == pytest.approx(2 * stats.norm.sf(abs(z)), abs=0.03)
+
+
+def test_holms_correction():
+    assert holm({"a": 0.02, "b": 0.03}) == pytest.approx({"a": 0.04, "b": 0.04})
+    assert holm({"a": 0.9, "b": 0.6}) == pytest.approx({"a": 1.0, "b": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("norm", "plain", "verdict"),
+    [
+        ([0.3, 0.4, 0.5, 0.2, 0.3, 0.6, 0.4, 0.3], [1.0, 1.5] * 4, "helps"),
+        ([-0.3, -0.4, -0.5, -0.2, -0.3, -0.6, -0.4, -0.3], [-1.0, -1.5] * 4, "hurts"),
+        ([0.1, -0.1] * 4, [0.2, -0.2] * 4, "makes no difference that matters"),
+        ([0.1, -0.1] * 4, [2.0, -2.0] * 4, "not settled"),
+    ],
+)
+def test_the_four_verdicts(norm, plain, verdict):
+    decision = decide({"norm": norm, "plain": plain})
+    assert decision.verdict == verdict
+    assert decision.means["norm"] == pytest.approx(np.mean(norm))
+    low, high = stats.t.interval(0.9, 7, np.mean(norm), stats.sem(norm))
+    assert interval(norm) == pytest.approx((low, high))
+
+
+def test_false_verdicts_are_as_rare_as_the_two_looks_allow():
+    found = power(0.0, [0.3, 0.8], studies=400)
+    assert found.get("helps", 0) + found.get("hurts", 0) <= 0.07
+    assert power(0.5, [0.3, 0.8], studies=100)["helps"] > 0.9
+
+
+# Rows ---------------------------------------------------------------------------------------------
+
+
+def test_a_unit_is_the_mean_of_a_complete_repeat_and_a_lost_run_counts_as_chance():
+    rows = made_up_rows({"baseline": 87.0, "pgt": 88.0}, repeats=2)
+    rows[0] |= {"diverged": "True", "test_accuracy": "nan"}
+    others = [float(row["test_accuracy"]) for row in rows[1:3]]
+    assert units(rows, "baseline")[0] == pytest.approx((10 + sum(others)) / 3)
+    assert list(units(rows[1:], "baseline")) == [1]  # the first repeat lacks a run
+    assert len(differences(rows[1:], "pgt", "baseline")) == 1
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory) -> Path:
+    """The folder of a small experiment of the protocol's form."""
+    folder = tmp_path_factory.mktemp("decisive")
+    assert main(command(folder / "runs")) == 0
+    return folder
+
+
+def command(out, *more):
+    options = "--name decisive-norm --arms baseline,pgt --tune lr=0.006:0.4 wd=1e-5:3e-2 "
+    options += "--tune-map identity --trials 2 --repeats 2 --seeds 3 --train.epochs 1 "
+    options += "--schedule.warmup_epochs 0 --data.limit 64 --workers 1"
+    return ["compare", "digits", *options.split(), "--out", str(out), *map(str, more)]
+
+
+def test_rows_are_collected_with_their_commits_and_a_fresh_clone_continues_from_them(
+    experiment, tmp_path, capsys
+):
+    results = tmp_path / "results"
+    results.mkdir()
+    (path,) = collect(experiment / "runs", results)
+    rows = read(results, "norm")
+    assert path == results / "decisive_norm.csv"
+    assert len(rows) == 2 * 2 * (2 + 3)  # arms, repeats, points and seeds
+    assert {row["phase"] for row in rows} == {"tuning", "final"}
+    assert all(row["commit"] for row in rows)
+    for row in rows:
+        result = Run(experiment / "runs" / "decisive-norm" / row["run"]).result()
+        assert result is not None
+        assert float(row["test_accuracy"]) == result["test_accuracy"]
+    # Without the last repeat, as if it had not been done; nothing else is trained again.
+    kept = [row for row in rows if row["repeat"] == "0"]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(kept[0]))
+        writer.writeheader()
+        writer.writerows(kept)
+    capsys.readouterr()
+    assert main(command(tmp_path / "runs", "--reuse", path)) == 0, capsys.readouterr().err
+    trained = {p.parent.name for p in (tmp_path / "runs").rglob("result.json")}
+    assert len(trained) == 2 * (2 + 3)
+    assert not trained & {Path(row["run"]).name for row in kept}
+    collect(tmp_path / "runs", results)
+    again = {row["run"]: row["test_accuracy"] for row in read(results, "norm")}
+    assert again == {row["run"]: row["test_accuracy"] for row in rows}
+
+
+def test_rows_of_an_unfinished_repeat_are_kept_without_its_number(experiment, tmp_path):
+    runs = shutil.copytree(experiment / "runs", tmp_path / "runs")
+    (runs / "decisive-norm" / "study.csv").unlink()
+    (tmp_path / "results").mkdir()
+    collect(runs, tmp_path / "results")
+    rows = read(tmp_path / "results", "norm")
+    assert len(rows) == 20
+    assert {row["repeat"] for row in rows} == {""}
+    assert units(rows, "baseline") == {}
+
+
+# What is said -------------------------------------------------------------------------------------
+
+
+def test_nothing_is_decided_before_the_first_look():
+    rows = made_up_rows({"baseline": 87.0, "pgt": 88.0}, repeats=7)
+    findings = Findings({"norm": rows, "plain": rows}, [])
+    assert findings.look is None
+    assert findings.secondary == {}
+    assert findings.answer().startswith("**Not decided yet.** The rule looks after 8 repeats")
+    assert "7 repeats with batch normalisation" in findings.answer()
+    assert findings.null_sentence().endswith("has 0 of 8 repeats.")
+
+
+def test_the_answer_has_the_rules_verdict_and_its_numbers(tmp_path):
+    norm = made_up_rows({"baseline": 87.0, "pgt": 88.0, "ce3": 87.0})
+    plain = made_up_rows({"baseline": 85.0, "pgt": 86.0, "ce3": 85.0, "agc+pgt": 83.0}, seed=1)
+    findings = Findings({"norm": norm, "plain": plain}, made_up_rows({"baseline": 87.0}, seed=2))
+    assert findings.look is not None
+    expected = decide(
+        {r: differences(rows, "pgt", "baseline") for r, rows in findings.rows.items()}
+    )
+    assert findings.look.decision == expected
+    answer = findings.answer()
+    assert answer.startswith("**PGT helps beyond a tuned learning rate and weight decay")
+    for regime in ("norm", "plain"):
+        assert f"{expected.means[regime]:+.2f} points" in answer
+    secondary = findings.secondary
+    assert secondary["AGC+PGT2 - CE2"].means[0] == pytest.approx(-2.0, abs=0.2)
+    single = sign_flip([differences(plain, "agc+pgt", "baseline")])[0]
+    assert secondary["AGC+PGT2 - CE2"].p >= single
+    assert "It is not called different" in findings.null_sentence()
+    draw(findings, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_a_null_that_is_called_different_is_said():
+    findings = Findings(
+        {"norm": made_up_rows({"baseline": 87.0, "pgt": 87.0}), "plain": []},
+        made_up_rows({"baseline": 88.0}, seed=1),
+    )
+    assert findings.null_sentence().endswith("It is called different: distrust the analysis.")
+
+
+def test_an_unsettled_first_look_asks_for_the_second():
+    rng = np.random.default_rng(0)
+    rows = made_up_rows({"baseline": 87.0, "pgt": 87.0})
+    for row in rows:
+        row["test_accuracy"] = str(87 + rng.normal(0, 2))
+    findings = Findings({"norm": rows, "plain": rows}, [])
+    assert findings.look is not None
+    assert not findings.look.is_last
+    assert "The rule looks after 16 repeats" in findings.answer()
+    assert "After 8 it was not settled" in findings.answer()
+    assert findings.secondary == {}
+
+
+def test_edges_are_those_of_the_backbone():
+    inside = made_up_rows({"pgt": 1.0}, lr="0.0625", decay="0.004")  # the backbone: 0.25 and 0.001
+    assert Findings({"norm": inside, "plain": []}, []).at_edge("norm", "pgt") == 0
+    low = Findings(
+        {"norm": made_up_rows({"pgt": 1.0}, lr="0.0016", decay="0.004"), "plain": []}, []
+    )
+    assert low.at_edge("norm", "pgt") == 8
+    plain = made_up_rows({"baseline": 1.0}, lr="0.0064", decay="0.001")
+    assert Findings({"norm": plain, "plain": []}, []).at_edge("norm", "baseline") == 8
+
+
+def test_the_recipes_are_what_the_protocol_says():
+    norm, plain = (
+        load_recipe(ROOT / "reproduction" / "decisive" / f"fashion_{name}.yaml")
+        for name in ("norm", "plain")
+    )
+    assert (norm.model.name, norm.model.width, norm.model.norm) == ("resnet18", 8, "batch")
+    assert (norm.data.name, norm.train.epochs, norm.train.batch_size) == ("fashion-mnist", 3, 64)
+    assert (norm.optimizer.name, norm.optimizer.nesterov, norm.optimizer.momentum) == (
+        "sgd",
+        True,
+        0.9,
+    )
+    assert (norm.schedule.name, norm.schedule.warmup_start, norm.schedule.floor) == ("cosine", 0, 0)
+    changed = {"model.norm": "none", "train.epochs": 6, "train.test_every": 6}
+    assert norm.override({**changed, "schedule.warmup_epochs": 0.3}) == plain
