@@ -34,6 +34,7 @@ COMMANDS = {
         "Deploy: a trained network, calibrated, as safetensors, torch.export and ONNX.",
     ),
     "report": ("looking", "The page: a run or a study as one HTML file."),
+    "watch": ("looking", "The page of a study, live while it runs."),
     "bench": ("looking", "The benchmarks, in a checkout."),
 }
 

@@ -101,12 +101,13 @@ def _commands(package: Any) -> list[str]:
                     given = re.search(r"name='([\w-]+)'", str(decorator.value))
                     command = given[1] if given else inner.name
                     lines.append(_signature(f"$ powergrad {name} {command}", inner))
-    options = package["lab.cli.studies.StudyOptions"].members.items()
+    groups = ("studies.StudyOptions", "tables.TableOptions")
     return lines + [
         line
-        for name, option in options
+        for group in groups
+        for name, option in package[f"lab.cli.{group}"].members.items()
         if option.is_attribute
-        for line in _described(f"$ StudyOptions.{name}", option)
+        for line in _described(f"$ {group.partition('.')[2]}.{name}", option)
     ]
 
 

@@ -799,3 +799,34 @@ def test_32_runs_of_a_resnet18_open_in_3_seconds(
     assert page.locator(".layers button").count() == 21
     assert len(page.locator("#time").get_attribute("max") or "") == 2  # near 100 points are left
     assert seconds < 3
+
+
+def test_the_page_of_a_table(visit: Callable[..., Page], tmp_path: Path) -> None:
+    """Runs that were made elsewhere: what is known of them is shown, and nothing else."""
+    lines = ["Group,config.seed,val/acc,val/loss,lr"]
+    for arm, accuracy in (("baseline", 90), ("<b>new</b>", 92)):
+        for seed in range(6):
+            value = "" if (arm, seed) == ("baseline", 5) else accuracy + math.sin(seed)
+            lines.append(f"{arm},{seed},{value},0.{seed},{accuracy / 100}")
+    table = tmp_path / "mine.csv"
+    table.write_text("\n".join(lines))
+    results = Results.from_csv(table, metric="val/acc", margin=0.5)
+    page = visit(write_report([replace(results, folder=tmp_path / "mine")], tmp_path / "r.html"))
+    assert page.locator("section").evaluate_all("all => all.map((one) => one.id)") == [
+        "verdict", "table", "provenance", "glossary"
+    ]  # fmt: skip
+    assert page.locator("h1").inner_text() == "mine"
+    assert page.locator(".headline").inner_text() == results.verdict()
+    notes = page.locator(".notes").inner_text()
+    assert "arm = 'Group', seed = 'config.seed'" in notes
+    assert "Left out: 1 run of baseline without val/acc (seed 5)." in notes
+    heads = page.locator("#table table").first.locator("thead").inner_text().split()
+    assert [word for word in heads if word.startswith("val/")] == ["val/acc", "val/loss"]
+    row = page.locator("#table table").first.locator("tbody tr").nth(1).inner_text()
+    assert row.split()[:2] == ["<b>new</b>", "6"]
+    assert f"{92 + sum(math.sin(seed) for seed in range(6)) / 6:.3f}" in row
+    page.locator("#table summary").click()
+    assert page.locator("#table td", has_text="left out").count() == 1
+    assert "lr = 0.92" in page.locator("#provenance").inner_text()
+    ARTIFACTS.mkdir(exist_ok=True)
+    page.screenshot(path=ARTIFACTS / "report-table.png", full_page=True)

@@ -559,8 +559,13 @@ GOOD = "arm,seed,metric\n" + "".join(
 )
 
 
+def from_csv(path, *options):
+    """``powergrad compare --from``, in the folder of the file."""
+    return powergrad("compare", "--from", path, "--out", path.parent / "runs", *options)
+
+
 def test_a_csv_from_elsewhere(tmp_path, capsys):
-    assert powergrad("compare", "--from", write(tmp_path / "r.csv", GOOD)) == 0
+    assert from_csv(write(tmp_path / "r.csv", GOOD)) == 0
     said = capsys.readouterr().out
     assert "new is better than baseline: +1.00" in said
     assert "Here new is better than baseline." in said
@@ -578,10 +583,9 @@ def test_more_of_a_loss_is_worse(tmp_path, column):
 
 def test_which_is_better_is_asked_where_the_name_does_not_tell(tmp_path, capsys):
     path = write(tmp_path / "r.csv", GOOD.replace("metric", "beauty"))
-    tokens = ("compare", "--from", path, "--margin", "0.5")
-    assert powergrad(*tokens) == 2
+    assert from_csv(path, "--margin", "0.5") == 2
     assert "Expected --better higher or --better lower" in capsys.readouterr().err
-    assert powergrad(*tokens, "--better", "lower") == 0
+    assert from_csv(path, "--margin", "0.5", "--better", "lower") == 0
     assert "Here new is worse than baseline." in capsys.readouterr().out
 
 
@@ -600,7 +604,7 @@ def test_fractions_have_no_usual_margin(tmp_path):
 
 def test_a_metric_that_was_asked_for_must_be_there(tmp_path, capsys):
     path = write(tmp_path / "r.csv", GOOD.replace("metric", "loss"))
-    assert powergrad("compare", "--from", path, "--metric", "test_accuracy") == 2
+    assert from_csv(path, "--metric", "test_accuracy") == 2
     assert "to have the columns arm, seed and test_accuracy" in capsys.readouterr().err
 
 
@@ -613,7 +617,7 @@ def test_an_arm_whose_name_has_a_comma_is_quoted_in_the_verdict(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("arm,metric\na,1\n", "to have the columns arm, seed and metric"),
+        ("arm,metric\na,1\n", "none of which is surely the seed; --columns seed=COLUMN"),
         ("arm,seed,x,y\na,1,2,3\n", "a metric (name it with --metric)"),
         ("", "but got none"),
         (f"arm,seed,metric\na,1,{'1' * 140_000}\n", "to be a CSV"),
@@ -624,14 +628,14 @@ def test_an_arm_whose_name_has_a_comma_is_quoted_in_the_verdict(tmp_path):
 )
 def test_a_csv_that_cannot_be_used(tmp_path, capsys, text, message):
     path = write(tmp_path / "r.csv", text)
-    assert powergrad("compare", "--from", path) == 2
+    assert from_csv(path) == 2
     assert message.lower() in capsys.readouterr().err.lower()
     assert [file.name for file in tmp_path.iterdir()] == ["r.csv"]
 
 
 def test_two_runs_without_spread_have_no_verdict(tmp_path, capsys):
     text = "arm,seed,metric\nbaseline,0,97\nbaseline,1,97\nnew,0,98\nnew,1,98\n"
-    assert powergrad("compare", "--from", write(tmp_path / "r.csv", text)) == 0
+    assert from_csv(write(tmp_path / "r.csv", text)) == 0
     said = capsys.readouterr().out
     assert "Here new is not settled." in said
     assert "A verdict needs at least 6 runs per arm." in said
@@ -652,7 +656,7 @@ def test_every_run_counts_whether_it_shares_its_seed_or_not(tmp_path, capsys):
     arm, base = ([*values[name].values()] for name in ("new", "baseline"))
     assert (comparison.n, comparison.n_baseline) == (8, 8)
     assert comparison.p == pytest.approx(welch(arm, base).pvalue)
-    assert powergrad("compare", "--from", path) == 0
+    assert from_csv(path) == 0
     assert "8 runs per arm" in capsys.readouterr().out
 
 
@@ -666,7 +670,7 @@ def test_a_run_without_a_number_diverged(tmp_path, capsys, column, more, counts_
     cells = ",25" if more else ""
     text = "\n".join([head + more, *(line + cells for line in lines), f"new,9,nan{cells}\n"])
     path = write(tmp_path / "r.csv", text)
-    assert powergrad("compare", "--from", path, "--margin", "0.5") == 0
+    assert from_csv(path, "--margin", "0.5") == 0
     said = capsys.readouterr().out
     assert f"Diverged: 1 of 9 runs of new. A run that diverged counts as {counts_as}." in said
     assert "1 of 9 runs diverged, so up to 43% might (95% confidence)." in said

@@ -203,6 +203,8 @@ def result_tables(results: Results) -> list[Table]:
         train = [_number(results.mean(arm, "train_accuracy"), 2)] if is_ours else []
         cells = [str(len(values)), *train, spread, *_difference(results.comparison(arm), digits)]
         compared.add_row(Text(arm), *cells)
+    if results.source is not None and len(results.columns) > 1:
+        return [compared, _other_columns(results)]
     if program is None:
         return [compared]
     columns = MEASURED if is_ours else _others(results)
@@ -223,6 +225,15 @@ def _others(results: Results) -> list[tuple[str, str, int]]:
     names = metric_names([row.metrics for row in results.rows], results.metric.name)[1:]
     hidden = ("diverged", *(results.tuning.keys if results.tuning else ()))
     return [(name, name, 1 if name == "seconds" else 3) for name in names if name not in hidden]
+
+
+def _other_columns(results: Results) -> Table:
+    """The means of what else a table has, one row per column."""
+    others = [name for name in results.columns if name != results.metric.name]
+    table = _table("mean of", *(arm.replace("[", r"\[") for arm in results.arms))
+    for name in others:
+        table.add_row(Text(name), *(f"{results.mean(arm, name):.4g}" for arm in results.arms))
+    return table
 
 
 MEASURED = (

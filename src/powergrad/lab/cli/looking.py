@@ -1,19 +1,23 @@
-"""``powergrad inspect``, ``report`` and ``bench``: looking at what is there."""
+"""``powergrad inspect``, ``report``, ``watch`` and ``bench``: looking at what is there."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from powergrad.lab.report import write_report
+from powergrad.lab.report.live import LiveStudy
+from powergrad.lab.report.serve import LiveServer
 from powergrad.lab.terminal import show_study
 from powergrad.monitor import Recording, Thresholds, census
 
-__all__ = ["bench", "inspect", "report"]
+__all__ = ["bench", "inspect", "report", "watch"]
 
 _DEFAULT = Thresholds()
 NOT_BENCHMARKS = ("harness", "audit")
@@ -74,6 +78,44 @@ def report(*paths: Path, out: Path | None = None) -> int:
     if not paths:
         raise ValueError("Expected the folder of a run or of a study, but got none.")
     print(write_report(paths, out or (paths[0] if len(paths) == 1 else Path()) / "report.html"))
+    return 0
+
+
+def watch(
+    folder: Path,
+    *,
+    port: int = 0,
+    open_: Annotated[bool | None, Parameter(name="--open", negative="--no-open")] = None,
+    storage: str | None = None,
+) -> int:
+    """The page of a study, live while it runs, in the browser of this machine; Ctrl-C ends it.
+
+    Args:
+        folder: The study's folder.
+        port: The port on 127.0.0.1; 0 takes any that is free.
+        open_: Whether a browser is opened; by default if there is a screen.
+        storage: The storage that the study was given, if it was.
+    """
+    if not 0 <= port < 65536:
+        raise ValueError(f"Expected --port to be from 0 to 65535, but got {port}.")
+    live = LiveStudy(folder, storage)
+    try:
+        server = LiveServer(live, port)
+    except OSError as error:
+        raise ValueError(
+            f"Expected --port {port} to be free, but got: {error.strerror}; --port 0 takes any."
+        ) from None
+    with server:
+        print(f"{live.folder} at {server.url} (Ctrl-C ends it; the study goes on)", flush=True)
+        has_screen = sys.platform == "darwin" or bool(
+            os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+        )
+        if has_screen and sys.stdout.isatty() if open_ is None else open_:
+            webbrowser.open(server.url)
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            print()
     return 0
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -24,6 +24,7 @@ from powergrad.lab.cli.common import (
     stopped,
 )
 from powergrad.lab.cli.preflight import Ready, parse_budget, prepare
+from powergrad.lab.cli.tables import TableOptions, compare_table
 from powergrad.lab.config import Recipe, flatten, load_recipe, parse_overrides
 from powergrad.lab.files import write_text
 from powergrad.lab.jobs import Changes, CommandProgram, RecipeProgram
@@ -351,6 +352,7 @@ class ProgramOptions:
 _OPTIONS = StudyOptions()
 _TUNE = TuneOptions()
 _PROGRAM = ProgramOptions()
+_TABLE = TableOptions()
 ARMS = "baseline,pgt,head-lr,agc+pgt"
 ARMS_OF_PROGRAM = "baseline,pgt"  # which every program with a cross-entropy can do
 
@@ -361,11 +363,9 @@ def compare(
     arms: str | None = None,
     arm: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     alpha: str = "0.25",
-    from_: Annotated[Path | None, Parameter(name="--from")] = None,
-    baseline: str | None = None,
-    better: Literal["higher", "lower"] | None = None,
     command: Annotated[tuple[str, ...], Parameter(negative="", show=False)] = (),
     program: ProgramOptions = _PROGRAM,
+    table: TableOptions = _TABLE,
     tuning: TuneOptions = _TUNE,
     options: StudyOptions = _OPTIONS,
 ) -> int:
@@ -390,29 +390,25 @@ def compare(
             program: "name: --flag value", or "name: pgt --flag value".
         alpha: The alpha of pgt, less-decay and head-lr; several, separated by commas, make one
             arm each.
-        from_: Compare the runs of a CSV instead, which has the columns arm, seed and a metric.
-        baseline: With --from: the arm to compare with.
-        better: With --from, or your own program: whether a higher or a lower metric is better,
-            where its name does not tell.
         command: The program and its arguments.
         program: Your own program.
+        table: How runs made elsewhere are compared instead.
         tuning: How the arms are tuned.
         options: What every study takes.
     """
-    if from_ is not None:
-        results = Results.from_csv(
-            from_,
-            metric=options.metric,
-            baseline=baseline,
-            margin=options.margin,
-            better=better,
-        )
-        show_results(results)
-        return 0
+    if table.file is not None:
+        kept = replace(_OPTIONS, metric=options.metric, margin=options.margin)
+        kept = replace(kept, out=options.out, name=options.name)
+        rest = (recipe, overrides, arms, arm, alpha, command, program, tuning, options)
+        if rest != (None, (), None, (), "0.25", (), _PROGRAM, _TUNE, kept):
+            raise ValueError(
+                "Expected --from with --metric, --margin, --better, --baseline, --columns, --out "
+                "and --name alone, but got options of runs that are made here."
+            )
+        return compare_table(table, options.out, options.name, options.metric, options.margin)
+    table.refuse(has_program=bool(command))
     texts = [name.strip() for name in (arms or "").split(",") if name.strip()]
     alphas = [float(value) for value in parse_grid([f"alpha={alpha}"]).values["loss.alpha"]]
-    if baseline is not None:
-        raise ValueError("Expected --baseline with --from only; the first of --arms is it here.")
     name, typed = "", list[str]()
     if not command:
         name, typed = options.recipe(recipe, overrides, compare)
@@ -424,11 +420,9 @@ def compare(
     try:
         if command:
             texts = [*(texts or ARMS_OF_PROGRAM.split(",")), *arm]
-            _compare_program(command, texts, alphas, better, program, tuning, options)
+            _compare_program(command, texts, alphas, table.better, program, tuning, options)
             return 0
         program.check_unused()
-        if better is not None:
-            raise ValueError("Expected --better with --from or your own program only.")
         tuned, changes = tuning.split()
         base = options.plain_base(name, [*typed, *changes])
         all_arms = arms_of([*(texts or ARMS.split(",")), *arm], base, alphas)

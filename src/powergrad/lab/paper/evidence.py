@@ -31,7 +31,8 @@ from powergrad.lab.jobs import Changes
 from powergrad.lab.paper.rows import Experiment, Use, load_paper
 from powergrad.lab.run import RunError
 from powergrad.lab.study import METRICS, Results, Tuning
-from powergrad.lab.study.results import CLASSES, read_rows
+from powergrad.lab.study.results import CLASSES
+from powergrad.lab.study.tables import read_rows
 from powergrad.lab.words import slug
 
 __all__ = ["Conditions", "Evidence", "KeptRun", "Measurement", "MissingRunsError", "Outcome"]

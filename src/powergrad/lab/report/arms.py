@@ -193,7 +193,8 @@ def _environments(runs: Sequence[ShownRun], notes: list[str]) -> list[dict[str, 
         environment = try_read(Run(run.folder).environment, {}, notes)
         for name in ("format", "seed", "time", "command", "resumed"):
             environment.pop(name, None)
-        counts[json.dumps(environment)] += 1
+        if environment:
+            counts[json.dumps(environment)] += 1
     return [{"runs": count, **json.loads(text)} for text, count in counts.most_common()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,19 +21,29 @@ from powergrad.lab.stats import Comparison
 from powergrad.lab.study import METRICS, Metric, Results, RunRow, Study
 from powergrad.lab.study.decompose import describe_identity, explain_decomposition
 from powergrad.lab.study.metrics import COLUMNS, metric_names
-from powergrad.lab.words import hide_folders, short_key
+from powergrad.lab.words import hide_folders, short_key, slug
 
 __all__ = ["collect"]
 
 FORMAT = 1
 NO_VERDICT = "No verdict yet: too few runs are finished."
+# What a study need not have.
+NOT_KNOWN: dict[str, Any] = {
+    **dict.fromkeys(("grid", "tuning", "decomposition", "source", "provisional")),
+    "columns": [],
+    "foreign": False,
+    "recipe": "",
+}
 
 
-def collect(sources: Sequence[Path | Results]) -> dict[str, Any]:
+def collect(
+    sources: Sequence[Path | Results], states: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """The data of the page of some runs and studies.
 
     Args:
         sources: Results of studies; or folders of runs, of studies, or that hold some.
+        states: Of a study that is running: where the runs in its queue are, by name.
 
     Returns:
         Plain values, for JSON.
@@ -44,7 +55,7 @@ def collect(sources: Sequence[Path | Results]) -> dict[str, Any]:
     folders: dict[Path, None] = {}
     for source in sources:
         if isinstance(source, Results):
-            studies.append(_study(source, []))
+            studies.append(_study(source, [], states))
             continue
         below = _find(Path(source))
         if not below:
@@ -54,7 +65,10 @@ def collect(sources: Sequence[Path | Results]) -> dict[str, Any]:
             )
         folders |= dict.fromkeys(below)
     runs = [folder for folder in folders if (folder / "config.yaml").is_file()]
-    studies += [_study(*_load(folder)) for folder in folders if folder not in runs]
+    for folder in folders:
+        if folder not in runs:
+            results, notes = _load(folder, is_running=states is not None)
+            studies.append(_study(results, notes, states))
     if runs:
         studies.append(_loose_runs(runs))
     return {
@@ -71,7 +85,7 @@ def _find(path: Path, deeper: bool = True) -> list[Path]:
 
     The runs of a study's tuning are not among them, unless `path` is that of the tuning.
     """
-    if (path / "study.yaml").is_file() or (path / "config.yaml").is_file():
+    if (path / "study.yaml").is_file() or (path / "config.yaml").is_file() or _is_table(path):
         return [path]
     if not deeper or not path.is_dir():
         return []
@@ -79,13 +93,23 @@ def _find(path: Path, deeper: bool = True) -> list[Path]:
     return [folder for folder in below if folder.name != "tuning"] or below
 
 
+def _is_table(folder: Path) -> bool:
+    """Whether `folder` has results of a table."""
+    try:
+        return (folder / "study.json").is_file() and Results.load(folder).source is not None
+    except UNREADABLE:
+        return False
+
+
 # Studies ------------------------------------------------------------------------------------------
 
 
-def _load(folder: Path) -> tuple[Results, list[str]]:
+def _load(folder: Path, *, is_running: bool) -> tuple[Results, list[str]]:
     """The results of a study's folder, and what is to be said of them."""
     notes: list[str] = []
-    if not (folder / "study.json").exists():
+    if not (folder / "study.yaml").exists():
+        return Results.load(folder), notes
+    if not is_running and not (folder / "study.json").exists():
         notes.append("The study is not finished: there is no study.json yet.")
     try:
         results = Results.load(folder)
@@ -102,12 +126,19 @@ def _load(folder: Path) -> tuple[Results, list[str]]:
     return results, notes
 
 
-def _study(results: Results, notes: list[str]) -> dict[str, Any]:
+def _study(results: Results, notes: list[str], states: Mapping[str, str] | None) -> dict[str, Any]:
+    if results.source is not None:
+        return _table(results, notes)
     study, folder = results.study, results.folder
     assert study is not None
     assert folder is not None
     runs = _runs(results, study, folder, notes)
-    usable = _usable(results, runs, notes)
+    if states is not None:
+        for run in runs:
+            if run.status in ("missing", "unfinished"):
+                state = states.get(run.folder.name, "planned")
+                run.status = "waiting" if state == "finished" else state
+    usable = _usable(results, runs, notes if states is None else [])
     if usable:
         notes += usable.notes()
     decomposed = None
@@ -129,19 +160,61 @@ def _study(results: Results, notes: list[str]) -> dict[str, Any]:
     return {
         **describe_arms(runs, settings, notes, metrics),
         **_heading(name, study.kind.value, study.program.title, study.metric),
+        **_verdict(results, usable),
         "foreign": study.program.is_foreign,
+        "grid": results.grid.values if results.grid else None,
+        "tuning": results.tuning.to_dict() if results.tuning else None,
+        "decomposition": decomposed,
+        "recipe": recipe,
+        "notes": [hide_folders(note) for note in notes],
+    }
+
+
+def _table(results: Results, notes: list[str]) -> dict[str, Any]:
+    """Runs that were made elsewhere: nothing is known of them but what the table says."""
+    source, folder = results.source, results.folder
+    assert source is not None
+    place = folder or Path()
+    runs = [
+        ShownRun(
+            place / f"{slug(row.arm)}-seed{row.seed}",
+            row.arm,
+            row.seed,
+            math.nan,
+            *(("diverged", "its metric is not finite") if row.diverged else ()),
+            final=dict(row.metrics),
+        )
+        for row in results.rows
+    ]
+    runs += [
+        ShownRun(place, run.arm, run.seed, math.nan, "left out", run.reason)
+        for run in source.left_out
+        if run.arm in results.arms
+    ]
+    order = results.arms
+    runs.sort(key=lambda run: (order.index(run.arm), run.seed))
+    name = folder.resolve().name if folder else source.file
+    what = f"{len(results.rows)} runs of {source.file}"
+    return {
+        **describe_arms(runs, {arm: results.settings(arm) for arm in order}, [], results.columns),
+        **_heading(name, "compare", what, results.metric),
+        **_verdict(results, results),
+        "columns": [column for column in results.columns if column not in COLUMNS],
+        "source": {"file": source.file, **source.columns},
+        "notes": [hide_folders(note) for note in (*notes, *results.notes())],
+    }
+
+
+def _verdict(results: Results, usable: Results | None) -> dict[str, Any]:
+    return {
         "margin": results.margin,
         "baseline": results.baseline,
         "headline": usable.verdict() if usable else NO_VERDICT,
         "comparisons": [c.to_dict() for c in usable.comparisons] if usable else [],
         "units": {arm: list(results.units(arm).values()) for arm in results.arms},
-        "grid": results.grid.values if results.grid else None,
-        "tuning": results.tuning.to_dict() if results.tuning else None,
-        "decomposition": decomposed,
-        "recipe": recipe,
         "command": hide_folders(results.environment.get("command") or "") or None,
-        "notes": [hide_folders(note) for note in notes],
         "advice": usable.advice() if usable else [],
+        **NOT_KNOWN,
     }
 
 
@@ -271,15 +344,12 @@ def _loose_runs(folders: list[Path]) -> dict[str, Any]:
             RecipeProgram(recipe).title,
             METRICS["test_accuracy"],
         ),
-        "foreign": False,
+        **NOT_KNOWN,
         "margin": None,
         "baseline": order[0],
         "headline": _run_headline(runs[0]) if is_alone else headline,
         "comparisons": [],
         "units": {},
-        "grid": None,
-        "tuning": None,
-        "decomposition": None,
         "recipe": recipe.without_paths().to_yaml(),
         "command": hide_folders(
             try_read(Run(runs[0].folder).environment, {}, notes).get("command") or ""

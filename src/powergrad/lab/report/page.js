@@ -27,11 +27,16 @@ function provenanceSection(study) {
         h("td", { class: "words" }, assigned(arm.changes)))))),
     ],
     study.tuning && tuningPart(study.tuning),
-    h("h3", {}, "Machine and versions"),
+    study.source && [
+      h("h3", {}, "Columns of ", named(study.source.file)),
+      h("dl", { class: "facts" }, ["arm", "seed", "metric"].map((role) =>
+        h("div", {}, h("dt", {}, role), h("dd", {}, named(study.source[role]))))),
+    ],
+    study.environments.length > 0 && h("h3", {}, "Machine and versions"),
     study.environments.map(({ runs, ...environment }) => [
       several && h("p", { class: "small soft" }, count(runs, "run")), environmentPart(environment),
     ]),
-    h("details", {}, h("summary", {}, study.foreign ? "The program" : "The recipe, complete"),
+    study.recipe && h("details", {}, h("summary", {}, study.foreign ? "The program" : "The recipe, complete"),
       h("pre", { id: "recipe" }, study.recipe)),
     h("h3", {}, "Data"), h("div", { class: "downloads" }, downloads(study)));
 }
@@ -125,10 +130,11 @@ function showStudy(place) {
   const seeds = new Set(study.runs.map((run) => run.seed)).size;
   const counts = study.kind === "run" ? "" : ` · ${count(study.arms.length, "arm")}, `
     + `${count(seeds, "seed")} · ${done} of ${count(study.runs.length, "run")} finished`;
-  const ofRecipe = [curvesSection, normsSection, alphaSection, playgroundSection];
+  const isOurs = !study.source && !study.foreign;
+  const ofRecipe = isOurs ? [curvesSection, normsSection, alphaSection, playgroundSection] : [];
   const sections = [
-    verdictSection, decompositionSection, tableSection, ...(study.foreign ? [] : ofRecipe),
-    provenanceSection, glossarySection,
+    ...(DATA.live ? [progressSection] : []), verdictSection, decompositionSection, tableSection,
+    ...ofRecipe, provenanceSection, glossarySection,
   ].map((make) => make(study)).filter(Boolean);
   const { dataset } = document.documentElement;
   document.getElementById("main").replaceChildren(
@@ -146,7 +152,8 @@ function showStudy(place) {
       h("a", { href: `#${section.id}` }, section.querySelector("h2").textContent))),
     ...sections,
     h("footer", {}, `Made by powergrad ${DATA.version} on ${DATA.made.slice(0, 10)}. `
-      + "This file asks nothing of any network."));
+      + (DATA.live ? "It asks nothing of anybody but powergrad watch on this machine."
+        : "This file asks nothing of any network.")));
   markTerms(document.getElementById("main"));
 }
 
@@ -155,3 +162,4 @@ const follow = () => setTheme(dark.matches ? "dark" : "light");
 dark.addEventListener("change", follow);
 follow();
 showStudy(0);
+if (DATA.live) setTimeout(keepUpToDate, EVERY);

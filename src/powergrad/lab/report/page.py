@@ -15,6 +15,7 @@ from powergrad.lab.files import json_safe
 __all__ = ["as_json", "make_page"]
 
 SCRIPTS = ("elements", "terms", "charts", "study", "norms", "alpha", "playground", "page")
+LIVE = "; connect-src 'self'"
 # A browser that is given no icon asks the server for one.
 ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
@@ -46,12 +47,18 @@ PAGE = """<!DOCTYPE html>
 """
 
 
-def make_page(data: Mapping[str, Any]) -> str:
-    """The page that shows `data`, as :func:`powergrad.lab.report.collect.collect` gives it."""
-    style, script = _asset("page.css"), "".join(_asset(f"{name}.js") for name in SCRIPTS)
+def make_page(data: Mapping[str, Any], *, is_live: bool = False) -> str:
+    """The page that shows `data`, as :func:`powergrad.lab.report.collect.collect` gives it.
+
+    Args:
+        data: What it shows.
+        is_live: Whether it may ask its own server, and nobody else, for newer data.
+    """
+    scripts = (*SCRIPTS[:-1], "live", SCRIPTS[-1]) if is_live else SCRIPTS
+    style, script = _asset("page.css"), "".join(_asset(f"{name}.js") for name in scripts)
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
+        f"img-src data:; base-uri 'none'; form-action 'none'{LIVE if is_live else ''}"
     )
     return PAGE.format(
         policy=policy,
@@ -97,7 +104,8 @@ def _without_script(data: Mapping[str, Any]) -> str:
     for study in data["studies"]:
         lines.append(f'<h1 dir="auto">{html.escape(study["name"])}</h1>')
         sentences = [comparison["sentence"] for comparison in study["comparisons"]]
-        texts = [study["headline"], *sentences, *study["notes"], *study["advice"]]
-        lines += [f'<p dir="auto">{html.escape(text)}</p>' for text in texts]
+        notes = [*study["notes"], *study["advice"]]
+        texts = [study["provisional"], study["headline"], *sentences, *notes]
+        lines += [f'<p dir="auto">{html.escape(text)}</p>' for text in texts if text]
     lines.append("<p>Curves, tables and figures are drawn by this page's own script.</p>")
     return "\n".join(lines)

@@ -40,12 +40,13 @@ function forest(study, groups) {
   const row = (comparison) => {
     const index = place(comparison.arm);
     const [from, to] = [comparison.interval[0] ?? low, comparison.interval[1] ?? high];
-    const interval = `${signed(from, digits)} to ${signed(to, digits)}`;
+    const bounded = comparison.interval.every(isNumber);
+    const interval = bounded ? `${signed(from, digits)} to ${signed(to, digits)}` : "no interval yet";
     const drawing = s("svg", {
-      role: "img", "aria-label": `${signed(comparison.difference, digits)}, from ${interval}`,
+      role: "img", "aria-label": `${signed(comparison.difference, digits)}, ${bounded ? "from " : ""}${interval}`,
     }, ground(42), s("g", { class: colour(index) },
       bySeed(comparison).map((value) => s("circle", { class: "seed", cx: percent(value), cy: 32, r: 3 })),
-      s("line", { class: "whisker", x1: percent(from), x2: percent(to), y1: 18, y2: 18 }),
+      s("line", { class: `whisker ${bounded ? "" : "faint"}`, x1: percent(from), x2: percent(to), y1: 18, y2: 18 }),
       s("circle", { class: "dot", cx: percent(comparison.difference), cy: 18, r: 6.5 })));
     return h("tr", {},
       h("th", { class: "who", scope: "row" }, swatch(index), named(comparison.arm),
@@ -79,7 +80,8 @@ function forest(study, groups) {
 }
 
 function verdictSection(study) {
-  return section("verdict", "Verdict",
+  return section("verdict", study.provisional ? "Verdict so far" : "Verdict",
+    study.provisional && h("p", { class: "provisional" }, study.provisional),
     h("p", { class: "headline" }, prose(study, study.headline)),
     h("ul", { class: "notes" }, study.notes.map((note) => h("li", {}, prose(study, note)))),
     study.comparisons.length > 0 && [
@@ -113,7 +115,8 @@ function decompositionSection(study) {
 }
 
 function tableSection(study) {
-  const known = study.foreign ? Object.keys(study.runs[0]?.final ?? {}) : Object.keys(METRICS);
+  const known = study.foreign ? Object.keys(study.runs[0]?.final ?? {})
+    : [...study.columns, ...Object.keys(METRICS)];
   const shown = known.filter((metric) => study.arms.some((arm) => arm.summary[metric]));
   const heading = (metric) => `${words(metric).replace(" accuracy", "")} ${unit(metric)}`.trim();
   const compared = new Map(study.comparisons.map((comparison) => [comparison.arm, comparison]));
@@ -154,8 +157,9 @@ function tableSection(study) {
   ], study.runs, "Runs");
   const alone = study.runs.length === 1;
   return section("table", "Numbers",
-    h("p", { class: "soft" },
-      study.foreign ? "As the program gave them. " : "At the end of training, never at the best epoch. ", !alone &&
+    h("p", { class: "soft" }, study.source ? ["As ", named(study.source.file), " has them. "]
+      : study.foreign ? "As the program gave them. "
+        : "At the end of training, never at the best epoch. ", !alone &&
       "Means over the seeds, ± one standard deviation. A heading sorts its column."),
     alone ? runs : [arms(),
       h("details", {}, h("summary", {}, `Every run (${study.runs.length})`), runs)]);

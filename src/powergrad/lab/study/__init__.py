@@ -3,8 +3,8 @@
 from powergrad.lab.study.definition import Study, StudyKind
 from powergrad.lab.study.execute import Execution, run_study
 from powergrad.lab.study.metrics import METRICS, Metric, metric_named
-from powergrad.lab.study.records import Decomposition, Grid, Tuning
-from powergrad.lab.study.results import Results, RunRow
+from powergrad.lab.study.records import Decomposition, Grid, RunRow, Tuning
+from powergrad.lab.study.results import Results
 
 __all__ = [
     "METRICS",

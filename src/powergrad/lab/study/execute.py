@@ -16,11 +16,13 @@ from powergrad.lab.run import Run
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.stats import LEAST
 from powergrad.lab.study.definition import Study
-from powergrad.lab.study.results import Results, RunRow, judged, read_rows
+from powergrad.lab.study.records import RunRow
+from powergrad.lab.study.results import Results, judged
+from powergrad.lab.study.tables import read_rows
 from powergrad.lab.study.tuning import Tuner
 from powergrad.lab.words import short_key
 
-__all__ = ["Execution", "Watching", "run_study", "tune_once"]
+__all__ = ["Execution", "Watching", "queue_name", "run_study", "tune_once"]
 
 # Makes what shows the progress of some jobs: a title, the jobs by arm and seed, and the metric.
 Watching = Callable[
@@ -60,7 +62,7 @@ class Execution:
             return nullcontext(self.opened)
         return JobQueue(
             folder,
-            study=f"{folder.name}-{study.name}",  # a storage may hold studies of one name
+            study=queue_name(folder, study),
             workers=self.workers,
             storage=self.storage,
             known=self.known_runs,
@@ -76,6 +78,11 @@ class Execution:
             return {}
         _, rows = read_rows(self.known, all_phases=True)
         return {row.run: {**row.metrics, "commit": row.commit} for row in rows if row.run}
+
+
+def queue_name(folder: Path, study: Study) -> str:
+    """The name of a study in a storage, which may hold studies of one name."""
+    return f"{folder.name}-{study.name}"
 
 
 def run_study(

@@ -1,4 +1,4 @@
-"""What a study records beside its runs: how arms were tuned, a grid, a decomposition."""
+"""What a study records: the end of each run, how arms were tuned, a grid, a decomposition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,70 @@ from typing_extensions import Self
 
 from powergrad.lab.words import number, short_key
 
-__all__ = ["Choice", "Decomposition", "Grid", "Trial", "Tuning", "describe_point"]
+__all__ = ["Choice", "Decomposition", "Grid", "RunRow", "Trial", "Tuning", "describe_point"]
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """The end of one run.
+
+    Attributes:
+        arm: Its arm.
+        seed: Its seed.
+        metrics: The final metrics.
+        run: The name of its folder; empty for runs made elsewhere.
+        commit: The commit that made it, where that was kept.
+        unit: What it is compared as: the number of its repeat, or else None.
+        is_elsewhere: Whether its folder is on another machine, or was not kept.
+    """
+
+    arm: str
+    seed: int
+    metrics: Mapping[str, Any]
+    run: str = ""
+    commit: str = ""
+    unit: int | None = None
+    is_elsewhere: bool = False
+
+    def value(self, metric: str) -> float | None:
+        """A metric as a number; None where the run does not have it, or it is not a number."""
+        value = self.metrics.get(metric)
+        return float(value) if isinstance(value, (int, float)) and value == value else None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether its loss became infinite or NaN."""
+        return bool(self.metrics.get("diverged"))
+
+    @property
+    def failed(self) -> str:
+        """Why a run of somebody's own program failed: it has no metrics; empty if it did not."""
+        return str(self.metrics.get("failed") or "")
+
+    def is_lost(self, metric: str) -> bool:
+        """Whether it diverged, or its metric is infinite."""
+        value = self.value(metric)
+        return self.diverged or (value is not None and math.isinf(value))
+
+    def to_dict(self) -> dict[str, Any]:
+        """One flat mapping, as study.json and study.csv have it."""
+        kept = {
+            "run": self.run,
+            "commit": self.commit,
+            "repeat": self.unit,
+            "elsewhere": self.is_elsewhere,
+        }
+        about = {k: v for k, v in kept.items() if v != "" and v is not None and v is not False}
+        return {"arm": self.arm, "seed": self.seed, **about, **self.metrics}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunRow:
+        """What :meth:`to_dict` wrote."""
+        names = {"arm": "arm", "seed": "seed", "run": "run", "commit": "commit"}
+        names |= {"repeat": "unit", "elsewhere": "is_elsewhere"}
+        about = {name: values[key] for key, name in names.items() if key in values}
+        metrics = {key: value for key, value in values.items() if key not in names}
+        return cls(metrics=metrics, **about)
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,17 @@ one object, :class:`Results`.
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from powergrad.lab import stats
-from powergrad.lab.config import Recipe, RecipeError
+from powergrad.lab.config import Recipe
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import csv_text, write_json, write_text
 from powergrad.lab.jobs import Program, RecipeProgram, program_from_dict
@@ -41,76 +39,14 @@ from powergrad.lab.study.metrics import (
     metric_names,
     saved_metric,
 )
-from powergrad.lab.study.records import Decomposition, Grid, Tuning
+from powergrad.lab.study.records import Decomposition, Grid, RunRow, Tuning
+from powergrad.lab.study.tables import Source, read_table
 from powergrad.lab.words import hide_folders, short_key, slug
 
-__all__ = ["Results", "RunRow", "judged", "read_rows"]
+__all__ = ["Results", "judged"]
 
 FORMAT = 3
 CLASSES = {"digits": 10, "fashion-mnist": 10, "cifar10": 10}  # where a row does not have it
-
-
-@dataclass(frozen=True)
-class RunRow:
-    """The end of one run.
-
-    Attributes:
-        arm: Its arm.
-        seed: Its seed.
-        metrics: The final metrics.
-        run: The name of its folder; empty for runs made elsewhere.
-        commit: The commit that made it, where that was kept.
-        unit: What it is compared as: the number of its repeat, or else None.
-        is_elsewhere: Whether its folder is on another machine, or was not kept.
-    """
-
-    arm: str
-    seed: int
-    metrics: Mapping[str, Any]
-    run: str = ""
-    commit: str = ""
-    unit: int | None = None
-    is_elsewhere: bool = False
-
-    def value(self, metric: str) -> float | None:
-        """A metric as a number; None where the run does not have it, or it is not a number."""
-        value = self.metrics.get(metric)
-        return float(value) if isinstance(value, (int, float)) and value == value else None
-
-    @property
-    def diverged(self) -> bool:
-        """Whether its loss became infinite or NaN."""
-        return bool(self.metrics.get("diverged"))
-
-    @property
-    def failed(self) -> str:
-        """Why a run of somebody's own program failed: it has no metrics; empty if it did not."""
-        return str(self.metrics.get("failed") or "")
-
-    def is_lost(self, metric: str) -> bool:
-        """Whether it diverged, or its metric is infinite."""
-        value = self.value(metric)
-        return self.diverged or (value is not None and math.isinf(value))
-
-    def to_dict(self) -> dict[str, Any]:
-        """One flat mapping, as study.json and study.csv have it."""
-        kept = {
-            "run": self.run,
-            "commit": self.commit,
-            "repeat": self.unit,
-            "elsewhere": self.is_elsewhere,
-        }
-        about = {k: v for k, v in kept.items() if v != "" and v is not None and v is not False}
-        return {"arm": self.arm, "seed": self.seed, **about, **self.metrics}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunRow:
-        """What :meth:`to_dict` wrote."""
-        names = {"arm": "arm", "seed": "seed", "run": "run", "commit": "commit"}
-        names |= {"repeat": "unit", "elsewhere": "is_elsewhere"}
-        about = {name: values[key] for key, name in names.items() if key in values}
-        metrics = {key: value for key, value in values.items() if key not in names}
-        return cls(metrics=metrics, **about)
 
 
 @dataclass(frozen=True)
@@ -131,6 +67,7 @@ class Results:
         repeated: The metrics of the first run of somebody's own program, and of the same run again.
         environment: Versions, hardware and command of the process that wrote the results.
         remarks: What else a reader must know, such as what could not be run in the given time.
+        source: The table that they were read from, if they were.
     """
 
     metric: Metric
@@ -146,6 +83,7 @@ class Results:
     repeated: Sequence[Mapping[str, Any]] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     remarks: Sequence[str] = ()
+    source: Source | None = None
 
     @property
     def arms(self) -> list[str]:
@@ -216,6 +154,36 @@ class Results:
         """The mean over an arm's seeds; NaN where no run has it."""
         values = self.values(arm, metric).values()
         return sum(values) / len(values) if values else math.nan
+
+    @functools.cached_property
+    def columns(self) -> tuple[str, ...]:
+        """The metrics that tables show: of runs made elsewhere, what differs within an arm."""
+        if self.source is None:
+            return COLUMNS
+        names = dict.fromkeys((self.metric.name, *(n for row in self.rows for n in row.metrics)))
+        return tuple(n for n in names if n == self.metric.name or self._is_measured(n))
+
+    def _is_measured(self, name: str) -> bool:
+        cells = [(row.arm, row.metrics.get(name)) for row in self.rows]
+        numbers = [(arm, value) for arm, value in cells if value is not None]
+        is_numeric = all(isinstance(value, float) for _, value in numbers)
+        return (
+            is_numeric
+            and not name.startswith("_")
+            and len(set(numbers)) > len({arm for arm, _ in numbers})
+        )
+
+    def settings(self, arm: str) -> dict[str, Any]:
+        """What an arm changes; in a table, the columns that differ between arms alone."""
+        if self.study is not None:
+            return self.study.settings(arm)
+        changes = {}
+        for name in dict.fromkeys(n for row in self.rows for n in row.metrics):
+            values = {a: {row.metrics.get(name) for row in self.of_arm(a)} for a in self.arms}
+            is_setting = all(len(cells) == 1 for cells in values.values())
+            if is_setting and len(set().union(*values.values())) > 1 and name != self.metric.name:
+                (changes[name],) = values[arm]
+        return changes
 
     @property
     def has_repeats(self) -> bool:
@@ -302,7 +270,8 @@ class Results:
 
     def notes(self) -> list[str]:
         """What a reader must know beside the verdict: every place that shows it shows these too."""
-        notes = [*self.remarks, self.diverged(), *self._about_runs()]
+        about = [*self.remarks, *(self.source.notes() if self.source else ())]
+        notes = [*about, self.diverged(), *self._about_runs()]
         notes += [*self._about_design(), *self._about_tuning()]
         return [note for note in notes if note]
 
@@ -388,22 +357,15 @@ class Results:
 
     def _about_design(self) -> list[str]:
         study = self.study
-        if study is None:
-            return []
-        notes = []
         what = "repeats" if self.has_repeats else "seeds"
+        if study is None:
+            if self.source is None or not self.source.earlier:
+                return []
+            return [self._unplanned({*self.source.earlier, self.size}, what)]
+        notes = []
         if study.earlier:
-            looks = sorted({*study.earlier, study.design.last})
-            if study.design.is_fixed:
-                error = stats.error_of_looks(looks, max(1, len(self.arms) - 1))
-                chance = f"{100 * error:.1f}%"
-            else:
-                chance = f"up to {100 * study.design.level * (1 + len(study.earlier)):g}%"
-            places = " and ".join(map(str, looks))
-            notes.append(
-                f"The results were looked at with {places} {what} without a plan for it, so the "
-                f"chance of any false verdict is {chance}, not 5%. --{what} 8..24 plans the looks."
-            )
+            note = self._unplanned({*study.earlier, study.design.last}, what)
+            notes.append(f"{note} --{what} 8..24 plans the looks.")
         if not study.design.is_fixed and self.arms:
             sizes = {comparison.arm: comparison.n for comparison in self.comparisons}
             if len(set(sizes.values())) > 1:
@@ -421,6 +383,23 @@ class Results:
                     f"{len(spare)} more exist in the folder and are not."
                 )
         return notes
+
+    @property
+    def size(self) -> int:
+        """Units of the baseline."""
+        return len(self.units(self.baseline))
+
+    def _unplanned(self, sizes: Collection[int], what: str) -> str:
+        looks, design = sorted(sizes), self.design
+        if design is None or design.is_fixed:
+            error = stats.error_of_looks(looks, max(1, len(self.arms) - 1))
+            chance = f"{100 * error:.1f}%"
+        else:
+            chance = f"up to {100 * design.level * len(looks):g}%"
+        return (
+            f"The results were looked at with {' and '.join(map(str, looks))} {what} without a "
+            f"plan for it, so the chance of any false verdict is {chance}, not 5%."
+        )
 
     def _about_tuning(self) -> list[str]:
         if self.tuning is None or not self.tuning.repeats:
@@ -465,19 +444,22 @@ class Results:
         """One row per run; those of the tuning have the phase ``tuning``."""
         rows = [row for row in self.rows if not row.failed]
         all_rows = [*rows, *self.trials]
-        named = [name for name in COLUMNS if any(name in row.metrics for row in all_rows)]
+        kept = {name: None for row in all_rows for name in row.metrics}
+        named = list(kept) if self.source else [name for name in COLUMNS if name in kept]
         if self.metric.name not in named:
             named.insert(0, self.metric.name)
         if self.study and self.study.program.is_foreign:
             named = metric_names([row.metrics for row in all_rows], self.metric.name)
         about = ["arm", "seed"]
-        about += ["run"] if self.study else []
+        about += ["run"] if self.study or any(row.run for row in all_rows) else []
         about += ["repeat"] if self.has_repeats else []
         about += ["commit"] if any(row.commit for row in all_rows) else []
         keys = list(self.tuning.keys) if self.trials and self.tuning else []
         about += ["phase", *keys] if self.trials else []
         lines = [{**row.to_dict(), **self._settings(row, keys), "phase": "final"} for row in rows]
         lines += [{**row.to_dict(), "phase": "tuning"} for row in self.trials]
+        left_out = self.source.left_out if self.source else ()
+        lines += [{"arm": run.arm, "seed": run.seed} for run in left_out]
         return csv_text([*about, *(name for name in named if name not in keys)], lines)
 
     def _settings(self, row: RunRow, keys: Sequence[str]) -> dict[str, Any]:
@@ -508,6 +490,8 @@ class Results:
         }
         if self.remarks:
             values["remarks"] = list(self.remarks)
+        if self.source is not None:
+            values["source"] = self.source.to_dict()
         if self.tuning is not None:
             values["tuning"] = self.tuning.to_dict()
             values["trials"] = [row.to_dict() for row in self.trials]
@@ -560,11 +544,12 @@ class Results:
             return _from_json(_read_json(path))
         file = path / "study.csv" if path.is_dir() else path
         about = file.with_name("study.json")
-        if metric is None and about.is_file():
-            metric = _read_json(about).get("metric")
-        name, rows = read_rows(file, metric)
-        known = METRICS.get(name) or Metric(name, True, name, 0.5)
-        return cls(known, known.margin, _usual_baseline(rows), rows)
+        saved = _read_json(about) if about.is_file() else {}
+        if path.is_dir() and "source" in saved:
+            return replace(_from_json(saved), folder=path)
+        table = read_table(file, saved.get("metric") if metric is None else metric)
+        known = METRICS.get(table.metric) or Metric(table.metric, True, table.metric, 0.5)
+        return cls(known, known.margin, _usual_baseline(table.rows), table.rows)
 
     @classmethod
     def of_runs(cls, study: Study, folder: Path) -> Results:
@@ -585,26 +570,30 @@ class Results:
         path: Path,
         *,
         metric: str | None = None,
+        columns: Mapping[str, str] | None = None,
         baseline: str | None = None,
         margin: float | None = None,
         better: str | None = None,
     ) -> Results:
-        """The results of runs made elsewhere: a CSV with columns arm, seed and a metric.
+        """The results of runs made elsewhere, from a table with one line per run.
 
         Args:
             path: The file.
-            metric: The column to compare; see :func:`read_rows`.
+            metric: The column to compare; see :func:`powergrad.lab.study.tables.read_table`.
+            columns: Those of arm and seed; the same.
             baseline: The arm to compare with; ``baseline`` or the first one by default.
             margin: See :func:`powergrad.lab.study.metrics.guess_metric`.
             better: The same.
 
         Raises:
             RecipeError: If columns or numbers are missing, or the metric is not known.
+            ValueError: If there is nothing to compare.
         """
-        name, rows = read_rows(path, metric)
-        values = [value for row in rows if (value := row.value(name)) is not None]
-        chosen = guess_metric(name, values, margin=margin, better=better)
-        results = cls(chosen, chosen.margin, baseline or _usual_baseline(rows), rows)
+        table = read_table(path, metric, columns=columns)
+        values = [value for row in table.rows if (value := row.value(table.metric)) is not None]
+        chosen = guess_metric(table.metric, values, margin=margin, better=better)
+        arm = baseline or _usual_baseline(table.rows)
+        results = cls(chosen, chosen.margin, arm, table.rows, source=table.source)
         _ = results.comparisons  # raises where they cannot be made
         return results
 
@@ -727,6 +716,7 @@ def _from_json(values: Mapping[str, Any]) -> Results:
         repeated=values.get("repeated", ()),
         environment=values.get("environment", {}),
         remarks=values.get("remarks", ()),
+        source=Source.from_dict(values["source"]) if "source" in values else None,
     )
 
 
@@ -741,68 +731,3 @@ def _design_of(values: Mapping[str, Any], rows: Sequence[RunRow]) -> stats.Desig
 def _usual_baseline(rows: Iterable[RunRow]) -> str:
     arms = [row.arm for row in rows]
     return "baseline" if "baseline" in arms or not arms else arms[0]
-
-
-def read_rows(
-    path: Path, metric: str | None = None, *, all_phases: bool = False
-) -> tuple[str, list[RunRow]]:
-    """The rows of a CSV with columns arm, seed and a metric, and the name of the metric.
-
-    Args:
-        path: The file.
-        metric: The column to compare; by default ``test_accuracy``, ``metric``, or the only one
-            beside arm and seed.
-        all_phases: Whether the runs of a tuning are read as well.
-
-    Raises:
-        RecipeError: If columns are missing, or a cell of the metric is not a number.
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        reader = csv.DictReader(io.StringIO(text, newline=""))
-        columns = list(reader.fieldnames or [])
-        lines = list(reader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"Expected to read {str(path)!r}, but got: {error}") from None
-    except csv.Error as error:
-        raise RecipeError(f"Expected {str(path)!r} to be a CSV, but got: {error}") from None
-    others = [name for name in columns if name not in ("arm", "seed", "repeat", "phase")]
-    if not all_phases:
-        lines = [line for line in lines if line.get("phase") in (None, "", "final")]
-    if metric is None:
-        usual = [name for name in ("test_accuracy", "metric") if name in others]
-        metric = (usual or (others if len(others) == 1 else [None]))[0]
-    if not {"arm", "seed"} <= set(columns) or metric not in others:
-        wanted = metric if metric is not None else "a metric (name it with --metric)"
-        raise RecipeError(
-            f"Expected {str(path)!r} to have the columns arm, seed and {wanted}, but got "
-            f"{', '.join(columns) or 'none'}."
-        )
-    rows = []
-    for number, line in enumerate(lines, start=2):
-        try:
-            seed, value = int(line["seed"]), float(line[metric])
-        except (TypeError, ValueError):
-            raise RecipeError(
-                f"Expected a whole number as seed and a number as {metric} in line {number} of "
-                f"{str(path)!r}, but got {line['seed']!r} and {line[metric]!r}."
-            ) from None
-        cells = {name: _cell(line[name]) for name in others if name not in ("run", "commit")}
-        run, commit = (line.get(name) or "" for name in ("run", "commit"))
-        unit = int(line["repeat"]) if line.get("repeat") else None
-        lost = {} if math.isfinite(value) else {"diverged": True}
-        metrics = {**cells, metric: value, **lost}
-        rows.append(RunRow(line["arm"], seed, metrics, run, commit, unit))
-    return metric, rows
-
-
-def _cell(text: str | None) -> float | bool | str | None:
-    """A cell of a CSV: a number, True, False, text, or None where it is empty."""
-    if not text:
-        return None
-    if text in ("True", "False"):
-        return text == "True"
-    try:
-        return float(text)
-    except ValueError:
-        return text
