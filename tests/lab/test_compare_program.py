@@ -307,6 +307,21 @@ def test_a_program_that_was_not_altered_gets_no_verdict(
     assert not (tmp_path / "s" / "study.json").exists()
 
 
+@pytest.mark.parametrize(("code", "problems", "stops"), [(3, ["x"], True), (1, ["x"], True),
+                                                         (3, [], None), (1, [], None)])  # fmt: skip
+def test_under_torchrun_the_exit_code_is_another_one(tmp_path, code, problems, stops):
+    """What stops a study is what `powergrad run` says; a program may have its exit code as well."""
+    path = tmp_path / "powergrad.json"
+    path.write_text(json.dumps({"problems": problems, "first_loss": 1.5, "optimizers": []}))
+    job = CommandJob("run", ("torchrun",), {}, ("--alpha", "0.3"), Sources())
+    if stops is None:
+        assert job._check_altered(code, path)["first_loss"] == 1.5
+        return
+    with pytest.raises(RunFailed, match="was not altered as asked: x") as error:
+        job._check_altered(code, path)
+    assert error.value.stops
+
+
 def test_a_worker_stops_the_study_where_nothing_was_altered(python, tmp_path, capsys):
     path = script(tmp_path, NO_LOSS)
     status = powergrad("compare", "--seeds", 2, "--metric-regex", "accuracy (.+)", "--margin", 1,
