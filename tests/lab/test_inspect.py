@@ -69,7 +69,7 @@ def test_a_checkpoint_with_a_start_or_another_threshold(
         (["nowhere.pt"], "got no such file"),
         (["."], "to hold a recording"),
         (["text.pt"], "to be a checkpoint"),
-        (["one.pt", "--start", "2"], "`start` to be in [0, 1), but got 2.0"),
+        (["one.pt", "--start", "2"], "`--start` to be in [0, 1), but got 2.0"),
         (["one.pt", "--patience", "many"], "many"),
         (["one.pt", "--initial", "nowhere.pt"], "got no such file"),
         (["one.pt", "--csv", "no/x.csv"], "No such file"),

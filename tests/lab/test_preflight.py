@@ -24,6 +24,7 @@ import powergrad_cli
 from powergrad.lab import preflight
 from powergrad.lab.cli import preflight as said
 from powergrad.lab.cli.common import Declined, explain, recipe_and_overrides
+from powergrad.lab.cli.studies import StudyOptions
 from powergrad.lab.config import Recipe, load_recipe
 from powergrad.lab.files import FileError
 from powergrad.lab.jobs import JobError, RecipeJob, RecipeProgram
@@ -295,9 +296,7 @@ def test_an_error_names_the_option_that_was_typed() -> None:
     assert explain(KeyError("x")) is None
 
 
-def test_a_second_start_lists_what_it_reuses_and_fresh_does_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_start_lists_what_it_reuses(capsys: pytest.CaptureFixture[str]) -> None:
     tokens = ["compare", *TOKENS, "--arms", "baseline,pgt", "--name", "x", "--workers", "1"]
     assert powergrad(*tokens, "--seeds", "2") == 0
     assert "Reusing" not in capsys.readouterr().err
@@ -311,14 +310,27 @@ def test_a_second_start_lists_what_it_reuses_and_fresh_does_not(
     assert "compare of resnet8 on digits, 3 seeds per arm" in shown
     assert re.search(r"pgt +3 +0-2 ", shown)
     assert powergrad("inspect", "runs/x", "--csv", "units.csv") == 2
-    capsys.readouterr()
-    assert powergrad(*tokens, "--seeds", "2", "--fresh") == 0
-    told = capsys.readouterr().err
-    (aside,) = (tmp_path / "runs").glob("x-*")
-    assert f"what was in runs/x is now in runs/{aside.name}" in told
-    assert "Reusing" not in told
-    assert len(list(aside.glob("*/result.json"))) == 6
-    assert len(list((tmp_path / "runs" / "x").glob("*/result.json"))) == 4
+
+
+def test_fresh_moves_an_earlier_start_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs" / "x"
+    assert powergrad("train", *TOKENS, "--folder", folder) == 0
+    assert powergrad("train", *TOKENS, "--folder", folder, "--fresh") == 0
+    (aside,) = folder.parent.glob("x-*")
+    assert f"what was in {folder} is now in {aside}, and is not used" in capsys.readouterr().err
+    results = [json.loads((each / "result.json").read_text()) for each in (folder, aside)]
+    assert results[0]["seconds"] != results[1]["seconds"]  # it was done again
+    assert powergrad("train", *TOKENS, "--folder", folder, "--fresh", "--resume") == 2
+    shutil.rmtree(aside)
+    # A study as well: it has nothing left to reuse.
+    study = Study(StudyKind.COMPARE, RecipeProgram(load_recipe("digits", SMALL)), ARMS, DEFAULT)
+    StudyOptions(name="x", fresh=True).prepare(study)
+    assert not folder.exists()
+    assert [path.name[:2] for path in folder.parent.iterdir()] == ["x-"]
+    with pytest.raises(ValueError, match="Expected no --fresh with --storage"):
+        StudyOptions(fresh=True, storage="postgresql://x").prepare(study)
 
 
 # The time -----------------------------------------------------------------------------------------

@@ -823,9 +823,9 @@ def test_what_was_compared_earlier_counts_for_the_advice(made_up, tmp_path, caps
     compare_made_up(tmp_path, capsys, *tokens, arms="baseline,less-decay")
     assert powergrad("compare", "digits", *TOKENS, *tokens, "--arms", "baseline,pgt",
                      "--out", tmp_path, "--name", "s") == 0  # fmt: skip
-    assert "Before you keep pgt" not in capsys.readouterr().out
+    assert "Add less-decay" not in capsys.readouterr().out
     (page,) = collect([tmp_path / "s"])["studies"]
-    assert not [note for note in page["notes"] if "Before you keep pgt" in note]
+    assert [line.partition(" to --arms")[0][-11:] for line in page["advice"][:1]] == ["Add head-lr"]
 
 
 def test_a_run_whose_folder_was_deleted_is_said_and_done_again(made_up, tmp_path, capsys):
