@@ -8,7 +8,8 @@ docs/protocol.md), each with 4 runs on held-out data for the tuning; the 64 best
 runs on all training data. They are trained once, into results/self_comparison.csv, with one row per
 run; a second start continues. Each study is then drawn from them: 8 repeats of 6 points, both arms
 with the same points but with other runs, and the winner of each repeat with 3 final runs, also
-others for the two arms. Nothing differs between the arms, so better or worse is a false verdict.
+others for the two arms. Nothing differs between the arms, so better or worse is a false verdict. The shares are written to
+results/bench_self_comparison.csv.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 
 from powergrad.lab.config import load_recipe
 from powergrad.lab.files import write_csv
-from powergrad.lab.stats import Design, compare
+from powergrad.lab.stats import VERDICTS, Design, compare
 from powergrad.lab.study.space import Space
 from powergrad.lab.train import train
 
@@ -142,8 +143,10 @@ def main() -> None:
     given = parser.parse_args()
     rows = read() if given.draw else fill(given.processes)
     shares = draw(rows)
-    false = shares.get("better", 0) + shares.get("worse", 0)
-    print(f"{STUDIES} studies: better or worse {100 * false:.1f}%, of {shares}")
+    design = {"runs": len(rows), "repeats": REPEATS, "trials": TRIALS, "seeds": SEEDS}
+    verdicts = {name: shares.get(name, 0.0) for name in VERDICTS}
+    harness.save("self_comparison", [{**design, "studies": STUDIES, **verdicts}])
+    print(f"better or worse {100 * (verdicts['better'] + verdicts['worse']):.1f}%, of {verdicts}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from scipy.stats import permutation_test
 
 from benchmarks import audit
 from powergrad.lab.paper.evidence import Outcome
-from powergrad.lab.stats import t_interval
+from powergrad.lab.stats import VERDICTS, t_interval
 from powergrad.lab.study import Results
 from powergrad.lab.words import markdown_table, number, short_key
 from reproduction.marks import Regions
@@ -44,6 +44,7 @@ def benchmark_regions() -> Regions:
         "works": _what_works_where,
         "others": _others,
         "verdicts": _simulated_verdicts,
+        "self-comparison": _self_comparison,
         **{name: partial(_whole, name) for name in ("altering", "agc", "monitor")},
         **{f"audit-{name}": partial(_audit, name) for name in audit.TABLES},
     }
@@ -209,6 +210,21 @@ def _audit(name: str) -> str:
 
 
 # Simulated studies --------------------------------------------------------------------------------
+
+
+def _self_comparison() -> str:
+    """How often real trainings of cross-entropy are called better or worse than others of it."""
+    (row,) = _load("bench_self_comparison")
+    share = {name: f"{100 * float(row[name]):.1f}%" for name in VERDICTS}
+    false = 100 * (float(row["better"]) + float(row["worse"]))
+    return (
+        f"Cross-entropy against itself with real trainings (`python benchmarks/self_comparison.py`, "
+        f"{_conditions(row)}): {int(row['runs']):,} runs on digits were trained once, and "
+        f"{int(row['studies']):,} studies drawn from them, each with {row['repeats']} repeats of "
+        f"{row['trials']} points of learning rate and decay and {row['seeds']} final seeds per "
+        f"winner. **{false:.1f}% were called better or worse**, {share['equivalent']} equivalent, "
+        f"{share['not settled']} not settled."
+    )
 
 
 def _simulated_verdicts() -> str:

@@ -159,7 +159,7 @@ def test_the_model_that_is_trained_is_monitored(launcher, tmp_path):
         assert path.read_bytes() == (hand / path.name).read_bytes()
     again = launcher.powergrad("run", "--monitor", ours, "--", FOREIGN)
     assert (again.code, again.out) == (2, "")
-    assert "Expected `monitor` to be a folder without a recording" in again.err
+    assert "Expected `--monitor` to be a folder without a recording" in again.err
 
 
 def test_other_scales_are_right_to_rounding(launcher, tmp_path):
@@ -327,13 +327,13 @@ def test_plain_gradients_at_the_head_are_an_error(launcher, tmp_path):
 
 def test_bad_options_are_said_before_anything_runs(launcher, tmp_path):
     for options, message in (
-        ("--alpha 1.3", "Expected `alpha` to be in [0, 1], but got 1.3."),
-        ("--agc 0", "Expected `agc` to be positive"),
-        ("--clip-norm -1", "Expected `clip-norm` to be positive"),
-        ("--lr-scale 0", "Expected `lr-scale` to be positive, but got 0.0."),
-        ("--decay-scale -1", "Expected `decay-scale` to be 0 or more, but got -1.0."),
-        ("--head-lr-scale nan", "Expected `head-lr-scale` to be positive, but got nan."),
-        ("--json lost/x.json", "Expected `json` to be a file in a folder that exists"),
+        ("--alpha 1.3", "Expected `--alpha` to be in [0, 1], but got 1.3."),
+        ("--agc 0", "Expected `--agc` to be positive"),
+        ("--clip-norm -1", "Expected `--clip-norm` to be positive"),
+        ("--lr-scale 0", "Expected `--lr-scale` to be positive, but got 0.0."),
+        ("--decay-scale -1", "Expected `--decay-scale` to be 0 or more, but got -1.0."),
+        ("--head-lr-scale nan", "Expected `--head-lr-scale` to be positive, but got nan."),
+        ("--json lost/x.json", "Expected `--json` to be a file in a folder that exists"),
         ("--alhpa 0.3", "Did you mean --alpha?"),
     ):
         run = launcher.powergrad("run", *options.split(), "--", FOREIGN)

@@ -443,7 +443,7 @@ def test_how_a_command_is_altered(command, expected):
         ("digits -- python train.py {seed}", "Expected a recipe or a program, but got 'digits'"),
         ("--baseline x -- python train.py {seed}", "Expected --baseline with --from only"),
         ("--better lower digits", "Expected --better with --from or your own program only"),
-        ("--threads 0 -- python train.py {seed}", "Expected `threads` to be at least 1"),
+        ("--threads 0 -- python train.py {seed}", "Expected `--threads` to be at least 1"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_before_any_run(tmp_path, monkeypatch, capsys, tokens, message):

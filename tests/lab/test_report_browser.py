@@ -207,6 +207,7 @@ def test_the_page_of_a_program_has_no_sections_of_a_recipe(tmp_path, visit) -> N
         "verdict",
         "table",
         "provenance",
+        "glossary",
     ]
     assert compared.verdict in page.inner_text("#verdict")
     assert "1 of 8 runs of other failed" in page.inner_text("#verdict")
