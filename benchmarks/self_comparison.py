@@ -8,8 +8,8 @@ docs/protocol.md), each with 4 runs on held-out data for the tuning; the 64 best
 runs on all training data. They are trained once, into results/self_comparison.csv, with one row per
 run; a second start continues. Each study is then drawn from them: 8 repeats of 6 points, both arms
 with the same points but with other runs, and the winner of each repeat with 3 final runs, also
-others for the two arms. Nothing differs between the arms, so better or worse is a false verdict. The shares are written to
-results/bench_self_comparison.csv.
+others for the two arms. Nothing differs between the arms, so better or worse is a false verdict.
+The shares are written to results/bench_self_comparison.csv.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def _self_comparison() -> str:
     share = {name: f"{100 * float(row[name]):.1f}%" for name in VERDICTS}
     false = 100 * (float(row["better"]) + float(row["worse"]))
     return (
-        f"Cross-entropy against itself with real trainings (`python benchmarks/self_comparison.py`, "
+        "Cross-entropy against itself with real trainings (`python benchmarks/self_comparison.py`; "
         f"{_conditions(row)}): {int(row['runs']):,} runs on digits were trained once, and "
         f"{int(row['studies']):,} studies drawn from them, each with {row['repeats']} repeats of "
         f"{row['trials']} points of learning rate and decay and {row['seeds']} final seeds per "

@@ -39,14 +39,11 @@ class Options:
         for name in ("agc", "clip_norm", "clip_value"):
             value = getattr(self, name)
             if value is not None:
-                check_threshold(value, name.replace("_", "-"))
+                check_threshold(value, name)
         for name, least in (("decay_scale", "0 or more"), ("lr_scale", ""), ("head_lr_scale", "")):
             value = getattr(self, name)
             if not (math.isfinite(value) and (value > 0 or (value == 0 and least))):
-                raise ValueError(
-                    f"Expected `{name.replace('_', '-')}` to be {least or 'positive'}, but got "
-                    f"{value}."
-                )
+                raise ValueError(f"Expected `{name}` to be {least or 'positive'}, but got {value}.")
         if self.monitor is not None and Recording.exists(self.monitor):
             raise ValueError(
                 f"Expected `monitor` to be a folder without a recording, but {str(self.monitor)!r} "
