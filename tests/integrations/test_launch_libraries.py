@@ -14,7 +14,8 @@ from launching import Launcher
 from pages import ROOT, blocks_of
 
 PAGE = ROOT / "docs" / "your-script.md"
-SCRIPTS = {b.needs: b.code for b in blocks_of(PAGE.read_text()) if b.language == "python"}
+BLOCKS = [block for block in blocks_of(PAGE.read_text()) if block.language == "python"]
+SCRIPTS = {block.needs: block.code for block in reversed(BLOCKS)}  # the first of each library
 PREPARE = f"""
 import importlib, sys
 sys.path.append({str(ROOT / "tests")!r})
