@@ -14,8 +14,10 @@ from launching import Launcher
 from pages import ROOT, blocks_of
 
 PAGE = ROOT / "docs" / "your-script.md"
-BLOCKS = [block for block in blocks_of(PAGE.read_text()) if block.language == "python"]
-SCRIPTS = {block.needs: block.code for block in reversed(BLOCKS)}  # the first of each library
+SCRIPTS: dict[str | None, str] = {}  # the first of each library, in the order of the page
+for block in blocks_of(PAGE.read_text()):
+    if block.language == "python":
+        SCRIPTS.setdefault(block.needs, block.code)
 PREPARE = f"""
 import importlib, sys
 sys.path.append({str(ROOT / "tests")!r})
