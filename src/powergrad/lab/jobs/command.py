@@ -226,14 +226,6 @@ class CommandJob(Job):
         return {"optimizers": optimizers, **({} if loss is None else {"first_loss": loss})}
 
     @override
-    def result(self, folder: Path) -> dict[str, Any] | None:
-        return Run(folder / self.name).result()
-
-    @override
-    def progress(self, folder: Path) -> float:
-        return float(self.result(folder) is not None)
-
-    @override
     def to_dict(self) -> dict[str, Any]:
         return {
             "kind": "command",

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from typing_extensions import Self
 
 from powergrad.lab.config import RecipeError
-from powergrad.lab.run import RunError
+from powergrad.lab.run import Run, RunError
 
 __all__ = ["Changes", "Job", "JobError", "Metrics", "Program", "RunFailed"]
 
@@ -56,13 +56,13 @@ class Job(ABC):
             RunFailed: If it is somebody's own program, and failed.
         """
 
-    @abstractmethod
     def result(self, folder: Path) -> Metrics | None:
         """The final metrics; None while the run is not finished."""
+        return Run(folder / self.name).result()
 
-    @abstractmethod
     def progress(self, folder: Path) -> float:
-        """The fraction of the run that is done, from 0 to 1."""
+        """The fraction of the run that is done, from 0 to 1; by default nothing before its end."""
+        return float(self.result(folder) is not None)
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:

@@ -32,10 +32,6 @@ class RecipeJob(Job):
         return result
 
     @override
-    def result(self, folder: Path) -> dict[str, Any] | None:
-        return Run(folder / self.name).result()
-
-    @override
     def progress(self, folder: Path) -> float:
         rows = Run(folder / self.name).metrics()
         return (rows[-1]["epoch"] or 0) / self.recipe.train.epochs if rows else 0.0
