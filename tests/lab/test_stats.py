@@ -349,7 +349,7 @@ def test_tests_with_other_assumptions_are_named_where_they_disagree():
     found = one(arm, base)
     assert found.verdict == "not settled"
     assert "ranks (p = 0.01" in found.doubt
-    assert "would call it different" in found.sentence
+    assert "would find a difference" in found.sentence
     clear = one([value + 1 for value in base], base)
     assert clear.doubt == ""
 
@@ -540,7 +540,7 @@ def test_a_small_study_plans_with_its_uncertainty():
     assert (noise.df, noise.runs) == (5, 7)
     low, high = plan(0.3, noise).seeds_interval
     assert low < plan(0.3, noise).seeds < high
-    with pytest.raises(ValueError, match="an arm with 2 runs or more"):
+    with pytest.raises(ValueError, match="an arm with 2 or more runs"):
         estimate_noise([[1.0], [2.0]])
     with pytest.raises(ValueError, match="to be positive and finite, but got 0"):
         estimate_noise([[1.0, 1.0]])
