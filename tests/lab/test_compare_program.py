@@ -419,7 +419,7 @@ def test_how_a_command_is_altered(command, expected):
         ("--tune lr=1,2 -- python train.py {seed} {lr}", "Expected --tune-metric, the metric by"),
         (
             "--tune lr=1,2 --tune-metric loss -- python train.py {seed} {lr}",
-            "Expected --metric with --tune-metric, another one",
+            "Expected --metric to be given and to differ from --tune-metric",
         ),
         (
             "--tune lr=1,2 --tune-metric acc --metric acc -- python train.py {seed} {lr}",
@@ -438,8 +438,8 @@ def test_how_a_command_is_altered(command, expected):
             "{seed} {lr}",
             "Expected --tune-map none, because the optimizer of your own program is not known",
         ),
-        ("--tune-metric loss -- python train.py {seed}", "Expected --tune-metric with --tune only"),
-        ("--head fc digits", "Expected --head with a program of your own only"),
+        ("--tune-metric loss -- python train.py {seed}", "Expected --tune-metric only with --tune"),
+        ("--head fc digits", "Expected --head only with your own program"),
         ("digits -- python train.py {seed}", "Expected a recipe or a program, but got 'digits'"),
         ("--baseline x -- python train.py {seed}", "Expected --baseline with --from only"),
         ("--better lower digits", "Expected --better with --from or your own program only"),
@@ -483,7 +483,7 @@ def test_arms_are_options_of_run():
 def test_pgts_ratio_of_rates_depends_on_the_optimizer():
     assert (head_exponent(["SGD", "SGD"]), head_exponent(["AdamW", "Adam"])) == (2, 1)
     for optimizers in (["Lion"], ["SGD", "Adam"], []):
-        with pytest.raises(RecipeError, match="ratio of rates is not known"):
+        with pytest.raises(RecipeError, match="ratio of learning rates is unknown"):
             head_exponent(optimizers)
 
 
@@ -652,7 +652,7 @@ def test_an_arm_of_which_all_runs_fail_is_not_compared(in_process, tmp_path, cap
     assert compare_plain(tmp_path, path, *arms, seeds="6,8") == 0
     said = capsys.readouterr().out
     assert "6 of 6 runs of c failed and do not count" in said
-    assert "It is not compared." in said
+    assert "This arm is not compared." in said
     assert [c["arm"] for c in saved(tmp_path / "s")["comparisons"]] == ["b"]
     assert not list((tmp_path / "s").glob("c-seed7-*"))
 
@@ -688,7 +688,7 @@ def test_a_program_that_does_not_use_its_seed_is_stopped_at_the_first_look(
     assert compare_plain(tmp_path, path, seeds="6,12") == 0
     said = capsys.readouterr().out
     assert (
-        "All 6 seeds of baseline give the same accuracy (92): your script does not use {seed}."
+        "All 6 seeds of baseline give the same accuracy (92), so your script does not use {seed}."
         in said
     )
     assert not list((tmp_path / "s").glob("*-seed6-*"))
@@ -724,18 +724,20 @@ def test_another_first_loss_is_said(python, in_process, tmp_path, capsys):
     assert status == 0
     said = capsys.readouterr().out
     assert "The first loss of pgt is not that of baseline" in said
-    assert "data order or initialisation differs" in said
+    assert "the data order or the initialisation differs" in said
 
 
 def test_the_whole_is_announced(in_process, tmp_path, capsys):
     assert compare_plain(tmp_path, script(tmp_path, NOISY), "--workers", 3, seeds=2) == 0
     said = capsys.readouterr().err
-    assert re.search(r"^4 runs, about \d+ s with 3 at a time; Ctrl-C saves.$", said, re.MULTILINE)
+    assert re.search(
+        r"^4 runs, about \d+ s with 3 at a time; Ctrl-C stops and saves.$", said, re.MULTILINE
+    )
     study = Results.load(tmp_path / "s").study
     assert study is not None
     planned = replace(study, design=Design((8, 24)))
     assert announce(planned, None, 150.0, 2) == (
-        "16 to 48 runs, about 20 min 00 s to 1 h 00 min with 2 at a time; Ctrl-C saves."
+        "16 to 48 runs, about 20 min 00 s to 1 h 00 min with 2 at a time; Ctrl-C stops and saves."
     )
 
 

@@ -665,8 +665,8 @@ def test_a_decomposition_shows_the_parts(visit: Callable[..., Page], tmp_path: P
     names = texts(page, "#decomposition .who bdi")
     assert sorted(names) == sorted(arm for arm in study.arms if arm != "CE")
     assert names[:2] == ["PGT", "two-group CE"]
-    assert "1e-14 apart after 10 steps and 1e-01 after 200" in part.inner_text()
-    assert "so unstable that rounding grows" in part.inner_text()
+    assert "differ by 1e-14 after 10 steps and by 1e-01 after 200" in part.inner_text()
+    assert "it is unstable, so rounding errors grow" in part.inner_text()
     assert "At alpha 0.25, PGT" in part.inner_text()
     assert page.locator("#curves svg .line.dashed").count() == 4  # the ninth arm and the tenth
 
@@ -727,7 +727,7 @@ def test_what_was_tuned_in_every_repeat_is_shown(
         trials = [
             Trial({"optimizer.lr": r}, {"optimizer.lr": r}, 90 + i) for i, r in enumerate(rates)
         ]
-        trials[2] = replace(trials[2], mean=math.nan, note="refused by the recipe")
+        trials[2] = replace(trials[2], mean=math.nan, note="not a valid recipe")
         return Choice(tuple(trials), 1, ("optimizer.lr",) if repeat == 5 else ())
 
     repeats = tuple({arm: choice(repeat) for arm in arms} for repeat in range(6))
@@ -745,10 +745,12 @@ def test_what_was_tuned_in_every_repeat_is_shown(
         "91.00",
         "1.00",
         "",
-        "lr 0.1: 90.00; lr 0.9: refused by the recipe",
+        "lr 0.1: 90.00; lr 0.9: not a valid recipe",
     ]
     assert rows[-1][:6] == ["6", "pgt", "lr 0.7", "91.00", "1.00", "lr"]
-    assert "Of 6 choices at the edge of the range: baseline 1, pgt 1." in page.inner_text(".notes")
+    assert "Choices at the edge of the range, out of 6: baseline 1, pgt 1." in page.inner_text(
+        ".notes"
+    )
     assert page.locator("#verdict .forest .seed").count() == 6  # one per repeat
 
 
