@@ -177,7 +177,7 @@ def two(seed, arm):
         ({"arms": {"a": {}, "b": {"seed": 1}}}, "the settings of 'b' not to contain 'seed'"),
         ({"train": 3}, "Expected `train` to be a function, but got int"),
         ({"train": lambda seed, arm: "x"}, "return a number or a mapping of numbers, but got str"),
-        ({"train": lambda seed, arm: {"seed": 1}}, "another name for the metric 'seed'"),
+        ({"train": lambda seed, arm: {"seed": 1}}, "not to be reserved, but got 'seed'"),
         ({"train": lambda *_: two(*_), "metric": None}, "Expected `metric`, one of a, b, but got"),
         ({"metric": None}, "Expected `metric`, the name of the number that `train` returns"),
         ({"metric": "f1"}, "Expected `better` higher or `better` lower, because 'f1' does not"),

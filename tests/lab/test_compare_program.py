@@ -410,11 +410,11 @@ def test_how_a_command_is_altered(command, expected):
         ("--metric-regex acc -- python train.py {seed}", "with one group in parentheses"),
         ("--metric-regex (.)(.) -- python train.py {seed}", "with one group in parentheses"),
         ("--metric-regex ( -- python train.py {seed}", "Expected --metric-regex to be a regular"),
-        ("--metric-regex (.) -- python train.py {seed}", "Expected a name for what --metric-regex"),
+        ("--metric-regex (.) -- python train.py {seed}", "Expected a name for the metric of --metric-regex"),
         ("--metric-regex foo(.) -- python train.py {seed}", "Expected --better higher or"),
         ("--metric-regex foo(.) --better lower -- python train.py {seed}", "Expected --margin"),
-        ("--metric-regex seconds(.) -- python train.py {seed}", "another name for the metric 'sec"),
-        ("--metric-file x.json -- python train.py {seed}", "Expected --metric-file as FILE:KEY"),
+        ("--metric-regex seconds(.) -- python train.py {seed}", "not to be reserved, but got 'sec"),
+        ("--metric-file x.json -- python train.py {seed}", "Expected --metric-file to be FILE:KEY"),
         ("--metric-file {x}.json:a -- python train.py {seed}", "but got {x}"),
         ("--tune lr=1,2 -- python train.py {seed} {lr}", "Expected --tune-metric, the metric by"),
         (
@@ -436,7 +436,7 @@ def test_how_a_command_is_altered(command, expected):
         (
             "--tune lr=1,2 --tune-map identity --tune-metric loss --metric acc -- python train.py "
             "{seed} {lr}",
-            "Expected --tune-map none, because the optimizer of your own program is not known",
+            "Expected --tune-map none, because the optimizer of your own program is unknown",
         ),
         ("--tune-metric loss -- python train.py {seed}", "Expected --tune-metric only with --tune"),
         ("--head fc digits", "Expected --head only with your own program"),
@@ -573,7 +573,7 @@ REPORT_SEED = "json.dump({'seed': 1}, open(os.environ['POWERGRAD_REPORT'], 'w'))
         (WRITE % ("r.json", "{}"), Sources.parse([], ["r.json:a.b"]), "KeyError: 'a'"),
         (WRITE % ("r.csv", "a,b"), Sources.parse([], ["r.csv:a"]), "IndexError"),
         ("print('acc 1')", replace(ACC, wanted=("f1",)), "Expected the metric 'f1', but got 'acc'"),
-        (REPORT_SEED, Sources(), "another name for the metric 'seed'"),
+        (REPORT_SEED, Sources(), "a metric not to be reserved, but got 'seed'"),
         ("print('a\\nb'); sys.exit(7)", Sources(), "exit code 7. The last lines"),
         ("os.abort()", Sources(), "ended by SIGABRT"),
     ],
@@ -885,7 +885,7 @@ def test_a_program_that_cannot_be_started_failed(tmp_path):
     path = tmp_path / "not executable"
     path.touch()
     job = CommandJob("run", (str(path),), {}, None, Sources())
-    with pytest.raises(RunFailed, match=r"it cannot be started: .*Permission denied"):
+    with pytest.raises(RunFailed, match=r"the program cannot be started: .*Permission denied"):
         job.execute(tmp_path)
 
 

@@ -442,7 +442,7 @@ def test_the_same_failure_is_told_once(small: Recipe, tmp_path: Path) -> None:
 def test_failures_are_listed_by_reason() -> None:
     failed = {"a": "no room in 'a'", "b": "no room in 'b'", "c": "no memory"}
     assert describe_failures(failed, 9).splitlines() == [
-        "3 of 9 runs could not be done:",
+        "3 of 9 runs failed:",
         "  a and 1 more: no room in 'a'",
         "  c: no memory",
     ]
@@ -471,7 +471,7 @@ def test_a_full_disk_is_called_so(
 
     monkeypatch.setattr(queues.subprocess, "Popen", dies)
     with (
-        pytest.raises(JobError, match=r"The disk is full: .*study.*What is finished stays"),
+        pytest.raises(JobError, match=r"The disk is full: .*study.*Finished runs are kept"),
         JobQueue(tmp_path / "study", study="x", workers=2) as queue,
     ):
         queue.run(jobs_of(small, 4))

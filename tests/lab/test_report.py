@@ -357,7 +357,7 @@ def test_a_study_without_any_run_has_a_page(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"Expected '.*' to be the folder of a run or of a study"):
+    with pytest.raises(RunError, match=r"Expected '.*' to be the folder of a run or a study"):
         write_report([tmp_path], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
 

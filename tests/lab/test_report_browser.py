@@ -215,7 +215,7 @@ def test_the_page_of_a_program_has_no_sections_of_a_recipe(tmp_path, visit) -> N
     assert {"f1 <score>", "val loss", "seconds"} <= set(heads)
     page.click("#table summary")
     assert page.locator("#table .failed").count() == 1
-    assert "The program" in page.inner_text("#provenance")
+    assert "Program" in page.inner_text("#provenance")
 
 
 def test_the_verdict_is_on_top(visit: Callable[..., Page], report: Path, study: Path) -> None:
@@ -270,10 +270,10 @@ def test_the_switches_of_the_curves(visit: Callable[..., Page], report: Path) ->
     curves.get_by_label("every seed").uncheck()
 
     shape = lines.first.get_attribute("d")
-    curves.get_by_label("log scale of the error").check()
+    curves.get_by_label("error on a log scale").check()
     assert titles.first.inner_text() == "Test error (%), logarithmic"
     assert lines.first.get_attribute("d") != shape
-    curves.get_by_label("log scale of the error").uncheck()
+    curves.get_by_label("error on a log scale").uncheck()
     assert lines.first.get_attribute("d") == shape
     curves.get_by_role("group", name="accuracy").get_by_label("train").check()
     assert titles.first.inner_text() == "Train accuracy (%)"
@@ -364,7 +364,7 @@ def test_alpha_and_reliability(visit: Callable[..., Page], report: Path) -> None
     page = visit(report)
     alpha = page.locator("#alpha")
     titles = alpha.locator("figcaption").all_inner_texts()
-    assert titles[0] == "Test accuracy against α, with 95% intervals"
+    assert titles[0] == "Test accuracy over α, with 95% intervals"
     assert [each.split(":")[0] for each in titles[4:]] == [
         "At temperature 1",
         "At temperature 1/α = 4",
@@ -450,7 +450,7 @@ def test_the_playground_takes_examples_and_refuses_nonsense(
     assert page.locator('[data-kind="powered"]').first.inner_text() != before
     for text, said in (
         ("1, two, 3", "“two” is not a logit"),
-        ("1", "two logits or more"),
+        ("1", "at least two logits"),
         ("-inf -inf", "must be finite"),
         ("inf 1", "not a logit"),
     ):

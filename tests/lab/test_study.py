@@ -396,7 +396,7 @@ def test_a_folder_of_another_recipe_is_refused_and_left_alone(study, capsys):
         (["--seed", "7"], "Expected --seeds and --first-seed, but got seed = 7"),
         (["--arm", ": lr=0.2"], "Expected a name before the colon"),
         (["--arm", "x: data.hold_out=0.1"], "tested on the same examples"),
-        (["--tune", "lr=0.1,0.2", "--data.hold_out", "0.2"], "data.hold_out to be 0 where arms"),
+        (["--tune", "lr=0.1,0.2", "--data.hold_out", "0.2"], "data.hold_out to be 0 with --tune"),
         (["loss=1", "loss.alpha=0.3"], "Expected either 'loss' or keys in it"),
         (["--tune", "lrr=1,2"], "Expected --tune with a known key, but got 'lrr'"),
         (["--tune", "optimizer.lrr"], "did you mean 'optimizer.lr'?"),
@@ -1193,7 +1193,7 @@ def do_jobs(jobs, folder, workers=1, **options):
 def test_a_job_that_cannot_be_done_is_told_and_the_others_are(tmp_path):
     good = RecipeJob("good", SMALL)
     bad = RecipeJob("bad", SMALL.override({"data.name": "folder:/nowhere"}))
-    with pytest.raises(JobError, match=r"1 of 2 runs could not be done:\n  bad: .*nowhere"):
+    with pytest.raises(JobError, match=r"1 of 2 runs failed:\n  bad: .*nowhere"):
         do_jobs([bad, good], tmp_path)
     assert Run(tmp_path / "good").result() is not None
 

@@ -97,7 +97,7 @@ class _Session:
 
     def _refuse(self, message: str) -> NoReturn:
         message = message.replace(_REMEDY, "name it by `--head NAME`")
-        message = message.removesuffix(" With `head=None` every layer is clipped.")
+        message = message.removesuffix(" Pass `head=None` to clip every layer.")
         self.refusals.append(message)
         raise _Refused(NOT_ALTERED)
 
