@@ -409,9 +409,11 @@ def span(interval: Sequence[float], digits: int = 2) -> str:
     """An interval in words. Its ends keep their signs: whether it contains 0 must be seen.
 
     Example:
-        >>> span((-0.003, 2.01))
-        '-0.00 to +2.01'
+        >>> span((-0.003, 2.01)), span((-math.inf, math.inf))
+        ('-0.00 to +2.01', 'no interval')
     """
+    if not all(map(math.isfinite, interval)):
+        return "no interval"
     low, high = (f"{end + 0.0:+.{digits}f}" for end in interval)
     return f"{low} to {high}"
 
