@@ -408,7 +408,7 @@ def compare(
         tuning: How the arms are tuned.
         options: What every study takes.
     """
-    if table.file is not None:
+    if table.from_ is not None:
         kept = replace(_OPTIONS, metric=options.metric, margin=options.margin)
         kept = replace(kept, out=options.out, name=options.name)
         rest = (recipe, overrides, arms, arm, alpha, command, program, tuning, options)

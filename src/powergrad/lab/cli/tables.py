@@ -29,7 +29,7 @@ class TableOptions:
     """How runs made elsewhere are compared.
 
     Attributes:
-        file: Compare the runs of this CSV file, one line per run, and train nothing; exports of
+        from_: Compare the runs of this CSV file, one line per run, and train nothing; exports of
             W&B and MLflow are understood.
         columns: With --from: the columns of arm and seed, as arm=group seed=config.seed, where
             they are not found; --metric names that of the metric.
@@ -38,7 +38,7 @@ class TableOptions:
             where its name does not tell.
     """
 
-    file: Annotated[Path | None, Parameter(name="--from")] = None
+    from_: Annotated[Path | None, Parameter(name="--from")] = None
     columns: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True)] = ()
     baseline: str | None = None
     better: Literal["higher", "lower"] | None = None
@@ -56,7 +56,7 @@ def compare_table(
     table: TableOptions, out: Path, name: str | None, metric: str | None, margin: float | None
 ) -> int:
     """Compare the runs of a table: the same files, figure, page and words as of a study."""
-    path = table.file
+    path = table.from_
     assert path is not None
     folder = out / (name or path.stem)
     earlier = _earlier(folder)
