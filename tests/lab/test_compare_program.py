@@ -410,7 +410,7 @@ def test_how_a_command_is_altered(command, expected):
         ("--metric-regex acc -- python train.py {seed}", "with one group in parentheses"),
         ("--metric-regex (.)(.) -- python train.py {seed}", "with one group in parentheses"),
         ("--metric-regex ( -- python train.py {seed}", "Expected --metric-regex to be a regular"),
-        ("--metric-regex (.) -- python train.py {seed}", "Expected a name for the metric of --metric-regex"),
+        ("--metric-regex (.) -- python train.py {seed}", "name for the metric of --metric-regex"),
         ("--metric-regex foo(.) -- python train.py {seed}", "Expected --better higher or"),
         ("--metric-regex foo(.) --better lower -- python train.py {seed}", "Expected --margin"),
         ("--metric-regex seconds(.) -- python train.py {seed}", "not to be reserved, but got 'sec"),
@@ -439,10 +439,15 @@ def test_how_a_command_is_altered(command, expected):
             "Expected --tune-map none, because the optimizer of your own program is unknown",
         ),
         ("--tune-metric loss -- python train.py {seed}", "Expected --tune-metric only with --tune"),
+        ("--agc 0.1 -- python train.py {seed}", "--agc only with an agc arm, but got base"),
+        ("--agc 0 --arms baseline,agc -- python train.py {seed}", "`--agc` to be above 0, but got"),
+        ("--agc 0.1 digits", "Expected --agc only with your own program"),
         ("--head fc digits", "Expected --head only with your own program"),
         ("digits -- python train.py {seed}", "Expected a recipe or a program, but got 'digits'"),
-        ("--baseline x -- python train.py {seed}", "Expected --baseline with --from only"),
-        ("--better lower digits", "Expected --better with --from or your own program only"),
+        ("--baseline x -- python train.py {seed}", "Expected --baseline only with --from"),
+        ("--better lower digits", "Expected --better only with --from or your own program"),
+        ("--budget soon -- python train.py {seed}", "--budget: Expected a time such as 90s"),
+        ("--budget 1h --storage x:// -- python train.py {seed}", "but got both"),
         ("--threads 0 -- python train.py {seed}", "Expected `--threads` to be at least 1"),
     ],
 )  # fmt: skip
@@ -478,6 +483,9 @@ def test_arms_are_options_of_run():
         "pgt(0.3)",
     ]
     assert command_arms(["head-lr"], [0.5], exponent=1) == {"head-lr": {"--head-lr-scale": 0.5}}
+    assert command_arms(["agc+pgt"], [0.5], agc=0.04) == {
+        "agc+pgt": {"--agc": 0.04, "--alpha": 0.5}
+    }
 
 
 def test_pgts_ratio_of_rates_depends_on_the_optimizer():
@@ -771,6 +779,32 @@ def test_runs_of_a_changed_script_are_done_anew(python, in_process, tmp_path, ca
     assert powergrad(*command) == 0
     assert len(in_process) == 10
     assert f"{path} changed since the runs in {tmp_path / 's'} were made" in capsys.readouterr().err
+    assert len(saved(tmp_path / "s")["rows"]) == 4
+
+
+def test_a_fresh_start_moves_the_earlier_runs_aside(in_process, tmp_path, capsys):
+    path = script(tmp_path, NOISY)
+    assert compare_plain(tmp_path, path, seeds=2) == 0
+    earlier = (tmp_path / "s/study.csv").read_bytes()
+    assert compare_plain(tmp_path, path, "--fresh", seeds=2) == 0
+    assert len(in_process) == 10  # 2 arms x 2 seeds and one repeated, twice
+    (aside,) = (folder for folder in tmp_path.glob("s*") if folder.name != "s" and folder.is_dir())
+    assert (aside / "study.csv").read_bytes() == earlier
+    assert str(aside) in capsys.readouterr().err
+
+
+def test_no_run_starts_after_the_budget(tmp_path, capsys):
+    """A run takes longer than the budget; with more time the same command continues."""
+    path = script(tmp_path, "import time; time.sleep(1.5)\n" + NOISY)
+    assert compare_plain(tmp_path, path, "--budget", "1s", "--workers", 1, seeds=2) == 0
+    said = capsys.readouterr().out
+    assert "The time was over before all runs were done: 1 seed of b could not be run." in said
+    assert len(list(tmp_path.glob("s/*/result.json"))) == 1
+    assert compare_plain(tmp_path, path, "--budget", "10m", "--workers", 2, seeds=2) == 0
+    said = capsys.readouterr().out
+    assert "The time was over" not in said
+    assert " no interval " in said  # two runs have no interval
+    assert "inf" not in said
     assert len(saved(tmp_path / "s")["rows"]) == 4
 
 

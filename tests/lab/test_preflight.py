@@ -501,23 +501,31 @@ class Pretending(JobQueue):
     """A queue that has time for some runs, and makes up their results."""
 
     most = 0
+    gain, noise = 5.0, 0.1
 
     def run(self, jobs: Any, watch: Any = None) -> dict[str, dict[str, Any]]:
         done = {}
         for job in jobs[: max(0, self.most)]:
-            seed, gain = job.recipe.seed, 5.0 if job.recipe.loss.alpha < 1 else 0.0
-            done[job.name] = {"test_accuracy": 90 + gain + (seed * 7 % 5) / 10, "diverged": False}
+            gain = self.gain if job.recipe.loss.alpha < 1 else 0.0
+            accuracy = 90 + gain + self.noise * (job.recipe.seed * 7 % 5)
+            done[job.name] = {"test_accuracy": accuracy, "diverged": False}
         type(self).most -= len(done)
         return done
 
 
 def cut_study(
-    small: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, most: int, seeds: str = "8..24"
+    small: Recipe,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    most: int,
+    seeds: str = "8..24",
+    others: tuple[float, ...] = (),
 ) -> Results:
     monkeypatch.setattr(Pretending, "most", most)
     monkeypatch.setattr("powergrad.lab.study.execute.JobQueue", Pretending)
-    arms = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
-    study = Study(StudyKind.COMPARE, RecipeProgram(small), arms, Design(parse_runs(seeds)))
+    changes = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
+    changes |= {f"pgt({alpha})": {"loss.alpha": alpha} for alpha in others}
+    study = Study(StudyKind.COMPARE, RecipeProgram(small), changes, Design(parse_runs(seeds)))
     watching: Watching = Watch
     return run_study(study, folder, Execution(1, watching))
 
@@ -537,6 +545,17 @@ def test_what_is_finished_is_judged_and_the_rest_is_stated(
     assert note in results.notes()
     results.save(tmp_path)
     assert list(Results.load(tmp_path / "study.json").remarks) == [note]
+
+
+def test_an_arm_that_ran_out_of_time_is_not_called_settled(
+    small: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pretending, "gain", 0.0)
+    monkeypatch.setattr(Pretending, "noise", 2.0)
+    results = cut_study(small, tmp_path, monkeypatch, 23, "8", others=(0.9,))  # 8, 8 and 7
+    found = [(comparison.n, comparison.verdict) for comparison in results.comparisons]
+    assert found == [(8, "not settled"), (7, "not settled")]
+    assert not any("An arm stops" in note for note in results.notes())
 
 
 def test_a_cut_study_goes_on_as_planned(
@@ -614,6 +633,25 @@ def test_from_a_folder_of_photos_to_a_verdict_and_a_page(
     told = capfd.readouterr()
     assert "--budget 5 min 00 s: as before" in told.err
     assert "Reusing 12 finished runs" in told.err
+
+
+@pytest.mark.deep
+def test_five_minutes_with_nothing_else_given(
+    photos: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    assert powergrad("compare", "--data.name", f"folder:{photos}", "--budget", "5m") == 0
+    assert time.monotonic() - began < 310  # the last run may be slower than those before it
+    told = capfd.readouterr()
+    before, _, after = told.err.partition("--budget 5 min 00 s chose")
+    assert "'train/a/003.jpg': " in before
+    assert "Classes without test images (1 of 3): 'c'" in before
+    assert re.search(r"\d+ runs of about", after)
+    for arm in ("pgt", "head-lr", "agc+pgt"):
+        assert re.search(rf"^ {re.escape(arm)} +[6-9]", told.out, re.MULTILINE)  # has a verdict
+    assert "Next: " in told.out
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert (folder / "report.html").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("command", ["compare", "train"])

@@ -87,6 +87,35 @@ def test_two_machines_share_a_sweep(database, tmp_path):
         assert one == two
 
 
+def test_two_machines_share_the_runs_of_a_program(database, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import random, sys, time\ntime.sleep(0.5)\n"
+        "print('accuracy', random.Random(sys.argv[1]).gauss(90, 1) + len(sys.argv))\n"
+    )
+    command = [sys.executable, "-m", "powergrad", "compare", "--arms", "baseline",
+               "--arm", "other: more", "--seeds", "3", "--workers", "1", "--metric-regex",
+               "accuracy (.+)", "--storage", database, "--name", "program"]  # fmt: skip
+    machines = [
+        subprocess.Popen(
+            [*command, "--out", str(tmp_path / name), "--", sys.executable, str(script), "{seed}"],
+            stderr=subprocess.PIPE, text=True,
+        )
+        for name in ("one", "two")
+    ]  # fmt: skip
+    said = [machine.communicate(timeout=300)[1] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    folders = [tmp_path / name / "program" for name in ("one", "two")]
+    done = [[file.parent.name for file in folder.glob("*/result.json")] for folder in folders]
+    assert len(set(done[0]) | set(done[1])) == len(done[0]) + len(done[1]) == 6
+    assert done[0]
+    assert done[1]
+    studies = [json.loads((folder / "study.json").read_text()) for folder in folders]
+    assert studies[0]["comparisons"] == studies[1]["comparisons"]
+    assert studies[0]["comparisons"][0]["difference"] == pytest.approx(1)
+    assert [len(study["rows"]) for study in studies] == [6, 6]
+
+
 def test_a_server_that_is_not_there(tmp_path):
     nowhere = "postgresql://lab@/none?host=/nowhere"
     command = [sys.executable, "-m", "powergrad", "sweep", "digits", *CHANGES, "--seeds", "2",

@@ -739,7 +739,7 @@ def test_an_arm_stops_at_the_look_that_settles_it(made_up, tmp_path, capsys):
     assert runs_of(saved) == {"baseline": 24, "pgt(0.5)": 8, "pgt(0.25)": 24}
     assert len(made_up.done) == 56
     assert saved["seeds"] == "8..24"
-    note = "An arm stops once it is settled: pgt(0.5) after 8, pgt(0.25) after 24 seeds."
+    note = "An arm stops once it is settled: pgt(0.5) after 8 seeds."
     assert any(text.startswith(note) for text in saved["notes"])
     # The stopped arm is compared with as many runs of the baseline, in one procedure.
     values = {

@@ -207,7 +207,7 @@ def test_a_column_with_one_value_is_not_the_arm(tmp_path):
 @pytest.mark.parametrize("options", [["--columns", "arm=x"], ["--baseline", "pgt"]])
 def test_options_of_tables_need_one(tmp_path, capsys, options):
     assert powergrad_cli.main(["compare", "--out", str(tmp_path), *options]) == 2
-    assert f"Expected {options[0]} with --from only" in capsys.readouterr().err
+    assert f"Expected {options[0]} only with --from" in capsys.readouterr().err
 
 
 # Runs without a number ----------------------------------------------------------------------------

@@ -135,7 +135,8 @@ def show_runs(results: Results) -> None:
         mean = _number(results.mean(arm), digits)
         table.add_row(Text(arm), str(len(values)), f"{mean}{spread}")
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-    print("Nothing is compared: a comparison needs two arms with two runs each.")
+    reason = "Nothing is compared: a comparison needs two arms with two runs each."
+    print(reason, *results.remarks)
 
 
 def show_study(folder: Path, thresholds: Thresholds) -> None:
@@ -258,11 +259,11 @@ def _table(first: str, *others: str) -> Table:
 def _difference(comparison: Comparison | None, digits: int) -> list[str]:
     if comparison is None:
         return ["", "", "", ""]
-    p = comparison.p
+    p = f"{comparison.p:.3f}" if comparison.p >= 0.0005 else "<0.001"
     return [
         signed(comparison.difference, digits),
         span(comparison.interval, digits),
-        f"{p:.3f}" if p >= 0.0005 else "<0.001",
+        p if all(map(math.isfinite, comparison.interval)) else "-",
         comparison.verdict,
     ]
 

@@ -107,10 +107,12 @@ def check_options(overrides: Sequence[str], options: Iterable[str]) -> None:
 def option_names(command: Callable[..., Any]) -> Iterator[str]:
     """The options of a command, as typed."""
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        names: list[str] = []
         if is_dataclass(parameter.default):
-            yield from (f"--{field.name.replace('_', '-')}" for field in fields(parameter.default))
+            names = [field.name for field in fields(parameter.default)]
         elif parameter.kind is parameter.KEYWORD_ONLY:
-            yield f"--{parameter.name.rstrip('_').replace('_', '-')}"
+            names = [parameter.name]
+        yield from (f"--{name.rstrip('_').replace('_', '-')}" for name in names)
 
 
 def show_keys(recipe: Recipe) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -160,6 +161,23 @@ class StudyOptions:
         budget = f"-{self.budget.replace(' ', '')}" if self.budget else ""
         return self.out / (self.name or study.name + budget)
 
+    def free_folder(self, study: Study) -> Path:
+        """The folder of the study; with --fresh, the folder of an earlier start is renamed.
+
+        Raises:
+            ValueError: If other machines share the runs, and an option would affect them.
+        """
+        for name, value in (("--budget", self.budget), ("--fresh", self.fresh or None)):
+            if value is not None and self.storage is not None:
+                raise ValueError(
+                    f"Expected no {name} with --storage, whose runs other machines share, but got "
+                    f"both{'; choose another --name' if name == '--fresh' else ''}."
+                )
+        folder = self.folder(study)
+        if self.fresh:
+            put_aside(folder)
+        return folder
+
     def prepare(
         self,
         study: Study,
@@ -176,15 +194,7 @@ class StudyOptions:
             given: The keys of the recipe that the user has set.
             seeds_given: Whether the user has set the seeds; by default, whether --seeds is set.
         """
-        folder = self.folder(study)
-        for name, value in (("--budget", self.budget), ("--fresh", self.fresh or None)):
-            if value is not None and self.storage is not None:
-                raise ValueError(
-                    f"Expected no {name} with --storage, whose runs other machines share, but got "
-                    f"both{'; choose another --name' if name == '--fresh' else ''}."
-                )
-        if self.fresh:
-            put_aside(folder)
+        folder = self.free_folder(study)
         ready = prepare(
             study,
             folder,
@@ -332,19 +342,21 @@ class ProgramOptions:
             validation data and differ from --metric, because test data must not be used to choose.
         head: The name of the classifier head in the model, for agc and head-lr, if it cannot be
             found.
+        agc: The threshold of agc; 0.01 by default.
     """
 
     metric_regex: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     metric_file: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     tune_metric: str | None = None
     head: str | None = None
+    agc: float | None = None
 
     def check_unused(self) -> None:
         """Raise ValueError if an option was given without a program."""
-        for name in ("metric_regex", "metric_file", "tune_metric", "head"):
-            if value := getattr(self, name):
+        for name in ("metric_regex", "metric_file", "tune_metric", "head", "agc"):
+            if (value := getattr(self, name)) not in (None, ()):
                 option = f"--{name.replace('_', '-')}"
-                given = value if isinstance(value, str) else value[0]
+                given = value[0] if isinstance(value, tuple) else value
                 raise ValueError(
                     f"Expected {option} only with your own program (`compare ... -- python "
                     f"train.py --seed {{seed}}`), but got {given!r} without one."
@@ -399,7 +411,7 @@ def compare(
         tuning: The tuning of the arms.
         options: The options of every study.
     """
-    if table.file is not None:
+    if table.from_ is not None:
         kept = replace(_OPTIONS, metric=options.metric, margin=options.margin)
         kept = replace(kept, out=options.out, name=options.name)
         rest = (recipe, overrides, arms, arm, alpha, command, program, tuning, options)
@@ -509,12 +521,17 @@ def _compare_program(
             f"{changes[0]!r}."
         )
     _check_tune_metric(given.tune_metric, options.metric, bool(tuned))
+    # A program has no keys that could be chosen to fit into the time.
+    budget = math.inf if options.budget is None else parse_budget(options.budget)
+    deadline = time.monotonic() + budget
     sources = Sources.parse(
         given.metric_regex, given.metric_file, options.metric, given.tune_metric
     )
     keys = [part.partition("=")[0] for text in tuned for part in text.rpartition(": ")[2].split()]
     program = CommandProgram.of(command, sources, head=given.head, tuned=dict.fromkeys(keys))
-    arms = command_arms(texts, alphas)
+    if given.agc is not None and not given.agc > 0:
+        raise ValueError(f"Expected `--agc` to be above 0, but got {given.agc:g}.")
+    arms = command_arms(texts, alphas, agc=given.agc)
     study = make_study(StudyKind.COMPARE, program, arms, options, tuning)
     usual = [name for name in sources.names if name != given.tune_metric]
     known = options.metric or (usual[0] if len(usual) == 1 else None)
@@ -531,18 +548,15 @@ def _compare_program(
             f"Expected --tune for {names[0]!r}, because the command has {{{names[0]}}}, but got "
             "none."
         )
-    folder = options.folder(study)
-    if options.fresh:
-        put_aside(folder)
+    folder = options.free_folder(study)
     execution = options.execution(program)
-    if options.budget is not None:  # the program has no keys that could be chosen to fit
-        deadline = time.monotonic() + parse_budget(options.budget)
-        execution = replace(execution, deadline=deadline)
     with execution.queue(folder, study) as queue:
         execution = replace(execution, opened=queue)
         first = run_first(study, tuner, folder, execution)
+        queue.deadline = deadline  # only now, because the time of a run must be known
         if any("--head-lr-scale" in changes for changes in arms.values()):
-            arms = command_arms(texts, alphas, exponent=head_exponent(first.optimizers))
+            exponent = head_exponent(first.optimizers)
+            arms = command_arms(texts, alphas, exponent=exponent, agc=given.agc)
         metric = first.metric(known, usual=usual, margin=options.margin, better=better)
         study = replace(study, arms=arms, metric=metric, margin=metric.margin)
         tuner = replace(tuner, study=study) if tuner else None

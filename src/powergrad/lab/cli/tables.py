@@ -29,7 +29,7 @@ class TableOptions:
     """Options for the comparison of runs made elsewhere.
 
     Attributes:
-        file: Compare the runs of this CSV file (one line per run) instead of training. Exports of
+        from_: Compare the runs of this CSV file (one line per run) instead of training. Exports of
             W&B and MLflow are supported.
         columns: With --from: the columns of arm and seed, such as arm=group seed=config.seed, if
             they are not found. The column of the metric is --metric.
@@ -38,7 +38,7 @@ class TableOptions:
             if its name does not show it.
     """
 
-    file: Annotated[Path | None, Parameter(name="--from")] = None
+    from_: Annotated[Path | None, Parameter(name="--from")] = None
     columns: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True)] = ()
     baseline: str | None = None
     better: Literal["higher", "lower"] | None = None
@@ -56,7 +56,7 @@ def compare_table(
     table: TableOptions, out: Path, name: str | None, metric: str | None, margin: float | None
 ) -> int:
     """Compare the runs of a table, with the same files, figure, page and output as a study."""
-    path = table.file
+    path = table.from_
     assert path is not None
     folder = out / (name or path.stem)
     earlier = _earlier(folder)

@@ -407,9 +407,11 @@ def span(interval: Sequence[float], digits: int = 2) -> str:
     """Format an interval. Its ends keep their signs, to show whether it contains 0.
 
     Example:
-        >>> span((-0.003, 2.01))
-        '-0.00 to +2.01'
+        >>> span((-0.003, 2.01)), span((-math.inf, math.inf))
+        ('-0.00 to +2.01', 'no interval')
     """
+    if not all(map(math.isfinite, interval)):
+        return "no interval"
     low, high = (f"{end + 0.0:+.{digits}f}" for end in interval)
     return f"{low} to {high}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from powergrad.lab.config import Recipe, RecipeError, parse_overrides
 from powergrad.lab.jobs.command import FLAGS
@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 Changes = dict[str, Any]
+AGC = 0.01  # the threshold of Brock et al.
 
 SHORT = {
     "lr": "optimizer.lr",
@@ -57,7 +58,7 @@ def _agc(recipe: Recipe, alpha: float) -> Changes:
     # `clip` times its weight, while decay subtracts `weight_decay` times its weight, so with a clip
     # below the decay every weight would vanish. Eight times the decay is enough: 0.16, the largest
     # clip that Brock et al. tried, is eight times 0.02.
-    return {"clip.agc": max(0.01, 8 * recipe.optimizer.weight_decay)}
+    return {"clip.agc": max(AGC, 8 * recipe.optimizer.weight_decay)}
 
 
 def _less_decay(recipe: Recipe, alpha: float) -> Changes:
@@ -159,19 +160,35 @@ def arms_of(texts: Sequence[str], recipe: Recipe, alphas: Sequence[float]) -> di
 
 # Arms of a user's program ------------------------------------------------------------------------
 
-# The options of `powergrad run` for each method, given alpha and the exponent of head-lr.
-RUN_METHODS: dict[str, Callable[[float, int], Changes]] = {
-    "baseline": lambda alpha, exponent: {},
-    "pgt": lambda alpha, exponent: {"--alpha": alpha},
-    "gc": lambda alpha, exponent: {"--clip-norm": 1.0},
-    "agc": lambda alpha, exponent: {"--agc": 0.01},  # as in Brock et al.
-    "less-decay": lambda alpha, exponent: {"--decay-scale": alpha},
-    "head-lr": lambda alpha, exponent: {"--head-lr-scale": alpha**exponent},
+
+class Given(NamedTuple):
+    """The values from which the options of ``powergrad run`` are computed.
+
+    Attributes:
+        alpha: The alpha of PGT.
+        exponent: With PGT, the ratio of the head's learning rate to the backbone's is alpha to this
+            power.
+        agc: The threshold of adaptive gradient clipping.
+    """
+
+    alpha: float
+    exponent: int
+    agc: float
+
+
+# The options of `powergrad run` for each method.
+RUN_METHODS: dict[str, Callable[[Given], Changes]] = {
+    "baseline": lambda given: {},
+    "pgt": lambda given: {"--alpha": given.alpha},
+    "gc": lambda given: {"--clip-norm": 1.0},
+    "agc": lambda given: {"--agc": given.agc},
+    "less-decay": lambda given: {"--decay-scale": given.alpha},
+    "head-lr": lambda given: {"--head-lr-scale": given.alpha**given.exponent},
 }
 
 
 def command_arms(
-    texts: Sequence[str], alphas: Sequence[float], *, exponent: int = 2
+    texts: Sequence[str], alphas: Sequence[float], *, exponent: int = 2, agc: float | None = None
 ) -> dict[str, Changes]:
     """The arms of a comparison of a user's program.
 
@@ -181,9 +198,10 @@ def command_arms(
         alphas: The alphas of the methods that depend on it; with several, one arm for each.
         exponent: With PGT, the ratio of the head's learning rate to the backbone's is alpha to this
             power.
+        agc: The threshold of agc; by default 0.01.
 
     Raises:
-        RecipeError: If a part is not a method, or a name occurs twice.
+        RecipeError: If a part is not a method, no arm uses `agc`, or a name occurs twice.
 
     Example:
         >>> command_arms(["baseline", "agc+pgt", "wide: pgt --width '6 4'"], [0.5])["wide"]
@@ -215,11 +233,13 @@ def command_arms(
         for alpha in alphas if depends else alphas[:1]:
             changes: Changes = {}
             for method in methods:
-                changes |= RUN_METHODS[method](alpha, exponent)
+                changes |= RUN_METHODS[method](Given(alpha, exponent, AGC if agc is None else agc))
             full = f"{name}({alpha:g})" if depends and len(alphas) > 1 else name
             if full in arms:
                 raise RecipeError(f"Expected arms with different names, but got {full!r} twice.")
             arms[full] = {**changes, **({FLAGS: flags} if flags else {})}
+    if agc is not None and not any("--agc" in changes for changes in arms.values()):
+        raise RecipeError(f"Expected --agc only with an agc arm, but got {', '.join(arms)}.")
     return arms
 
 

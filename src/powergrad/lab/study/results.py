@@ -368,12 +368,16 @@ class Results:
             note = self._unplanned({*study.earlier, study.design.last}, what)
             notes.append(f"{note} To plan the looks, use --{what} 8..24.")
         if not study.design.is_fixed and self.arms:
-            sizes = {comparison.arm: comparison.n for comparison in self.comparisons}
-            if len(set(sizes.values())) > 1:
-                listed = ", ".join(f"{arm} after {n}" for arm, n in sizes.items())
+            most = max((comparison.n for comparison in self.comparisons), default=0)
+            stopped = [
+                f"{comparison.arm} after {comparison.n}"
+                for comparison in self.comparisons
+                if comparison.n < most and comparison.verdict != "not settled"
+            ]
+            if stopped:
                 notes.append(
-                    f"An arm stops once it is settled: {listed} {what}. It is compared with as "
-                    f"many {what} of {self.baseline}."
+                    f"An arm stops once it is settled: {', '.join(stopped)} {what}. It is compared "
+                    f"with as many {what} of {self.baseline}."
                 )
         used = set(study.seeds)
         if self.folder is not None and not self.has_repeats:
