@@ -287,7 +287,7 @@ print("accuracy", random.Random(seed).random())
     [
         (NO_LOSS, "pgt", "--alpha 0.25 altered nothing: no cross-entropy"),
         (OWN_KERNEL, "pgt", "Its first backward pass began at LossBackward"),
-        (NO_OPTIMIZER, "agc", "--agc changed nothing: no optimizer"),
+        (NO_OPTIMIZER, "agc", "--agc changed nothing: no torch.optim.Optimizer"),
         (NO_OPTIMIZER, "less-decay", "--decay-scale changed nothing: no optimizer"),
         (NO_LOSS, "less-decay", "--decay-scale changed nothing: no optimizer has a weight decay"),
         ("print('accuracy', 1); os._exit(0)", "pgt", "not known whether it was altered"),
@@ -317,7 +317,7 @@ def test_under_torchrun_the_exit_code_is_another_one(tmp_path, code, problems, s
     if stops is None:
         assert job._check_altered(code, path)["first_loss"] == 1.5
         return
-    with pytest.raises(RunFailed, match="was not altered as asked: x") as error:
+    with pytest.raises(RunFailed, match="was not altered as requested: x") as error:
         job._check_altered(code, path)
     assert error.value.stops
 
@@ -394,10 +394,10 @@ def test_how_a_command_is_altered(command, expected):
     ("tokens", "message"),
     [
         ("-- python train.py", "Expected the placeholder {seed} in the command"),
-        ("-- python train.py {seed} {sede}", "or one that --tune names, but got {sede}; did you"),
-        ('-- python train.py {seed} {"a":1}', "and {{ and }} for braces themselves, but got '{"),
-        ("-- python train.py {seed} }", "and {{ and }} for braces themselves, but got '}'"),
-        ("-- python train.py {seed:03d}", "Expected placeholders as {seed}"),
+        ("-- python train.py {seed} {sede}", "or a key of --tune, but got {sede}; did you"),
+        ('-- python train.py {seed} {"a":1}', "and {{ and }} for literal braces, but got '{"),
+        ("-- python train.py {seed} }", "and {{ and }} for literal braces, but got '}'"),
+        ("-- python train.py {seed:03d}", "Expected placeholders such as {seed}"),
         ("-- python lost.py {seed}", "Expected a script after `--`, but got 'lost.py': No such"),
         ("-- lost {seed}", "Expected a program after `--`, but got 'lost'"),
         ("-- ls {seed}", "because the arm 'pgt' alters gradients, but got 'ls {seed}'"),
@@ -406,7 +406,7 @@ def test_how_a_command_is_altered(command, expected):
         ("--arms pgt,pgt -- python train.py {seed}", "different names, but got 'pgt' twice"),
         ("--arms baseline,a: -- python train.py {seed}", 'as "name: --flag value"'),
         ("--arms baseline --arm a:'x -- python train.py {seed}", "No closing quotation"),
-        ("--arms pgt --arm p:pgt -- python train.py {seed}", "'pgt' and 'p' are the same run"),
+        ("--arms pgt --arm p:pgt -- python train.py {seed}", "'pgt' and 'p', which are the same"),
         ("--metric-regex acc -- python train.py {seed}", "with one group in parentheses"),
         ("--metric-regex (.)(.) -- python train.py {seed}", "with one group in parentheses"),
         ("--metric-regex ( -- python train.py {seed}", "Expected --metric-regex to be a regular"),
@@ -427,7 +427,7 @@ def test_how_a_command_is_altered(command, expected):
         ),
         (
             "--tune lr=1,2 --tune-metric loss --metric acc -- python train.py {seed}",
-            "Expected the placeholder {lr} in the command, because --tune names 'lr'",
+            "Expected the placeholder {lr} in the command, because 'lr' is tuned",
         ),
         (
             "--tune lr=1 --tune-metric loss --metric acc -- python train.py {seed} {lr}",
@@ -778,7 +778,10 @@ def test_runs_of_a_changed_script_are_done_anew(python, in_process, tmp_path, ca
     path.write_text(path.read_text() + "# another one\n")
     assert powergrad(*command) == 0
     assert len(in_process) == 10
-    assert f"{path} changed since the runs in {tmp_path / 's'} were made" in capsys.readouterr().err
+    assert (
+        f"{path} has changed since the runs in {tmp_path / 's'} were made"
+        in capsys.readouterr().err
+    )
     assert len(saved(tmp_path / "s")["rows"]) == 4
 
 
