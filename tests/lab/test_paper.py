@@ -777,7 +777,7 @@ def test_run_plans_both_scales(tmp_path, capsys):
             "no --repeats for an item of the paper",
         ),
         (("T1.7", "--scale", "small", "--metric", "nonsense"), "nonsense"),
-        (("F7",), r"a figure: `powergrad paper figure F7"),
+        (("F7",), r"a figure; draw it with `powergrad paper figure F7"),
         (("T1.8",), r"did you mean 'T\d\.\d'"),
     ],
 )

@@ -201,7 +201,7 @@ def test_an_unknown_arm_is_refused_with_the_nearest():
 def test_an_arm_twice_is_refused():
     with pytest.raises(RecipeError, match="'pgt' twice"):
         arms_of(["pgt", "pgt"], SMALL, [0.3])
-    with pytest.raises(RecipeError, match="'a' and 'b' are the same run"):
+    with pytest.raises(RecipeError, match="'a' and 'b', which are the same run"):
         study_of(SMALL, {"a": {}, "b": {"loss.alpha": 1.0}})
 
 
@@ -539,7 +539,7 @@ def test_a_study_of_a_later_format_is_refused(study, tmp_path):
         path = later / name
         text = path.read_text()
         path.write_text(re.sub(r"(\W?format\W*: )3", r"\g<1>4", text, count=1))
-        with pytest.raises(RunError, match="a newer powergrad reads"):
+        with pytest.raises(RunError, match="newer version of powergrad"):
             Results.load(later)
         path.write_text(text)
 

@@ -250,7 +250,7 @@ class Budget:
 
 def fit_budget(
     plan: Plan,
-    found: Found,
+    facts: Found,
     clock: Clock,
     *,
     budget: float,
@@ -268,7 +268,7 @@ def fit_budget(
 
     Args:
         plan: The study. Its design is used only if `seeds_given`.
-        found: The data and the network.
+        facts: The data and the network.
         clock: Measures the time of a run.
         budget: The given time, in seconds.
         left: The remaining part of `budget`.
@@ -298,11 +298,11 @@ def fit_budget(
 
     enough = max(least, math.ceil(most / 2))
     chosen: tuple[dict[str, Any], int, int] | None = None
-    rungs = list(_rungs(base, found, given))
+    rungs = list(_rungs(base, facts, given))
     share = math.inf  # the share of the last measured time that would fit
     measured: Changes = {}
     for changes in rungs:
-        if changes is not rungs[-1] and _work(found, changes) > share * _work(found, measured):
+        if changes is not rungs[-1] and _work(facts, changes) > share * _work(facts, measured):
             continue  # it cannot be that much faster
         epochs, measured = epochs_that_fit(changes, first), changes
         if epochs:
@@ -329,22 +329,22 @@ def fit_budget(
     return Budget(budget, changes, seeds, run, reserve)
 
 
-def _work(found: Found, changes: Changes) -> float:
+def _work(facts: Found, changes: Changes) -> float:
     """The work of a step, up to a constant factor, as a function of image size and width."""
-    size, width = changes.get("data.size", found.size), changes.get("model.width", found.width)
+    size, width = changes.get("data.size", facts.size), changes.get("model.width", facts.width)
     return (size * width) ** 2
 
 
-def _rungs(base: Recipe, found: Found, given: Collection[str]) -> Iterator[dict[str, Any]]:
+def _rungs(base: Recipe, facts: Found, given: Collection[str]) -> Iterator[dict[str, Any]]:
     """Changes that make a recipe cheaper and cheaper, starting with no change."""
     changes: dict[str, Any] = {}
     yield changes
-    if found.scan is not None and "data.size" not in given:
-        for size in (size for size in SIZES if size < found.size):
+    if facts.scan is not None and "data.size" not in given:
+        for size in (size for size in SIZES if size < facts.size):
             changes = {"data.size": size}
             yield changes
     if "model.width" not in given and not base.model.name.startswith("timm:"):
-        width = found.width // 2
+        width = facts.width // 2
         while width >= LEAST_WIDTH:
             yield {**changes, "model.width": width}
             width //= 2

@@ -90,21 +90,21 @@ def prepare(
     began = time.monotonic()
     seconds = 0.0 if budget is None else parse_budget(budget)
     arms = [study.base.override(changes) for changes in study.arms.values()]
-    found = _look_at_data(study.base, arms)
+    facts = _look_at_data(study.base, arms)
     done = _reused(study, folder, tuner)
     extra = len(tuner.jobs(0)) if tuner else 0
     plan = Plan(study.base, study.arms, study.design, workers, extra, done=done)
     if study.finals:
         per_unit = study.finals + extra // len(study.arms)
         plan = replace(plan, extra=0, per_unit=per_unit)
-    check_disk(folder, plan.fewest * found.run_bytes(study.base), plan.fewest)
+    check_disk(folder, plan.fewest * facts.run_bytes(study.base), plan.fewest)
     if budget is not None:
         return _with_budget(
-            plan, found, folder, seconds, began + seconds, given, seeds_given or bool(study.finals)
+            plan, facts, folder, seconds, began + seconds, given, seeds_given or bool(study.finals)
         )
     if plan.most == 0:
         return Ready({})
-    if found.is_short(study.base):
+    if facts.is_short(study.base):
         _say(f"{_runs(plan)} of a few seconds each, {workers} at a time.")
         return Ready({})
     with Stopwatch(min(workers, plan.most)) as stopwatch:
@@ -118,7 +118,7 @@ def prepare(
             try:
                 fits = fit_budget(
                     fresh,
-                    found,
+                    facts,
                     clock,
                     budget=LONG,
                     left=LONG,
@@ -144,7 +144,7 @@ def _reserve(stopwatch: Stopwatch) -> float:
 
 def _with_budget(
     plan: Plan,
-    found: Found,
+    facts: Found,
     folder: Path,
     seconds: float,
     deadline: float,
@@ -160,7 +160,7 @@ def _with_budget(
         with Stopwatch(min(plan.workers, plan.most)) as stopwatch:
             chosen = fit_budget(
                 replace(plan, done=0),
-                found,
+                facts,
                 Clock(stopwatch.time),
                 budget=seconds,
                 left=deadline - time.monotonic(),
@@ -249,9 +249,9 @@ def check_run(recipe: Recipe, folder: Path, *, ask: bool = True) -> None:
         ValueError: If there is an error.
         FileNotFoundError: If the data are missing.
     """
-    found = _look_at_data(recipe)
-    check_disk(folder, found.run_bytes(recipe), 1)
-    if found.is_short(recipe):
+    facts = _look_at_data(recipe)
+    check_disk(folder, facts.run_bytes(recipe), 1)
+    if facts.is_short(recipe):
         return
     plan = Plan(recipe, {"run": {}}, Design((1,)))
     with Stopwatch(1) as stopwatch:
@@ -265,12 +265,12 @@ def check_run(recipe: Recipe, folder: Path, *, ask: bool = True) -> None:
 
 
 def _look_at_data(recipe: Recipe, arms: Sequence[Recipe] = ()) -> Found:
-    found = check_recipe(recipe, arms=arms, progress=_Scanning())
-    if found.scan is not None:
-        _show_scan(found.scan)
-        if found.scan.problems:
-            raise ValueError("\n".join(found.scan.problems))
-    return found
+    facts = check_recipe(recipe, arms=arms, progress=_Scanning())
+    if facts.scan is not None:
+        _show_scan(facts.scan)
+        if facts.scan.problems:
+            raise ValueError("\n".join(facts.scan.problems))
+    return facts
 
 
 def _show_scan(scan: Scan) -> None:

@@ -83,8 +83,8 @@ class StudyOptions:
 
     Attributes:
         seeds: Runs per arm. 8..24 tests after 8, 12, 16, 20 and 24 seeds and stops an arm once it
-            is settled; 12 is a fixed number; 8,16,24 lists the seed counts at which to test. By
-            default 8..24, or 3 per repeat with --repeats.
+            is settled (better, worse or equivalent); 12 is a fixed number; 8,16,24 lists the seed
+            counts at which to test. By default 8..24, or 3 per repeat with --repeats.
         first_seed: The first seed.
         metric: The metric to compare, at the last epoch; by default test_accuracy. For your own
             program: its only metric; required if there are several.
