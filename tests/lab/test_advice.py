@@ -109,7 +109,7 @@ def test_a_range_is_widened_at_the_edge_that_was_chosen(chosen: int, expected: s
     tuning = Tuning(("optimizer.lr",), 4, 0.2, ({"baseline": middle, "pgt": edge},))
     results = results_of(noisy(93, 0.2), noisy(95, 0.2), tuned=("optimizer.lr",), tuning=tuning)
     assert results.advice()[0].endswith(f"--tune {expected}.")
-    assert "pgt's lr" in results.advice()[0]
+    assert "chosen lr of pgt" in results.advice()[0]
 
 
 def test_terminal_page_and_file_have_the_same_advice(capsys: pytest.CaptureFixture[str]) -> None:

@@ -801,11 +801,11 @@ def test_no_run_starts_after_the_budget(tmp_path, capsys):
     path = script(tmp_path, "import time; time.sleep(1.5)\n" + NOISY)
     assert compare_plain(tmp_path, path, "--budget", "1s", "--workers", 1, seeds=2) == 0
     said = capsys.readouterr().out
-    assert "The time was over before all runs were done: 1 seed of b could not be run." in said
+    assert "The time ran out before all runs were finished: 1 seed of b could not be run." in said
     assert len(list(tmp_path.glob("s/*/result.json"))) == 1
     assert compare_plain(tmp_path, path, "--budget", "10m", "--workers", 2, seeds=2) == 0
     said = capsys.readouterr().out
-    assert "The time was over" not in said
+    assert "The time ran out" not in said
     assert " no interval " in said  # two runs have no interval
     assert "inf" not in said
     assert len(saved(tmp_path / "s")["rows"]) == 4

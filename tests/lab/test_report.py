@@ -263,7 +263,7 @@ def test_examples_are_of_the_test_set(made: Path) -> None:
         assert each["label"] == outputs["labels"][each["index"]]
         assert each["logits"] == pytest.approx(outputs["logits"][each["index"]].tolist(), rel=1e-5)
         right = max(each["logits"]) == each["logits"][each["label"]]
-        assert right == ("right" in each["words"])
+        assert right == ("correct" in each["words"])
 
 
 def test_classes_have_the_names_that_a_run_kept(study: Path) -> None:

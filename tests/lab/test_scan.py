@@ -150,7 +150,7 @@ def remove_classes(photos: Path) -> None:
         (remove_classes, "at least two classes in .* but got only 'a'"),
         (
             lambda photos: shutil.rmtree(photos / "train" / "b"),
-            "among those of train/, but got 'b'",
+            "among those of train/, but got also 'b'",
         ),
         (lambda photos: (photos / "train" / "e").mkdir(), "every class of .* but got none in 'e'"),
     ],

@@ -121,7 +121,7 @@ def test_seeds_are_whole_numbers(tmp_path):
 def test_an_export_of_wandb(tmp_path, capsys):
     path = write(tmp_path / "export.csv", WANDB)
     assert compare(path) == 2
-    assert "name it with --metric), but got val/acc, val/loss." in capsys.readouterr().err
+    assert "choose it with --metric), but got val/acc, val/loss." in capsys.readouterr().err
     assert compare(path, "--metric", "val/acc") == 0
     said = capsys.readouterr().out
     assert "arm = 'Group', seed = 'config.seed', metric = 'val/acc'. To choose others" in said
@@ -177,7 +177,7 @@ def test_columns_by_name(tmp_path, capsys):
     ("text", "options", "message"),
     [
         (lines("group,method,seed,acc", "{arm},{arm}{seed},{seed},{value}"), (),
-         "the arm, but got group, method; --columns arm=COLUMN names it"),
+         "the arm, but got group, method; choose it with --columns arm=COLUMN"),
         (lines("arm,a/seed,args.seed,acc", "{arm},{seed},1{seed},{value}"), (),
          "the seed, but got a/seed, args.seed; choose it with --columns seed=COLUMN"),
         (lines("Name,seed,acc", "{arm}{seed},{seed},{value}"), (),
