@@ -359,11 +359,11 @@ class Contrast:
         if arm.diverged or against.diverged:
             verdict += f"; diverged: {arm.diverged} against {against.diverged}"
         if self.trial.within:
-            verdict += f"; not counted, its runs are in `{self.trial.within}`"
+            verdict += f"; not counted: its runs are part of `{self.trial.within}`"
         return (
             f"`{self.trial.name}`",
             arm.label + other,
-            arm.measured_on + ("" if is_alike else f"; the other: {against.measured_on}"),
+            arm.measured_on + ("" if is_alike else f"; the other arm: {against.measured_on}"),
             f"{arm.rate}; {against.rate}",
             arm.decay if arm.decay == against.decay else f"{arm.decay}; {against.decay}",
             str(self.comparison.n),
