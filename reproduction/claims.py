@@ -182,7 +182,7 @@ def _at_a_glance(trials: Sequence[Trial]) -> str:
     outcomes = [depth.outcome for depth in _depths(trials)]
     cells = _columns(outcomes, ({"all failed"}, set(), {"none failed"}))
     lines.append((_link(DEEPER), "text", *cells, ""))
-    counts = [count for count in _dead_filters(trials) if not count.contrast.trial.within]
+    counts = [count for count in _dead_filters(trials) if count.contrast.trial.counts]
     for methods in (PGT, AGC, AGC | PGT):
         outcomes = [count.verdict for count in counts if count.contrast.arm.methods == methods]
         cells = _columns(outcomes, ({"fewer"}, {"as many"}, {"more"}))
@@ -300,8 +300,8 @@ def _printed(row: Row, metric: str) -> float:
 
 
 def counted(contrasts: Iterable[Contrast]) -> list[Contrast]:
-    """Those of studies whose runs no larger study has."""
-    return [contrast for contrast in contrasts if not contrast.trial.within]
+    """Those of studies that are not withdrawn, and whose runs no larger study has."""
+    return [contrast for contrast in contrasts if contrast.trial.counts]
 
 
 def _verdicts(contrasts: Iterable[Contrast]) -> str:

@@ -20,7 +20,13 @@ from powergrad.lab.study import METRICS, Results, RunRow, Study, StudyKind, Tuni
 from powergrad.lab.study.records import Choice, Trial
 from reproduction.claims import CLAIMS
 from reproduction.pages import study_regions
-from reproduction.studies import all_trials, contrasts_of, methods_of, read_studies
+from reproduction.studies import (
+    WITHDRAWN,
+    all_trials,
+    contrasts_of,
+    methods_of,
+    read_studies,
+)
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
@@ -567,3 +573,16 @@ def test_the_runs_behind_the_page_are_counted(tmp_path):
     assert regions["runs"]() == "The 16 runs behind this page took 0.0 core-hours."
     on = "resnet8 of width 8 without normalisation on 6,000 images of digits, batch 16"
     assert on in regions["beyond"]()
+
+
+def test_withdrawn_studies_are_listed_and_not_counted(monkeypatch):
+    def lines_and_count():
+        lines = lines_of(study_regions(RESULTS), "PGT raises accuracy without")
+        (counts,) = [line for line in lines if "Measured: " in line]
+        return lines, sum(map(int, re.findall(r"(\d+) [a-z]", counts.partition("Measured")[2])))
+
+    lines, count = lines_and_count()
+    named = [line for line in lines if "; withdrawn and not counted: " in line]
+    assert sorted(line.split("`")[1] for line in named) == sorted(WITHDRAWN)
+    monkeypatch.setattr("reproduction.studies.WITHDRAWN", {})
+    assert lines_and_count()[1] == count + len(WITHDRAWN)
