@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(KERNEL)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lab]'
 	touch $@
 
-compare: setup ## does it help? the default comparison: 4 arms x 8 seeds on digits
+compare: setup ## does it help? the default comparison: 4 arms, 8 to 24 seeds each, on digits
 	$(BIN)/powergrad compare
 
 BOTH_WAYS := tests/test_loss.py tests/test_operators.py tests/test_linear.py tests/test_mode.py tests/test_clipping.py tests/test_monitor.py

@@ -1,8 +1,9 @@
-"""What the comparisons share: the learning rate is tuned for each arm, then fresh seeds decide.
+"""Shared code of the comparisons: tune the learning rate of each arm, then run fresh seeds.
 
-Each arm has the same learning rates to choose from, by the mean score of the tuning seeds on
-validation data. The chosen one is run on fresh seeds and scored on test data. Seeds are paired
-between the arms; the p-value is the exact sign-flip test's (with n seeds at least 2 / 2**n).
+Both arms (cross-entropy and PowerGrad Transform) try the same learning rates. The best one, by the
+mean score of the tuning seeds on validation data, is run with fresh seeds and scored on test data.
+Seeds are paired between the arms. The p-value is that of an exact sign-flip test; with n seeds it
+is at least 2 / 2**n.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def arguments(description: str, alpha: float, seeds: int, steps: int) -> argpars
     """The command line of a comparison."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--alpha", type=float, default=alpha)
-    parser.add_argument("--seeds", type=int, default=seeds, help="of each arm, after tuning")
+    parser.add_argument("--seeds", type=int, default=seeds, help="fresh seeds per arm")
     parser.add_argument("--tuning-seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--save", type=Path, help="write every run to this CSV file")
@@ -42,14 +43,15 @@ def compare(
     metrics: Mapping[str, int],
     command: str,
 ) -> None:
-    """Tune both arms, compare them, print it all.
+    """Tune both arms, compare them and print the results.
 
     Args:
         run: ``run(alpha, rate, seed, split)`` trains and returns its scores on "val" or "test".
         args: What :func:`arguments` returned.
-        rates: The learning rates for either arm to choose from.
-        metrics: The scores to report, each with 1 if higher is better, else -1. The first tunes.
-        command: What the CSV file names as its source.
+        rates: The learning rates that both arms try.
+        metrics: The scores to report, each with 1 if higher is better, else -1. The first one is
+            used for tuning.
+        command: The command that is written to the CSV file.
     """
     first, sign = next(iter(metrics.items()))
     arms = {"CE": 1.0, "PGT": args.alpha}
@@ -66,9 +68,9 @@ def compare(
     for arm in arms:
         tuned = {r: mean(record(arm, r, s, "val")[first] for s in tuning) for r in rates}
         best = max(tuned, key=lambda rate: sign * tuned[rate])
-        edge = " (at the end of the grid)" if best in (rates[0], rates[-1]) else ""
+        edge = " (at the edge of the grid)" if best in (rates[0], rates[-1]) else ""
         listed = ", ".join(f"{rate:g}: {score:.4f}" for rate, score in tuned.items())
-        print(f"{arm:>3}  {first} by learning rate on validation: {listed}; chosen {best:g}{edge}")
+        print(f"{arm:>3}  validation {first} by learning rate: {listed}; chosen {best:g}{edge}")
         results[arm] = [record(arm, best, seed, "test") for seed in range(args.seeds)]
 
     print(f"\nTest, {args.seeds} fresh seeds, PGT at alpha {args.alpha:g}")
@@ -89,7 +91,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def sign_flip(differences: Sequence[float]) -> float:
-    """The share of all choices of signs under which the mean is as far from 0."""
+    """The fraction of sign patterns whose mean is at least as far from 0."""
     observed = abs(sum(differences)) * (1 - 1e-9)
     flips = itertools.product((1, -1), repeat=len(differences))
     sums = [abs(sum(s * d for s, d in zip(f, differences, strict=True))) for f in flips]
@@ -97,7 +99,7 @@ def sign_flip(differences: Sequence[float]) -> float:
 
 
 def save(path: Path, rows: Sequence[Mapping[str, object]], conditions: dict[str, object]) -> None:
-    """Write the runs, with what they depend on."""
+    """Write the runs and their conditions."""
     conditions |= {
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),

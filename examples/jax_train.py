@@ -1,4 +1,4 @@
-"""PowerGrad Transform in JAX: optax's optimizers and its AGC, powergrad.jax's loss, the digits.
+"""PowerGrad Transform in JAX on scikit-learn's digits: optax's optimizer and AGC with our loss.
 
     python examples/jax_train.py
 
@@ -42,7 +42,7 @@ def network(parameters, x):
 
 
 def loss(parameters, x, y):
-    """optax.softmax_cross_entropy_with_integer_labels, with alpha."""
+    """The loss of optax.softmax_cross_entropy_with_integer_labels, with PGT's gradient."""
     logits = network(parameters, x)
     return softmax_cross_entropy_with_integer_labels(logits, y, alpha=args.alpha).mean()
 

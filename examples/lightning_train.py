@@ -1,4 +1,4 @@
-"""PowerGrad Transform in Lightning: one callback sets PGT, AGC and the filter monitor.
+"""PowerGrad Transform in Lightning: one callback adds PGT, AGC and the filter monitor.
 
     python examples/lightning_train.py
 
@@ -22,7 +22,7 @@ from powergrad.monitor import Recording
 
 
 class Digits(lightning.LightningModule):
-    """An ordinary module: it does not know of powergrad."""
+    """An ordinary module without any powergrad code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Digits(lightning.LightningModule):
         )  # fmt: skip
 
     def training_step(self, batch, batch_idx):
-        """Cross-entropy, as anyone writes it."""
+        """Ordinary cross-entropy."""
         return F.cross_entropy(self.network(batch[0]), batch[1])
 
     def test_step(self, batch, batch_idx):
@@ -47,7 +47,7 @@ class Digits(lightning.LightningModule):
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--alpha", type=float, default=0.3)
 parser.add_argument("--epochs", type=int, default=5)
-parser.add_argument("--precision", default="32-true", help="bf16-mixed, say")
+parser.add_argument("--precision", default="32-true", help="for example bf16-mixed")
 args = parser.parse_args()
 
 lightning.seed_everything(0, verbose=False)
@@ -58,7 +58,7 @@ train = torch.utils.data.Subset(dataset, range(1400))
 test = torch.utils.data.Subset(dataset, range(1400, len(dataset)))
 
 folder = tempfile.mkdtemp()
-callback = PowerGradCallback(args.alpha, agc=0.1, monitor=folder, every=5)  # all of powergrad
+callback = PowerGradCallback(args.alpha, agc=0.1, monitor=folder, every=5)  # powergrad
 
 trainer = lightning.Trainer(
     accelerator="cpu", max_epochs=args.epochs, precision=args.precision, callbacks=[callback],

@@ -2,10 +2,10 @@
 
     python examples/segmentation.py
 
-Canvases of 16 x 16 pixels hold four of scikit-learn's digits (8 x 8, real handwriting), under
-noise. The target is one class a pixel: background, or one of ten digits. A small
-convolutional network without normalisation is trained with AdamW, by cross-entropy and by PowerGrad
-Transform, the learning rate tuned for both. Needs ``pip install scikit-learn``.
+Each canvas of 16 x 16 pixels contains four of scikit-learn's digits (8 x 8 pixels, real
+handwriting) and noise. The target is one class per pixel: background, or one of ten digits. A small
+convolutional network without normalisation is trained with AdamW. The script compares cross-entropy
+with PowerGrad Transform; the learning rate is tuned for both. Needs ``pip install scikit-learn``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def canvases(count: int, part: str, seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Network(nn.Module):
-    """Two steps down, two steps up, and what was seen on the way down added on the way up."""
+    """A small U-Net: two downsampling steps, two upsampling steps, and skip connections."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

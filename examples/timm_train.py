@@ -1,4 +1,4 @@
-"""PowerGrad Transform in timm's loss slot: a timm network, mixup, AGC, scikit-learn's digits.
+"""PowerGrad Transform with timm: a timm network, loss, mixup and AGC on scikit-learn's digits.
 
     python examples/timm_train.py
 
@@ -38,7 +38,7 @@ optimizer = create_optimizer_v2(model, opt="sgd", lr=0.05, momentum=0.9)
 mixup = Mixup(args.mixup, num_classes=10, label_smoothing=0.1) if args.mixup else None
 loss_fn = SoftTargetCrossEntropy() if mixup else LabelSmoothingCrossEntropy(0.1)
 
-loss_fn.forward = PowerGrad(alpha=args.alpha)(loss_fn.forward)  # the one line of powergrad
+loss_fn.forward = PowerGrad(alpha=args.alpha)(loss_fn.forward)  # the only line for powergrad
 
 for epoch in range(args.epochs):
     model.train()

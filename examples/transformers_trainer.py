@@ -1,4 +1,4 @@
-"""PowerGrad Transform under transformers' Trainer: a tiny GPT-2, from scratch, on Python's text.
+"""PowerGrad Transform with the transformers Trainer: a tiny GPT-2 trained on Python docstrings.
 
     python examples/transformers_trainer.py
     python examples/transformers_trainer.py --through compute_loss_func
@@ -25,7 +25,7 @@ parser.add_argument("--steps", type=int, default=150)
 parser.add_argument("--through", choices=["model", "compute_loss_func"], default="model")
 args = parser.parse_args()
 
-# The documentation of the builtin names, one token a character, in blocks of 64.
+# The docstrings of the builtins, one token per character, in blocks of 64.
 text = "\n".join(getattr(builtins, name).__doc__ or "" for name in dir(builtins))
 tokens = torch.tensor([min(ord(c), 127) for c in text])
 blocks = tokens[: len(tokens) // 64 * 64].view(-1, 64)
@@ -36,8 +36,8 @@ model = GPT2LMHeadModel(
     GPT2Config(vocab_size=128, n_positions=64, n_embd=64, n_layer=2, n_head=2, bos_token_id=0,
                eos_token_id=0)
 )  # fmt: skip
-# So that the Trainer counts the tokens that are predicted; the name of GPT-2's class does not tell
-# it that the first one of each block is not.
+# Makes the Trainer count only predicted tokens. From the name of GPT-2's class it cannot infer that
+# the first token of each block is not predicted.
 model.loss_type = "ForCausalLM"
 arguments = TrainingArguments(
     output_dir=tempfile.mkdtemp(),
@@ -53,20 +53,20 @@ arguments = TrainingArguments(
 )
 
 compute_loss_func = None
-if args.through == "model":  # wherever the model computes its own loss
+if args.through == "model":  # the model computes its own loss
     model.loss_function = PowerGrad(args.alpha)(model.loss_function)
 else:
 
     @PowerGrad(args.alpha)
     def compute_loss_func(outputs, labels, num_items_in_batch=None):
-        """The loss of the model, with the tokens of all accumulated batches as the divisor."""
+        """The loss of the model, divided by the number of tokens in all accumulated batches."""
         return ForCausalLMLoss(outputs.logits, labels, 128, num_items_in_batch)
 
 
 trainer = Trainer(model, arguments, train_dataset=dataset, compute_loss_func=compute_loss_func)
 trainer.train()
 
-# What PGT fits is softmax(alpha * z): at temperature 1 the network is overconfident.
+# PGT fits softmax(alpha * z), so at temperature 1 the network is overconfident.
 with torch.no_grad():
     logits = model.eval()(input_ids=blocks).logits[:, :-1].flatten(0, 1)
 for temperature in (1, 1 / args.alpha):

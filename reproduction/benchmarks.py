@@ -56,10 +56,8 @@ def _load(name: str) -> list[Line]:
 
 
 def _conditions(row: Line) -> str:
-    return (
-        f"{row['cpu']}, {row['threads']} thread, torch {row['torch']}, {row['date']}, "
-        f"commit {row['commit']}"
-    )
+    threads = "1 thread" if row["threads"] == "1" else f"{row['threads']} threads"
+    return f"{row['cpu']}, {threads}, torch {row['torch']}, {row['date']}, commit {row['commit']}"
 
 
 def _by_size(rows: list[Line]) -> dict[tuple[str, str, str], dict[str, Line]]:
@@ -82,11 +80,17 @@ def _loss() -> str:
             cold = f"{eager['cold_ratio']} / {native['cold_ratio']}"
             memory = f"{plain['peak_units']} / {eager['peak_units']}"
             lines.append([size, eager["ratio"], native["ratio"], cold, hook["ratio"], memory])
-    head = ("rows x classes", "eager", "C kernel", "both with cold caches", "the paper's hook")
+    head = (
+        "rows x classes",
+        "eager",
+        "C kernel",
+        "cold caches: eager / C kernel",
+        "paper's listing",
+    )
     return (
-        "Time of forward and backward over that of `F.cross_entropy`, float32, and peak memory in "
-        f"copies of the logits ({_conditions(rows[0])}; `benchmarks/loss.py`).\n\n"
-        f"{markdown_table((*head, 'memory, PyTorch / ours'), lines)}"
+        "Time of forward and backward pass relative to `F.cross_entropy`, in float32, and peak "
+        f"memory in copies of the logits ({_conditions(rows[0])}; `benchmarks/loss.py`).\n\n"
+        f"{markdown_table((*head, 'memory: PyTorch / eager'), lines)}"
     )
 
 
@@ -99,7 +103,7 @@ def _every_case() -> str:
         for row in variants.values()
     ]
     head = ("case", "dtype", "size", "variant", "us", "ratio", "cold ratio", "memory")
-    return markdown_table((*head, "gradient's error"), lines)
+    return markdown_table((*head, "gradient error"), lines)
 
 
 def _growth() -> str:
@@ -116,8 +120,8 @@ def _growth() -> str:
             )
             ratios = " ".join(row["ratio"] for row in points)
             lines.append([case, variant, *(f"{exponent:.3f}" for exponent in exponents), ratios])
-    head = ("case", "variant", "exponent of time", "of memory", "ratio at 1M, 4M, 16M, 64M")
-    return markdown_table(head, lines)
+    head = ("case", "variant", "exponent of time", "exponent of memory")
+    return markdown_table((*head, "ratio at 1M, 4M, 16M, 64M"), lines)
 
 
 def _linear() -> str:
@@ -135,8 +139,12 @@ def _compiled() -> str:
         for (_, dtype, size), variants in by_size.items()
     ]
     return (
-        "Time of forward and backward over that of eager `F.cross_entropy` "
-        f"({_conditions(rows[0])}; `benchmarks/compiled.py`).\n\n"
+        "Time of forward and backward pass relative to eager `F.cross_entropy` "
+        f"({_conditions(rows[0])}; `benchmarks/compiled.py`). `pgt` is eager "
+        "`powergrad.cross_entropy` with the C kernel. `compiled plain` and `compiled pgt` are "
+        "`F.cross_entropy` and `powergrad.cross_entropy` under `torch.compile`, `compiled module` "
+        "is `powergrad.CrossEntropyLoss`, and `compiled mode` is `F.cross_entropy` inside "
+        "`PowerGrad`.\n\n"
         f"{markdown_table(('rows x classes', 'dtype', *names), lines)}"
     )
 
@@ -158,8 +166,8 @@ def _what_works_where() -> str:
     lines = [[context, *cells] for context, cells in merged.items()]
     return (
         f"{markdown_table((*head, '`PowerGrad` inside'), lines)}\n\n"
-        f"({sum(len(o) for o in record['outcomes'].values()):,} combinations, none of them plain; "
-        f"torch {record['torch']}, {record['date']}; `python tests/never_plain.py`)"
+        f"({sum(len(o) for o in record['outcomes'].values()):,} combinations, none with the plain "
+        f"gradient; torch {record['torch']}, {record['date']}; `python tests/never_plain.py`)"
     )
 
 
@@ -196,13 +204,27 @@ def _whole(name: str) -> str:
     """All rows of a benchmark, without what they have in common."""
     rows = _load(f"bench_{name}")
     keys = [key for key in rows[0] if key not in CONDITIONS]
-    body = markdown_table(keys, [[row[key] for key in keys] for row in rows])
+    head = [key.replace("_an_", "_per_") for key in keys]
+    body = markdown_table(head, [[row[key] for key in keys] for row in rows])
     return f"{body}\n\n({_conditions(rows[0])})"
 
 
+OTHERS = {
+    "agc": "Adaptive gradient clipping of a ResNet-50, compared with timm's.",
+    "altering": "What each way to alter gradients adds to a training step of a ResNet-18.",
+    "monitor": "What `FilterMonitor` adds to a training step of a ResNet-18.",
+    "imports": "What `import powergrad` adds to `import torch`.",
+    "train": "The workbench's training loop, compared with a plain PyTorch loop.",
+    "decode": "Decoding and augmenting JPEG files, compared with timm's transforms.",
+    "run": "What `powergrad run --alpha 0.3` adds to a training step, compared with a call of "
+    "`powergrad.cross_entropy` in the script (`hand`).",
+}
+
+
 def _others() -> str:
-    names = ("agc", "altering", "monitor", "imports", "train", "decode", "run")
-    return "\n\n".join(f"### `benchmarks/{name}.py`\n\n{_whole(name)}" for name in names)
+    return "\n\n".join(
+        f"### `benchmarks/{name}.py`\n\n{about}\n\n{_whole(name)}" for name, about in OTHERS.items()
+    )
 
 
 def _audit(name: str) -> str:
@@ -218,13 +240,22 @@ def _self_comparison() -> str:
     share = {name: f"{100 * float(row[name]):.1f}%" for name in VERDICTS}
     false = 100 * (float(row["better"]) + float(row["worse"]))
     return (
-        "Cross-entropy against itself with real trainings (`python benchmarks/self_comparison.py`; "
-        f"{_conditions(row)}): {int(row['runs']):,} runs on digits were trained once, and "
-        f"{int(row['studies']):,} studies drawn from them, each with {row['repeats']} repeats of "
-        f"{row['trials']} points of learning rate and decay and {row['seeds']} final seeds per "
-        f"winner. **{false:.1f}% were called better or worse**, {share['equivalent']} equivalent, "
-        f"{share['not settled']} not settled."
+        "We checked this with real trainings, comparing cross-entropy with itself (`python "
+        f"benchmarks/self_comparison.py`; {_conditions(row)}). {int(row['runs']):,} runs on digits "
+        f"were trained, and {int(row['studies']):,} studies were drawn from them. Each study has "
+        f"{row['repeats']} repeats of {row['trials']} points of learning rate and weight decay "
+        f"and {row['seeds']} final seeds per winner. In **{false:.1f}%** of the studies one side "
+        f"was called better or worse; {share['equivalent']} were called equivalent, and "
+        f"{share['not settled']} were not settled."
     )
+
+
+NOISE = {  # as results/bench_verdicts.csv names it, and as the page does
+    "one arm varies thrice": "one arm with 3 times the SD",
+    "baseline varies thrice": "baseline with 3 times the SD",
+    "as measured": "noise of measured runs",
+    "one arm is skewed": "one skewed arm",
+}
 
 
 def _simulated_verdicts() -> str:
@@ -250,7 +281,11 @@ def _simulated_verdicts() -> str:
     uneven = ("normal", "one arm varies thrice", "baseline varies thrice", "as measured")
     effects, runs = ("0.0", "0.5", "1.0"), ("8", "8..24")
     chosen = markdown_table(
-        ("test", *(f"false, {noise}" for noise in uneven), *(f"settled, {e}" for e in effects)),
+        (
+            "test",
+            *(f"false, {NOISE.get(noise, noise)}" for noise in uneven),
+            *(f"settled, {effect}" for effect in effects),
+        ),
         [
             (
                 test,
@@ -279,7 +314,7 @@ def _simulated_verdicts() -> str:
         ),
         [
             (
-                noise,
+                NOISE.get(noise, noise),
                 arms,
                 *(
                     share(column, table="error", noise=noise, arms=arms, runs=n, effect=effect)
@@ -297,7 +332,7 @@ def _simulated_verdicts() -> str:
         ("noise", "arms", "runs", *(f"settled, {effect}" for effect in effects)),
         [
             (
-                noise,
+                NOISE.get(noise, noise),
                 arms,
                 n,
                 *(
@@ -311,17 +346,20 @@ def _simulated_verdicts() -> str:
         ],
     )
     return (
-        "`python benchmarks/verdicts.py`: standard deviation 0.4, margin 0.5 "
-        f"({_conditions(rows[0])}; `results/bench_verdicts.csv`). Arms are counted without the "
-        "baseline.\n\n"
-        f"The choice, 3 arms, looks at 8..24 runs, {studies('choice')} studies each. *False*: the "
-        "share of studies without any difference in which some arm is called better or worse. "
-        "*Settled*: the share of arms with a verdict at a true difference of 0, the margin and "
-        f"twice the margin, with the mean number of runs per arm in brackets.\n\n{chosen}\n\n"
-        f"The error of the intervals, {studies('error')} studies each. *False equivalence*: the "
-        "share of studies in which some arm is called equivalent though all differ by the "
-        f"margin.\n\n{errors}\n\n"
-        f"How often they settle an arm, {studies('power')} studies each:\n\n{power}"
+        "The simulations use a standard deviation of 0.4 and a margin of 0.5 (`python "
+        f"benchmarks/verdicts.py`; {_conditions(rows[0])}; `results/bench_verdicts.csv`). The "
+        "number of arms does not include the baseline. *8..24 runs* means looks at 8, 12, 16, 20 "
+        "and 24 runs per arm.\n\n"
+        f"**Choice of the test**: 3 arms, 8..24 runs, {studies('choice')} simulated studies per "
+        "cell. *False* is the share of studies without any true difference in which some arm is "
+        "called better or worse. *Settled* is the share of arms that are settled if the true "
+        "difference is 0, the margin, or twice the margin; the mean number of runs per arm is in "
+        f"brackets.\n\n{chosen}\n\n"
+        f"**False verdicts of the intervals**: {studies('error')} studies per cell. *False "
+        "difference* is the same as *false* above. *False equivalence* is the share of studies in "
+        "which some arm is called equivalent although every arm differs by the margin.\n\n"
+        f"{errors}\n\n"
+        f"**How often an arm is settled**: {studies('power')} studies per cell.\n\n{power}"
     )
 
 
@@ -421,11 +459,16 @@ def _size(gaps: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
     return -np.abs(np.mean(gaps, axis=axis))
 
 
-ERRORS = {"nll": "NLL", "brier": "Brier", "ece_width": "ECE, width", "ece_mass": "ECE, mass"}
+ERRORS = {
+    "nll": "NLL",
+    "brier": "Brier",
+    "ece_width": "ECE, equal width",
+    "ece_mass": "ECE, equal mass",
+}
 
 
 def _calibration() -> str:
-    """Networks trained with PGT and with cross-entropy, read at several temperatures."""
+    """Networks trained with PGT and with cross-entropy, evaluated at several temperatures."""
     rows = _load("calibration_digits")
 
     def values(arm: str, reading: str, metric: str) -> list[float]:
@@ -436,7 +479,7 @@ def _calibration() -> str:
     readings += [("PGT", reading) for reading in ("T = 1", "T = 1/alpha", "T fitted", "fold_alpha")]
     decimals = {"temperature": 2, "accuracy": 2, "confidence": 2, **dict.fromkeys(ERRORS, 4)}
     measured = markdown_table(
-        ["arm", "read at", "T", "accuracy %", "confidence %", *ERRORS.values()],
+        ["arm", "temperature", "T", "accuracy %", "confidence %", *ERRORS.values()],
         [
             [*place, *(_spread(values(*place, metric), n) for metric, n in decimals.items())]
             for place in readings
@@ -451,7 +494,7 @@ def _calibration() -> str:
     ]
     lines = []
     for first, second in pairs:
-        cells = [f"{', '.join(first)} less {', '.join(second)}"]
+        cells = [f"({', '.join(first)}) minus ({', '.join(second)})"]
         for metric in ERRORS:
             gaps = np.subtract(values(*first, metric), values(*second, metric)).tolist()
             low, high = t_interval(gaps)
@@ -460,8 +503,8 @@ def _calibration() -> str:
     differences = markdown_table(["difference", *ERRORS.values()], lines)
     one, seeds = rows[0], len({row["seed"] for row in rows})
     return (
-        f"`{one['command']}`: {seeds} seeds per arm, means ± standard deviations over them; "
-        f"{one['test_images']} test images, temperatures fitted on {one['fitted_on']} held-out "
-        f"training images ({_conditions(one)}; `results/calibration_digits.csv`).\n\n{measured}\n\n"
-        f"Differences, paired by seed, with 95% t intervals:\n\n{differences}"
+        f"Means ± standard deviations over {seeds} seeds, on {one['test_images']} test images. "
+        f"Temperatures are fitted on {one['fitted_on']} held-out training images "
+        f"(`{one['command']}`; {_conditions(one)}; `results/calibration_digits.csv`).\n\n"
+        f"{measured}\n\nMean differences, paired by seed, with 95% t intervals:\n\n{differences}"
     )

@@ -170,7 +170,7 @@ def _at_a_glance(trials: Sequence[Trial]) -> str:
         judged = Judged.by(claim, trials)
         opposite = "better" if claim.holds == WORSE else "worse"
         columns = (claim.holds, {"equivalent"} - claim.holds, {opposite})
-        against_control = {"in its place": judged.instead, "on top of it": judged.on_top}
+        against_control = {"PGT alone": judged.instead, "PGT with it": judged.on_top}
         controls = (
             f"{how}: {_verdicts(contrasts)}{_lost(contrasts)}"
             for how, contrasts in against_control.items()
@@ -182,14 +182,14 @@ def _at_a_glance(trials: Sequence[Trial]) -> str:
     outcomes = [depth.outcome for depth in _depths(trials)]
     cells = _columns(outcomes, ({"all failed"}, set(), {"none failed"}))
     lines.append((_link(DEEPER), "text", *cells, ""))
-    counts = [count for count in _dead_filters(trials) if not count.contrast.trial.within]
+    counts = [count for count in _dead_filters(trials) if count.contrast.trial.counts]
     for methods in (PGT, AGC, AGC | PGT):
         outcomes = [count.verdict for count in counts if count.contrast.arm.methods == methods]
         cells = _columns(outcomes, ({"fewer"}, {"as many"}, {"more"}))
         title = f"With {' + '.join(sorted(methods))} fewer filters die"
         lines.append((_link(title, ZEROED), "figures", *cells, ""))
-    head = ("claim", "published", "borne out", f"within {MARGIN:g}", "contrary", "not settled")
-    return markdown_table((*head, "PGT against a simpler control"), lines)
+    head = ("claim", "published", "confirmed", f"within {MARGIN:g}", "contradicted", "not settled")
+    return markdown_table((*head, "against a simpler control"), lines)
 
 
 def _columns(outcomes: Sequence[str], columns: Iterable[AbstractSet[str]]) -> list[str]:
@@ -252,7 +252,7 @@ def _metric(arm: Arm, metric: str) -> Mapping[int, float]:
 
 def contrast_table(contrasts: Iterable[Contrast]) -> str:
     """A table with one line per comparison."""
-    head = ("study", "arm", "measured on", "its rate; the other's", "decay, of the paper's", "n")
+    head = ("study", "arm", "measured on", "learning rate: arm; other", "decay / paper's", "n")
     lines = [contrast.cells for contrast in contrasts]
     return markdown_table((*head, "difference (95% interval)", "verdict"), lines)
 
@@ -300,8 +300,8 @@ def _printed(row: Row, metric: str) -> float:
 
 
 def counted(contrasts: Iterable[Contrast]) -> list[Contrast]:
-    """Those of studies whose runs no larger study has."""
-    return [contrast for contrast in contrasts if not contrast.trial.within]
+    """Those of studies that are not withdrawn, and whose runs no larger study has."""
+    return [contrast for contrast in contrasts if contrast.trial.counts]
 
 
 def _verdicts(contrasts: Iterable[Contrast]) -> str:
@@ -345,8 +345,8 @@ def _mean(values: Mapping[int, float]) -> float:
 
 
 def _depth(trials: Sequence[Trial]) -> str:
-    head = ("study", "network", "measured on", "its rate; the shallower's", "n")
-    more = ("test accuracy (least to most)", "the shallower's", "runs")
+    head = ("study", "network", "measured on", "learning rate: deep; shallow", "n")
+    more = ("test accuracy (min to max)", "shallow network's", "runs")
     return _table((*head, *more), [depth.cells for depth in _depths(trials)])
 
 
@@ -400,8 +400,8 @@ def _logits(evidence: Evidence) -> str:
                 f"{slope:.5f}, r = {r:.2f}",
             )
         )
-    head = ("grid", "logit norm, alpha 1 to the least", "times (1/alpha)")
-    more = ("NLL of the test set", "least NLL", "slope of NLL over logit norm")
+    head = ("grid", "logit norm, alpha 1 to the smallest", "ratio (1/alpha)")
+    more = ("NLL of the test set", "lowest NLL", "slope of NLL over logit norm")
     return _table((*head, *more), lines)
 
 
@@ -441,15 +441,15 @@ def _dead_filters(trials: Sequence[Trial]) -> Iterator[DeadFilters]:
 
 
 def _dead(trials: Sequence[Trial]) -> str:
-    head = ("study", "arm", "measured on", "decay exponent; baseline's", "n", "dead")
+    head = ("study", "arm", "measured on", "decay exponent: arm; baseline", "n", "dead")
     lines = [count.cells for count in _dead_filters(trials)]
-    return _table((*head, "baseline's", "verdict"), lines)
+    return _table((*head, "dead in the baseline", "verdict"), lines)
 
 
 def _layers(evidence: Evidence) -> str:
     """The single runs whose norms were kept."""
     runs = [KeptRun(study, arm) for study in evidence.measurements for arm in study.results.arms]
-    head = ("study", "run", "measured on", "layers that died whole", "layer with the most dead")
+    head = ("study", "run", "measured on", "entirely dead layers", "layer with the most dead")
     lines = [_layers_of(run) for run in runs if run.file(".npz").exists()]
     return _table((*head, "dead features"), lines)
 

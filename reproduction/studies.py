@@ -184,6 +184,13 @@ def fingerprint(row: RunRow) -> tuple[Any, ...]:
     return row.seed, *(row.value(key) for key in keys)
 
 
+# Verdicts that did not last: docs/choosing-alpha.md says more.
+WITHDRAWN = {
+    "compare_digits_tuned_lr": "the tuning chose a poor learning rate for the baseline",
+    "compare_fashion_mnist": "the tried learning rates were too high for PGT",
+}
+
+
 @dataclass(frozen=True)
 class Trial:
     """A study, the paper's or ours.
@@ -195,6 +202,7 @@ class Trial:
         arms: All of them, the one that the others are compared with first.
         comparisons: The comparisons with it, by arm.
         within: A larger study that has all its runs; it is the one to count.
+        withdrawn: Why its verdicts are withdrawn, if they are.
     """
 
     name: str
@@ -203,6 +211,12 @@ class Trial:
     arms: tuple[Arm, ...]
     comparisons: Mapping[str, stats.Comparison]
     within: str | None = None
+    withdrawn: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether its comparisons are counted."""
+        return self.within is None and not self.withdrawn
 
     @functools.cached_property
     def runs(self) -> frozenset[tuple[Any, ...]]:
@@ -221,7 +235,10 @@ def all_trials(evidence: Evidence, studies: Mapping[str, Results]) -> list[Trial
     trials = [_trial_of_measurement(study) for study in evidence.measurements]
     trials += [trial_of_study(name, results) for name, results in studies.items()]
     trials = [trial for trial in trials if trial.arms and trial.arms[0].methods == frozenset()]
-    return [replace(trial, within=_holder(trial, trials)) for trial in trials]
+    return [
+        replace(trial, within=_holder(trial, trials), withdrawn=WITHDRAWN.get(trial.name, ""))
+        for trial in trials
+    ]
 
 
 def _holder(trial: Trial, trials: Sequence[Trial]) -> str | None:
@@ -359,11 +376,13 @@ class Contrast:
         if arm.diverged or against.diverged:
             verdict += f"; diverged: {arm.diverged} against {against.diverged}"
         if self.trial.within:
-            verdict += f"; not counted, its runs are in `{self.trial.within}`"
+            verdict += f"; not counted: its runs are part of `{self.trial.within}`"
+        if self.trial.withdrawn:
+            verdict += f"; withdrawn and not counted: {self.trial.withdrawn}"
         return (
             f"`{self.trial.name}`",
             arm.label + other,
-            arm.measured_on + ("" if is_alike else f"; the other: {against.measured_on}"),
+            arm.measured_on + ("" if is_alike else f"; the other arm: {against.measured_on}"),
             f"{arm.rate}; {against.rate}",
             arm.decay if arm.decay == against.decay else f"{arm.decay}; {against.decay}",
             str(self.comparison.n),

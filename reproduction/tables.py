@@ -57,9 +57,10 @@ def table_regions(
 
 def _hours() -> str:
     return (
-        f"At full scale every run of the paper once needs, in GPU hours: {hours_in_words()} (from "
-        "published training speeds; the last is of the runs on CIFAR-10, the others of those on "
-        "ImageNet; `powergrad paper show ID` has the sources)."
+        "To run every experiment of the paper once at full scale would take, in GPU hours: "
+        f"{hours_in_words()}. The last number is for CIFAR-10, and each of the others for ImageNet "
+        "on that type of GPU. They are estimated from published training speeds (`powergrad paper "
+        "show ID` names the sources)."
     )
 
 
@@ -141,11 +142,11 @@ def _conditions(study: Measurement) -> Iterator[str]:
     exponent = min(conditions.exponents.values())
     least = f"{exponent:.1f} or more"
     if exponent < LEAST:
-        least += f" (under {LEAST:g}, so nothing is said of the paper's equilibrium)"
+        least += f" (under {LEAST:g}, so it says nothing about the paper's long training)"
     scale = " at full scale" if conditions.scale == "full" else ""
     yield (
         f"**Measured{scale} ({study.label})**: {study.describe()}; [decay exponent]"
-        f"(#under-what-conditions) {least}; `results/paper/{study.name}.csv`, "
+        f"(#conditions-of-the-runs) {least}; `results/paper/{study.name}.csv`, "
         f"torch {study.torch}, commit {', '.join(commits) or 'not known'}."
     )
     bullets = [] if conditions.tuning is None else [_tuned(conditions.tuning)]
@@ -156,19 +157,19 @@ def _conditions(study: Measurement) -> Iterator[str]:
             if other_settings(arm, changes)
         ]
         if changed:
-            bullets.append(f"What an arm has beside the baseline: {'; '.join(changed)}.")
+            bullets.append(f"Settings of the arms: {'; '.join(changed)}.")
     if conditions.lost:
-        bullets.append(f"Not as in the paper: {'; '.join(conditions.lost)}.")
+        bullets.append(f"Differences from the paper: {'; '.join(conditions.lost)}.")
     bullets += [f"Command: `{command}`" for command in conditions.commands]
     yield "\n".join(f"- {bullet}" for bullet in bullets)
 
 
 def _tuned(tuning: Tuning) -> str:
     keys = " and ".join(f"`{key}`" for key in tuning.keys)
-    arms = "every arm alike" if len(tuning.arms) > 1 else "one arm, and the same in all"
+    arms = "every arm separately" if len(tuning.arms) > 1 else "one arm and used in all arms"
     how = f"{tuning.seeds} seed{'s' if tuning.seeds > 1 else ''} per value"
     if tuning.is_unit:
-        how += f", anew in each of {len(tuning.repeats)} repeats"
+        how += f", in each of {len(tuning.repeats)} repeats"
         words = "; ".join(map(tuning.describe, tuning.arms))
     else:
         words = ", ".join(
@@ -203,7 +204,7 @@ def _zeroing_out(evidence: Evidence) -> str:
                 cells.append(f"{mean:.1f} ({min(values):.0f} to {max(values):.0f})")
             lines.append(cells)
     head = ("study", "row", "arm", "n", "filters")
-    return markdown_table((*head, "dead at the end", "died at some time", "came back"), lines)
+    return markdown_table((*head, "dead at the end", "died at any time", "came back"), lines)
 
 
 # Studies that the paper does not have -------------------------------------------------------------
@@ -241,7 +242,7 @@ def _study(name: str, results: Results) -> Iterator[str]:
     head = ("arm", "n", "train", "test", "dead filters", "decay exponent")
     yield markdown_table((*head, *MEASURED), lines)
     if lost := results.diverged():
-        yield f"{lost} Its filters are not counted."
+        yield f"{lost} Its dead filters are not counted."
 
 
 # The rest of the paper ----------------------------------------------------------------------------
@@ -257,7 +258,7 @@ def _figures(evidence: Evidence) -> str:
 
 def _drawn_from(evidence: Evidence, figure: Figure) -> str:
     if not figure.uses:
-        return "the equations and the networks themselves"
+        return "equations and network definitions"
     if missing := evidence.missing(figure.uses):
         return f"not measured: {', '.join(map(str, missing))}"
     has_curves = figure.name == "metrics"
@@ -299,14 +300,16 @@ def _not_better(trials: Sequence[Trial]) -> str:
     grid = sum(contrast.trial.is_grid for contrast in rows)
     withheld = sum(bool(contrast.comparison.withheld) for contrast in rows)
     return (
-        f"Of {len(rows)} comparisons ({grid} of them points of grids over alpha), "
-        f"{better} came out better; {withheld} more would have, had not a rate been chosen at the "
-        "edge of what was tried. Within a study intervals and p-values are corrected for its "
-        "arms, but not for the number of studies, nor for the noise of tuning: every arm was "
-        "tuned once or not at all, so a verdict holds for the chosen values. Some studies share a "
-        "baseline, so they are not independent; one whose runs are all in a larger one is not "
-        "counted. These did not come out better:\n\n"
-        f"{contrast_table(others)}"
+        f"Of {len(rows)} comparisons ({grid} of them points of grids over alpha), PGT was better "
+        f"in {better}. In {withheld} more, *better* was withheld because a learning rate was "
+        "chosen at the edge of the tried values.\n\n"
+        "- Intervals and p-values are corrected for the arms of a study, but not for the number "
+        "of studies.\n"
+        "- They do not include the noise of tuning: every arm was tuned once or not at all, so a "
+        "verdict holds only for the chosen values.\n"
+        "- Some studies share a baseline, so they are not independent. A study whose runs are all "
+        "part of a larger study is not counted.\n\n"
+        f"In these comparisons PGT was not better:\n\n{contrast_table(others)}"
     )
 
 

@@ -44,6 +44,6 @@ def draw(findings: Findings, path: Path) -> None:
         axes.plot(gains, [place + 0.25] * len(gains), "D", **diamonds)
     axes.set_yticks(range(len(lines)), [LINES[line][0] for line in lines])
     axes.set_ylim(len(lines) - 0.4, -0.6)
-    axes.set_xlabel("points of test accuracy, minus tuned cross-entropy")
+    axes.set_xlabel("difference from tuned cross-entropy, points of test accuracy")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     save(figure, path)

@@ -156,8 +156,8 @@ class Findings:
         words = [
             f"**{ANSWERS[decision.verdict]}**",
             f"After {self.look.repeats} independent tunings per arm and regime, PGT minus "
-            f"cross-entropy was {shown}; p = {decision.p:.3f} over both, at the level {LEVEL:g} "
-            "per look.",
+            f"cross-entropy was {shown}; p = {decision.p:.3f} over both, compared with {LEVEL:g} "
+            "per analysis.",
             self._secondary_sentence(),
         ]
         return " ".join(filter(None, words))
@@ -168,11 +168,11 @@ class Findings:
             for regime, count in self.repeats.items()
         )
         wanted = LOOKS[0] if self.look is None else LOOKS[1]
-        words = f"**Not decided yet.** The rule looks after {wanted} repeats per regime; so far "
-        words += f"there are {done}."
+        words = f"**Not decided yet.** The next analysis is planned after {wanted} repeats in each "
+        words += f"regime. So far there are {done}."
         if self.look is not None:
             p = self.look.decision.p
-            words += f" After {self.look.repeats} it was not settled (p = {p:.3f})."
+            words += f" The analysis after {self.look.repeats} was not settled (p = {p:.3f})."
         return words
 
     def _secondary_sentence(self) -> str:
@@ -185,19 +185,19 @@ class Findings:
     def null_sentence(self) -> str:
         """What the null says: cross-entropy against itself by the same test."""
         pairs = self.null_pairs
+        check = "To check the analysis, CE2 is compared with further repeats of CE2 in the first "
+        check += "regime"
         if len(pairs) < LOOKS[0]:
-            return f"The null, CE2 against CE2, has {len(pairs)} of {LOOKS[0]} repeats."
+            return f"{check}. {len(pairs)} of {LOOKS[0]} repeats are done."
         p = sign_flip([pairs])[0]
         verdict = (
-            "It is called different: distrust the analysis."
+            "The two are called different, so do not trust the analysis."
             if p < LEVEL
-            else ("It is not called different, as it must not be.")
+            else "The two are not called different, as it must be."
         )
-        low, high = interval(pairs)
         return (
-            f"The null, CE2 against {len(pairs)} further repeats of CE2 in the first regime: "
-            f"{signed(float(np.mean(pairs)))} (90% interval {span((low, high))}), p = {p:.3f}. "
-            f"{verdict}"
+            f"{check}: {signed(float(np.mean(pairs)))} over {len(pairs)} repeats (90% interval "
+            f"{span(interval(pairs))}), p = {p:.3f}. {verdict}"
         )
 
     def table(self) -> str:
@@ -222,8 +222,9 @@ class Findings:
                 edge = f"{self.at_edge(regime, arm)} of {len(values)}"
                 cells = (title, NAMES[arm], str(len(values)), f"{np.mean(values):.2f}{spread}")
                 lines.append((*cells, gap, edge, *lost))
-        head = ("regime", "arm", "repeats", "test %", "minus CE2 (90% interval)", "at an edge")
-        return markdown_table((*head, "diverged in tuning", "diverged at the end"), lines)
+        head = ("regime", "arm", "repeats", "test %", "difference from CE2 (90% interval)")
+        more = ("at an edge", "diverged in tuning", "diverged in final runs")
+        return markdown_table((*head, *more), lines)
 
 
 def _backbone(row: Mapping[str, str], key: str) -> float:

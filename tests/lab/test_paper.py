@@ -708,7 +708,7 @@ def test_show_has_recipe_numbers_commands_cost_and_notes(capsys, tmp_path):
         "powergrad paper run T3.8 --data folder:/imagenet --train.accumulate 4",
         "torchrun --standalone --nproc-per-node=4 -m powergrad paper run T3.8 --data",
         "K - 1 wrong classes",
-        "which parameters decay",
+        "which parameters have weight decay",
     ):
         assert text in printed
     assert call("show", "F7", "--results", str(tmp_path)) == 0

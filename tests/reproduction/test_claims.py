@@ -20,7 +20,13 @@ from powergrad.lab.study import METRICS, Results, RunRow, Study, StudyKind, Tuni
 from powergrad.lab.study.records import Choice, Trial
 from reproduction.claims import CLAIMS
 from reproduction.pages import study_regions
-from reproduction.studies import all_trials, contrasts_of, methods_of, read_studies
+from reproduction.studies import (
+    WITHDRAWN,
+    all_trials,
+    contrasts_of,
+    methods_of,
+    read_studies,
+)
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
@@ -179,9 +185,9 @@ def test_a_gain_at_the_edge_of_the_rates_is_not_counted_as_one(tmp_path):
     lines = lines_of(regions, "PGT raises accuracy without")
     assert lines[0].endswith("Measured: 2 not settled.")
     assert sum(line.endswith("| not settled; better withheld (edge) |") for line in lines) == 2
-    assert "0 came out better; 2 more would have, had not a rate" in regions["not-better"]()
+    assert "PGT was better in 0. In 2 more, *better* was withheld" in regions["not-better"]()
     assert "| not settled; better withheld (edge) |" in regions["beyond"]()
-    assert "`optimizer.lr` tuned for every arm alike" in regions["beyond"]()
+    assert "`optimizer.lr` tuned for every arm separately" in regions["beyond"]()
     assert "(1 seed per value): baseline 0.1, pgt 0.1 (edge of the grid)." in regions["beyond"]()
 
 
@@ -215,7 +221,7 @@ def test_repeats_are_compared_not_their_runs(tmp_path):
     for title in ("PGT raises accuracy without", "Training accuracy"):
         (row,) = (line for line in lines_of(regions, title) if line.startswith("| `"))
         assert f"| tuned in every repeat; tuned in every repeat | 1x | 6 | {gain} | better |" in row
-    assert "anew in each of 6 repeats): baseline: lr 0.1; lr 0.1;" in regions["beyond"]()
+    assert "in each of 6 repeats): baseline: lr 0.1; lr 0.1;" in regions["beyond"]()
 
 
 def glance(regions, claim):
@@ -247,9 +253,9 @@ def test_claims_at_a_glance(tmp_path):
     accuracy["short"] = {9 - seed: value for seed, value in around.items()}
     write_study(tmp_path, "x", changes, accuracy)
     regions = study_regions(tmp_path)
-    # Published; borne out, within 0.5, contrary, not settled; against the control.
+    # Published; confirmed, within 0.5, contradicted, not settled; against the control.
     table = {
-        "PGT raises accuracy without": ["2", "", "", "", "in its place: 1 better, 1 worse"],
+        "PGT raises accuracy without": ["2", "", "", "", "PGT alone: 1 better, 1 worse"],
         "Label smoothing improves PGT": ["1", "", "", "", ""],
         "Label smoothing hurts PGT": ["1", "", "", "", ""],  # worse, as it says
         "PGT reaches in 60%": ["1", "", "", "", ""],  # equivalent is what it says
@@ -282,7 +288,7 @@ def test_a_study_whose_runs_are_all_in_a_larger_one_is_shown_and_not_counted(tmp
     lines = lines_of(regions, title)
     assert "Measured: 1 better." in lines[0]
     (row,) = (line for line in lines if line.startswith("| `compare_part`"))
-    assert row.endswith("| better; not counted, its runs are in `compare_large` |")
+    assert row.endswith("| better; not counted: its runs are part of `compare_large` |")
     assert glance(regions, title)[1] == "1"
     assert "Of 1 comparisons (0 of them" in regions["not-better"]()
 
@@ -372,7 +378,7 @@ def test_less_decay_is_the_control_of_pgt(tmp_path, norm, words):
     assert f"| 0.05; 0.1 | 1x; 0.2x | 8 | {loss} | worse |" in direct
     assert "| both (alpha 0.25, decay 0.0001) against less (decay 0.0001) |" in both
     assert "| 0.1; 0.1 | 0.2x | 8 | +3.00 (" in both
-    summary = "Of 1 comparisons (0 of them points of grids over alpha), 1 came out better;"
+    summary = "Of 1 comparisons (0 of them points of grids over alpha), PGT was better in 1."
     assert summary in regions["not-better"]()
     simpler = regions["simpler"]()
     assert direct in simpler
@@ -396,7 +402,7 @@ def test_batch_and_depth_without_normalisation_have_their_claims(tmp_path):
     assert "Measured: 1 worse." in lines[0]
     (row,) = (line for line in lines if line.startswith("| `"))
     assert "| large (batch 64)" in row
-    assert "; the other: resnet34 of width 8 without normalisation on digits, batch 16," in row
+    assert "; the other arm: resnet34 of width 8 without normalisation on digits, batch 16," in row
     assert "| 0.2; 0.1 | 1x | 8 | -2.00 (" in row
     (row,) = (line for line in lines_of(regions, "depth") if line.startswith("| `"))
     assert "| deep (resnet50) | resnet50 of width 8 without" in row
@@ -436,7 +442,7 @@ def test_dead_filters_and_controls_at_a_glance(tmp_path):
     assert glance(regions, "With AGC + PGT fewer")[1:] == ["", "", "", "not measured", ""]
     control = glance(regions, "PGT raises accuracy without")[-1]
     one = "(1 of them with runs that diverged)"
-    assert control == f"in its place: 1 not settled {one}; on top of it: 1 not settled {one}"
+    assert control == f"PGT alone: 1 not settled {one}; PGT with it: 1 not settled {one}"
 
 
 @pytest.mark.parametrize(
@@ -567,3 +573,16 @@ def test_the_runs_behind_the_page_are_counted(tmp_path):
     assert regions["runs"]() == "The 16 runs behind this page took 0.0 core-hours."
     on = "resnet8 of width 8 without normalisation on 6,000 images of digits, batch 16"
     assert on in regions["beyond"]()
+
+
+def test_withdrawn_studies_are_listed_and_not_counted(monkeypatch):
+    def lines_and_count():
+        lines = lines_of(study_regions(RESULTS), "PGT raises accuracy without")
+        (counts,) = [line for line in lines if "Measured: " in line]
+        return lines, sum(map(int, re.findall(r"(\d+) [a-z]", counts.partition("Measured")[2])))
+
+    lines, count = lines_and_count()
+    named = [line for line in lines if "; withdrawn and not counted: " in line]
+    assert sorted(line.split("`")[1] for line in named) == sorted(WITHDRAWN)
+    monkeypatch.setattr("reproduction.studies.WITHDRAWN", {})
+    assert lines_and_count()[1] == count + len(WITHDRAWN)

@@ -178,9 +178,9 @@ def test_nothing_is_decided_before_the_first_look():
     findings = Findings({"norm": rows, "plain": rows}, [])
     assert findings.look is None
     assert findings.secondary == {}
-    assert findings.answer().startswith("**Not decided yet.** The rule looks after 8 repeats")
+    assert "The next analysis is planned after 8 repeats in each regime." in findings.answer()
     assert "7 repeats with batch normalisation" in findings.answer()
-    assert findings.null_sentence().endswith("has 0 of 8 repeats.")
+    assert findings.null_sentence().endswith("0 of 8 repeats are done.")
 
 
 def test_the_answer_has_the_rules_verdict_and_its_numbers(tmp_path):
@@ -200,7 +200,7 @@ def test_the_answer_has_the_rules_verdict_and_its_numbers(tmp_path):
     assert secondary["AGC+PGT2 - CE2"].means[0] == pytest.approx(-2.0, abs=0.2)
     single = sign_flip([differences(plain, "agc+pgt", "baseline")])[0]
     assert secondary["AGC+PGT2 - CE2"].p >= single
-    assert "It is not called different" in findings.null_sentence()
+    assert "The two are not called different" in findings.null_sentence()
     draw(findings, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
@@ -210,7 +210,7 @@ def test_a_null_that_is_called_different_is_said():
         {"norm": made_up_rows({"baseline": 87.0, "pgt": 87.0}), "plain": []},
         made_up_rows({"baseline": 88.0}, seed=1),
     )
-    assert findings.null_sentence().endswith("It is called different: distrust the analysis.")
+    assert "The two are called different, so do not trust" in findings.null_sentence()
 
 
 def test_an_unsettled_first_look_asks_for_the_second():
@@ -221,8 +221,8 @@ def test_an_unsettled_first_look_asks_for_the_second():
     findings = Findings({"norm": rows, "plain": rows}, [])
     assert findings.look is not None
     assert not findings.look.is_last
-    assert "The rule looks after 16 repeats" in findings.answer()
-    assert "After 8 it was not settled" in findings.answer()
+    assert "The next analysis is planned after 16 repeats" in findings.answer()
+    assert "The analysis after 8 was not settled" in findings.answer()
     assert findings.secondary == {}
 
 

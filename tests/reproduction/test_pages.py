@@ -172,7 +172,7 @@ def test_a_replica_with_too_little_decay_is_marked(regions):
         lines = regions[values["experiment"]]().splitlines()
         (line,) = (line for line in lines if f"{path.stem}.csv`, torch" in line)
         assert f"{least:.1f} or more" in line
-        assert ("(under 7, so nothing is said" in line) == (least < 7), path.stem
+        assert ("(under 7, so it says nothing" in line) == (least < 7), path.stem
 
 
 def test_filters_of_diverged_runs_are_not_counted(regions):
