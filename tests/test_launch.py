@@ -277,7 +277,7 @@ UNALTERED = {
     "no decay": (
         "--decay-scale 0.5",
         CE,
-        "--decay-scale changed nothing: no torch.optim has a weight",
+        "--decay-scale changed nothing: no optimizer has a weight",
     ),
     "head elsewhere": (
         "--head-lr-scale 0.5",

@@ -450,7 +450,7 @@ def _judged_by_factors(rows: Rows, q: Tensor, fit: Fit, result: Verification) ->
         return result
     spread = factor.max() - factor.min()
     ratio = math.exp(min(float(spread), 700))
-    differ = f"the factors of the rows differ by up to {ratio:.3g} times"
+    differ = f"the factors of the rows differ by up to {ratio:.3g}x"
     alpha = float(fit.alpha.mean())
     deviation = float((factor - factor.median()).exp().sub(1).abs().max().clamp(max=1e300))
     # The factors of a loss that is not a cross-entropy may depend on these.
