@@ -1,7 +1,7 @@
-"""The command `powergrad`: the table of its commands.
+"""The command `powergrad`: the table of its subcommands.
 
-It stands outside the package so that ``powergrad --help`` need not import torch. What the commands
-do is in the package :mod:`powergrad.lab.cli`, whose modules are imported when a command is called.
+It is outside the package so that ``powergrad --help`` need not import torch. The subcommands are in
+the package :mod:`powergrad.lab.cli`, whose modules are imported when a subcommand is called.
 """
 
 from __future__ import annotations
@@ -12,42 +12,42 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO, cast
 
-# By command: the module of powergrad.lab.cli that has it, and its line in the help.
+# For each command: its module in powergrad.lab.cli, and its line in the help.
 COMMANDS = {
     "compare": (
         "studies",
-        "Does it help here? Baseline, PGT, AGC and combinations over seeds, with a verdict. Of "
-        "your own program, unchanged: compare [OPTIONS] -- python train.py --seed {seed}.",
+        "Find out whether PGT helps: baseline, PGT, AGC and combinations over seeds, with a "
+        "verdict. For your own program: compare [OPTIONS] -- python train.py --seed {seed}.",
     ),
     "run": (
         "running",
-        "One program, unchanged, with altered gradients: run --alpha 0.3 -- train.py.",
+        "Run an unmodified training program with altered gradients: run --alpha 0.3 -- train.py.",
     ),
-    "sweep": ("studies", "A grid over alpha, and any other key, over seeds."),
-    "decompose": ("studies", "Which part of PGT helps here?"),
-    "plan": ("planning", "How many seeds a claim needs."),
-    "train": ("training", "One training run, from a recipe."),
-    "paper": ("paper", "The paper: list, show, run and draw every row and figure."),
-    "inspect": ("looking", "The census: which filters, features and layers are dead."),
+    "sweep": ("studies", "Run a grid over alpha, or over any other key, with several seeds."),
+    "decompose": ("studies", "Find out which part of PGT helps."),
+    "plan": ("planning", "Compute how many seeds a claim needs."),
+    "train": ("training", "Train one network from a recipe."),
+    "paper": ("paper", "List, show, run and draw the rows and figures of the paper."),
+    "inspect": ("looking", "Count dead filters, features and layers (the census)."),
     "export": (
         "training",
-        "Deploy: a trained network, calibrated, as safetensors, torch.export and ONNX.",
+        "Export a trained, calibrated network to safetensors, torch.export and ONNX.",
     ),
-    "report": ("looking", "The page: a run or a study as one HTML file."),
-    "watch": ("looking", "The page of a study, live while it runs."),
-    "bench": ("looking", "The benchmarks, in a checkout."),
+    "report": ("looking", "Write the HTML page of a run or a study."),
+    "watch": ("looking", "Serve the page of a study while it runs."),
+    "bench": ("looking", "Run the benchmarks (in a checkout)."),
 }
 
 
 def place_of(command: str) -> str:
-    """Where a command's function is; that of a group of commands is its app."""
+    """The import path of a command's function, or of the app of a command group."""
     return f"powergrad.lab.cli.{COMMANDS[command][0]}:{'app' if command == 'paper' else command}"
 
 
 def separated(tokens: Sequence[str]) -> list[str]:
-    """The tokens of `compare`, with each one after ``--`` as a value of the option ``--command``.
+    """Turn each token of `compare` after ``--`` into a value of the option ``--command``.
 
-    So a program of the user's is not taken for a recipe and its changes.
+    Otherwise the user's program would be taken for a recipe and its overrides.
 
     Example:
         >>> separated(["compare", "--seeds", "8", "--", "python", "--x"])
@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from cyclopts import App, CycloptsError
     except ImportError:
-        words = "the command needs the workbench: pip install 'powergrad[lab]'"
-        print(f"powergrad: {words}", file=sys.stderr)
+        message = "this command needs the workbench: pip install 'powergrad[lab]'"
+        print(f"powergrad: {message}", file=sys.stderr)
         return 2
     app = App(
         name="powergrad",
@@ -78,12 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result = app(tokens, exit_on_error=False, result_action="return_value") or 0
         sys.stdout.flush()
-    except CycloptsError:  # has been printed
+    except CycloptsError:  # already printed
         return 2
     except BrokenPipeError:
         if not _is_unread(sys.stdout):
             raise
-        return 141  # what a shell says of a command whose reader, such as head, has gone
+        return 141  # as shells report a command whose reader, such as head, has exited
     except KeyboardInterrupt:
         print("powergrad: interrupted", file=sys.stderr)
         return 130
@@ -95,12 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"powergrad: {message}", file=sys.stderr)
         return 2
-    # A program of the user's, whose errors are its own.
+    # Run the user's program outside of the error handling above.
     return cast(int, result() if callable(result) else result)
 
 
 def _is_unread(stream: TextIO) -> bool:
-    """Whether a stream's reader has gone; if so, what is still to be written is thrown away."""
+    """Whether a stream's reader has exited; if so, the remaining output is discarded."""
     poll = select.poll()
     poll.register(stream, select.POLLERR)
     if not poll.poll(0):

@@ -312,10 +312,10 @@ def test_trained_with_pgt_the_best_temperature_is_one_over_alpha(alpha) -> None:
 @pytest.mark.parametrize(
     ("logits", "labels", "message"),
     [
-        ([[2.0, 1.0], [0.0, 3.0]], [0, 1], "any lower temperature"),
-        ([[2.0, 1.0], [0.0, 3.0]], [1, 0], "any higher temperature"),
-        ([[2.0, 1.0], [2.0, 1.0]], [1, 0], "any higher temperature"),
-        ([[1.0, 1.0]], [0], "any lower temperature"),
+        ([[2.0, 1.0], [0.0, 3.0]], [0, 1], "every lower temperature"),
+        ([[2.0, 1.0], [0.0, 3.0]], [1, 0], "every higher temperature"),
+        ([[2.0, 1.0], [2.0, 1.0]], [1, 0], "every higher temperature"),
+        ([[1.0, 1.0]], [0], "every lower temperature"),
         ([[0.0, -math.inf], [1.0, 0.0]], [1, 1], "finite, but got -inf"),
     ],
 )

@@ -633,7 +633,7 @@ def test_a_vanished_gain_is_found_with_its_bias_apart() -> None:
         ("layer1.bn1", 1, ("gain",), 0.5),
         ("layer1.bn1", 4, ("gain",), 0.0),
     ]
-    assert "1 channels of vanished gain send on a constant" in str(result)
+    assert "1 channels with a vanished gain output a constant" in str(result)
     # In front of it the filters get no gradient; the gain itself does, where its channel fires.
     result = census(model, batches(), loss=F.cross_entropy)
     assert filters(result) == {("layer1.conv1", 1), ("layer1.conv1", 4)}
@@ -1113,7 +1113,7 @@ def test_filters_that_died_under_weight_norm(norm, tmp_path: Path) -> None:
 def test_a_parametrisation_that_a_state_dict_does_not_show_is_refused() -> None:
     model = nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 4)), nn.Linear(4, 2))
     assert census(model).units == ()
-    with pytest.raises(ValueError, match=r"but got a parametrisation of '0'.*pass the model"):
+    with pytest.raises(ValueError, match=r"unknown parametrisation of '0'.*pass the model"):
         census(model.state_dict())
 
 
@@ -1202,12 +1202,12 @@ def test_nothing_dead_is_reported(tmp_path: Path) -> None:
         ({"source": 3}, TypeError, "`source` to be a model, a state dict or a path, but got int"),
         ({"initial": 3}, TypeError, "`initial` to be a model"),
         ({"source": {}, "data": batches()}, ValueError, "`source` to be a model .* but got dict"),
-        ({"loss": F.cross_entropy}, ValueError, "`data` where `loss` is given"),
+        ({"loss": F.cross_entropy}, ValueError, "`data` to be given with `loss`"),
         ({"data": []}, ValueError, "at least one example"),
         (
             {"data": [torch.zeros(1, 3, 8, 8)], "loss": F.cross_entropy},
             ValueError,
-            r"\(input, target\) where `loss` is given",
+            r"\(input, target\) if `loss` is given",
         ),
         ({"data": [{"x": 1}]}, TypeError, "each batch of `data` to be a tensor or a tuple"),
         (

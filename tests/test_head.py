@@ -153,7 +153,7 @@ def test_what_is_ambiguous_is_refused(name: str, call: str) -> None:
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_adaptive_clipping_and_monitors_refuse_it_too(name: str, tmp_path) -> None:
     model = AMBIGUOUS[name][0]()
-    with pytest.raises(ValueError, match=r"pass `head`.*With `head=None` every layer is clipped"):
+    with pytest.raises(ValueError, match=r"pass `head`.*Pass `head=None` to clip every layer"):
         adaptive_clip_grad_(model)
     with pytest.raises(ValueError, match="pass `head`"):
         clip_grads_before_step(sgd(model), model, agc=0.01)
@@ -346,7 +346,7 @@ def test_a_sequential_shows_what_follows(after: nn.Module, refused: bool) -> Non
         lambda: equivalent_training(model, sgd(model), 0.5, head="2"),
     ):
         if refused:
-            with pytest.raises(ValueError, match=r"`head` to make the logits, but got .* after it"):
+            with pytest.raises(ValueError, match=r"compute the logits, but got .* after it"):
                 call()
         else:
             call()
@@ -406,7 +406,7 @@ def test_a_head_with_more_than_weight_and_bias_is_refused() -> None:
         lambda: fold_alpha(Scaled(), 0.5),
         lambda: equivalent_training(model := Scaled(), sgd(model), 0.5),
     ):
-        with pytest.raises(ValueError, match=r"weight and bias alone, but got also scale"):
+        with pytest.raises(ValueError, match=r"only a weight and a bias, but got also scale"):
             call()
 
 
@@ -452,11 +452,11 @@ def test_an_example_leaves_the_model_as_it_was() -> None:
 
 def test_bad_examples() -> None:
     model = After(lambda z: z)
-    with pytest.raises(TypeError, match="`model` where `example_inputs` is given"):
+    with pytest.raises(TypeError, match="`model` to be given with `example_inputs`"):
         fold_alpha(model.fc, 0.5, example_inputs=X)
     with pytest.raises(TypeError, match="`example_inputs` to be a tensor, a tuple or a dict"):
         fold_alpha(None, 0.5, model=model, example_inputs=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"to return logits, .* but got a dict"):
+    with pytest.raises(TypeError, match=r"to return logits .* but got a dict"):
         fold_alpha(None, 0.5, model=After(lambda z: {"scores": z}), example_inputs=X)
     with torch.no_grad():
         model.fc.weight.zero_()

@@ -337,7 +337,7 @@ def test_refuses_optimizers_that_it_does_not_know():
     with pytest.raises(TypeError, match="but got Mine"):
         equivalent_training(model, Mine(model.parameters(), lr=0.1), 0.3)
     foreign = torch.optim.SGD([nn.Parameter(torch.zeros(7))], lr=0.1)
-    with pytest.raises(ValueError, match=r"parameters of `model` only, .* shape \(7,\)"):
+    with pytest.raises(ValueError, match=r"only parameters of `model`, .* shape \(7,\)"):
         equivalent_training(model, foreign, 0.3)
 
 

@@ -257,10 +257,18 @@ UNALTERED = {
         "with torch.no_grad():\n    F.cross_entropy(model(x), y)",
         "altered nothing",
     ),
-    "in another process": ("--alpha 0.3", SPAWNED, "start the processes by torchrun"),
-    "no step": ("--lr-scale 0.5", "", "--lr-scale changed nothing: no optimizer .* has stepped"),
-    "no step to clip": ("--agc 0.1", "", "--agc changed nothing: no optimizer"),
-    "no step to monitor": ("--monitor norms", "", "--monitor changed nothing: no optimizer"),
+    "in another process": ("--alpha 0.3", SPAWNED, "start the processes with torchrun"),
+    "no step": (
+        "--lr-scale 0.5",
+        "",
+        "changed nothing: no .*Optimizer has taken a step",
+    ),
+    "no step to clip": ("--agc 0.1", "", "--agc changed nothing: no torch.optim.Optimizer"),
+    "no step to monitor": (
+        "--monitor norms",
+        "",
+        "changed nothing: no torch.optim.Optimizer",
+    ),
     "never clipped": (
         "--clip-norm 1e9 --clip-value 1e9",
         CE,
@@ -274,13 +282,13 @@ UNALTERED = {
     "head elsewhere": (
         "--head-lr-scale 0.5",
         f"optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)\n{CE}",
-        "--head-lr-scale changed nothing: no optimizer that has stepped holds the head",
+        "--head-lr-scale changed nothing: no optimizer that has taken a step holds the head",
     ),
     "line search": ("--lr-scale 0.5", CLOSURE, "but got LBFGS"),
     "own optimizer": (
         "--head-lr-scale 0.5",
         SWALLOWED,
-        "Expected Mine to have a group for the head",
+        "Expected Mine to have a separate group for the head",
     ),
     "several models": ("--agc 0.1", TWO, r"but got several modules \(Linear\)"),
     "tied head": ("--head-lr-scale 0.5", TIED, "a tied head cannot be scaled alone"),
@@ -290,7 +298,11 @@ UNALTERED = {
         f"{CE}step(model(x).sum())\nprint('not here')",
         "but got none before step 2 of SGD",
     ),
-    "not proved": ("--alpha 0.3 --strict", CE, "--alpha 0.3 was not proved: no second step"),
+    "not proved": (
+        "--alpha 0.3 --strict",
+        CE,
+        "could not be verified: there was no second step",
+    ),
     "another alpha": (
         "--alpha 0.3 --strict",
         "for _ in range(3):\n    step(F.cross_entropy(2 * model(5 * x), y))",
@@ -322,7 +334,7 @@ def test_plain_gradients_at_the_head_are_an_error(launcher, tmp_path):
     script.write_text(f"{START}{OWN}{loop}\n")
     run = launcher.powergrad("run", "--alpha", 0.3, "--", script)
     assert run.code == 3
-    assert "--alpha 0.3 did not reach the model: its head's gradient is plain" in run.err
+    assert "--alpha 0.3 did not reach the model: the gradient of its head is plain" in run.err
 
 
 def test_bad_options_are_said_before_anything_runs(launcher, tmp_path):
@@ -331,9 +343,9 @@ def test_bad_options_are_said_before_anything_runs(launcher, tmp_path):
         ("--agc 0", "Expected `--agc` to be positive"),
         ("--clip-norm -1", "Expected `--clip-norm` to be positive"),
         ("--lr-scale 0", "Expected `--lr-scale` to be positive, but got 0.0."),
-        ("--decay-scale -1", "Expected `--decay-scale` to be 0 or more, but got -1.0."),
+        ("--decay-scale -1", "Expected `--decay-scale` to be at least 0, but got -1.0."),
         ("--head-lr-scale nan", "Expected `--head-lr-scale` to be positive, but got nan."),
-        ("--json lost/x.json", "Expected `--json` to be a file in a folder that exists"),
+        ("--json lost/x.json", "Expected `--json` to be a file in an existing folder"),
         ("--alhpa 0.3", "Did you mean --alpha?"),
     ):
         run = launcher.powergrad("run", *options.split(), "--", FOREIGN)

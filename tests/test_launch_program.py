@@ -83,7 +83,7 @@ def test_exit_codes(ending, code, err, launcher, tmp_path):
     script.write_text(f"import sys\nprint('here')\n{ending}\n")
     run = launcher.powergrad("run", "--", script)
     assert (run.code, run.out, without_summary(run)) == (code, "here\n", err)
-    assert run.err.endswith("powergrad run: nothing was asked for; no steps\n")
+    assert run.err.endswith("powergrad run: no change requested; no steps\n")
 
 
 def test_tracebacks_are_pythons(launcher, tmp_path):
@@ -115,8 +115,8 @@ def test_an_interrupted_script_dies_as_in_python(tmp_path):
 
 def test_missing_programs_are_said(launcher, tmp_path):
     for command, message in (
-        (("--", tmp_path / "lost.py"), "lost.py' is not a file"),
-        (("--", "python", "x.py"), "'python' is not a file; leave out `python`."),
+        (("--", tmp_path / "lost.py"), "lost.py', which is not a file"),
+        (("--", "python", "x.py"), "'python', which is not a file; leave out `python`."),
         (("--alpha", "0.3"), "Expected `-- SCRIPT ARGS` or `-- -m MODULE ARGS`, but got nothing"),
         (("--", "-m"), "but got nothing to run"),
     ):

@@ -294,8 +294,8 @@ class Nameless(optim.Optimizer):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda m: Copying(m.parameters(), lr=0.5), "SGD with groups of its own"),
-        (lambda m: Deciding(m.parameters(), lr=0.5), "Deciding changes lr in its step"),
+        (lambda m: Copying(m.parameters(), lr=0.5), "SGD with its own groups"),
+        (lambda m: Deciding(m.parameters(), lr=0.5), "Deciding, which changes lr in its step"),
         (lambda m: Nameless(m.parameters()), "Nameless, whose learning rate cannot be scaled"),
     ],
 )

@@ -227,7 +227,7 @@ def test_gains_are_recorded_beside_the_rest(tmp_path: Path) -> None:
     assert torch.equal(values, torch.stack([start, gains.detach()]).abs())
     assert torch.equal(recording.read("4", "gain")[1], torch.ones(2, 4))
     torch.testing.assert_close(recording.read(2, "gradient")[1][1], torch.full((4,), 3.0).sqrt())
-    with pytest.raises(ValueError, match="a quantity that was recorded"):
+    with pytest.raises(ValueError, match="a recorded quantity"):
         recording.read("0", "gain")
     with pytest.raises(ValueError, match="other width"):
         FilterMonitor(model, tmp_path, gradients=True, resume=1)
@@ -626,7 +626,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         FilterMonitor(mlp(), tmp_path, features="head")
     with pytest.raises(ValueError, match="`features` to name a convolution or a linear layer"):
         FilterMonitor(mlp(), tmp_path, features="act")
-    with pytest.raises(ValueError, match="has none yet; run one batch"):
+    with pytest.raises(ValueError, match="without one; run one batch"):
         FilterMonitor(nn.LazyLinear(3), tmp_path)
     assert not list(tmp_path.iterdir())  # nothing was begun
 
@@ -669,7 +669,7 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
         Recording(tmp_path / "nowhere")
     write_rows(tmp_path, [0])
     for layer, quantity in ((3, "weight"), ("act", "weight"), (1, "gradient"), (0, "weight")):
-        with pytest.raises(ValueError, match=r"from 1 to 2 .* recorded \(weight\)"):
+        with pytest.raises(ValueError, match=r"from 1 to 2 .* recorded quantity \(weight\)"):
             Recording(tmp_path).read(layer, quantity)
     path = tmp_path / "index.json"
     index = json.loads(path.read_text())
@@ -681,7 +681,7 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
         Recording(tmp_path)
     for broken in ("{", "[]", "{}"):
         path.write_text(broken)
-        with pytest.raises(ValueError, match="to be a recording's index"):
+        with pytest.raises(ValueError, match="to be the index of a recording"):
             Recording(tmp_path)
 
 

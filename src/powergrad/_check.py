@@ -1,7 +1,7 @@
-"""Argument checks of the public functions. Each error says what was expected and what was given.
+"""Argument checks of the public functions, with errors of the form "Expected ..., but got ...".
 
-Checks of shape, dtype and plain numbers always run. Checks that read the values of a tensor run
-only on CPU in eager mode: on an accelerator they would make the host wait, and under
+Shapes, dtypes and plain numbers are always checked. The values of a tensor are checked only on CPU
+in eager mode: on an accelerator, reading them would force a synchronisation, and under
 ``torch.compile``, ``vmap`` or export there are no values to read.
 """
 
@@ -29,10 +29,10 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Whether `tensors` hold values, and nothing but ordinary autograd traces them."""
+    """Whether `tensors` hold values and are traced by nothing but ordinary autograd."""
     if torch.compiler.is_compiling() or anything_traced():
         return False
-    for tensor in tensors:  # a generator would take as long as a small loss
+    for tensor in tensors:  # a generator expression would cost as much as a small loss
         if type(tensor) not in PLAIN or is_functorch_wrapped_tensor(tensor):
             return False
     return True
@@ -60,7 +60,7 @@ def autocasting(tensor: Tensor) -> bool:
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """A context in which products keep the dtype of their factors."""
+    """A context with autocast disabled: matrix products keep the dtype of their factors."""
     if not autocasting(tensor):
         return nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
@@ -75,7 +75,7 @@ def check_floating(tensor: Tensor, name: str) -> Tensor:
 
 
 def check_dim(tensor: Tensor, dim: int, name: str) -> int:
-    """`dim` counted from the front. A 0-d tensor has one dimension here, as in PyTorch."""
+    """Return `dim` as a non-negative index. A 0-d tensor counts as 1-d, as in PyTorch."""
     size = max(tensor.dim(), 1)
     if not -size <= dim < size:
         raise ValueError(
@@ -191,7 +191,7 @@ def check_broadcasts(factor: Tensor | None, input: Tensor, name: str) -> None:
 
 
 class Arguments(NamedTuple):
-    """The arguments of `cross_entropy` after the logits, in the order that the C kernel has."""
+    """The arguments of `cross_entropy` after the logits, in the order of the C kernel."""
 
     target: Tensor
     weight: Tensor | None
@@ -202,7 +202,7 @@ class Arguments(NamedTuple):
 
 
 def check_cross_entropy(input: Tensor, arguments: tuple[Any, ...]) -> tuple[int, Arguments]:
-    """Check all but the values of labels; return the class dimension, and labels as int64."""
+    """Check everything except label values; return the class dimension and int64 labels."""
     target, weight, alpha, ignore_index, label_smoothing, reduction = arguments
     check_floating(input, "input")
     check_reduction(reduction)
@@ -235,7 +235,7 @@ def check_cross_entropy(input: Tensor, arguments: tuple[Any, ...]) -> tuple[int,
         check_alpha(alpha, input, class_dim)
     else:
         alpha = check_number(alpha)
-    if target.dtype == torch.uint8:  # as a byte, -100 is 156
+    if target.dtype == torch.uint8:  # -100 would wrap to 156
         target = target.long()
     arguments = Arguments(target, weight, alpha, ignore_index, label_smoothing, reduction)
     return class_dim, arguments
@@ -270,9 +270,9 @@ def _check_target(target: Tensor, shape: torch.Size, class_dim: int, ignore_inde
 
 
 def check_labels(target: Tensor, num_classes: int, ignore_index: int) -> bool:
-    """Check the values of class indices, where they can be read.
+    """Check the values of class indices where they can be read.
 
-    Returns whether it is known that none is `ignore_index`.
+    Returns True if every label is known to differ from `ignore_index`.
     """
     if target.is_floating_point() or not values_readable(target) or not target.numel():
         return False

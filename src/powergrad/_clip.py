@@ -1,4 +1,4 @@
-"""Clipping: the arithmetic, the report of what it did, and the hook that runs before a step."""
+"""Gradient clipping: the arithmetic, the report, and the optimizer hook."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class LayerClip(NamedTuple):
     """What clipping did to one parameter.
 
     Attributes:
-        units: How many units it has; for a sparse gradient, how many have a gradient.
-        clipped: How many of them were clipped.
-        largest: The largest of what was compared with the threshold, before clipping: the ratio
-            ``|g| / max(|w|, eps)`` for AGC, else the norm or the absolute value.
+        units: The number of units; for a sparse gradient, the number of units with a gradient.
+        clipped: The number of units that were clipped.
+        largest: The largest value compared with the threshold, before clipping: the ratio
+            ``|g| / max(|w|, eps)`` for AGC, otherwise the norm or the absolute value.
     """
 
     units: int
@@ -37,7 +37,7 @@ class LayerClip(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """The units of some layers: one is clipped where its norm exceeds threshold * floor."""
+    """The units of some layers. A unit is clipped if its norm exceeds threshold * floor."""
 
     names: list[str]
     units: list[int]
@@ -46,10 +46,10 @@ class _Measured(NamedTuple):
 
 
 class ClipReport(Mapping[str, LayerClip]):
-    """What one clipping did: a mapping from the parameter's name to :class:`LayerClip`.
+    """The result of one clipping: a mapping from parameter names to :class:`LayerClip`.
 
-    The numbers stay on the device of the gradients until they are asked for, so that making a
-    report does not make the host wait.
+    The numbers stay on the device of the gradients until they are read, so creating a report does
+    not force a synchronisation.
 
     Attributes:
         threshold: The threshold that was used.
@@ -69,7 +69,7 @@ class ClipReport(Mapping[str, LayerClip]):
 
     @cached_property
     def skipped(self) -> bool:
-        """Whether nothing was changed because some gradient was not finite."""
+        """Whether clipping was skipped because a gradient was not finite."""
         return self._finite is not None and not bool(self._finite)
 
     @cached_property
@@ -95,12 +95,12 @@ class ClipReport(Mapping[str, LayerClip]):
 
     @property
     def units(self) -> int:
-        """The number of units, over all layers."""
+        """The number of units in all layers."""
         return sum(layer.units for layer in self.values())
 
     @property
     def clipped(self) -> int:
-        """The number of units clipped, over all layers."""
+        """The number of clipped units in all layers."""
         return sum(layer.clipped for layer in self.values())
 
     def _count(self) -> tuple[int, Tensor | int]:
@@ -113,7 +113,7 @@ class ClipReport(Mapping[str, LayerClip]):
 
     @property
     def largest(self) -> float:
-        """The largest of what was compared with the threshold, over all layers; 0 without any."""
+        """The largest value compared with the threshold in any layer; 0 if there are no layers."""
         return max((layer.largest for layer in self.values()), default=0.0)
 
     def __repr__(self) -> str:
@@ -128,13 +128,14 @@ class ClipReport(Mapping[str, LayerClip]):
 
 @dataclass
 class Guard:
-    """What a scaler has told the optimizer: fused ones unscale and skip by themselves.
+    """The loss scale and finiteness of the gradients at the time of a step.
 
-    For any other optimizer the scaler has unscaled by now, or there is none.
+    A fused optimizer unscales and skips by itself, so its gradients are still scaled. For any other
+    optimizer the scaler has already unscaled them, or there is no scaler.
     """
 
-    scale: Tensor | None = None  # of the gradients; None: 1
-    finite: Tensor | None = None  # whether all gradients are, 0-d; None: not known yet
+    scale: Tensor | None = None  # of the gradients; None means 1
+    finite: Tensor | None = None  # 0-d, whether all gradients are finite; None: not known yet
 
     def unscaled(self, norms: Tensor) -> Tensor:
         return norms if self.scale is None else norms / self.scale.to(norms.device)
@@ -142,7 +143,7 @@ class Guard:
     def check(self, gradients: Sequence[Gradient], norms: Sequence[Tensor]) -> Tensor:
         """Whether all gradients are finite; `norms` are their norms, which may overflow.
 
-        On an accelerator nothing is read, so that the host does not wait.
+        On an accelerator no value is read, to avoid a synchronisation.
         """
         if self.finite is None and all(norm.is_cpu and norm.isfinite().all() for norm in norms):
             self.finite = torch.tensor(True, device="cpu")
@@ -158,9 +159,10 @@ def clip_units(
     eps: float | None = None,
     others: Sequence[Gradient] = (),
 ) -> ClipReport:
-    """Clip by unit: with an `eps` relative to the weights, else by the gradient's norm alone.
+    """Clip each unit: relative to its weight if `eps` is given, else by the gradient's norm alone.
 
-    The gradients of `others` have to be finite too, and are left as they are.
+    Nothing is clipped if a gradient in `gradients` or `others` is not finite. `others` are never
+    changed.
     """
     batches = _batches(gradients)
     parts = [_measure(batch, guard, eps) for batch in batches]
@@ -183,7 +185,7 @@ def clip_units(
 
 
 def clip_total(gradients: Sequence[Gradient], threshold: float, guard: Guard) -> ClipReport:
-    """``torch.nn.utils.clip_grad_norm_``, at a scale and with a guard."""
+    """``torch.nn.utils.clip_grad_norm_`` for gradients that may be scaled or not finite."""
     if not gradients:
         return ClipReport(threshold, [], [])
     tensors = [g.tensor for g in gradients]
@@ -199,7 +201,7 @@ def clip_total(gradients: Sequence[Gradient], threshold: float, guard: Guard) ->
 
 
 def clip_values(gradients: Sequence[Gradient], threshold: float, guard: Guard) -> ClipReport:
-    """``torch.nn.utils.clip_grad_value_``, at a scale and with a guard."""
+    """``torch.nn.utils.clip_grad_value_`` for gradients that may be scaled or not finite."""
     batches, parts = _batches(gradients), []
     for batch in batches:  # not vector_norm(inf), which takes 14 times as long on CPU
         extremes = torch.stack([torch.stack(g.tensor.aminmax()) for g in batch])
@@ -220,7 +222,7 @@ def clip_values(gradients: Sequence[Gradient], threshold: float, guard: Guard) -
 
 
 def _batches(gradients: Sequence[Gradient]) -> list[list[Gradient]]:
-    """The gradients of one kind, device and dtype together."""
+    """Group the gradients by kind, device and dtype."""
     batches: dict[object, list[Gradient]] = defaultdict(list)
     for g in gradients:
         batches[g.unit is None, g.rows, g.tensor.device, g.tensor.dtype, g.weight.dtype].append(g)
@@ -228,14 +230,14 @@ def _batches(gradients: Sequence[Gradient]) -> list[list[Gradient]]:
 
 
 def _measure(batch: list[Gradient], guard: Guard, eps: float | None) -> _Measured:
-    """The norms of a batch's units, unscaled, and with an `eps` those of their weights."""
+    """The unscaled gradient norms of a batch's units and, if `eps` is given, their weight norms."""
     units, rows = [g.unit for g in batch], batch[0].rows
     counts = [math.prod(g.unit_shape) for g in batch]
     floors = None
     if eps is not None:  # first, so that the gradients, to be read again, are in the cache
         floors = unit_norms([g.weight for g in batch], units, rows=rows)
         floors = _divided(floors, [g.weight_scale for g in batch], counts).clamp_(min=eps)
-    # At a scale, elements of float16 may be in range while their norm is not.
+    # The elements of scaled float16 gradients may be in range while their norm is not.
     half = guard.scale is not None and batch[0].tensor.dtype is torch.float16
     dtype = torch.float32 if half else None
     norms = guard.unscaled(unit_norms([g.tensor for g in batch], units, dtype, rows=rows))
@@ -245,7 +247,7 @@ def _measure(batch: list[Gradient], guard: Guard, eps: float | None) -> _Measure
 
 
 def _divided(norms: Tensor, scales: Sequence[float], counts: Sequence[int]) -> Tensor:
-    """The norms of some tensors' units, each divided by the scale of its tensor."""
+    """Divide the norms of each tensor's units by the scale of that tensor."""
     if all(scale == 1 for scale in scales):
         return norms
     parts = norms.split(list(counts))
@@ -256,10 +258,10 @@ def _divided(norms: Tensor, scales: Sequence[float], counts: Sequence[int]) -> T
 
 
 class ClipHandle:
-    """What :func:`clip_grads_before_step` returns; also a context manager that detaches at its end.
+    """The handle that :func:`clip_grads_before_step` returns; as a context manager it detaches.
 
     Attributes:
-        last_report: What each method did at the last step, by the method's name.
+        last_report: The report of each method at the last step, by the name of the method.
     """
 
     def __init__(self) -> None:
@@ -282,15 +284,15 @@ _WHOLE_TENSORS = {"norm": clip_total, "tensor_norm": clip_units, "value": clip_v
 
 @dataclass
 class ClippingHook:
-    """Clips the gradients of the optimizer that it is attached to, before each step."""
+    """Clips the gradients of the optimizer it is attached to, before each step."""
 
     thresholds: dict[str, float]
     eps: float
-    spared: set[Tensor]  # by AGC
+    spared: set[Tensor]  # parameters that AGC does not clip
     in_model: dict[Tensor, Parameter]
     handle: ClipHandle = field(default_factory=ClipHandle)
-    # In a training that equals one with PGT, gradients and weights are compared as they would be
-    # there: the backbone's gradients and the weights of the heads are alpha times those.
+    # After `equivalent_training`, the backbone's gradients and the weights of the heads are alpha
+    # times what they would be with PGT. They are divided by alpha before they are compared.
     alpha: float = 1.0
     heads: set[Tensor] = field(default_factory=set)
 
@@ -333,9 +335,10 @@ class ClippingHook:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if "grad_scaler" in kwargs:
             raise RuntimeError(
-                f"Expected {type(optimizer).__name__} to find its scale in `grad_scale`, but its "
-                "step() takes a `grad_scaler`, so it is not known at which scale its gradients "
-                "are; detach this clipping, and clip after `scaler.unscale_(optimizer)`."
+                f"Expected {type(optimizer).__name__} to take its loss scale from `grad_scale`, "
+                "but got an optimizer whose step() takes a `grad_scaler`, so the scale of its "
+                "gradients is unknown; detach this clipping and clip after "
+                "`scaler.unscale_(optimizer)`."
             )
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:

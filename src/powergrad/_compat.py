@@ -1,4 +1,4 @@
-"""The private parts of PyTorch that the core uses, each with the reason and the version checked."""
+"""The private PyTorch APIs that the core uses, each with its reason and the tested version."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# 2.13.0: no public function tells what is traced, and by what: a `torch.func` transform, a dispatch
-# mode (also that of `make_fx`), `torch.jit.trace`, or `make_fx(pre_dispatch=True)`.
+# 2.13.0: no public function reports whether a `torch.func` transform, a dispatch mode (`make_fx`
+# uses one), `torch.jit.trace` or `make_fx(pre_dispatch=True)` is tracing.
 from torch._C import (  # pyright: ignore
     DispatchKey,
     _are_functorch_transforms_active,
@@ -26,7 +26,7 @@ from torch._C import (  # pyright: ignore
     _len_torch_dispatch_stack,
 )
 
-# 2.13.0: no public function tells whether a tensor has values to read, or stands for several
+# 2.13.0: no public function reports whether a tensor has readable values, or is a batch of
 # gradients (`is_grads_batched`).
 from torch._C._functorch import (  # pyright: ignore[reportMissingImports]
     is_functorch_wrapped_tensor,
@@ -37,10 +37,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-# 2.13.0: what the deprecated `size_average` and `reduce` mean, with PyTorch's own warning.
+# 2.13.0: translates the deprecated `size_average` and `reduce`, with PyTorch's own warning.
 from torch.nn._reduction import legacy_get_string as legacy_reduction
 
-# 2.13.0: the modes that are active in this thread; public is only that a mode can be entered.
+# 2.13.0: the modes that are active in this thread; the public API can only enter a mode.
 from torch.overrides import (
     _get_current_function_mode_stack,  # pyright: ignore[reportPrivateUsage]
     _pop_mode,  # pyright: ignore[reportPrivateUsage]
@@ -48,7 +48,7 @@ from torch.overrides import (
 )
 from torch.utils import checkpoint as checkpoints
 
-# 2.13.0: the tensors of any nested output; `optree`, its public form, is not a requirement.
+# 2.13.0: maps over the tensors of a nested output; the public `optree` is not a dependency.
 from torch.utils._pytree import tree_map
 
 __all__ = [
@@ -90,8 +90,7 @@ __all__ = [
 # 2.13.0: multiplies many tensors by one factor in one kernel, as `clip_grad_norm_` does.
 foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 
-# 2.13.0: a log-softmax that `PowerGrad` does not alter; calling `torch.ops.aten`'s takes twice the
-# time.
+# 2.13.0: a log-softmax that `PowerGrad` does not alter; `torch.ops.aten`'s is twice as slow.
 unaltered_log_softmax = torch._log_softmax  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -99,7 +98,7 @@ _PRE_DISPATCH = DispatchKey.PreDispatch
 
 
 def operators_traced() -> bool:
-    """Whether something records, or replaces, the operators that are called."""
+    """Whether something records or replaces the operators that are called."""
     return bool(
         _len_torch_dispatch_stack()
         or _is_tracing()
@@ -131,7 +130,7 @@ def graph_recorded() -> bool:
 
 def in_loss_parallel() -> bool:
     """Whether the caller is inside ``torch.distributed.tensor.parallel.loss_parallel()``."""
-    # 2.13.0: it registers handlers, which compute the gradient of the logits in `nll_loss`.
+    # 2.13.0: it registers handlers that compute the gradient of the logits in `nll_loss`.
     if "torch.distributed.tensor.parallel.loss" not in sys.modules:
         return False
     from torch.distributed.tensor import DTensor
@@ -147,18 +146,18 @@ in_loss_parallel._dynamo_marked_constant = True  # pyright: ignore
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` where no transform is active."""
-    # 2.13.0: without a layer of Python that serves the transforms, 5% of the time of a small loss.
+    """``function.apply``, for calls where no transform is active."""
+    # 2.13.0: this skips a Python layer for transforms, which takes 5% of the time of a small loss.
     return super(torch.autograd.Function, function).apply  # pyright: ignore
 
 
 def legacy_softmax_dim(ndim: int, stacklevel: int) -> int:
-    """The dimension of a log-softmax that was given none."""
-    # 2.13.0: with PyTorch's own warning.
+    """The dimension that PyTorch chooses if `dim` is None, with PyTorch's own warning."""
+    # 2.13.0: there is no public function for it.
     return F._get_softmax_dim("log_softmax", ndim, stacklevel + 1)  # pyright: ignore
 
 
-# 2.13.0: the types of what `torch.ops` calls; a mode sees these as functions.
+# 2.13.0: the types of the operators in `torch.ops`, which a mode sees as functions.
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # pyright: ignore
 
 function_modes = _get_current_function_mode_stack
@@ -171,10 +170,10 @@ def gradients_hidden() -> bool:
     return forward_ad._current_level >= 0 or _are_functorch_transforms_active()
 
 
-# Computations that the backward pass runs again ---------------------------------------------------
+# Computations that the backward pass repeats ------------------------------------------------------
 
-# 2.13.0: the frames of the first two mark a computation that the backward pass will run again,
-# those of `_RECOMPUTING` one that it runs now, in either form of a checkpoint.
+# 2.13.0: a frame of the first two is a computation that the backward pass will repeat; a frame of
+# `_RECOMPUTING` is a repetition in progress (reentrant or non-reentrant checkpoint).
 _CHECKPOINT = inspect.unwrap(checkpoints.checkpoint).__code__
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore
 _REENTRANT = checkpoints.CheckpointFunction
@@ -192,14 +191,14 @@ _MARKS = {id(code) for code in (_CHECKPOINT, _APPLY, *_RECOMPUTING)}  # a code's
 
 
 def frames_that_recompute() -> list[FrameType]:
-    """The callers of this one that stand for a recomputation, present or future."""
-    found: list[FrameType] = []
+    """The callers' frames that belong to a recomputation, present or future."""
+    frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if id(frame.f_code) in _MARKS:
-            found.append(frame)
+            frames.append(frame)
         frame = frame.f_back
-    return found
+    return frames
 
 
 def recomputes_now(frame: FrameType) -> bool:
@@ -208,11 +207,11 @@ def recomputes_now(frame: FrameType) -> bool:
 
 
 def recomputed_later() -> Iterator[FrameType]:
-    """The callers of this one whose backward pass will run it again, or something in its place.
+    """The callers' frames whose backward pass will repeat or replace the current computation.
 
-    With gradients on, that is a non-reentrant checkpoint. In the forward of a custom autograd
-    function, such as the reentrant checkpoint, they are off; there it is one whose arguments need a
-    gradient, so that it has a backward pass at all.
+    With gradients enabled, these are non-reentrant checkpoints. Gradients are disabled in the
+    forward of a custom autograd function, such as the reentrant checkpoint; it has a backward pass
+    only if one of its arguments requires grad.
     """
     grad_enabled = torch.is_grad_enabled()
     frame: FrameType | None = sys._getframe(1)
@@ -228,9 +227,9 @@ def recomputed_later() -> Iterator[FrameType]:
 
 
 def custom_function(frame: FrameType) -> type | None:
-    """The class of the autograd function that `frame`, of `recomputed_later`, applies.
+    """The autograd function that `frame`, one of `recomputed_later`, applies.
 
-    None for a checkpoint of PyTorch's.
+    None for PyTorch's checkpoints.
     """
     cls = frame.f_locals.get("cls") if frame.f_code is _APPLY else None
     return None if cls is _REENTRANT else cls
@@ -245,13 +244,13 @@ def checkpoints_captured() -> bool:
 
 
 def capture_in_checkpoints(capture: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """From now on let every checkpoint recompute ``capture(function)`` instead of its function.
+    """From now on, make every checkpoint recompute ``capture(function)`` instead of its function.
 
-    ``capture`` is called in the forward pass. Where it returns its argument, nothing changes.
-    Nothing happens if PyTorch's checkpoints are not as expected here.
+    ``capture`` is called in the forward pass. If it returns its argument, nothing changes. This
+    does nothing if PyTorch's checkpoints differ from what is expected here.
     """
-    # 2.13.0: a checkpoint restores autocast and the random state before it recomputes, and
-    # `DeviceContext` of all function modes. These are the two places where it keeps the function.
+    # 2.13.0: before it recomputes, a checkpoint restores autocast, the random state and, of all
+    # function modes, only `DeviceContext`. These are the two places where it stores the function.
     global _captured
     if _captured is not None:
         return
@@ -283,8 +282,8 @@ def capture_in_checkpoints(capture: Callable[[Callable[..., Any]], Callable[...,
 
 
 def on_first_backward(function: Callable[[Any], None]) -> None:
-    """Call `function` with the tensors at which the first backward pass of the process begins."""
-    # 2.13.0: `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` meet here.
+    """Call `function` with the root tensors of the first backward pass of the process."""
+    # 2.13.0: `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` all call this.
     run: Any = getattr(torch.autograd, "_engine_run_backward", None)
     if run is None:
         return
@@ -302,8 +301,8 @@ def on_first_backward(function: Callable[[Any], None]) -> None:
 
 
 def functions_traced() -> int:
-    """How many custom autograd functions TorchDynamo is in the forward or backward of."""
-    # 2.13.0: a frame of TorchDynamo's own for each.
+    """The number of nested custom autograd functions that TorchDynamo is tracing."""
+    # 2.13.0: TorchDynamo has one frame for each.
     module: Any = sys.modules.get("torch._dynamo.variables.higher_order_ops")
     variable = getattr(module, "AutogradFunctionApplyVariable", None)
     if variable is None:
@@ -321,8 +320,8 @@ functions_traced._dynamo_marked_constant = True  # pyright: ignore
 
 
 def forget_functions() -> None:
-    """Let PyTorch look up its own functions anew, after some were replaced for a while."""
-    # 2.13.0: tables by function, which are made once. TorchDynamo's is made when it is loaded.
+    """Clear PyTorch's tables of its own functions, after some were replaced temporarily."""
+    # 2.13.0: the tables are built once; TorchDynamo's is built when it is loaded.
     tables = {
         "torch.overrides": ("get_testing_overrides", "_get_overridable_functions"),
         "torch._dynamo.variables.torch": ("get_overridable_functions",),
@@ -335,14 +334,14 @@ def forget_functions() -> None:
                 table.cache_clear()  # pyright: ignore[reportOptionalMemberAccess]
 
 
-own_modes: set[type] = set()  # function modes that leave operators of higher order alone
+own_modes: set[type] = set()  # function modes that do not alter higher-order operators
 _dynamo_prepared = False
 
 
 def prepare_dynamo() -> None:
-    """Let TorchDynamo show `own_modes` every loss that a compiled function calls.
+    """Make TorchDynamo show every loss in a compiled function to `own_modes`.
 
-    Where a part of TorchDynamo is not loaded yet, that happens when it is.
+    Parts of TorchDynamo that are not loaded yet are patched when they are loaded.
     """
     global _dynamo_prepared
     if _dynamo_prepared:
@@ -352,21 +351,21 @@ def prepare_dynamo() -> None:
     for name, patch in _PATCHES.items():
         if name in sys.modules:
             patch(sys.modules[name])
-        else:  # importing it takes seconds, and most programs never do
+        else:  # importing it takes seconds, and most programs never need it
             missing[name] = patch
     if missing:
         sys.meta_path.insert(0, _PatchWhenLoaded(missing))
 
 
-# 2.13.0: what `torch.compiler.assume_constant_result` sets, without loading TorchDynamo here: where
+# 2.13.0: what `torch.compiler.assume_constant_result` sets, without loading TorchDynamo here. If
 # the `with` block itself is compiled, TorchDynamo runs the function instead of tracing it.
 prepare_dynamo._dynamo_marked_constant = True  # pyright: ignore
 
 
 def _show_module_losses(user_defined: ModuleType) -> None:
-    # 2.13.0: TorchDynamo traces modes, with one exception: an `nn.CrossEntropyLoss()` that a
-    # compiled function constructs is replaced by a graph node that no mode sees. Here the node is
-    # made by an ordinary call, which gives the same graph where no mode is active.
+    # 2.13.0: TorchDynamo traces modes, with one exception: it replaces an `nn.CrossEntropyLoss()`
+    # that a compiled function constructs by a graph node that no mode sees. Here an ordinary call
+    # makes the node, which gives the same graph if no mode is active.
     def ordinary_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         from torch._dynamo.variables.base import VariableTracker
         from torch._dynamo.variables.misc import LambdaVariable
@@ -386,9 +385,9 @@ def _show_module_losses(user_defined: ModuleType) -> None:
 
 
 def _show_bodies(torch_function: ModuleType) -> None:
-    # 2.13.0: a mode sees a checkpoint in a compiled function, or another operator of higher order,
-    # as one call, during which the mode is off: it would not see the calls in the body. Here such
-    # an operator is not shown to `own_modes`, so that its body is traced inside of them.
+    # 2.13.0: a mode sees a checkpoint, or any other higher-order operator, in a compiled function
+    # as one call. The mode is inactive during that call, so it would miss the calls in the body.
+    # Here such an operator is not shown to `own_modes`, and its body is traced inside them.
     dispatch = getattr(torch_function, "dispatch_torch_function", None)
     if dispatch is None:
         return
@@ -402,8 +401,8 @@ def _show_bodies(torch_function: ModuleType) -> None:
             types = {mode.python_type() for mode in tx.symbolic_torch_function_state.mode_stack}
             if types & own_modes and types <= {*own_modes, DeviceContext}:
                 if type(fn).__name__ == "InvokeSubgraphHigherOrderVariable":
-                    # `nested_compile_region`, which wants to use its graph again, cannot guard on
-                    # modes: the body is traced as part of the graph around it.
+                    # `nested_compile_region` reuses its graph and cannot guard on modes, so the
+                    # body is traced as part of the surrounding graph.
                     return args[0].call_function(tx, list(args[1:]), kwargs)
                 return fn._call_function(tx, args, kwargs)
         return dispatch(tx, fn, args, kwargs)
@@ -418,12 +417,12 @@ _PATCHES: dict[str, Callable[[ModuleType], None]] = {
 
 
 def run_eagerly(*owners: Any) -> None:
-    """Keep TorchDynamo from compiling functions, or those of a class, on their own.
+    """Keep TorchDynamo from compiling functions, or the methods of a class, on their own.
 
-    Where a compiled function has a graph break, TorchDynamo compiles what is called next, piece by
-    piece. In a piece nothing can be counted. Within a compiled function they are traced as ever.
+    After a graph break, TorchDynamo compiles the functions that are called next one by one, and
+    compiled functions cannot count calls. Inside a compiled function they are still traced.
     """
-    # 2.13.0: `torch.compiler.disable` would make a graph break of every call.
+    # 2.13.0: `torch.compiler.disable` would turn every call into a graph break.
     c: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     if not all(hasattr(c, name) for name in ("_FrameExecStrategy", "set_code_exec_strategy")):
         return
@@ -438,19 +437,19 @@ def run_eagerly(*owners: Any) -> None:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``torch.compile`` returned `module`, or ``module.compile()`` was called."""
-    # 2.13.0: no public function tells.
+    # 2.13.0: there is no public function for it.
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def hook_compiled(module: torch.nn.Module, hook: Callable[[Any], None]) -> Callable[[], None]:
-    """Call `hook` with the outputs of an `is_compiled` module, outside of the compiled code.
+    """Call `hook` with each output of a compiled module, outside the compiled code.
 
     Returns:
         A function that removes the hook.
     """
-    if "_orig_mod" in module._modules:  # its own hooks run outside
+    if "_orig_mod" in module._modules:  # the hooks of the wrapper run outside the compiled code
         return module.register_forward_hook(lambda _, __, output: hook(output)).remove
-    # 2.13.0: the hooks of a module that was compiled in place are part of what is compiled.
+    # 2.13.0: the hooks of a module that was compiled in place are compiled with it.
     call: Any = module._compiled_call_impl
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
@@ -463,7 +462,7 @@ def hook_compiled(module: torch.nn.Module, hook: Callable[[Any], None]) -> Calla
 
 
 class _PatchWhenLoaded(MetaPathFinder):
-    """Finds some modules, each once, as the other finders would, and patches them when loaded."""
+    """Import hook that patches some modules when they are loaded."""
 
     def __init__(self, patches: dict[str, Callable[[ModuleType], None]]) -> None:
         self.patches = patches

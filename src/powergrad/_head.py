@@ -1,8 +1,9 @@
-"""The classifier head, the layer whose outputs are the logits: finding it, and whether it scales.
+"""Finds the classifier head, the layer whose outputs are the logits, and checks that it scales.
 
-A model that declares its heads is asked for them. In any other model the head is the last layer
-that is registered, unless another layer might be it: the order of registration need not be that of
-execution. An example input, where there is one, settles it: scaling the head scales the logits.
+If the model declares its heads (timm's ``get_classifier``, transformers'
+``get_output_embeddings``), these are used. Otherwise the head is the last registered layer, unless
+another layer could be the head as well, because layers need not run in the order of registration.
+An example input decides without doubt: scaling the head must scale the logits.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from torch.nn.utils import parametrize
 
 LINEAR_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _HEAD_NAMES = {"fc", "head", "heads", "classifier", "lm_head", "logits", "score"}
-_REMEDY = "pass `head`, the module that makes the logits or its name"
+_REMEDY = "pass `head`, the module that computes the logits or its name"
 
 
-# Finding it ---------------------------------------------------------------------------------------
+# Finding the head ---------------------------------------------------------------------------------
 
 
 def find_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Module:
-    """The module of `model` that makes the logits: `head`, the module of that name, or found."""
+    """The module of `model` that computes the logits: `head`, the module of that name, or found."""
     if isinstance(head, nn.Module):
         if not any(module is head for module in model.modules()):
             raise ValueError(
@@ -58,10 +59,10 @@ def find_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Modul
 
 
 def find_heads(model: nn.Module) -> Sequence[nn.Module]:
-    """All heads of `model`: those that it declares, else its last layer, if no other might be it.
+    """All heads of `model`: those that it declares, otherwise its last layer.
 
     Raises:
-        ValueError: If the last layer is not linear, or another layer might be the head.
+        ValueError: If the last layer is not linear, or another layer could be the head.
     """
     heads, rivals = _search(model)
     if not isinstance(heads[0], LINEAR_LAYERS):
@@ -72,14 +73,14 @@ def find_heads(model: nn.Module) -> Sequence[nn.Module]:
         )
     if rivals:
         raise ValueError(
-            "Expected one layer of `model` that can be its head, but got several "
+            "Expected one layer of `model` that could be its head, but got several "
             f"({_names([*heads, *rivals], model)}); {_REMEDY}."
         )
     return heads
 
 
 def _search(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The heads, or the last module with parameters; and other layers that might be the head."""
+    """The heads, or the last module with parameters; and other layers that could be the head."""
     model = unwrap(model)
     if declared := _declared_heads(model):
         return declared, []
@@ -95,10 +96,10 @@ def _search(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
         layer = _last_owner(child)
         if not isinstance(layer, LINEAR_LAYERS):
             continue
-        # Two heads for the same classes, which may be as many as the features.
-        sounds = not _HEAD_NAMES.isdisjoint(other.lower().split("_"))
-        alike = linear and _outputs(layer) == _outputs(heads[0])
-        if (sounds and alike) or next(_takers(layer, model), None) is None:
+        # The number of classes may equal the number of features, so the name counts as well.
+        named_head = not _HEAD_NAMES.isdisjoint(other.lower().split("_"))
+        same_size = linear and _outputs(layer) == _outputs(heads[0])
+        if (named_head and same_size) or next(_takers(layer, model), None) is None:
             rivals.append(layer)
     if linear and name not in _HEAD_NAMES:
         takers = list(_takers(heads[0], model))
@@ -107,7 +108,7 @@ def _search(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
 
 
 def _declared_heads(model: nn.Module) -> list[nn.Module]:
-    """What timm's or transformers' method returns; timm's distilled transformers have two heads."""
+    """The heads that timm's or transformers' method returns (two for timm's distilled models)."""
     for method in ("get_classifier", "get_output_embeddings"):
         result = getattr(model, method, lambda: None)()
         modules = result if isinstance(result, (tuple, list)) else [result]
@@ -128,7 +129,7 @@ def _outputs(layer: nn.Module) -> int:
 
 
 def _takers(layer: nn.Module, model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that, by their size, could take what `layer` puts out."""
+    """The modules whose input size fits the output of `layer`."""
     size = _outputs(layer)
     return (m for m in model.modules() if m is not layer and _takes(m, size, layer))
 
@@ -167,17 +168,17 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-# Scaling it ---------------------------------------------------------------------------------------
+# Scaling the head ---------------------------------------------------------------------------------
 
 
 def scalable_heads(
     model: nn.Module, head: nn.Module | str | None, example_inputs: Any = None
 ) -> Sequence[nn.Module]:
-    """The heads of `model` of which alpha times the weights gives alpha times the logits.
+    """The heads of `model`, after checking that scaling them by alpha scales the logits by alpha.
 
     Raises:
-        ValueError: If the head is not found, is not linear, or shares a parameter; or if something
-            that does not scale comes after it, as far as model, configuration and example show it.
+        ValueError: If the head is not found, is not linear, or shares a parameter; or if the model,
+            its configuration or the example shows that something after it does not scale.
     """
     _check_no_cap(model)
     if head is not None:
@@ -187,7 +188,7 @@ def scalable_heads(
         try:
             heads = find_heads(model)
         except ValueError as error:
-            remedy = f"{_REMEDY}, or `example_inputs`, with which it is found"
+            remedy = f"{_REMEDY}, or `example_inputs`, from which it can be found"
             raise ValueError(str(error).replace(_REMEDY, remedy)) from None
     else:
         return _Trial(model, example_inputs).find()
@@ -202,14 +203,14 @@ def scalable_heads(
 
 @torch.no_grad()
 def scale(heads: Sequence[nn.Module], factor: float) -> None:
-    """Multiply the weights and biases of `heads`, in place."""
+    """Multiply the weights and biases of `heads` by `factor`, in place."""
     for layer in heads:
         for parameter in layer.parameters():
             parameter.mul_(factor)
 
 
 def check_linear(head: nn.Module) -> None:
-    """Refuse a layer whose outputs are not those of its weight and bias times alpha, over alpha."""
+    """Refuse a layer whose outputs do not scale with its weight and bias."""
     if not isinstance(head, LINEAR_LAYERS):
         raise ValueError(
             "Expected `head` to be a linear layer or a convolution, but got a "
@@ -217,17 +218,17 @@ def check_linear(head: nn.Module) -> None:
         )
     if parametrize.is_parametrized(head) or "weight" not in head._parameters:
         raise ValueError(
-            "Expected `head` to hold its weight itself, but got one parametrised (as by "
+            "Expected `head` to have a plain weight, but got a parametrised one (such as "
             "weight_norm); first call `torch.nn.utils.parametrize.remove_parametrizations`."
         )
     if more := [name for name, _ in head.named_parameters() if name not in ("weight", "bias")]:
         raise ValueError(
-            f"Expected `head` to have weight and bias alone, but got also {', '.join(more)}."
+            f"Expected `head` to have only a weight and a bias, but got also {', '.join(more)}."
         )
 
 
 def _check_own_parameters(head: nn.Module, model: nn.Module) -> None:
-    """Refuse a parameter that `model` has twice, as one object or over the same memory."""
+    """Refuse a parameter that `model` uses twice, as the same object or over the same memory."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     for parameter in head.parameters():
         names = [
@@ -241,7 +242,7 @@ def _check_own_parameters(head: nn.Module, model: nn.Module) -> None:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the memory of `a` and that of `b` overlap; unknown for tensors without any."""
+    """Whether `a` and `b` share memory; False for tensors without memory."""
     (a_start, a_end), (b_start, b_end) = _extent(a), _extent(b)
     return a.device == b.device and max(a_start, b_start) < min(a_end, b_end)
 
@@ -256,30 +257,30 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 def _check_no_cap(model: nn.Module) -> None:
     """Refuse a model whose configuration caps the logits with a tanh."""
-    # transformers' names: final_logit_softcapping, logits_soft_cap and output_logit_soft_cap; there
-    # are also caps on the logits of attention and of routers.
+    # The names in transformers are final_logit_softcapping, logits_soft_cap and
+    # output_logit_soft_cap. Caps on the logits of attention and of routers do not matter here.
     for module in model.modules():
         config = getattr(module, "config", None)
         for name, value in getattr(config, "__dict__", {}).items():
             if value and re.search(r"^(?!.*(att|router)).*logit.*cap", name):
                 raise ValueError(
                     f"Expected `model` not to cap its logits, but got `config.{name}` = {value}: "
-                    "the cap comes after the head, and does not scale with it."
+                    "the cap comes after the head and does not scale with it."
                 )
 
 
 def _check_not_one_of_several(head: nn.Module, model: nn.Module, example_inputs: Any) -> None:
-    """Refuse one of the heads that the model declares, unless an example can show that it does."""
+    """Refuse one of several declared heads, unless there is an example to check it with."""
     declared = _declared_heads(unwrap(model))
     if example_inputs is None and len(declared) > 1 and any(head is other for other in declared):
         raise ValueError(
-            "Expected `head` to make the logits alone, but got one of several "
-            f"({_names(declared, model)}); pass None to scale all heads."
+            "Expected `head` to be the only head, but got one of several "
+            f"({_names(declared, model)}); pass None to scale all of them."
         )
 
 
 def _check_nothing_after(head: nn.Module, model: nn.Module) -> None:
-    """Refuse what follows `head` in an ``nn.Sequential``, if it has weights or does not scale."""
+    """Refuse modules after `head` in an ``nn.Sequential`` that have weights or do not scale."""
     model = unwrap(model)
     while _is_sequential(model):
         children = list(model.children())
@@ -291,16 +292,17 @@ def _check_nothing_after(head: nn.Module, model: nn.Module) -> None:
                 and not isinstance(module, (nn.ReLU, nn.LeakyReLU, nn.LogSoftmax))
             ):
                 raise ValueError(
-                    f"Expected `head` to make the logits, but got a {type(module).__name__} after "
-                    "it, which does not scale with them."
+                    f"Expected `head` to compute the logits, but got a {type(module).__name__} "
+                    "after it, which does not scale with them."
                 )
         model = unwrap(children[place])
 
 
 class _Trial:
-    """Runs a model on an example, with some of its layers scaled, and leaves it as it was."""
+    """Runs a model on an example with some of its layers scaled, and restores it afterwards."""
 
-    # Exact in every precision, and so large that a soft cap of 30 is felt by logits of 0.1.
+    # A power of two is exact in every dtype. It is so large that a soft cap of 30 changes even
+    # logits of 0.1.
     FACTOR = 64.0
 
     def __init__(self, model: nn.Module, example_inputs: Any) -> None:
@@ -315,16 +317,16 @@ class _Trial:
                 "Expected `example_inputs` to be a tensor, a tuple or a dict of the arguments of "
                 f"`model`, but got {type(example_inputs).__name__}."
             )
-        self.called: dict[nn.Module, None] = {}  # linear layers, as last called
+        self.called: dict[nn.Module, None] = {}  # linear layers, in the order of their last calls
         self.logits = self.run()
         if not self.logits.any():
             raise ValueError(
                 "Expected `example_inputs` to give logits that are not all 0, but got zeros, which "
-                "do not show whether they scale."
+                "cannot show whether the logits scale."
             )
 
     def find(self) -> Sequence[nn.Module]:
-        """The last layer that scales the logits, or the last few that do so together."""
+        """The last layer that scales the logits, or the last few that scale them together."""
         last = [layer for layer in reversed(self.called) if self.class_dim(layer) is not None]
         together = (last[:count] for count in range(2, len(last) + 1))
         heads = next(filter(self.scales, [*([layer] for layer in last), *together]), last)
@@ -337,11 +339,12 @@ class _Trial:
 
     def check(self, heads: Sequence[nn.Module]) -> None:
         if not heads or not self.scales(heads):
-            got = _names(heads, self.model) or f"no layer of the size of {tuple(self.logits.shape)}"
+            shape = tuple(self.logits.shape)
+            got = _names(heads, self.model) or f"no layer with outputs of shape {shape}"
             raise ValueError(
-                "Expected the logits that `example_inputs` gives to scale with the head, but they "
-                f"do not with {got}: another layer, or something like a soft cap, is between; if "
-                "another layer is the head, pass its name as `head`."
+                "Expected the logits of `example_inputs` to scale with the head, but got "
+                f"{got}, with which they do not scale: another layer, or a soft cap, may follow; "
+                "if another layer is the head, pass its name as `head`."
             )
 
     def scales(self, heads: Sequence[nn.Module]) -> bool:
@@ -368,7 +371,7 @@ class _Trial:
         return next((d for d in dims if d < len(shape) and shape and shape[d] == size), None)
 
     def centred(self, logits: Tensor, head: nn.Module) -> Tensor:
-        """Softmax ignores a constant per example, which a log-softmax in the model adds."""
+        """Remove a constant per example, such as a log-softmax adds: it does not affect softmax."""
         dim = self.class_dim(head)
         if dim is None or logits.shape[dim] == 1:
             return logits
@@ -401,25 +404,25 @@ class _Trial:
 
 
 def _logits_of(output: Any) -> Tensor:
-    """What a model calls its logits, or ``out`` as in torchvision, or returns first or alone."""
-    found = getattr(output, "logits", None)
-    if found is None and isinstance(output, Mapping):
-        found = output.get("logits", output.get("out"))
-    elif found is None:
-        found = output[0] if isinstance(output, (tuple, list)) and output else output
-    if not isinstance(found, Tensor) or not found.is_floating_point():
+    """The logits in a model's output: ``logits``, ``out`` (torchvision), the first item, or all."""
+    logits = getattr(output, "logits", None)
+    if logits is None and isinstance(output, Mapping):
+        logits = output.get("logits", output.get("out"))
+    elif logits is None:
+        logits = output[0] if isinstance(output, (tuple, list)) and output else output
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
         raise TypeError(
-            "Expected `model` to return logits, alone, first, or as `logits` or `out`, but got a "
-            f"{type(output).__name__}."
+            "Expected `model` to return logits (a tensor, the first item of a tuple, or `logits` "
+            f"or `out`), but got a {type(output).__name__}."
         )
-    return found.detach()
+    return logits.detach()
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A block in which `model` is in evaluation mode and runs as it is written, not compiled.
+    """A block in which `model` is in evaluation mode and runs eagerly, even if it is compiled.
 
-    Modes and buffers are then what they were.
+    Modes and buffers are restored afterwards.
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
@@ -428,7 +431,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    # If dynamo was never loaded, which takes seconds, nothing is compiled.
+    # If dynamo was never loaded, nothing is compiled; loading it takes seconds.
     loaded = "torch._dynamo" in sys.modules
     model.eval()
     try:

@@ -1,19 +1,20 @@
-r"""The effective alpha that logits and the gradient at them show, without knowing the loss.
+r"""Measures the effective alpha from logits and their gradient, without knowing the loss.
 
 With PGT the gradient of a softmax cross-entropy at a row of logits ``z`` is
 
     g = m * (p - s),      p = softmax(alpha z),      s = (1 - e) q + e / C,
 
-for a target ``q`` of ``C`` classes, with label smoothing ``e`` and a factor ``m`` of the row: its
-reduction, class weight and loss scale. With class weights ``w`` and soft targets it is
+for a target ``q`` of ``C`` classes, with label smoothing ``e`` and a factor ``m`` per row: the
+product of reduction, class weight and loss scale. With class weights ``w`` and soft targets it is
 
     g = sum(w s) p - w s.
 
 Both are linear in ``m`` or ``w``, which linear least squares eliminates; Gauss-Newton steps find
-alpha and ``e``, which all rows share. Without a target, ``q`` is a label, which the gradient shows:
-it is negative there. An answer needs three things: residuals that rounding explains, an alpha that
-the data determine (its standard error, with ``e`` free), and factors ``m`` that can be those of a
-cross-entropy, because a focal loss, or the paper's listing, changes nothing but these.
+alpha and ``e``, which all rows share. Without a target, ``q`` is assumed to be a label, which the
+gradient shows: it is negative there. A verdict needs three things: residuals no larger than
+rounding errors, an alpha that the data determine (a small standard error, with ``e`` free), and
+factors ``m`` that are possible for a cross-entropy, because a focal loss, or the paper's listing,
+changes nothing else.
 """
 
 from __future__ import annotations
@@ -31,31 +32,31 @@ __all__ = ["Rows", "Verdict", "Verification", "measure"]
 
 Verdict = Literal["pgt", "plain", "neither", "cannot tell"]
 
-SAME = 1e-3  # alphas closer than this are one
-WIDEST = 0.02  # the largest uncertainty of alpha with which an answer is given
-SIGMAS = 10.0  # standard errors in the uncertainty: rounding errors go together
-SIXTEEN = 2.0**-9  # unit roundoff of bfloat16, the coarsest format of a loss
+SAME = 1e-3  # alphas closer than this count as equal
+WIDEST = 0.02  # above this uncertainty of alpha the verdict is "cannot tell"
+SIGMAS = 10.0  # standard errors per uncertainty: rounding errors are correlated
+SIXTEEN = 2.0**-9  # unit roundoff of bfloat16, the coarsest dtype of a loss
 
 
 @dataclass(frozen=True)
 class Verification:
-    r"""What :func:`powergrad.verify` measured. ``str()`` of it is one sentence.
+    r"""The result of :func:`powergrad.verify`. ``str()`` of it is one sentence.
 
-    It has no truth value: compare ``verdict`` with what you expect.
+    It has no truth value; compare ``verdict`` with the one that you expect.
 
     Args:
-        verdict: "pgt"; "plain", which is cross-entropy without PGT; "neither", a gradient that is
-            none of both; or "cannot tell", where the data do not determine the answer.
-        alpha: The effective alpha, where the verdict is "pgt" or "plain"; the mean over the rows,
-            if each has its own.
-        uncertainty: How far `alpha` may be from the true one: ten standard errors.
+        verdict: "pgt"; "plain", cross-entropy without PGT; "neither", some other gradient; or
+            "cannot tell", if the data do not determine the answer.
+        alpha: The effective alpha if the verdict is "pgt" or "plain"; the mean over the rows if
+            each row has its own.
+        uncertainty: How far `alpha` may be from the true value: ten standard errors.
         deviation: The largest difference between the gradient and the fitted one, relative to the
-            largest entry of its row; for "neither" that of the best fit, if there is one.
-        rows: How many rows of logits were measured.
-        classes: How many classes they have.
-        lowest: The smallest alpha of a row, which is `alpha` if all rows have the same.
+            largest entry of its row; for "neither", that of the best fit, if there is one.
+        rows: The number of rows of logits that were measured.
+        classes: The number of classes.
+        lowest: The smallest alpha of a row; equal to `alpha` if all rows have the same.
         highest: The largest alpha of a row.
-        reason: Why the verdict is not "pgt" or "plain"; with these, what else is to be known.
+        reason: Why the verdict is not "pgt" or "plain"; for these, a remark, if there is one.
 
     Example:
         >>> print(Verification("pgt", 0.3, 1e-6, 2e-7, 64, 10, 0.3, 0.3))
@@ -75,7 +76,7 @@ class Verification:
     def __bool__(self) -> bool:
         raise TypeError(
             "Expected a comparison of `verdict`, such as `verification.verdict == 'pgt'`, but got "
-            f"the truth of a whole verification: {self}"
+            f"a Verification used as a bool: {self}"
         )
 
     def __str__(self) -> str:
@@ -109,30 +110,30 @@ def counted(number: int, noun: str) -> str:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of logits and of the gradient at them, in float64 on the CPU, without those ignored."""
+    """Rows of logits and their gradient, in float64 on the CPU, without ignored rows."""
 
     logits: Tensor  # (n, C)
     gradient: Tensor  # (n, C)
-    precision: float  # the unit roundoff of the two
-    noise: Tensor  # (n, C), further error of the gradient
-    call: Tensor  # (n,), in which call of the head the row was
-    example: Tensor  # (n,), in which example of that call, its first dimension
+    precision: float  # unit roundoff of logits and gradient
+    noise: Tensor  # (n, C), additional error of the gradient
+    call: Tensor  # (n,), the call of the head that the row is from
+    example: Tensor  # (n,), the index of the row in the first dimension of that call
     target: Tensor | None = None  # (n, C), probabilities
-    indirect: bool = False  # whether they were computed from the gradient of the head's weight
+    indirect: bool = False  # whether the rows were computed from the gradient of the head's weight
 
     @functools.cached_property
     def finite(self) -> Tensor:
-        """Where logits are not masked with -inf; only there is a gradient to explain."""
+        """Where logits are not masked with -inf; only these entries have a gradient."""
         return self.logits.isfinite()
 
     @functools.cached_property
     def shifted(self) -> Tensor:
-        """The logits minus the largest of their row; 0 where masked."""
+        """The logits minus the maximum of their row; 0 where masked."""
         return (self.logits - self.logits.amax(1, keepdim=True)).masked_fill(~self.finite, 0.0)
 
     @functools.cached_property
     def log_p(self) -> Tensor:
-        """``log_softmax`` of the logits; rounding errors are multiples of its size."""
+        """``log_softmax`` of the logits; rounding errors are proportional to it."""
         return self.logits.log_softmax(1)
 
     @property
@@ -149,16 +150,16 @@ class Rows:
 
 
 def measure(rows: Rows) -> Verification:
-    """The verdict on `rows`, of which there is at least one."""
-    used = (rows.gradient != 0).any(0)  # others are padding of the head
+    """The verdict on `rows`, which must not be empty."""
+    used = (rows.gradient != 0).any(0)  # the other classes are padding of the head
     if rows.target is not None:
         used |= (rows.target != 0).any(0)
     rows = rows.select(slice(None), used)
     result = _measure(rows)
     if rows.indirect and result.verdict == "neither" and rows.in_16_bits:
         result = _cannot_tell(
-            "the gradient of the head's weight in 16 bits is too coarse to recover the gradient at "
-            "the logits; run the step in float32"
+            "the 16-bit gradient of the head's weight is not precise enough to recover the "
+            "gradient at the logits; run the step in float32"
         )
     return replace(result, rows=len(rows.logits), classes=int(used.sum()))
 
@@ -171,13 +172,14 @@ def _measure(rows: Rows) -> Verification:
     count, classes = rows.logits.shape
     size = f"{counted(count, 'row')} of {counted(classes, 'class')}"
     if rows.target is None and classes < 3:
-        return _cannot_tell(f"{size} fit every alpha, if the labels are unknown; pass `target`")
+        return _cannot_tell(f"{size} fit every alpha if the labels are unknown; pass `target`")
     if not bool((rows.shifted < 0).any()):
         return _cannot_tell(
-            "all logits of a row are equal, as those of a new head with zero weights are: their "
+            "the logits of each row are all equal, as for a new head with zero weights, so the "
             "softmax is the same at every alpha; train for a few steps first"
         )
-    # A row sums to zero and has a factor; two classes, whose factors are common, a number per row.
+    # Each row loses two degrees of freedom: it sums to zero and has a factor. With two classes, one
+    # number per row remains, and the factors are common to all rows.
     freedom = int(rows.finite.sum()) - 2 * count if classes > 2 else count - 2
     if freedom < (10 if rows.in_16_bits else 3):  # alpha, smoothing, and something to check
         return _cannot_tell(f"{size} are too few; measure on a larger batch")
@@ -199,8 +201,8 @@ def _measure(rows: Rows) -> Verification:
     close = ""
     if best is not None and (best.grade == "close" or best.deviation < 0.02):
         close = (
-            f"the gradient is close to that of alpha {float(best.alpha):.3f}, but with a deviation "
-            f"of {best.deviation:.0e}, which is more than rounding in the dtype of the logits"
+            f"the gradient is close to that of alpha {float(best.alpha):.3f}, but deviates by "
+            f"{best.deviation:.0e}, which is more than rounding in the dtype of the logits explains"
         )
     if rows.target is None:  # other targets could explain any gradient: too early for "neither"
         reason = close or "no alpha explains the gradient for labels that are class indices"
@@ -209,22 +211,22 @@ def _measure(rows: Rows) -> Verification:
         return _cannot_tell(f"{close}; the loss may be computed in 16 bits")
     if len(fits) < 2:
         return _cannot_tell(
-            f"{size} do not rule out class weights, or other factors of the rows; measure on more "
-            "rows, of 3 to 256 classes"
+            f"{size} are not enough to rule out class weights or other factors per row; measure on "
+            "more rows, with 3 to 256 classes"
         )
     assert best is not None
     reason = close or (
-        "no alpha explains the gradient at the logits with this `target`, be it with weights of "
-        "the classes or of the examples"
+        "no alpha explains the gradient at the logits with this `target`, not even with class "
+        "weights or example weights"
     )
     return Verification("neither", deviation=best.deviation, reason=reason)
 
 
 def _one_hot_labels(rows: Rows) -> Tensor:
-    """The class of the gradient's negative entry; the likeliest one, if many entries are negative.
+    """The class where the gradient is negative, or the predicted class if that is not clear.
 
-    The latter is a confident row: with smoothing its gradient is positive at the label, and
-    without it may be rounded to 0 there.
+    It is not clear for confident rows: with smoothing their gradient is positive at the label, and
+    without smoothing it may round to 0 there.
     """
     g = rows.gradient
     clear = g.amin(1) < 0.5 * g.clamp(max=0).sum(1)
@@ -236,7 +238,7 @@ def _one_hot_labels(rows: Rows) -> Tensor:
 
 
 class Fit(NamedTuple):
-    """Alpha and smoothing that explain rows best, and how well they do."""
+    """The alpha that explains the rows best, and how well it does."""
 
     alpha: Tensor  # one, or one per row (n, 1)
     uncertainty: float
@@ -249,9 +251,9 @@ class Fit(NamedTuple):
 def _explained(
     rows: Rows, q: Tensor, alpha: Tensor, e: Tensor, weight: Tensor, class_weights: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What is left of the gradient, its rounding error, the factors ``m``, and ``m s`` or ``w s``.
+    """The residual of the gradient, its rounding error, the factors ``m``, and ``m s`` or ``w s``.
 
-    `weight` is that of the squared residuals in the linear least squares.
+    `weight` weights the squared residuals in the linear least squares.
     """
     g = rows.gradient
     p = (alpha * rows.shifted).masked_fill(~rows.finite, -math.inf).softmax(1)
@@ -282,9 +284,9 @@ def _fit(
     free: bool = True,
     class_weights: bool = False,
 ) -> Fit:
-    """Gauss-Newton steps from `alpha` and smoothing `e`, of which the latter may be fixed.
+    """Gauss-Newton steps from `alpha` and smoothing `e`; with `free=False`, `e` stays fixed.
 
-    Residuals are relative to the gradient at first, then to the rounding error of the model.
+    Residuals are first weighted by the size of the gradient, then by the rounding error.
     """
     h, largest = 1e-5, rows.gradient.abs().amax(1, keepdim=True)
 
@@ -306,7 +308,7 @@ def _fit(
                 by_alpha = (residual(alpha + h, e) - residual(alpha - h, e)) / (2 * h)
                 by_e = (residual(alpha, e + h) - residual(alpha, e - h)) / (2 * h)
                 aa, ae, a = total(by_alpha**2), total(by_alpha * by_e), total(by_alpha * r)
-                # Smoothing is within 0 and 1: a prior with SIGMAS standard deviations up to 1.
+                # Smoothing is in [0, 1]: a prior on `e` with a standard deviation of 1 / SIGMAS.
                 scatter = (r * r).mean().clamp(min=0.01 if rows.in_16_bits else 1.0)
                 ee, b = total(by_e**2) + SIGMAS**2 * scatter, total(by_e * r)
                 information = (aa - ae * ae / ee).clamp(min=1e-300)
@@ -336,7 +338,7 @@ def _fit(
 
 
 def _best_fit(rows: Rows, q: Tensor, *, class_weights: bool = False) -> Fit:
-    """The fit without smoothing, from the slope of ``log g``; or with it, if that is better."""
+    """The fit without smoothing, started at the slope of ``log g``; with smoothing if better."""
     none = torch.zeros((), dtype=torch.float64)
     plain = _fit(rows, q, _slopes(rows, pooled=True), none, free=False, class_weights=class_weights)
     if plain.grade == "exact":
@@ -365,7 +367,7 @@ def _best_fit(rows: Rows, q: Tensor, *, class_weights: bool = False) -> Fit:
 
 
 def _slopes(rows: Rows, *, pooled: bool = False) -> Tensor:
-    """The slope of ``log g`` over ``z``: alpha, if there is no smoothing; of each row, or all."""
+    """The slope of ``log g`` over ``z``, per row or pooled; without smoothing, this is alpha."""
     keep = rows.finite & (rows.gradient > 0)
     mean = torch.where(keep, rows.shifted, 0.0).sum(1, keepdim=True) / keep.sum(1, keepdim=True)
     z = torch.where(keep, rows.shifted - mean, 0.0)
@@ -380,29 +382,29 @@ def _slopes(rows: Rows, *, pooled: bool = False) -> Tensor:
 
 
 def _verdict(rows: Rows, q: Tensor, fit: Fit) -> Verification:
-    """The verdict on a fit whose residuals are rounding errors."""
+    """The verdict on a fit whose residuals are no larger than rounding errors."""
     alphas = fit.alpha.expand(len(rows.logits), 1)
     alpha, low, high = float(alphas.mean()), float(alphas.min()), float(alphas.max())
     about = f"{alpha:.3f} ± {min(fit.uncertainty, 9.99):.3f}"
     if not fit.uncertainty <= WIDEST:
         return _cannot_tell(
-            f"{counted(len(rows.logits), 'row')} of logits leave alpha undetermined (about {about})"
-            ": the logits differ too little for the precision of the gradient, or there are too "
-            "few rows; measure later in training, in float32, or on a larger batch"
+            f"{counted(len(rows.logits), 'row')} of logits do not determine alpha (about {about}): "
+            "the logits differ too little for the precision of the gradient, or there are too few "
+            "rows; measure later in training, in float32, or on a larger batch"
         )
     tolerance = max(fit.uncertainty, SAME)
     neither = Verification("neither", deviation=fit.deviation)
     if low < -tolerance or high > 1 + tolerance:
         if low >= -4 * tolerance and high <= 1 + 4 * tolerance:
             return _cannot_tell(
-                f"alpha is about {about}, a little outside of [0, 1]; measure in float32, or on a "
+                f"alpha is about {about}, slightly outside [0, 1]; measure in float32, or on a "
                 "larger batch"
             )
         slope = f"{alpha:.3f}" if high - low <= tolerance else f"{low:.3f} to {high:.3f}"
         return replace(
             neither,
-            reason=f"the slope is {slope}, not in [0, 1]; if the logits are scaled after this "
-            "module, pass `head`, the module after which they are not",
+            reason=f"the effective alpha is {slope}, not in [0, 1]; if the logits are scaled after "
+            "this module, pass as `head` the module that returns the scaled logits",
         )
     plain = (alphas - 1).abs() <= tolerance
     if bool(plain.any()) and not bool(plain.all()):
@@ -423,11 +425,11 @@ def _verdict(rows: Rows, q: Tensor, fit: Fit) -> Verification:
 
 
 def _judged_by_factors(rows: Rows, q: Tensor, fit: Fit, result: Verification) -> Verification:
-    """`result`, if the factors of the rows can be those of a cross-entropy.
+    """`result`, if the factors of the rows are possible for a cross-entropy.
 
-    Without class weights they are equal within a call; with them, equal for equal labels; where
-    each example is averaged by itself, equal within the example. Otherwise they may be weights of
-    the examples, which cannot depend on the logits, or belong to a loss that is no cross-entropy.
+    Without class weights the factors are equal within a call; with class weights, equal for equal
+    labels; if each example is averaged separately, equal within the example. Otherwise they may be
+    example weights, which cannot depend on the logits, or the loss is not a cross-entropy.
     """
     tolerance = 0.1 if rows.in_16_bits else 2e-3
     tolerance = max(tolerance, 20 * float((rows.noise / fit.factor).max()))
@@ -447,10 +449,11 @@ def _judged_by_factors(rows: Rows, q: Tensor, fit: Fit, result: Verification) ->
     if constant(rows.call) or constant(rows.call, label) or constant(rows.call, rows.example):
         return result
     spread = factor.max() - factor.min()
-    differ = f"the factors of the rows differ up to {math.exp(min(float(spread), 700)):.3g} times"
+    ratio = math.exp(min(float(spread), 700))
+    differ = f"the factors of the rows differ by up to {ratio:.3g} times"
     alpha = float(fit.alpha.mean())
     deviation = float((factor - factor.median()).exp().sub(1).abs().max().clamp(max=1e300))
-    # What the factor of a wrong loss may depend on.
+    # The factors of a loss that is not a cross-entropy may depend on these.
     label = label.unsqueeze(1)
     log_p, powers = rows.log_p, torch.where(rows.finite, alpha * rows.log_p, -math.inf)
     of_label, others = log_p.gather(1, label), log_p.scatter(1, label, -math.inf).logsumexp(1)
@@ -458,35 +461,34 @@ def _judged_by_factors(rows: Rows, q: Tensor, fit: Fit, result: Verification) ->
         a = powers.scatter(1, label, -math.inf).logsumexp(1).exp()
         b = powers.gather(1, label).squeeze(1).exp()
         if _is_listing(factor, alpha, a, b, others.exp(), tolerance):
-            reason = "this is the hook of the paper's listing, which is right at one loss scale "
+            reason = "this is the hook of the paper's listing, which is correct at one loss scale "
             reason += f"only: {differ} (docs/audit.md)"
             return Verification("neither", deviation=deviation, reason=reason)
     share = _explained_share(factor, [of_label.squeeze(1), others, powers.logsumexp(1)])
     if share is None or 0.5 < share <= 0.9:
         return _cannot_tell(
-            f"each row fits alpha {alpha:.3f}, but {differ}: they may be weights of the examples, "
-            "or the loss may be no cross-entropy; measure on more rows, or without weights of the "
-            "examples"
+            f"each row fits alpha {alpha:.3f}, but {differ}: these may be example weights, or the "
+            "loss may not be a cross-entropy; measure on more rows, or without example weights"
         )
     if share > 0.9:
-        reason = f"each row has the slope {alpha:.3f}, but {differ}, depending on the predicted "
+        reason = f"each row fits alpha {alpha:.3f}, but {differ} and depend on the predicted "
         reason += "probabilities, as in a focal loss"
         return Verification("neither", deviation=deviation, reason=reason)
-    return replace(result, reason=f"{differ}, as with weights of the examples")
+    return replace(result, reason=f"{differ}, as with example weights")
 
 
 def _is_listing(
     factor: Tensor, alpha: float, a: Tensor, b: Tensor, others: Tensor, tolerance: float
 ) -> bool:
-    r"""Whether logarithms of factors are those of the authors' hook (`powergrad.lab.losses`).
+    r"""Whether `factor`, logarithms, are those of the authors' hook (`powergrad.lab.losses`).
 
     It gives ``N * (p^ - q)`` with ``p^`` proportional to ``(k p_c)^alpha``, at the label to
     ``(1 - k (1 - p_t))^alpha``, where k is the loss scale / N^2. Relative to PGT the factor is
 
         k^alpha (a + b) / (k^alpha a + (1 - k (1 - p_t))^alpha),
 
-    with `a` the sum of ``p^alpha`` over the other classes, `b` that of the label, and `others`
-    ``1 - p_t``. The unknown ``log k`` is searched on ever finer grids.
+    where `a` is the sum of ``p^alpha`` over the other classes, `b` its value at the label, and
+    `others` is ``1 - p_t``. The unknown ``log k`` is searched on successively finer grids.
     """
     middle, reach, spread = -14.0, 26.0, math.inf
     for _ in range(4):
@@ -500,14 +502,14 @@ def _is_listing(
 
 
 def _is_systematic(rows: Rows, q: Tensor, fit: Fit) -> bool:
-    """Whether logits and target explain most of what `fit` leaves, which is then not rounding."""
+    """Whether logits and target explain most of the residual of `fit`: then it is not rounding."""
     features = [part[rows.finite] for part in (rows.shifted, rows.log_p, rows.log_p.exp(), q)]
     share = _explained_share(fit.misses[rows.finite], features)
     return fit.deviation > 1e-4 and share is not None and share > 0.5
 
 
 def _explained_share(values: Tensor, features: list[Tensor]) -> float | None:
-    """The share of the variance that a quadratic in `features` explains; None: too few rows."""
+    """The share of the variance that a quadratic in `features` explains; None if too few rows."""
     x = torch.stack(features, 1)
     x = torch.cat([torch.ones(len(x), 1).double(), x - x.mean(0)], 1)
     pairs = itertools.combinations_with_replacement(x.unbind(1), 2)

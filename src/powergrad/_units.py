@@ -1,4 +1,4 @@
-"""The units of a weight and of its gradient, each of which makes one output, and their norms."""
+"""Units, the slices of a weight or gradient that belong to one output, and their norms."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def transposed_groups(module: nn.Module | None) -> int | None:
-    """The groups of a transposed convolution, None for any other module."""
+    """The number of groups of a transposed convolution; None for any other module."""
     return module.groups if isinstance(module, TRANSPOSED) else None
 
 
 def by_unit(tensor: Tensor, groups: int | None = None) -> tuple[Tensor, Dims]:
-    """A view of a weight or of its gradient, and the dimensions in it that one unit spans."""
+    """A view of a weight or its gradient, and the dimensions of that view that one unit spans."""
     if groups is None:  # (out, in / groups, *kernel), or (out, in)
         return tensor, tuple(range(1, tensor.dim()))
-    # A transposed convolution's (in, out / groups, *kernel), seen as
-    # (groups, in / groups, out / groups, *kernel): an output is an entry of dimensions 0 and 2.
+    # A transposed convolution has (in, out / groups, *kernel), viewed as
+    # (groups, in / groups, out / groups, *kernel): dimensions 0 and 2 index the outputs.
     tensor = tensor.unflatten(0, (groups, -1))
     return tensor, (1, *range(3, tensor.dim()))
 
 
 def in_rows(unit: Dims | None, *tensors: Tensor) -> bool:
-    """Whether the C kernel serves `tensors`: each is one unit (None), or each of its rows is."""
+    """Whether the C kernel supports `tensors`: each is one unit (None) or has one unit per row."""
     return (unit is None or len(unit) == tensors[0].dim() - 1) and native.serves(*tensors)
 
 
@@ -47,10 +47,10 @@ def unit_norms(
     *,
     rows: bool = False,
 ) -> Tensor:
-    """The L2 norms of all units of the tensors in one vector.
+    """The L2 norms of all units of the tensors, as one vector.
 
-    A unit spans the dimensions in `units`, None for the whole tensor. With `rows` the C kernel
-    computes them, see :func:`in_rows`.
+    A unit spans the dimensions in `units`; None means the whole tensor. With `rows` the C kernel
+    computes the norms, see :func:`in_rows`.
     """
     pairs = list(zip(tensors, units, strict=True))
     if rows:
@@ -76,9 +76,9 @@ class Gradient(NamedTuple):
     name: str
     weight: Tensor
     tensor: Tensor
-    unit: Dims | None  # the dimensions that one unit spans; None: the whole is one unit
-    rows: bool  # whether the C kernel serves it
-    # What the gradient and the weight are to be divided by before they are compared.
+    unit: Dims | None  # the dimensions that one unit spans; None: the whole tensor
+    rows: bool  # whether the C kernel supports it
+    # The gradient and the weight are divided by these before they are compared.
     scale: float = 1.0
     weight_scale: float = 1.0
 
@@ -91,7 +91,7 @@ class Gradient(NamedTuple):
 
 
 def parameters_of(source: nn.Module | Optimizer | Tensor | Iterable[Tensor]) -> list[Parameter]:
-    """The parameters of a model, of an optimizer, or as given; each once."""
+    """The parameters of a model, of an optimizer, or of an iterable, without duplicates."""
     if isinstance(source, nn.Module):
         return list(_module_parameters(source))
     if isinstance(source, Optimizer):
@@ -126,7 +126,7 @@ def _module_parameters(model: nn.Module) -> Iterator[Parameter]:
 
 
 def gradients_of(parameters: Iterable[Parameter], *, whole: bool = False) -> list[Gradient]:
-    """The gradients of those that have one, by unit; with `whole`, each tensor is one unit."""
+    """The existing gradients of `parameters`, by unit; with `whole`, each tensor is one unit."""
     gradients = []
     for name, weight, owner in parameters:
         grad = weight.grad
@@ -134,13 +134,13 @@ def gradients_of(parameters: Iterable[Parameter], *, whole: bool = False) -> lis
             continue
         if hasattr(grad, "placements"):  # a DTensor's units may be spread over processes
             raise TypeError(
-                f"Expected the gradient of `{name}` to be a whole tensor, but got a DTensor; for "
-                "those, torch.nn.utils has clip_grad_norm_."
+                f"Expected the gradient of `{name}` to be a whole tensor, but got a DTensor; use "
+                "`torch.nn.utils.clip_grad_norm_`, which supports DTensors."
             )
         if getattr(weight, "_fsdp_flattened", False):  # by FullyShardedDataParallel
             raise TypeError(
-                f"Expected the gradient of `{name}` to be that of a whole tensor, but got a part "
-                "of one that FullyShardedDataParallel flattened; it has its own clip_grad_norm_."
+                f"Expected the gradient of `{name}` to be a whole tensor, but got a shard of a "
+                "parameter that FullyShardedDataParallel flattened; use its own `clip_grad_norm_`."
             )
         if grad.layout is not torch.strided:
             weight, grad = _sparse_rows(name, weight, grad)
@@ -155,11 +155,11 @@ def gradients_of(parameters: Iterable[Parameter], *, whole: bool = False) -> lis
 
 
 def _sparse_rows(name: str, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows that a sparse gradient has: those of the weight, and its own, in place."""
+    """The rows of the weight that a sparse gradient has, and the gradient's own rows (a view)."""
     if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1 or grad.dense_dim() == 0:
         raise ValueError(
-            f"Expected the gradient of `{name}` to be dense, or sparse by rows as an embedding's, "
-            f"but got {grad.layout} of shape {tuple(grad.shape)}."
+            f"Expected the gradient of `{name}` to be dense, or sparse by rows as for an "
+            f"embedding, but got {grad.layout} of shape {tuple(grad.shape)}."
         )
-    weight.grad = grad = grad.coalesce()  # a row may have come several times
+    weight.grad = grad = grad.coalesce()  # a row may occur several times
     return weight[grad.indices()[0]], grad.values()

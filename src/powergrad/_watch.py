@@ -1,7 +1,7 @@
-"""What a `PowerGrad` block computed instead, while PowerGrad has altered nothing in it.
+"""Detects `PowerGrad` blocks that altered nothing, and names the losses that they called instead.
 
-The value of a loss does not show whether PowerGrad Transform acted. So a block looks for gradients
-and for the names of other losses, and says so when it ends.
+The value of a loss does not show whether PowerGrad Transform acted. So a block records whether
+gradients were computed, and which other losses were called, and warns when it ends.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from powergrad._compat import OPERATORS, custom_function, recomputed_later
 
 __all__ = ["OTHERS", "Watch", "complain"]
 
-is_grad_enabled = torch.is_grad_enabled  # three lookups less
+is_grad_enabled = torch.is_grad_enabled  # saves three lookups per call
 
 
 class Watch:
-    """The torch calls of one block, as long as nothing in it was altered."""
+    """Records the torch calls of one block until one of them is altered."""
 
     __slots__ = ("_no_grad", "_walked", "backward", "gradients", "names", "ours")
 
@@ -34,8 +34,8 @@ class Watch:
         self.backward = False  # a backward pass ran
         self.ours = False  # one of this package's functions was called explicitly
         self.names: dict[str, None] = {}  # losses and functions that were called, in order
-        self._no_grad = False  # gradients were off by somebody's wish
-        self._walked: set[int] = set()  # callers that were looked at with gradients off
+        self._no_grad = False  # the user disabled gradients
+        self._walked: set[int] = set()  # callers already inspected with gradients disabled
 
     def saw(self, func: Any, out: Any) -> None:
         """Note a torch call that was not altered. This runs after every call: it must be cheap."""
@@ -44,15 +44,15 @@ class Watch:
             if new or type(func) in OPERATORS:
                 self.saw_loss(func, out)
         else:
-            # In the forward of a custom autograd function, or under `torch.no_grad`. A walk over
-            # the callers tells which; one per place is enough.
+            # This is the forward of a custom autograd function, or `torch.no_grad`. The callers
+            # show which; each call site is inspected once.
             frame = sys._getframe(2)
             if id(frame.f_code) not in self._walked:
                 self._walked.add(id(frame.f_code))
                 self._look_around(frame)
 
     def saw_loss(self, func: Any, out: Any) -> None:
-        """Note a call of one of `OTHERS`, or another one of interest."""
+        """Note a call of one of `OTHERS`, or of an operator."""
         if func is Tensor.backward:
             self.backward = True
         if not isinstance(out, Tensor) or not out.requires_grad or not is_grad_enabled():
@@ -65,13 +65,13 @@ class Watch:
         elif type(func) in OPERATORS:
             namespace, name, *_ = str(func).split(".")
             self.ours = self.ours or namespace == "powergrad"
-            if namespace != "aten" or name in _ATEN:  # a kernel of somebody's own, or a loss
+            if namespace != "aten" or name in _ATEN:  # a custom kernel, or a loss
                 self.names[f"torch.ops.{namespace}.{name}"] = None
 
     def _look_around(self, frame: FrameType) -> None:
         functions = [custom_function(f) for f in recomputed_later()]
-        # Arguments that require grad do not show that gradients were on outside of the function.
-        # They were not, if anything else in this block ran without.
+        # Arguments that require grad do not prove that gradients were enabled outside the function.
+        # If anything else in this block ran without gradients, they were not.
         self._no_grad = self._no_grad or not functions
         self.gradients = self.gradients or not self._no_grad
         for function in functions:
@@ -94,13 +94,14 @@ def complain(name: str, called: dict[str, None], *, strict: bool) -> None:
     """
     message = (
         f"Expected {name} to alter a cross-entropy or log-softmax with gradients, but got none in "
-        "this block: its gradients are plain."
+        "this block, so its gradients are plain."
     )
     if called:  # the loss is among the last
-        message += f" PowerGrad does not alter {', '.join(list(called)[-5:])}, which it saw."
+        message += f" The block called {', '.join(list(called)[-5:])}, which PowerGrad does not "
+        message += "alter."
     message += (
         " Put PowerGrad around the code that computes the loss, or call `powergrad.cross_entropy` "
-        "there. What PowerGrad reaches is in its documentation."
+        "there. The documentation of PowerGrad lists the functions that it alters."
     )
     if strict:
         raise RuntimeError(message)
@@ -111,7 +112,7 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 def _stacklevel() -> int:
-    """The level, seen from the caller, of the first frame that is the user's."""
+    """The `stacklevel` of the first frame outside this package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_inner(frame.f_code):
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""Altering a gradient at any point of the graph: identity forward, any function backward."""
+"""Alter a gradient anywhere in the graph: identity in the forward pass, any function backward."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["alter_gradient", "alter_output"]
 
 
 def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    r"""Return `tensor` unchanged, whose gradient passes through `fn` on its way back.
+    r"""Return `tensor` unchanged, and apply `fn` to its gradient in the backward pass.
 
-    Everything before this point of the graph receives ``fn(grad)`` in place of ``grad``; other uses
+    Everything before this point of the graph receives ``fn(grad)`` instead of ``grad``. Other uses
     of `tensor` itself are not affected. PowerGrad Transform is such an alteration at the logits;
-    for it use :func:`powergrad.cross_entropy`, which does not need the labels.
+    use :func:`powergrad.cross_entropy` for it.
 
     Args:
         tensor: A floating-point tensor of any shape.
-        fn: Takes the gradient and returns a tensor of the same shape and dtype. Where it is made
-            of differentiable operations, higher derivatives go through it as well.
+        fn: Takes the gradient and returns a tensor of the same shape and dtype. If it consists of
+            differentiable operations, higher derivatives pass through it as well.
 
     Returns:
-        A view of `tensor`. To change it in place, which PyTorch refuses, ``clone()`` it first.
+        A view of `tensor`. PyTorch does not allow in-place changes to it; ``clone()`` it first.
 
     Raises:
-        TypeError: If `tensor` is not floating-point or `fn` cannot be called; in the backward pass,
+        TypeError: If `tensor` is not floating-point or `fn` is not callable; in the backward pass,
             if `fn` does not return a tensor.
-        RuntimeError: In a graph that cannot hold `fn`: ``torch.export``, ``make_fx``, and
+        RuntimeError: In a graph that cannot contain `fn`: ``torch.export``, ``make_fx``, and
             ``torch.compile`` of a ``torch.func`` transform.
         ValueError: In the backward pass, if `fn` returns another shape or dtype.
 
@@ -52,9 +52,9 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
         traced = graph_recorded()
     if traced:
         raise RuntimeError(
-            "Expected `alter_gradient` to be called where its `fn` can become part of the backward "
-            "pass, but got a call that is traced by `torch.export`, `make_fx`, or `torch.compile` "
-            "with a transform of `torch.func` inside. Their graphs would have the ordinary "
+            "Expected `alter_gradient` to be called where `fn` can become part of the backward "
+            "pass, but got a call traced by `torch.export`, by `make_fx`, or by `torch.compile` "
+            "with a `torch.func` transform inside. The traced graph would have the ordinary "
             "gradient. Use `torch.compile` without `torch.func`, or `torch.func` without "
             "`torch.compile`."
         )
@@ -62,23 +62,23 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def alter_output(model: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> RemovableHandle:
-    r"""Alter the gradient at the output of a module, named as in ``model.named_modules()``.
+    r"""Alter the gradient at the output of the module `name` of a model.
 
-    As a context manager it removes itself; what was computed inside keeps its altered backward
-    pass. Otherwise call ``remove()`` on what is returned.
+    Call ``remove()`` on the returned handle to stop, or use it as a context manager. Outputs that
+    were computed before that keep their altered backward pass.
 
     Args:
         model: The network.
-        name: The module in it whose output is altered; "" is `model` itself.
-        fn: As in :func:`alter_gradient`; applied to every floating-point tensor of the output, in
-            nested tuples, lists and dictionaries too.
+        name: The name of the module, as in ``model.named_modules()``; "" is `model` itself.
+        fn: As in :func:`alter_gradient`; applied to every floating-point tensor of the output,
+            also in nested tuples, lists and dictionaries.
 
     Returns:
         A handle, which is a context manager.
 
     Raises:
         ValueError: If no module has that name.
-        TypeError: If `fn` cannot be called.
+        TypeError: If `fn` is not callable.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
@@ -99,7 +99,7 @@ def alter_output(model: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) ->
     def alter(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        # PyTorch refuses in-place operations, such as a ReLU, on the view of alter_gradient.
+        # PyTorch does not allow in-place operations, such as a ReLU, on alter_gradient's view.
         return alter_gradient(value, fn).clone()
 
     return modules[name].register_forward_hook(lambda _, __, output: tree_map(alter, output))

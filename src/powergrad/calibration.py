@@ -1,12 +1,13 @@
-r"""Calibration: measures of predicted probabilities, the temperature, and folding it into the head.
+r"""Calibration: metrics, temperature fitting, and folding the temperature into the head.
 
 Training with PGT at ``alpha`` fits ``softmax(alpha z)`` to the labels, as plain training fits
-``softmax(z)``. So the softmax of the network itself, at temperature 1, is overconfident, and the
-calibrated one is at temperature ``1 / alpha``: every measure here takes a temperature ``T`` and
-measures ``softmax(z / T)``. :func:`fold_alpha` scales the head so that no temperature is needed.
+``softmax(z)``. So the softmax of the network itself, at temperature 1, is overconfident; at
+temperature ``1 / alpha`` it is calibrated about as well as after plain training. Every metric here
+takes a temperature ``T`` and evaluates ``softmax(z / T)``. :func:`fold_alpha` scales the head so
+that no temperature is needed.
 
-Measures take logits, and are computed in float64. Log-probabilities are logits: for probabilities
-``p`` pass ``p.log()``. For a segmentation, of shape ``(N, C, d1, ...)``, pass
+Metrics take logits and are computed in float64. Log-probabilities are valid logits: for
+probabilities ``p`` pass ``p.log()``. For segmentation, with shape ``(N, C, d1, ...)``, pass
 ``logits.movedim(1, -1).flatten(0, -2)`` and ``labels.flatten()``.
 
 References: Guo, Pleiss, Sun, Weinberger, *On Calibration of Modern Neural Networks*, 2017. Nixon,
@@ -41,24 +42,24 @@ __all__ = [
 Binning = Literal["width", "mass"]
 
 
-# Measures ----------------------------------------------------------------------------------------
+# Metrics -----------------------------------------------------------------------------------------
 
 
 def negative_log_likelihood(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> float:
     r"""The mean of ``-log p[label]`` with ``p = softmax(logits / temperature)``.
 
     Args:
-        logits: ``(N, C)``. A class may be masked with ``-inf``.
+        logits: ``(N, C)``. Classes may be masked with ``-inf``.
         labels: Class indices, ``(N,)``.
-        temperature: What logits are divided by, above 0.
+        temperature: The divisor of the logits, above 0.
 
     Returns:
         The mean over the examples, in nats.
 
     Raises:
-        ValueError: If shapes or values are out of range, or there are no examples.
-        TypeError: If logits are not floating-point, labels not integers, or the temperature not a
-            number.
+        ValueError: If a shape or value is out of range, or there are no examples.
+        TypeError: If the logits are not floating-point, the labels not integers, or the temperature
+            not a number.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
@@ -72,13 +73,13 @@ def negative_log_likelihood(logits: Tensor, labels: Tensor, *, temperature: floa
 def brier_score(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> float:
     r"""The mean squared distance from ``p = softmax(logits / temperature)`` to the label.
 
-    For an example, ``sum_c (p_c - [c is the label])^2``: 0 at best, 2 at worst, as Brier defines
-    it. (For two classes some count one only, which is half of this.)
+    The score of an example is ``sum_c (p_c - [c is the label])^2``: 0 at best, 2 at worst, as Brier
+    defines it. (For two classes, some definitions use one class only, which gives half of this.)
 
     Args:
-        logits: As in :func:`negative_log_likelihood`, and so are the arguments that follow.
+        logits: ``(N, C)``, as in :func:`negative_log_likelihood`.
         labels: Class indices, ``(N,)``.
-        temperature: What logits are divided by, above 0.
+        temperature: The divisor of the logits, above 0.
 
     Returns:
         The mean over the examples.
@@ -104,24 +105,26 @@ def expected_calibration_error(
     temperature: float = 1.0,
     binning: Binning = "width",
 ) -> float:
-    r"""The mean over bins of ``|accuracy - confidence|``, weighted by their numbers of examples.
+    r"""The mean of ``|accuracy - confidence|`` over bins, weighted by their numbers of examples.
 
-    The confidence of an example is its largest probability. The error is 0 for a classifier that is
-    right as often as it predicts; with few examples per bin it is larger even for a calibrated one.
+    The confidence of an example is its largest probability. The error is 0 if predictions of every
+    confidence are correct that often. With few examples per bin, it is above 0 even for a
+    calibrated classifier.
 
     Args:
-        logits: As in :func:`negative_log_likelihood`.
+        logits: ``(N, C)``, as in :func:`negative_log_likelihood`.
         labels: Class indices, ``(N,)``.
-        bins: How many bins.
-        temperature: What logits are divided by, above 0.
-        binning: ``"width"`` divides [0, 1] equally (Guo et al.); ``"mass"`` divides the examples
-            equally, in the order of their confidence (Nixon et al.'s adaptive error).
+        bins: The number of bins.
+        temperature: The divisor of the logits, above 0.
+        binning: ``"width"`` splits [0, 1] into bins of equal width (Guo et al.); ``"mass"`` sorts
+            the examples by confidence and puts the same number into each bin (the adaptive error of
+            Nixon et al.).
 
     Returns:
         The error, in [0, 1].
 
     Raises:
-        ValueError: As :func:`negative_log_likelihood`; if `bins` or `binning` are out of range.
+        ValueError: As :func:`negative_log_likelihood`; also if `bins` or `binning` is invalid.
         TypeError: As :func:`negative_log_likelihood`.
 
     Example:
@@ -136,12 +139,12 @@ def expected_calibration_error(
 
 @dataclass(frozen=True)
 class Reliability:
-    """A reliability diagram, each ``(bins,)`` on the CPU in the order of confidence.
+    """A reliability diagram: tensors of shape ``(bins,)`` on the CPU, in the order of confidence.
 
     Attributes:
-        confidence: The mean confidence of a bin's examples; NaN where there are none.
-        accuracy: The fraction of them that is classified correctly; NaN where there are none.
-        count: How many there are.
+        confidence: The mean confidence of the examples in each bin; NaN for an empty bin.
+        accuracy: The fraction of correctly classified examples in each bin; NaN for an empty bin.
+        count: The number of examples in each bin.
     """
 
     confidence: Tensor
@@ -157,17 +160,17 @@ def reliability(
     temperature: float = 1.0,
     binning: Binning = "width",
 ) -> Reliability:
-    r"""The reliability diagram: how often predictions of each confidence are right.
+    r"""The reliability diagram: how often predictions of each confidence are correct.
 
-    Bins of equal width are ``[k / bins, (k + 1) / bins)``, the last one closed. Bins of equal mass
-    hold the same number of examples, give or take one; examples of equal confidence share a bin,
-    so that the order of the examples does not matter.
+    Bins of equal width are ``[k / bins, (k + 1) / bins)``; the last one includes 1. Bins of equal
+    mass hold the same number of examples, plus or minus one. Examples of equal confidence share a
+    bin, so the order of the examples does not matter.
 
     Args:
-        logits: As in :func:`expected_calibration_error`, and so are the arguments that follow.
+        logits: ``(N, C)``, as in :func:`expected_calibration_error`.
         labels: Class indices, ``(N,)``.
-        bins: How many bins.
-        temperature: What logits are divided by, above 0.
+        bins: The number of bins.
+        temperature: The divisor of the logits, above 0.
         binning: ``"width"`` or ``"mass"``.
 
     Returns:
@@ -211,10 +214,10 @@ def reliability(
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    r"""The temperature at which the negative log-likelihood is least.
+    r"""The temperature that minimises the negative log-likelihood.
 
-    Fit it on examples that were not trained on, and measure on yet others. After training with PGT,
-    compare it with ``1 / alpha``.
+    Fit it on examples that were not used for training, and evaluate it on others. After training
+    with PGT, compare it with ``1 / alpha``.
 
     Args:
         logits: ``(N, C)``.
@@ -224,9 +227,9 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
         The temperature, to about 12 digits.
 
     Raises:
-        ValueError: As :func:`negative_log_likelihood`; also where no temperature is best: every
-            label has the largest logit (the lower, the better), or labels have on average no larger
-            logit than the other classes (the higher, the better).
+        ValueError: As :func:`negative_log_likelihood`; also if there is no best temperature: if
+            every prediction is correct (the lower, the better), or if the labels' logits are on
+            average no larger than the mean logit (the higher, the better).
         TypeError: As :func:`negative_log_likelihood`.
 
     Example:
@@ -237,8 +240,8 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     """
     # In beta = 1 / T the objective f(beta) = mean(log sum exp(beta z) - beta z_label) is convex:
     #     f'  = mean(E[z] - z_label),     f'' = mean(Var[z])      under softmax(beta z),
-    # so f' grows from its value at beta = 0, where the softmax is uniform, to that at infinity,
-    # where E[z] is the largest z. Between lies one root if those have opposite signs.
+    # so f' increases from its value at beta = 0, where the softmax is uniform, to its limit at
+    # infinity, where E[z] is the largest z. If these have opposite signs, one root lies between.
     z, labels, _ = _prepare(logits, labels, 1.0)
     at_label = z.gather(1, labels[:, None]).squeeze(1)
     if at_label.isinf().any():
@@ -256,19 +259,19 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
     if float(at_label.mean()) >= 0:
         raise ValueError(
-            "Expected some label not to have the largest of `logits`, but got all of them right: "
-            "any lower temperature is better."
+            "Expected at least one wrong prediction in `logits`, but got only correct ones: every "
+            "lower temperature is better."
         )
     if derivatives(0.0)[0] >= 0:
         raise ValueError(
-            "Expected labels to have larger `logits` than the mean class, but got smaller or equal "
-            "ones: any higher temperature is better."
+            "Expected the `logits` of the labels to be larger than the mean logit, but got smaller "
+            "or equal ones: every higher temperature is better."
         )
     low, high, beta = 0.0, math.inf, 1.0
     for _ in range(200):
         slope, curvature = derivatives(beta)
         low, high = (beta, high) if slope < 0 else (low, beta)
-        # Newton's step, at most eightfold; where it leaves the bracket, the middle of that.
+        # A Newton step, at most by a factor of 8; if it leaves the bracket, the bracket's middle.
         newton = beta - slope / curvature if curvature > 0 else beta * (8 if slope < 0 else 0)
         newton = min(max(newton, beta / 8), beta * 8)
         if abs(newton - beta) <= 1e-13 * beta:
@@ -289,30 +292,31 @@ def fold_alpha(
 ) -> nn.Module:
     r"""Scale a trained head by alpha, in place: the network's softmax becomes ``softmax(alpha z)``.
 
-    Weight and bias are multiplied, and so the logits; the predicted class stays (except where
-    logits are equal up to rounding). After training with PGT at ``alpha`` the network is then about
-    as calibrated as one trained without it. Any other temperature ``T`` is folded in as ``1 / T``.
-    Do it once, when training is over: training on from there is another training.
+    Weight and bias are multiplied by alpha, and so are the logits. The predicted class does not
+    change (except for ties up to rounding). After training with PGT at ``alpha``, the network is
+    then calibrated about as well as one trained without PGT. To fold in any other temperature
+    ``T``, pass ``1 / T``. Call it once, after training: continuing to train from there is not the
+    same training.
 
     Args:
         head: The last layer, linear or a convolution; with `model`, its name, or None to find it.
         alpha: The factor, above 0.
-        model: The network that `head` belongs to. Give it wherever the head might be shared, which
-            the head alone does not show.
-        example_inputs: What `model` is called with: a tensor, a tuple of arguments, or a dict of
-            keyword arguments. The model is run in evaluation mode, and left as it was, to check
-            that its logits scale with the head (a constant per example may be added, as by a
-            log-softmax). With `head` None, the head is found by that.
+        model: The network that `head` belongs to. Pass it if the head might be tied: this cannot be
+            seen from the head alone.
+        example_inputs: The arguments of `model`: a tensor, a tuple of positional arguments, or a
+            dict of keyword arguments. The model is run in evaluation mode to check that its logits
+            scale with the head (up to a constant per example, such as a log-softmax adds), and then
+            restored. If `head` is None, the head is found in this way.
 
     Returns:
-        The head; a ``ModuleList`` where the logits are made by several, which are scaled together.
+        The head; a ``ModuleList`` if the model has several, which are scaled together.
 
     Raises:
         ValueError: If alpha is out of range; if the head is not linear, or its weight is
-            parametrised; if several layers of `model` might be the head; if `model` uses its
-            parameters elsewhere too (a tied head), or caps its logits
-            (``config.final_logit_softcapping`` and the like), or if the example shows that scaling
-            the head does not scale the logits.
+            parametrised; if several layers of `model` could be the head; if `model` also uses the
+            head's parameters elsewhere (a tied head), or caps its logits (for example by
+            ``config.final_logit_softcapping``); or if the example shows that scaling the head does
+            not scale the logits.
         TypeError: If alpha is not a number; if `head` is not a module and there is no `model`.
 
     Example:
@@ -326,16 +330,17 @@ def fold_alpha(
     if model is not None:
         heads = scalable_heads(model, head, example_inputs)
     elif example_inputs is not None:
-        raise TypeError("Expected `model` where `example_inputs` is given, but got None.")
+        raise TypeError("Expected `model` to be given with `example_inputs`, but got None.")
     elif not isinstance(head, nn.Module):
         raise TypeError(
-            "Expected `head` to be a module where `model` is not given, but got "
+            "Expected `head` to be a module if `model` is not given, but got "
             f"{type(head).__name__}."
         )
     elif not isinstance(head, LINEAR_LAYERS):
         raise ValueError(
             "Expected `head` to be a linear layer or a convolution, but got a "
-            f"{type(head).__name__}; for a whole network, pass `None, alpha, model=network`."
+            f"{type(head).__name__}; for a whole network, call `fold_alpha(None, alpha, "
+            "model=network)`."
         )
     else:
         check_linear(head)
@@ -348,7 +353,7 @@ def fold_alpha(
 
 
 def _prepare(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """``(z - max z) / T`` in float64, the labels and the predicted classes, once checked."""
+    """Check the arguments; return ``(z - max z) / T`` in float64, labels and predictions."""
     divisor = _positive(temperature, "temperature")
     logits = check_floating(logits, "logits").detach()
     if logits.dim() != 2 or not logits.numel():
@@ -373,9 +378,9 @@ def _prepare(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor
     if not top.isfinite().all():
         raise ValueError(
             "Expected `logits` to be finite, or -inf for some classes of an example, but got "
-            "NaN, inf, or -inf for all of them."
+            "NaN, inf, or -inf for all classes of an example."
         )
-    # The maximum goes first, so that no temperature can overflow.
+    # The maximum is subtracted first, so that no temperature can cause an overflow.
     z = (logits.double() - top.double()) / divisor
     return z, labels.to(z.device, torch.int64), predicted.squeeze(1)
 

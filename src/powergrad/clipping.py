@@ -1,22 +1,21 @@
-r"""Gradient clipping, the paper's Type I methods: gradients altered after the backward pass.
+r"""Gradient clipping: the paper's Type I methods, which alter gradients after the backward pass.
 
-With ``g`` a gradient, ``w`` its weight and ``t`` a threshold, the methods differ in what they
-bound:
+For a gradient ``g``, its weight ``w`` and a threshold ``t``, the methods bound different norms:
 
     norm          all gradients together     |g| <= t
     tensor_norm   each tensor                |g| <= t               (the paper's equation for GC)
     value         each element               -t <= g <= t
     agc           each unit, say a filter    |g| <= t * max(|w|, eps)
 
-:func:`adaptive_clip_grad_` and :func:`clip_grad_norm_per_tensor_` clip once, where they are called;
-for the other two, ``torch.nn.utils`` has such a function. :func:`clip_grads_before_step` attaches
-any of the four to an optimizer.
+:func:`adaptive_clip_grad_` and :func:`clip_grad_norm_per_tensor_` clip once, when called;
+``torch.nn.utils`` has such functions for the other two. :func:`clip_grads_before_step` attaches any
+of the four to an optimizer.
 
 References:
     Pascanu, Mikolov, Bengio, *On the difficulty of training recurrent neural networks*, 2013.
     Brock, De, Smith, Simonyan, *High-Performance Large-Scale Image Recognition Without
-    Normalization*, 2021. Their code is ``nfnets/`` in google-deepmind/deepmind-research; the
-    arithmetic here is that of ``timm/utils/agc.py``, to the bit.
+    Normalization*, 2021. Their code is ``nfnets/`` in google-deepmind/deepmind-research. The
+    results here are bitwise equal to those of ``timm/utils/agc.py``.
 """
 
 from __future__ import annotations
@@ -68,36 +67,37 @@ def adaptive_clip_grad_(
     *,
     head: Head = "auto",
 ) -> ClipReport:
-    r"""Adaptive gradient clipping (AGC): bound each unit's gradient by its weight, in place.
+    r"""Adaptive gradient clipping (AGC): clip each unit relative to its weight, in place.
 
     With Frobenius norms, the gradient of each unit ``i`` becomes
 
         g_i * clip * max(|w_i|, eps) / |g_i|    where |g_i| > clip * max(|w_i|, eps).
 
-    A unit is what makes one output: a row of ``Linear`` and of attention's projections, a filter
-    of ``ConvNd`` and of ``ConvTransposeNd`` (whose outputs are in its weight's second dimension, by
-    group), a row of ``Embedding`` and ``EmbeddingBag``. A gain or a bias is one unit as a whole,
-    and so is a scalar. Other parameters have one unit per entry of their first dimension.
+    A unit is the part of a weight that computes one output: a row of ``Linear`` and of attention
+    projections, a filter of ``ConvNd`` and of ``ConvTransposeNd`` (whose outputs are in the second
+    dimension of its weight, by group), a row of ``Embedding`` and ``EmbeddingBag``. A gain, a bias
+    or a scalar is a single unit. Other parameters have one unit per entry of their first dimension.
 
     If any of the gradients to be clipped is not finite, none is changed, so that a later check for
     non-finite gradients still finds it.
 
     Args:
-        module_or_parameters: The model, whose modules say what a unit is and which layer is the
-            head. Or bare parameters: then all are clipped, and their shapes say what a unit is
-            (vectors and scalars are one, all else goes by the first dimension), as in timm.
-        clip: The largest ratio of gradient to weight, positive; infinity clips nothing.
-        eps: The least norm that a weight is taken to have, so that weights at 0 can move.
-        head: The classifier, which is left alone: ``"auto"`` finds it (what the model's
-            ``get_classifier()`` returns, else its last layer, if no other might be it). Or the
+        module_or_parameters: The model, whose modules determine the units and the head. Or
+            parameters: then all are clipped, and their shapes determine the units, as in timm
+            (vectors and scalars are one unit, others have one per entry of the first dimension).
+        clip: The largest ratio of gradient norm to weight norm, positive; infinity disables
+            clipping.
+        eps: The lower bound of the weight norm, so that weights at 0 can change.
+        head: The classifier, which is not clipped. ``"auto"`` finds it: the model's
+            ``get_classifier()``, otherwise its last layer if no other could be the head. Or the
             module, or its name, or None to clip it too.
 
     Returns:
-        What was clipped, by parameter; those without a gradient are left out.
+        The report, by parameter; parameters without a gradient are not included.
 
     Raises:
         ValueError: If ``clip`` or ``eps`` is out of range, if the head is not found or several
-            layers might be it, or if a gradient is sparse in another way than an embedding's.
+            layers could be the head, or if a gradient is sparse in a way other than by rows.
         TypeError: If a parameter is not a tensor, or its gradient is a ``DTensor``.
 
     Example:
@@ -121,18 +121,18 @@ def adaptive_clip_grad_(
 def clip_grad_norm_per_tensor_(
     module_or_parameters: nn.Module | Tensor | Iterable[Tensor], max_norm: float
 ) -> ClipReport:
-    r"""Clip each gradient by its own norm, in place: the paper's equation for gradient clipping.
+    r"""Clip each gradient tensor by its own norm, in place: the paper's equation for clipping.
 
     Each tensor ``g`` becomes ``max_norm * g / |g|`` where ``|g| > max_norm``. The paper's text
-    calls this clip by value. The norm of all gradients together is for
+    calls this clip by value. To clip the norm of all gradients together, use
     ``torch.nn.utils.clip_grad_norm_``. If any gradient is not finite, none is changed.
 
     Args:
         module_or_parameters: The model, or parameters.
-        max_norm: The largest norm, positive; infinity clips nothing.
+        max_norm: The largest norm, positive; infinity disables clipping.
 
     Returns:
-        What was clipped, by parameter; each is one unit.
+        The report, by parameter; each parameter is one unit.
 
     Raises:
         ValueError: If ``max_norm`` is not positive.
@@ -158,15 +158,15 @@ def _head_parameters(source: object, head: Head) -> set[Tensor]:
         try:
             heads = find_heads(source) if head == "auto" else [find_head(source, head)]
         except ValueError as error:
-            raise ValueError(f"{error} With `head=None` every layer is clipped.") from None
+            raise ValueError(f"{error} Pass `head=None` to clip every layer.") from None
     elif isinstance(head, nn.Module):
         heads = [head]
     else:
-        raise ValueError(f"Expected a module to find the head {head!r} in, but got parameters.")
+        raise ValueError(f"Expected a module in which to find `head` {head!r}, but got parameters.")
     return {parameter for module in heads for parameter in module.parameters()}
 
 
-# Attached to an optimizer -------------------------------------------------------------------------
+# The optimizer hook -------------------------------------------------------------------------------
 
 
 def clip_grads_before_step(
@@ -177,33 +177,33 @@ def clip_grads_before_step(
     head: Head = "auto",
     **thresholds: Unpack[ClipThresholds],
 ) -> ClipHandle:
-    r"""Clip the gradients of an optimizer each time that it steps, just before it does.
+    r"""Clip the gradients of an optimizer before each of its steps.
 
-    ``agc=0.01`` clips as :func:`adaptive_clip_grad_`, ``norm=1.0`` as
-    ``torch.nn.utils.clip_grad_norm_``, ``tensor_norm=1.0`` as :func:`clip_grad_norm_per_tensor_`,
-    ``value=0.5`` as ``torch.nn.utils.clip_grad_value_``. Several act in the order of writing.
+    ``agc=0.01`` clips like :func:`adaptive_clip_grad_`, ``norm=1.0`` like
+    ``torch.nn.utils.clip_grad_norm_``, ``tensor_norm=1.0`` like :func:`clip_grad_norm_per_tensor_`,
+    ``value=0.5`` like ``torch.nn.utils.clip_grad_value_``. Several are applied in the given order.
 
-    What is clipped under a ``GradScaler`` is what a run without one would clip, also with a fused
-    optimizer, whose gradients are still scaled when it steps. If any gradient of the optimizer is
-    not finite, none is changed, and skipping the step is left to the scaler; on an accelerator the
-    host does not wait to learn that. With a closure, gradients are clipped after each evaluation.
+    Under a ``GradScaler`` the result is the same as without one, also with a fused optimizer, whose
+    gradients are still scaled when it steps. If any gradient of the optimizer is not finite, none
+    is changed, and the scaler skips the step; on an accelerator this check does not synchronise.
+    With a closure, gradients are clipped after each evaluation.
 
     Args:
-        optimizer: Any ``torch.optim.Optimizer``, also in a wrapper, such as timm's Lookahead or
-            accelerate's ``AcceleratedOptimizer``: the hook is that of the optimizer inside.
-        module: The model, for ``agc``: it says what a unit is and which layer is the head.
-        eps: For ``agc``, the least norm that a weight is taken to have.
-        head: For ``agc``, the layer that is left alone, as in :func:`adaptive_clip_grad_`.
+        optimizer: Any ``torch.optim.Optimizer``, also inside a wrapper such as timm's Lookahead or
+            accelerate's ``AcceleratedOptimizer``: the hook is attached to the inner optimizer.
+        module: The model, for ``agc``: its modules determine the units and the head.
+        eps: For ``agc``, the lower bound of the weight norm.
+        head: For ``agc``, the layer that is not clipped, as in :func:`adaptive_clip_grad_`.
         thresholds: One or more of ``agc``, ``norm``, ``tensor_norm`` and ``value``, each positive.
 
     Returns:
-        A handle: ``remove()`` detaches, ``last_report`` says what was clipped.
+        A handle: ``remove()`` detaches the hook, ``last_report`` holds the last reports.
 
     Raises:
         ValueError: If a threshold or ``eps`` is out of range, if the head is not found or several
-            layers might be it, or if ``optimizer`` has no parameter of ``module``.
-        TypeError: If ``optimizer`` is not one or does not run its hooks, or if there is no
-            threshold or one of another name.
+            layers could be the head, or if ``optimizer`` has no parameter of ``module``.
+        TypeError: If ``optimizer`` is not an optimizer or does not run step hooks, or if there is
+            no threshold or an unknown one.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
@@ -230,26 +230,26 @@ def clip_grads_before_step(
         if module is None and head is not None:
             raise ValueError(
                 "Expected `module`, the model in which `agc` finds the head, but got None; pass "
-                "it, or `head=None` to clip every parameter, with units by shape."
+                "the model, or `head=None` to clip every parameter with units by shape."
             )
         spared = _head_parameters(module, head)
     in_model = {} if module is None else {p.tensor: p for p in parameters_of(module)}
     if in_model and all(p.tensor not in in_model for p in parameters_of(optimizer)):
         raise ValueError(
             "Expected `optimizer` to hold parameters of `module`, but got none of them; pass the "
-            "model that it trains."
+            "model that the optimizer trains."
         )
     return ClippingHook(methods, eps, spared, in_model).attach(optimizer)
 
 
 def _stepping_optimizer(optimizer: object) -> Optimizer:
-    """The optimizer whose step runs in the end, inside of any wrappers; if that runs its hooks."""
-    # timm's Lookahead, accelerate's and Lightning's optimizers, SAM. A wrapper need not run hooks,
-    # and those inside it run closest to the step.
+    """The innermost optimizer inside any wrappers; an error if it does not run step hooks."""
+    # The wrappers are timm's Lookahead, accelerate's and Lightning's optimizers, and SAM. A wrapper
+    # need not run hooks, and those of the inner optimizer run closest to the step.
     names = ("optimizer", "base_optimizer", "_optimizer", "_base_optimizer")
     while isinstance(optimizer, Optimizer):
         inside = (getattr(optimizer, name, None) for name in names)
-        inner = next((each for each in inside if hasattr(each, "step")), None)
+        inner = next((wrapped for wrapped in inside if hasattr(wrapped, "step")), None)
         if inner is None:
             break
         optimizer = inner
@@ -262,8 +262,8 @@ def _stepping_optimizer(optimizer: object) -> Optimizer:
     # ZeroRedundancyOptimizer can step while gradients are reduced, before its own step().
     if not hooked or getattr(optimizer, "_overlap_with_ddp", False):
         raise TypeError(
-            "Expected `optimizer` to run the hooks of its step, but got "
-            f"{type(optimizer).__name__}, which does not; clip before its step, by "
-            "`adaptive_clip_grad_` or what torch.nn.utils has."
+            "Expected `optimizer` to run step hooks, but got "
+            f"{type(optimizer).__name__}, which does not; clip before each step with "
+            "`adaptive_clip_grad_` or a function of torch.nn.utils."
         )
     return optimizer

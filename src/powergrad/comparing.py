@@ -1,4 +1,4 @@
-"""`compare`: whether something helps in a training that is a Python function."""
+"""`compare`: compare variants of a training that is written as a Python function."""
 
 from __future__ import annotations
 
@@ -27,39 +27,43 @@ def compare(
     out: str | os.PathLike[str] | None = None,
     name: str | None = None,
 ) -> Compared:
-    """Compare arms of a training over seeds, until each is better, worse or equivalent.
+    """Compare the arms (variants) of a training over seeds, with tests and a verdict.
 
-    It needs the workbench: ``pip install 'powergrad[lab]'``. ``train(seed, arm, **settings)`` is
-    called once for each arm and seed. A function that another process can import runs in worker
-    processes; others, such as those of a notebook, run in this process, one after another. In a
-    script, the call belongs under ``if __name__ == "__main__":``, because workers import it.
+    This needs the workbench: ``pip install 'powergrad[lab]'``. ``train(seed, arm, **settings)`` is
+    called once per arm and seed. If other processes can import the function, it runs in worker
+    processes. Otherwise, for example in a notebook, it runs in this process, one call after
+    another. In a script, put the call under ``if __name__ == "__main__":``, because the workers
+    import the script.
 
     Args:
-        train: Returns a number, or a mapping with several metrics. An exception makes the run a
-            failed one; NaN and infinity count as diverged.
-        arms: The names of the arms, or their settings (plain values) by name. The first is the one
-            that the others are compared with.
-        seeds: Runs per arm: ``"8..24"`` looks at 8, 12, 16, 20 and 24 and stops an arm once it is
-            settled; 12 is a fixed number; ``"8,16,24"`` names the looks.
-        metric: The name of the number that is returned, or of the metric that is compared.
+        train: Returns a number, or a mapping with several metrics. A run that raises counts as
+            failed; NaN and infinity count as diverged.
+        arms: The names of the arms, or a mapping from names to their settings (plain values). All
+            others are compared with the first.
+        seeds: Runs per arm. ``"8..24"`` tests after 8, 12, 16, 20 and 24 seeds and stops an arm
+            once it is better, worse or equivalent; 12 is a fixed number; ``"8,16,24"`` lists the
+            seed counts at which to test.
+        metric: The name of the returned number, or the metric to compare.
         margin: The largest difference that does not matter to you; by default 0.5 for an accuracy
-            in per cent.
-        better: Whether a higher or a lower metric is better, where its name does not tell.
-        workers: Runs at a time; by default one per GPU, or as many as the cores allow.
-        threads: Threads of each worker.
+            in percent.
+        better: Whether a higher or a lower metric is better, if its name does not show it.
+        workers: The number of runs at a time; by default one per GPU, or as many as the cores
+            allow.
+        threads: The number of threads per worker.
         first_seed: The first seed.
-        out: Where the study's folder is made. The same call again then does only what is missing,
-            unless `train` itself was changed; what it reads from elsewhere is not looked at. By
-            default nothing is kept.
+        out: The folder in which the study's folder is created. Calling again with the same
+            arguments then runs only what is missing, unless the source of `train` has changed;
+            changes in the code and files that `train` uses are not detected. By default nothing is
+            kept.
         name: The name of the study's folder.
 
     Returns:
-        The results: they print as a table with a verdict, show as HTML in notebooks, and have
-        ``to_frame()`` for pandas and ``save(folder)`` for the page.
+        The results. They print as a table with a verdict, display as HTML in notebooks, and have
+        ``to_frame()`` for pandas and ``save(folder)`` for the HTML page.
 
     Raises:
         ImportError: If the workbench is not installed.
-        ValueError: If an argument is wrong, or the first run lacks the metric.
+        ValueError: If an argument is invalid, or the first run does not return the metric.
 
     Example:
         >>> def train(seed, arm, bonus=0.0):  # in your code: a training
@@ -70,12 +74,12 @@ def compare(
         'Here other is better than baseline.'
     """
     try:
-        # By its name: the core imports the workbench nowhere.
+        # Imported by name, because the core must not depend on the workbench.
         module = importlib.import_module("powergrad.lab.comparing")
     except ImportError as error:
         raise ImportError(
-            "Expected the workbench for `powergrad.compare` (pip install 'powergrad[lab]'), but "
-            f"got: {error}."
+            "Expected the workbench to be installed for `powergrad.compare` (pip install "
+            f"'powergrad[lab]'), but got: {error}."
         ) from error
     return module.compare_function(
         train,

@@ -1,6 +1,6 @@
-r"""PowerGrad Transform is equal to ordinary training with two parameter groups.
+r"""PowerGrad Transform is equivalent to ordinary training with two parameter groups.
 
-Let the last layer be linear with parameters of its own, ``z = W a + b``, and put ``V = alpha W``,
+Let the last layer be linear with unshared parameters, ``z = W a + b``, and put ``V = alpha W``,
 ``c = alpha b``, so that ``u = V a + c = alpha z``. PGT's gradient at the logits is
 ``softmax(alpha z) - q = softmax(u) - q``: that of plain cross-entropy on ``u``. Hence
 
@@ -8,10 +8,10 @@ Let the last layer be linear with parameters of its own, ``z = W a + b``, and pu
     the gradient of every other parameter, W^T(...) = V^T(...) / alpha, is the plain one / alpha;
     a step dW of the head is a step alpha * dW of V.
 
-So the head's learning rate is multiplied by alpha and the backbone's gradient by 1/alpha. Where the
-update is linear in the gradient (SGD) the latter is a learning rate times 1/alpha; where the update
-does not depend on the gradient's scale (Adam) it is an eps times alpha. Weight decay that is added
-to the gradient is scaled with it.
+So the head's learning rate is multiplied by alpha and the backbone's gradient by 1/alpha. If the
+update is linear in the gradient (SGD), the latter is the same as multiplying the learning rate by
+1/alpha; if the update does not depend on the gradient's scale (Adam), it is the same as multiplying
+eps by alpha. Weight decay that is added to the gradient is scaled accordingly.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def equivalent_training(
     *,
     example_inputs: Any = None,
 ) -> Optimizer:
-    r"""Turn a training with PGT into the training with plain cross-entropy that equals it.
+    r"""Convert a training with PGT into the equivalent training with plain cross-entropy.
 
-    The head of `model` is multiplied by alpha, in place, and so are gradients of the backbone that
-    were accumulated for the next step; the optimizer returned has each group of
-    `optimizer` split in two. From there, plain cross-entropy gives, step by step, the weights that
-    PGT at this constant alpha would have given (the head's times alpha), up to rounding:
+    The head of `model` is multiplied by alpha in place, and so are gradients of the backbone that
+    are already accumulated. In the returned optimizer, each group of `optimizer` is split in two.
+    From then on, each step with plain cross-entropy gives the same weights as a step with PGT at
+    this constant alpha (for the head: times alpha), up to rounding:
 
     =======================  ===========================  ==========================
     optimizer                backbone                     head
@@ -55,31 +55,31 @@ def equivalent_training(
     AdamW                    eps * alpha                  lr * alpha, decay / alpha
     =======================  ===========================  ==========================
 
-    It holds for a linear last layer with parameters of its own, one loss term (an auxiliary head
-    adds another), and a constant alpha. Clipping by the norm of all gradients breaks it. The other
-    methods of :func:`clip_grads_before_step` keep it: where attached to `optimizer`, they move to
-    the optimizer returned, and clip, and report, what they would with PGT; a clipping of your own
-    needs the backbone's threshold times alpha. A learning-rate schedule must act on the returned
-    optimizer and scale each group, its warm-up start and its floor included. The derivation is in
-    `docs/theory.md`.
+    The equivalence holds for a linear last layer with unshared parameters, a single loss term (an
+    auxiliary head adds another), and a constant alpha. Clipping by the norm of all gradients breaks
+    it. The other methods of :func:`clip_grads_before_step` preserve it: if attached to `optimizer`,
+    they move to the returned optimizer, and clip and report as they would with PGT. If you clip
+    with your own code, multiply the backbone's threshold by alpha. A learning-rate schedule must
+    act on the returned optimizer and scale each group, including its warm-up start and its minimum.
+    The derivation is in `docs/theory.md`.
 
     Args:
-        model: The network; its last layer makes the logits.
-        optimizer: Its optimizer: `torch.optim`'s SGD, Adam or AdamW, new or in use. Its state is
-            carried over. It must not be used afterwards.
+        model: The network; its last layer computes the logits.
+        optimizer: The optimizer of `model`: SGD, Adam or AdamW of `torch.optim`, new or in use. Its
+            state is carried over. Do not use it afterwards.
         alpha: The exponent, in (0, 1].
-        head: The last layer or its name, where it cannot be found.
-        example_inputs: What `model` is called with: a tensor, a tuple of arguments, or a dict of
-            keyword arguments. The model is run in evaluation mode, and left as it was, to find the
-            head (unless `head` is given) and to check that the logits scale with it.
+        head: The last layer or its name, if it cannot be found automatically.
+        example_inputs: The arguments of `model`: a tensor, a tuple of positional arguments, or a
+            dict of keyword arguments. The model is run in evaluation mode to find the head (unless
+            `head` is given) and to check that the logits scale with it, and then restored.
 
     Returns:
-        A new optimizer of the same class, with two groups for each group of `optimizer`, the head's
-        after the backbone's (one, where a group holds only parameters of one kind).
+        A new optimizer of the same class. Each group of `optimizer` becomes two, the backbone's and
+        then the head's (or one, if a group holds only parameters of one kind).
 
     Raises:
         ValueError: If the head is not found, not linear, tied or parametrised, or several layers
-            might be it; if the configuration of the model or the example shows that the logits do
+            could be the head; if the model's configuration or the example shows that the logits do
             not scale with it (a soft cap); if alpha is not in (0, 1]; if the optimizer holds
             parameters that are not the model's, clips by the norm of all gradients, or has other
             hooks.
@@ -95,7 +95,7 @@ def equivalent_training(
     alpha = check_number(alpha)
     if alpha == 0:
         raise ValueError(
-            "Expected `alpha` to be in (0, 1], but got 0: no plain training equals it."
+            "Expected `alpha` to be in (0, 1], but got 0: no plain training is equivalent to it."
         )
     if type(optimizer) not in _BACKBONE:
         raise TypeError(
@@ -124,8 +124,8 @@ def equivalent_training(
     return result
 
 
-# The power of alpha that multiplies each option, and each moment of the backbone's gradients, which
-# are alpha times what they were.
+# The power of alpha by which each option is multiplied, and each moment of the backbone's gradients
+# (which are now alpha times as large).
 _HEAD = {"lr": 1, "initial_lr": 1, "weight_decay": -1}
 _BACKBONE: dict[type[Optimizer], dict[str, int]] = {
     SGD: {"lr": -1, "initial_lr": -1, "weight_decay": 1},
@@ -144,20 +144,20 @@ def _scaled(options: Mapping[str, Any], powers: Mapping[str, int], alpha: float)
 
 
 def _attached_clippings(optimizer: Optimizer) -> list[ClippingHook]:
-    """The clippings before each step; what else happens at a step cannot be carried over."""
+    """The clipping hooks of `optimizer`; any other step hook is an error."""
     before = optimizer._optimizer_step_pre_hooks.values()
     clippings = [hook for hook in before if isinstance(hook, ClippingHook)]
     if any("norm" in clipping.thresholds for clipping in clippings):
         raise ValueError(
-            "Expected `optimizer` to clip each tensor, unit or value, but got clipping by the norm "
-            "of all gradients, with which no plain training equals PGT; first remove it."
+            "Expected `optimizer` to clip by tensor, unit or value, but got clipping by the norm "
+            "of all gradients, with which no plain training is equivalent to PGT; first remove it."
         )
     for hook in [*before, *optimizer._optimizer_step_post_hooks.values()]:
         if not isinstance(hook, ClippingHook):
             raise ValueError(
-                "Expected `optimizer` to have no hooks but those of `clip_grads_before_step`, but "
-                f"got {getattr(hook, '__qualname__', hook)}; remove it, and register it again on "
-                "the optimizer returned."
+                "Expected `optimizer` to have no hooks except those of `clip_grads_before_step`, "
+                f"but got {getattr(hook, '__qualname__', hook)}; remove it, and register it again "
+                "on the returned optimizer."
             )
     return clippings
 
@@ -171,8 +171,8 @@ def _split(
         foreign = [p for p in group["params"] if p not in known]
         if foreign:
             raise ValueError(
-                "Expected `optimizer` to hold parameters of `model` only, but got one of shape "
-                f"{tuple(foreign[0].shape)} that is not."
+                "Expected `optimizer` to hold only parameters of `model`, but got another one, of "
+                f"shape {tuple(foreign[0].shape)}."
             )
         kind = AdamW if group.get("decoupled_weight_decay") else type(optimizer)
         for is_head in (False, True):

@@ -1,12 +1,12 @@
 r"""PowerGrad Transform for JAX: the primitive, and losses with the names and shapes of optax.
 
-The same primitive as :mod:`powergrad.transform`, as a ``jax.custom_vjp``: the value of
-``jax.nn.log_softmax``, and for ``u = dL / dlog p`` the gradient ``u - p' * sum(u)`` with
+The primitive is the one of :mod:`powergrad.transform`, as a ``jax.custom_vjp``: its value is
+``jax.nn.log_softmax``, and for ``u = dL / dlog p`` its gradient is ``u - p' * sum(u)`` with
 ``p' = softmax(alpha * z)``. It works under ``jit``, ``vmap`` and ``grad``, also nested: second
-derivatives are those of the potential ``CE(alpha z, q) / alpha``. Forward-mode differentiation of a
-``custom_vjp`` function is refused by JAX (``jax.hessian``, forward over reverse, works).
+derivatives are those of the potential ``CE(alpha z, q) / alpha``. JAX does not support forward-mode
+differentiation of a ``custom_vjp`` function (``jax.hessian``, forward over reverse, works).
 
-There is no adaptive gradient clipping here: optax has it, ``optax.adaptive_grad_clip``.
+For adaptive gradient clipping, use ``optax.adaptive_grad_clip``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["log_softmax", "softmax_cross_entropy", "softmax_cross_entropy_with_i
 def log_softmax(
     x: ArrayLike, axis: int = -1, *, alpha: ArrayLike, where: ArrayLike | None = None
 ) -> Array:
-    r"""``jax.nn.log_softmax``, whose backward pass is PowerGrad Transform's.
+    r"""``jax.nn.log_softmax`` with the backward pass of PowerGrad Transform.
 
     Args:
         x: Logits, of any shape.
@@ -67,14 +67,14 @@ def softmax_cross_entropy(
     axis: int = -1,
     where: ArrayLike | None = None,
 ) -> Array:
-    r"""``optax.softmax_cross_entropy``, whose gradient at the logits is ``sum(q) * p' - q``.
+    r"""``optax.softmax_cross_entropy`` with the gradient ``sum(q) * p' - q`` at the logits.
 
     Args:
         logits: Logits, of any shape.
-        labels: Class probabilities ``q``, of the shape of ``logits`` or broadcasting to it.
+        labels: Class probabilities ``q``, of the shape of ``logits`` or broadcastable to it.
         alpha: As in :func:`log_softmax`.
         axis: The class axis.
-        where: As in :func:`log_softmax`. A position with no element included has loss 0.
+        where: As in :func:`log_softmax`. A position without included elements has loss 0.
 
     Returns:
         One loss per position: the shape of ``logits`` without ``axis``, and their dtype.
@@ -103,16 +103,16 @@ def softmax_cross_entropy_with_integer_labels(
     axis: int = -1,
     where: ArrayLike | None = None,
 ) -> Array:
-    r"""``optax.softmax_cross_entropy_with_integer_labels``, with the gradient ``p' - q``.
+    r"""``optax.softmax_cross_entropy_with_integer_labels`` with the gradient ``p' - q``.
 
     Args:
         logits: Logits, of any shape.
-        labels: Class indices, of the shape of ``logits`` without ``axis``. As in optax their values
-            are not checked; where ``where`` excludes a position, any value will do.
+        labels: Class indices, of the shape of ``logits`` without ``axis``. As in optax, their
+            values are not checked; at positions that ``where`` excludes, any value is allowed.
         alpha: As in :func:`log_softmax`.
         axis: The class axis.
-        where: As in :func:`log_softmax`. A position with no element included has loss 0; a label
-            whose own class is excluded has an infinite loss (in optax a finite one).
+        where: As in :func:`log_softmax`. A position without included elements has loss 0. If the
+            class of a label is excluded, the loss is infinite (in optax it is finite).
 
     Returns:
         One loss per position: the shape of ``labels``, and the dtype of ``logits``.
@@ -158,8 +158,8 @@ def _backward(axis: int, saved: tuple[Array, Array, Array | None], u: Array) -> 
         scores, u = jnp.where(where, scores, -jnp.inf), jnp.where(where, u, 0)
     p = _flattened(scores, alpha, axis)
     gradient = u - p * u.sum(axis, keepdims=True)
-    # At the likeliest class p' may round to 1, and nothing would be left of u - p' u. There, 1 - p'
-    # is the sum of the other classes' p', and sum(u) - u that of their u.
+    # At the most likely class p' may round to 1, and u - p' u to 0. There, 1 - p' is computed as
+    # the sum of the other classes' p', and sum(u) - u as the sum of their u.
     top = jnp.arange(x.shape[axis]) == jnp.moveaxis(scores.argmax(axis, keepdims=True), axis, -1)
     top = jnp.moveaxis(top, -1, axis)
     others_p = jnp.where(top, 0, p).sum(axis, keepdims=True)
@@ -176,18 +176,18 @@ def _flattened(scores: Array, alpha: Array, axis: int) -> Array:
     largest = jax.lax.stop_gradient(scores.max(axis, keepdims=True))
     shifted = scores - jnp.where(largest == -jnp.inf, 0, largest)
     masked = shifted == -jnp.inf
-    # Inside and outside: the derivative of the branch not taken must not be NaN either.
+    # `where` inside and outside: the derivative of the branch not taken must not be NaN either.
     exps = jnp.where(masked, 0, jnp.exp(alpha * jnp.where(masked, 0, shifted)))
     total = exps.sum(axis, keepdims=True)
     return (exps / jnp.where(total == 0, 1, total)).astype(scores.dtype)
 
 
 def _widened(x: Array) -> Array:
-    """`x` in float32 or wider: 16 bits would round p' and the factors of the loss too far."""
+    """`x` in float32 or wider: 16 bits are not precise enough for p' and the loss."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-# Checks: shapes, dtypes and plain numbers always; the values of an array unless it is traced. -----
+# Checks of shapes, dtypes and numbers; array values are checked unless they are traced. ----------
 
 
 def _check_logits(x: ArrayLike, axis: int, name: str) -> tuple[Array, int]:

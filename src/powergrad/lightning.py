@@ -1,4 +1,4 @@
-"""PowerGrad Transform for Lightning: a callback that sets PGT, AGC and the filter monitor."""
+"""PowerGrad Transform for Lightning: a callback that enables PGT, AGC and the filter monitor."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ __all__ = ["PowerGradCallback"]
 class PowerGradCallback(Callback):
     r"""Train any unchanged ``LightningModule`` with PowerGrad Transform.
 
-    While ``fit`` trains, ``training_step`` runs inside :class:`powergrad.PowerGrad`; validation,
-    test and prediction do not (losses have the same value there). When training ends, or stops
-    with an error, everything is removed again.
+    During ``fit``, ``training_step`` runs inside :class:`powergrad.PowerGrad`; validation, test and
+    prediction do not (loss values are the same there). When training ends, or stops with an error,
+    everything is removed again.
 
     Args:
-        alpha: As in :func:`powergrad.cross_entropy`. ``callback.alpha = ...`` changes it while
-            training, for a schedule.
-        agc: Also clip the gradients of every optimizer, by :func:`powergrad.clip_grads_before_step`
-            with this threshold.
-        monitor: Also record the filters' norms into this folder, by
-            :class:`powergrad.FilterMonitor`: at the start and whenever ``trainer.global_step``
-            passes a multiple of `every`. A run that resumes from a checkpoint continues it.
-        every: Steps between two records.
-        log_softmax: Whether a ``log_softmax`` in the ``training_step`` is altered by itself, or
-            cross-entropies only, as in :class:`powergrad.PowerGrad`.
+        alpha: As in :func:`powergrad.cross_entropy`. For a schedule, set ``callback.alpha`` during
+            training.
+        agc: If given, also clip the gradients of every optimizer with this AGC threshold, see
+            :func:`powergrad.clip_grads_before_step`.
+        monitor: If given, also record the filter norms in this folder, see
+            :class:`powergrad.FilterMonitor`: at the start and every `every` optimizer steps. A run
+            that resumes from a checkpoint continues the record.
+        every: The number of steps between two records.
+        log_softmax: Whether ``log_softmax`` calls in ``training_step`` are altered too, or only
+            cross-entropies, as in :class:`powergrad.PowerGrad`.
 
     Raises:
         ValueError: If ``alpha`` or ``agc`` is out of range.
@@ -69,7 +69,7 @@ class PowerGradCallback(Callback):
         self._recorded = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Wrap the training step, attach to the optimizers, record the start."""
+        """Wrap the training step, attach AGC to the optimizers, record the first norms."""
         training_step = pl_module.training_step
 
         @functools.wraps(training_step)

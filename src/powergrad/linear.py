@@ -1,12 +1,12 @@
-r"""The classifier head and its loss in blocks of rows: the logits are never all in memory.
+r"""The classifier head and its loss in blocks of rows, without holding all logits in memory.
 
 For hidden states ``h`` (N, H) and a head ``W`` (C, H), ``b`` (C), one block of rows at a time:
 
     z = h W^T + b                            a block of logits, in one buffer
-    z <- m p' - w q                          their gradient, in its place (`powergrad._rows`)
+    z <- m p' - w q                          overwritten with their gradient (`powergrad._rows`)
     dh = z W,   dW += z^T h,   db += sum z
 
-So the forward pass computes the gradients, up to the factor that the backward pass is given. It
+So the forward pass computes the gradients, up to the incoming gradient of the backward pass. It
 needs memory for dW and dh, which are needed anyway, and for one block.
 """
 
@@ -35,9 +35,9 @@ from powergrad.loss import loss_of
 
 __all__ = ["linear_cross_entropy"]
 
-BLOCK_BYTES = 22 << 20  # of logits in a block, at most,
-LEAST_ROWS = 128  # but at least so many rows, because each block rewrites dW,
-MULTIPLE = 16  # in multiples of this, for which matrix products are tuned
+BLOCK_BYTES = 22 << 20  # the largest block of logits
+LEAST_ROWS = 128  # the fewest rows in a block, because each block rewrites dW
+MULTIPLE = 16  # the rows in a block are a multiple of this, for which matrix products are tuned
 
 
 @overload
@@ -88,12 +88,12 @@ def linear_cross_entropy(
     chunk_rows: int | None = None,
     return_accuracy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""``cross_entropy(F.linear(input, linear_weight, linear_bias), target)``, logits in blocks.
+    r"""``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` in blocks of logits.
 
-    Made for large vocabularies: it takes the time of the matrix products, and the memory of the
-    gradients of head and input and of one block of logits. With ``reduction="none"`` the backward
-    pass computes the logits again. Higher derivatives, ``torch.func`` transforms and
-    ``torch.compile`` work, with all logits in memory.
+    It is made for large vocabularies: the time is that of the matrix products, and the memory is
+    that of the gradients of head and input plus one block of logits. With ``reduction="none"`` the
+    backward pass recomputes the logits. Higher derivatives, ``torch.func`` transforms and
+    ``torch.compile`` work, but hold all logits in memory.
 
     Args:
         input: Hidden states, of shape (..., H).
@@ -102,19 +102,19 @@ def linear_cross_entropy(
         alpha: A number in [0, 1]; or a tensor of them: 0-d, or of shape (...).
         linear_bias: The bias of the head, of shape (C).
         weight: One weight per class, of shape (C).
-        ignore_index: Class index whose positions are left out of value and gradient.
+        ignore_index: Positions with this class index contribute to neither value nor gradient.
         reduction: "mean", "sum" or "none".
-        label_smoothing: The mass of the target that is spread evenly over all classes.
-        chunk_rows: Rows in a block. By default 22 MB of logits, and at least 128 rows.
-        return_accuracy: Whether to return also the top-1 accuracy over non-ignored rows, which
+        label_smoothing: The probability mass that is spread evenly over all classes.
+        chunk_rows: Rows per block. By default 22 MB of logits, but at least 128 rows.
+        return_accuracy: Whether to also return the top-1 accuracy over non-ignored rows, which
             needs one more pass over each block of logits.
 
     Returns:
-        The loss: 0-d, or for "none" of shape (...). With `return_accuracy` also that, 0-d.
+        The loss: 0-d, or of shape (...) for "none". With `return_accuracy`, also the accuracy, 0-d.
 
     Raises:
-        ValueError: If a shape, a range, a label or an option is not as above.
-        TypeError: If a dtype is not as above.
+        ValueError: If a shape, range, label or option is not as described above.
+        TypeError: If a dtype is not as described above.
 
     Example:
         >>> hidden = torch.randn(6, 8, requires_grad=True)
@@ -172,7 +172,7 @@ def linear_cross_entropy(
 
 
 class Plan(NamedTuple):
-    """What the pass over the blocks does."""
+    """Options of the pass over the blocks."""
 
     rows: int  # per block
     all_valid: bool  # whether it is known that no label is `ignore_index`
@@ -217,7 +217,7 @@ def _check_head(
 def _whole(
     layer: Layer, arguments: Arguments, with_accuracy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The definition: all logits at once."""
+    """The reference: all logits at once."""
     logits = F.linear(*layer)
     loss = loss_of(logits, arguments)
     if not with_accuracy:
@@ -227,7 +227,7 @@ def _whole(
 
 
 def _correct(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The number of rows whose likeliest class is the target's, and of rows not ignored."""
+    """The number of correctly classified rows, and the number of rows not ignored."""
     if target.is_floating_point():
         correct = logits.argmax(1) == target.argmax(1)
         return correct.sum(), torch.ones_like(correct).sum()
@@ -236,9 +236,9 @@ def _correct(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor,
 
 
 class _InBlocks(torch.autograd.Function):
-    """Computes the gradients with the value, except for "none", where each row has its own scale.
+    """Computes the gradients in the forward pass, except for "none", where each row is scaled.
 
-    They are used once, as in `powergrad.loss`.
+    The buffers are used once, as in `powergrad.loss`.
     """
 
     @staticmethod
@@ -272,7 +272,7 @@ class _InBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         grad, needed = grads[0], ctx.needs_input_grad[:3]
-        saved = ctx.saved_tensors  # once: a checkpoint computes them again
+        saved = ctx.saved_tensors  # read once, because a checkpoint recomputes them at each access
         layer, arguments = saved[:3], Arguments(*saved[3:], *ctx.options)
         if torch.is_grad_enabled() or is_batched(grad):
             results = iter(_gradients_of_whole(layer, arguments, needed, grad))
@@ -295,7 +295,7 @@ class _InBlocks(torch.autograd.Function):
 def _gradients_of_whole(
     layer: Layer, arguments: Arguments, needed: tuple[bool, ...], grad: Tensor
 ) -> tuple[Tensor, ...]:
-    """For gradients that are themselves differentiated, and for a batch of them."""
+    """The gradients from all logits at once, for higher derivatives and batched gradients."""
     differentiated = torch.is_grad_enabled()
     with torch.enable_grad():
         if not differentiated:
@@ -318,11 +318,11 @@ def _over_blocks(
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """One pass over the blocks: losses, accuracy, and the gradients that are `needed`.
 
-    `scale` is a factor for the gradient of each row, or one for all; None is 1.
+    `scale` is the incoming gradient, one per row or one for all; None means 1.
     """
     hidden, head, bias = layer
     target, alpha, ignore_index = arguments.target, arguments.alpha, arguments.ignore_index
-    # float16, in which small p' would underflow, is widened; bfloat16 is not.
+    # Small p' would underflow in float16, so it is widened; bfloat16 is not.
     dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
     hidden, head = hidden.to(dtype), head.to(dtype)
     bias = None if bias is None else bias.to(dtype)
@@ -372,7 +372,7 @@ def _over_blocks(
 
 
 def _block(z: Tensor, arguments: Arguments, all_valid: bool) -> tuple[Tensor, Tensor | None]:
-    """The losses of the rows, and factors of their gradients, which replace the logits `z`."""
+    """The losses of the rows and the factors of their gradients, which overwrite the logits `z`."""
     native = _native.cross_entropy(z, *arguments, out=z)
     if native is not None:
         return native[0], None

@@ -1,7 +1,7 @@
 """Cross-entropy as in `torch.nn.functional`, with PowerGrad Transform in its backward pass.
 
-Each loss here is an ordinary function of the log-probabilities that `powergrad.log_softmax`
-returns. That primitive alters the gradient. A faster path computes the same for rows of logits.
+Each loss here is an ordinary function of the log-probabilities of `powergrad.log_softmax`, the
+primitive that alters the gradient. For rows of logits, a faster path computes the same result.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from powergrad.transform import log_sigmoid, log_softmax
 
 __all__ = ["CrossEntropyLoss", "binary_cross_entropy_with_logits", "cross_entropy"]
 
-SMALL = 1 << 18  # elements of logits, below which labels are checked by `nll_loss`
-OPERATOR = 1 << 16  # elements, from which a compiled graph calls the C kernel
+SMALL = 1 << 18  # with fewer elements of logits, `nll_loss` checks the labels
+OPERATOR = 1 << 16  # with at least this many elements, a compiled graph calls the C kernel
 
 
 def cross_entropy(
@@ -54,15 +54,15 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    r"""``F.cross_entropy``, whose gradient at the logits is PowerGrad Transform's ``p' - q``.
+    r"""``F.cross_entropy`` with PowerGrad Transform's gradient ``p' - q`` at the logits.
 
     The value is ordinary cross-entropy. The gradient of example ``i`` is
 
         s_i * (sum(w * q) * p' - w * q),      p' = softmax(alpha * z),
 
-    with class weights ``w``, targets ``q`` and ``s_i`` whatever the reduction, a loss scaler,
-    gradient accumulation or data parallelism multiply in. For ``alpha > 0`` it is the gradient of
-    ``cross_entropy(alpha * z, q) / alpha``, and so are second derivatives.
+    with class weights ``w`` and targets ``q``. The scale ``s_i`` comes from the reduction, loss
+    scaling, gradient accumulation and data parallelism, as for any loss. For ``alpha > 0``,
+    gradient and second derivatives are those of ``cross_entropy(alpha * z, q) / alpha``.
 
     Args:
         input: Logits, of shape (C), (N, C) or (N, C, d1, ..., dk).
@@ -71,16 +71,16 @@ def cross_entropy(
         weight: One weight per class, of shape (C).
         alpha: A number in [0, 1]; or a tensor of them: 0-d, one per example (N), or one per
             position (N, d1, ..., dk). The float 1.0 calls PyTorch's own function.
-        ignore_index: Class index whose positions are left out of value and gradient.
+        ignore_index: Positions with this class index contribute to neither value nor gradient.
         reduction: "mean", "sum" or "none".
-        label_smoothing: The mass of the target that is spread evenly over all classes.
+        label_smoothing: The probability mass that is spread evenly over all classes.
 
     Returns:
-        The loss: 0-d, or for "none" of the shape of ``input`` without C.
+        The loss: 0-d, or of the shape of ``input`` without C for "none".
 
     Raises:
-        ValueError: If a shape, a range, a label or an option is not as above.
-        TypeError: If a dtype is not as above.
+        ValueError: If a shape, range, label or option is not as described above.
+        TypeError: If a dtype is not as described above.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0, -1.0]], requires_grad=True)
@@ -93,7 +93,7 @@ def cross_entropy(
 
 
 def loss_of(input: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    """:func:`cross_entropy` of `arguments`, in the order of `Arguments`."""
+    """:func:`cross_entropy` with `arguments` in the order of `Arguments`."""
     if _is_common_case(input, arguments):  # `Arguments` would take 1% of the time of a small loss
         return _fused_loss(input, arguments)
     class_dim, arguments = check_cross_entropy(input, arguments)
@@ -121,8 +121,8 @@ def loss_of(input: Tensor, arguments: tuple[Any, ...]) -> Tensor:
 
 def by_primitive(input: Tensor, arguments: Arguments) -> Tensor:
     class_dim = 0 if input.dim() == 1 else 1
-    # 16-bit logits are widened here, once: 1/N and smoothing's 1/C then fit into u = dL/dlog p, and
-    # p'/N is rounded to 16 bits only after it was multiplied by the loss scale.
+    # 16-bit logits are widened here, once: 1/N and the 1/C of smoothing then fit into
+    # u = dL/dlog p, and p'/N is rounded to 16 bits only after multiplication by the loss scale.
     wide = torch.promote_types(input.dtype, torch.float32)
     log_p = log_softmax(input, class_dim, alpha=arguments.alpha, dtype=wide)
     if arguments.weight is not None:
@@ -167,9 +167,9 @@ def _weighted(values: Tensor, weight: Tensor | None, class_dim: int) -> Tensor:
 
 
 def _is_common_case(input: Tensor, arguments: tuple[Any, ...]) -> bool:
-    """Whether nothing but the labels is left to be checked, as in most calls.
+    """Whether all arguments except the labels are known to be valid, as in most calls.
 
-    Checking one by one, with an error for each, takes 5% of the time of a small loss.
+    The individual checks with their error messages take 5% of the time of a small loss.
     """
     target, weight, alpha, _, label_smoothing, reduction = arguments
     return (
@@ -190,7 +190,7 @@ def _is_common_case(input: Tensor, arguments: tuple[Any, ...]) -> bool:
 
 
 def _can_fuse(input: Tensor, target: Tensor, weight: Tensor | None) -> bool:
-    """Whether `input` is rows of logits, and only their gradient is wanted."""
+    """Whether `input` is rows of logits, and only they need a gradient."""
     if input.dim() != 2 or not (torch.is_grad_enabled() and input.requires_grad):
         return False
     wider = target.is_floating_point() and target.dtype.itemsize > input.dtype.itemsize
@@ -200,9 +200,8 @@ def _can_fuse(input: Tensor, target: Tensor, weight: Tensor | None) -> bool:
 class _FusedLoss(torch.autograd.Function):
     """Computes the gradient in the forward pass, and scales it in the backward pass.
 
-    In between, the gradient is as the C kernel or `powergrad._rows` return it. The buffer is used
-    once: a second backward pass through the same graph, or one that is itself differentiated, goes
-    through the primitive.
+    The buffer from the C kernel or `powergrad._rows` is used once: a second backward pass through
+    the same graph, or one that is itself differentiated, uses the primitive.
     """
 
     @staticmethod
@@ -244,10 +243,10 @@ _fused_loss: Callable[[Tensor, tuple[Any, ...]], Tensor] = direct_apply(_FusedLo
 def _loss_and_gradient(
     input: Tensor, arguments: Arguments
 ) -> tuple[Tensor, Tensor, Tensor | None, float | Tensor | None]:
-    """`loss_and_gradient`, after a check of the labels."""
+    """Check the labels, then call `loss_and_gradient`."""
     target, ignore_index, classes = arguments.target, arguments.ignore_index, input.shape[1]
-    # Checking the labels takes a tenth of the time of a small loss. There, `nll_loss` finds labels
-    # that are not classes, and only then are they checked here.
+    # Checking the labels takes a tenth of the time of a small loss. For small inputs, `nll_loss`
+    # detects invalid labels, and they are checked here only after that.
     plain = target.is_cpu and not target.is_floating_point() and arguments.label_smoothing == 0
     if plain and input.numel() < SMALL and not 0 <= ignore_index < classes:
         try:
@@ -267,11 +266,11 @@ def _gradient_by_primitive(ctx: Any, grad: Tensor) -> Tensor:
         return torch.autograd.grad(loss, leaf, grad, create_graph=differentiated)[0]
 
 
-# Under `torch.compile`, the C kernel as an operator ----------------------------------------------
+# The C kernel as an operator, under `torch.compile` ----------------------------------------------
 
 
 def _has_operator(input: Tensor, target: Tensor) -> bool:
-    """Whether a compiled graph is faster with the C kernel than with operations it can fuse."""
+    """Whether the C kernel is faster in a compiled graph than operations that can be fused."""
     return (
         torch.compiler.is_compiling()
         and type(input) in PLAIN
@@ -292,21 +291,21 @@ def _fused_operator(input: Tensor, arguments: Arguments) -> Tensor:
 
 
 def loss_and_scaled_gradient(input: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor]:
-    """The loss, and its gradient, where the C kernel does not serve `input`."""
+    """The loss and its gradient, for inputs that the C kernel does not support."""
     value, gradient, factor, divisor = _loss_and_gradient(input, arguments)
     if factor is not None:
         gradient.mul_(factor)
     if divisor is not None:
         gradient.div_(divisor)
-    # float16 would lose a small p' before it is multiplied by a loss scale.
+    # In float16 a small p' would underflow before it is multiplied by the loss scale.
     return value, gradient.to(torch.float32 if input.dtype == torch.float16 else input.dtype)
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
-    r"""``nn.CrossEntropyLoss`` over :func:`cross_entropy`, with an `alpha` that may change.
+    r"""``nn.CrossEntropyLoss`` with PowerGrad Transform, see :func:`cross_entropy`.
 
-    ``loss.alpha = 0.5`` between two steps takes effect at the next one, also in a graph made by
-    ``torch.compile``, which is not compiled again.
+    ``loss.alpha`` may be changed between steps. A graph compiled by ``torch.compile`` uses the new
+    value without recompilation.
 
     Args:
         alpha: As in :func:`cross_entropy`.
@@ -349,14 +348,14 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     @alpha.setter
     def alpha(self, value: float | Tensor) -> None:
         # In a compiled graph a number is a constant, and a tensor is an input. The tensor is not a
-        # buffer: `.half()` would round it, and an option need not be saved.
+        # buffer, because `.half()` would round it and it would be saved in the state dict.
         self._alpha = value if isinstance(value, Tensor) else check_number(value)
         self._alpha_input = self._alpha
         if not isinstance(self._alpha, Tensor):
             self._alpha_input = torch.tensor(self._alpha, dtype=torch.float64, device="cpu")
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The loss of `input` against `target`, as :func:`cross_entropy` returns it."""
+        """The loss of `input` for `target`, see :func:`cross_entropy`."""
         return cross_entropy(
             input,
             target,
@@ -368,7 +367,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         )
 
     def extra_repr(self) -> str:
-        """The option that PyTorch's loss does not have."""
+        """The alpha of the loss."""
         return f"alpha={self._alpha}"
 
 
@@ -381,7 +380,7 @@ def binary_cross_entropy_with_logits(
     reduction: str = "mean",
     pos_weight: Tensor | None = None,
 ) -> Tensor:
-    r"""``F.binary_cross_entropy_with_logits``, whose gradient is ``sigmoid(alpha * z) - y``.
+    r"""``F.binary_cross_entropy_with_logits`` with the gradient ``sigmoid(alpha * z) - y``.
 
     Each logit is a softmax over the two classes (z, 0): ``p = sigmoid(z)`` becomes
     ``p^alpha / (p^alpha + (1 - p)^alpha) = sigmoid(alpha * z)`` in the backward pass. With
@@ -390,18 +389,18 @@ def binary_cross_entropy_with_logits(
     Args:
         input: Logits, of any shape.
         target: Labels between 0 and 1, of the shape of ``input``.
-        weight: A weight for each element; broadcasts over ``input``, as in PyTorch.
+        weight: Weights of the elements; broadcast over ``input``, as in PyTorch.
         alpha: A number in [0, 1]; or a tensor of them: 0-d, one per example, or one per element.
             The float 1.0 calls PyTorch's own function.
         reduction: "mean", "sum" or "none".
-        pos_weight: A weight for the positive labels; broadcasts over ``input``, as in PyTorch.
+        pos_weight: Weights of the positive labels; broadcast over ``input``, as in PyTorch.
 
     Returns:
-        The loss: 0-d, or for "none" of the shape of ``input``.
+        The loss: 0-d, or of the shape of ``input`` for "none".
 
     Raises:
-        ValueError: If a shape, a range or an option is not as above.
-        TypeError: If a dtype is not as above.
+        ValueError: If a shape, range or option is not as described above.
+        TypeError: If a dtype is not as described above.
 
     Example:
         >>> z = torch.tensor([4.0, -4.0], requires_grad=True)

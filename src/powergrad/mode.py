@@ -1,4 +1,4 @@
-"""`PowerGrad`, a context in which PyTorch's own cross-entropies use PowerGrad Transform."""
+"""`PowerGrad`, a context in which PyTorch's cross-entropy functions use PowerGrad Transform."""
 
 from __future__ import annotations
 
@@ -47,53 +47,54 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class PowerGrad(TorchFunctionMode):
-    r"""Context manager and decorator: losses computed inside get PowerGrad Transform's gradient.
+    r"""Context manager and decorator: losses computed inside use PowerGrad Transform.
 
-    It alters ``F.cross_entropy``, ``F.linear_cross_entropy``, and the log-softmax under its five
-    names (``F.log_softmax``, ``torch.log_softmax``, ``torch.special.log_softmax``,
-    ``Tensor.log_softmax``, and PyTorch's modules over them, such as ``nn.CrossEntropyLoss``),
-    therefore also ``F.nll_loss``, ``F.kl_div`` or ``F.ctc_loss`` of a log-softmax taken inside.
-    Values do not change. Of nested contexts the innermost decides; ``PowerGrad(1.0)`` switches the
-    transform off inside it. Only the calls matter: ``backward()`` may run inside or outside.
+    It alters ``F.cross_entropy``, ``F.linear_cross_entropy``, all forms of log-softmax
+    (``F.log_softmax``, ``torch.log_softmax``, ``torch.special.log_softmax``,
+    ``Tensor.log_softmax``) and the modules that call them, such as ``nn.CrossEntropyLoss``. So it
+    also alters ``F.nll_loss``, ``F.kl_div`` or ``F.ctc_loss`` of a log-softmax computed inside.
+    Values do not change. If contexts are nested, the innermost applies; ``PowerGrad(1.0)`` switches
+    the transform off. Only the loss must be computed inside; ``backward()`` may run outside.
 
     It does **not** alter: a softmax followed by a logarithm, ``logsumexp``,
     ``F.binary_cross_entropy_with_logits`` and other losses; calls of ``torch.ops.aten`` operators
-    and of kernels that compute a loss of their own; TorchScript; and, since a mode belongs to its
-    thread, calls from threads started inside (``nn.DataParallel`` on several GPUs).
+    and of custom kernels that compute a loss; TorchScript; and, since modes are thread-local, calls
+    from threads started inside (``nn.DataParallel`` on several GPUs).
 
     **Proof.** ``altered`` counts the altered calls that have a gradient, by kind, over all blocks
-    of this object: ``{"cross_entropy": 3}``. A block in which gradients were computed and nothing
-    was altered ends with a warning that names the losses it saw, or with an error if ``strict``.
-    An empty block, one without gradients (validation) and ``PowerGrad(1.0)`` end silently, and so
-    does a block with calls of this package's own functions or with a nested PowerGrad that acted.
+    of this object: ``{"cross_entropy": 3}``. If gradients were computed in a block but nothing was
+    altered, the block ends with a warning that names the losses it called, or with an error if
+    ``strict``. There is no warning for an empty block, a block without gradients (validation),
+    ``PowerGrad(1.0)``, or a block that calls this package's own functions or contains a nested
+    PowerGrad that altered something.
 
-    **Under ``torch.compile``** a call is altered when the function is traced, and a compiled
-    function does not report its calls: they are not in ``altered``. So once anything was altered
-    while tracing, a block around compiled code cannot know whether that code ran in it, and the
-    warning and the error stop for blocks in the rest of the process. A block *inside* a compiled
-    function is judged once, when it is traced. ``alpha`` may change without another compilation,
-    except between 1.0 and other values.
+    **Under ``torch.compile``** calls are altered when the function is traced, and a compiled
+    function does not count its calls in ``altered``. So once anything was altered while tracing, a
+    block around compiled code cannot know whether that code ran in it, and warnings and errors are
+    disabled for the rest of the process. A block *inside* a compiled function is checked once, when
+    it is traced. Changing ``alpha`` does not cause a recompilation, except between 1.0 and other
+    values.
 
     **Checkpoints.** A loss inside ``torch.utils.checkpoint`` is recomputed with the alpha that it
     had in the forward pass, and is counted once. A loss in the forward of any other custom autograd
-    function raises, since its recomputation cannot be altered.
+    function raises an error, because its recomputation cannot be altered.
 
-    **Coroutines** of one thread share its modes: a loss that is called while the innermost
-    PowerGrad is another task's raises, and so does the end of a block that is not the innermost.
-    Do not ``await`` inside the block.
+    **Coroutines** of one thread share its modes, so do not ``await`` inside the block. A loss that
+    is called while another task's PowerGrad is the innermost raises an error, and so does leaving a
+    block that is not the innermost.
 
-    Every torch call inside takes about a microsecond longer, so put it around the loss, not the
-    model. That also leaves a ``log_softmax`` inside the model alone; ``log_softmax=False`` does so
-    where the model computes its own loss.
+    Every torch call inside takes about a microsecond longer, so put the context around the loss,
+    not the model. Then a ``log_softmax`` inside the model is not altered either. If the model
+    computes its own loss, use ``log_softmax=False`` for that.
 
     Args:
         alpha: As in :func:`powergrad.cross_entropy`. It may be set at any time.
-        log_softmax: Whether a ``log_softmax`` is altered by itself, or cross-entropies only.
-        strict: Whether a block that altered nothing raises instead of warning.
+        log_softmax: Whether ``log_softmax`` calls are altered too, or only cross-entropies.
+        strict: Whether a block that altered nothing raises an error instead of warning.
 
     Raises:
         ValueError: If ``alpha`` is outside [0, 1] or requires grad.
-        RuntimeError: At a call whose recomputation would be plain cross-entropy, or that belongs to
+        RuntimeError: At a call that would be recomputed as plain cross-entropy, or that belongs to
             another coroutine; at the end of a ``strict`` block that altered nothing.
 
     Example:
@@ -123,8 +124,8 @@ class PowerGrad(TorchFunctionMode):
 
     @alpha.setter
     def alpha(self, value: float | Tensor) -> None:
-        # In a compiled graph a number is a constant, and a tensor is an input. The number 1 stays
-        # one: at it PyTorch's own functions are called, and a graph is compiled of its own.
+        # In a compiled graph a number is a constant, and a tensor is an input. The number 1 stays a
+        # number: for it PyTorch's own functions are called, in a separately compiled graph.
         if isinstance(value, Tensor):
             check_alpha(value, value, None)
             self._alpha = self._alpha_input = value
@@ -153,18 +154,19 @@ class PowerGrad(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # TorchDynamo pushes a mode that a compiled function did not make, without entering it.
+        # TorchDynamo pushes a mode from outside the compiled function without entering it.
         return _Block(self).__torch_function__(func, types, args, kwargs)
 
     def __call__(self, function: _Function) -> _Function:
-        """Decorate `function`: each call of it runs inside this context, and is counted here.
+        """Decorate `function`: each call runs inside this context and is counted here.
 
-        A bound method stays one, so that a copy of its object has a method of its own. Unpickled,
-        an object has its class's method: decorate it again.
+        A bound method stays bound. An unpickled object has the undecorated method of its class;
+        decorate it again.
 
         Raises:
-            TypeError: If `function` is a class, or if its body would run outside of the context: a
-                generator, a coroutine, a lazy iterator. Some of these show only when they return.
+            TypeError: If `function` is a class, or if its body would run outside the context: a
+                generator, a coroutine, a lazy iterator. Some of these are detected only when they
+                return.
         """
         _refuse_what_runs_later(function)
         if inspect.ismethod(function):
@@ -184,11 +186,11 @@ class PowerGrad(TorchFunctionMode):
 
 
 class _Block(TorchFunctionMode):
-    """The mode that PyTorch knows.
+    """The mode that is pushed onto PyTorch's mode stack.
 
-    Each entry has its own, so that one PowerGrad may be entered recursively and in several threads.
-    While TorchDynamo traces, only `owner` and `traced` of a block around the compiled function are
-    read: it guards on what it reads, and the rest changes at every step.
+    Each entry has its own block, so one PowerGrad may be entered recursively and in several
+    threads. TorchDynamo guards on the attributes that it reads while tracing. So only `owner` and
+    `traced` of a block around the compiled function are read then; the others change at every step.
     """
 
     def __init__(self, owner: PowerGrad) -> None:
@@ -197,8 +199,8 @@ class _Block(TorchFunctionMode):
         self.traced = is_compiling()  # entered within a compiled function, while that is traced
         self.altered = False  # here or in a nested block
         self.watch: Watch | None = None
-        self.counts = False  # not where a checkpoint computes again what was counted
-        self.outer: set[int] = set()  # the frames around it whose backward pass computes again
+        self.counts = False  # False while a checkpoint recomputes calls that were counted before
+        self.outer: set[int] = set()  # frames outside this block whose backward pass recomputes it
         self.entered = False
         self.parent: _Block | None = None
         self.before = _tracing_counts() if self.traced else (0, 0)
@@ -257,10 +259,10 @@ class _Block(TorchFunctionMode):
         return out
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``func(*args, **kwargs)`` as inside of this block, which is entered for it alone.
+        """Call `func`, a function that PowerGrad alters, as if inside this block.
 
-        `func` is one that PowerGrad alters. Nothing else is called inside, so that PyTorch need not
-        know of the block, which would take longer than a small loss.
+        The block is not pushed onto PyTorch's mode stack, which would take longer than a small
+        loss.
         """
         kind, replacement = _KNOWN[func]
         if replacement is None or self._leaves_alone(kind, kwargs):
@@ -283,7 +285,7 @@ class _Block(TorchFunctionMode):
         out = replacement(alpha, *args, **kwargs)
         if self.counts and (recomputed or out.requires_grad or gradients_hidden()):
             block = _CURRENT.get()
-            while block is not None and block is not self:  # those that left the call to this one
+            while block is not None and block is not self:  # inner blocks that did not alter it
                 block.altered, block.watch = True, None
                 block = block.parent
             self.altered, self.watch = True, None
@@ -318,11 +320,12 @@ class _Block(TorchFunctionMode):
         if block is None and self.entered:
             raise RuntimeError(
                 f"Expected `{func.__name__}` to be called by the coroutine that entered the "
-                "innermost PowerGrad of this thread, but got a call by another one. " + _ABOUT_TASKS
+                "innermost PowerGrad of this thread, but got a call by another coroutine. "
+                + _ABOUT_TASKS
             )
 
     def _refuse_recomputation(self, func: Any) -> bool:
-        """Return whether gradients are off only until a backward pass computes the call again."""
+        """Return whether gradients are disabled only until a backward pass recomputes the call."""
         recomputed = False
         for frame in recomputed_later():
             if self._is_lost(frame):
@@ -333,7 +336,7 @@ class _Block(TorchFunctionMode):
         return recomputed
 
     def _is_lost(self, frame: FrameType) -> bool:
-        """Whether what `frame`, entered within this block, computes again would be plain."""
+        """Whether `frame` was entered within this block and would recompute without PowerGrad."""
         captured = checkpoints_captured() and custom_function(frame) is None
         return id(frame) not in self.outer and not captured
 
@@ -341,14 +344,14 @@ class _Block(TorchFunctionMode):
 def _about_recomputation(func: Any, where: str) -> str:
     return (
         f"Expected `{func.__name__}` under PowerGrad to be called outside {where} entered within "
-        "it, but got a call inside one. Its backward pass computes the call again, after PowerGrad "
-        "has ended. Let the function enter PowerGrad itself, `function = "
-        "PowerGrad(alpha)(function)`, or call `powergrad.cross_entropy` in it."
+        "it, but got a call inside one. Its backward pass recomputes the call after PowerGrad has "
+        "ended. Decorate the function itself, `function = PowerGrad(alpha)(function)`, or call "
+        "`powergrad.cross_entropy` in it."
     )
 
 
-# The innermost block of a context. Each task of an event loop has a context of its own, and those
-# that are started within a block inherit it; the modes belong to the thread.
+# The innermost block of the current context. Each task of an event loop has its own context, which
+# it inherits from the block in which it is started; modes belong to the thread.
 _CURRENT: ContextVar[_Block | None] = ContextVar("PowerGrad", default=None)
 _ABOUT_TASKS = (
     "The coroutines of a thread share its modes: use `with PowerGrad(...)` around code that does "
@@ -358,13 +361,13 @@ _counting = threading.Lock()
 
 
 def _innermost_block(owner: PowerGrad) -> _Block:
-    """Take the innermost block off the stack of modes. It must be `owner`'s."""
+    """Pop the innermost block, which must belong to `owner`, off the mode stack."""
     modes, current = function_modes(), _CURRENT.get()
     top = modes[-1] if modes else None
     if isinstance(top, _Block) and top.owner is owner and (top is current or not top.entered):
         pop_mode()
         return top
-    # Leave nothing behind: not in the chain of this context, nor in the modes of this thread.
+    # Clean up both the chain of this context and the modes of this thread.
     inner: _Block | None = None
     while current is not None and current.owner is not owner:
         inner, current = current, current.parent
@@ -381,13 +384,13 @@ def _innermost_block(owner: PowerGrad) -> _Block:
         for mode in modes[position + 1 :]:
             push_mode(mode)
     raise RuntimeError(
-        "Expected a PowerGrad to end as the innermost mode of its thread, in the coroutine that "
+        "Expected PowerGrad to be left as the innermost mode of its thread, by the coroutine that "
         "entered it, but got another order. " + _ABOUT_TASKS
     )
 
 
 def _recomputed_alike(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` inside the PowerGrads that are active now, for a checkpoint to recompute."""
+    """Wrap `function` in the PowerGrads that are active now, for a checkpoint to recompute."""
     if is_compiling():
         return function
     captured: list[PowerGrad] = []
@@ -413,9 +416,9 @@ own_modes.update((PowerGrad, _Block))
 run_eagerly(PowerGrad, _Block, Watch, _innermost_block, _recomputed_alike)
 
 
-# What TorchDynamo runs while it traces, instead of tracing it. 2.13.0: the attribute is what
-# `torch.compiler.assume_constant_result` sets, without loading TorchDynamo here. The counts are of
-# this process: those of a block would be a side effect, which a traced checkpoint must not have.
+# TorchDynamo runs the following functions instead of tracing them. 2.13.0: the attribute is what
+# `torch.compiler.assume_constant_result` sets, without loading TorchDynamo here. The counts are per
+# process: counts per block would be a side effect, which a traced checkpoint must not have.
 
 _traced_calls: dict[str, int] = {}  # by kind; "" are calls with gradients that were not altered
 
@@ -450,15 +453,15 @@ for _function in (
     _function._dynamo_marked_constant = True  # pyright: ignore
 
 
-# What a decorated function must not be or return --------------------------------------------------
+# Functions that cannot be decorated ---------------------------------------------------------------
 
 
 def _refuse_what_runs_later(function: Any) -> None:
-    """Raise if it shows already that the body of `function` would run outside of the context."""
+    """Raise if the body of `function` is known to run outside the context."""
     if inspect.isclass(function):
         raise TypeError(
             f"Expected a function to decorate, but got the class {function.__name__}, whose "
-            "methods would run outside; decorate the method that computes the loss."
+            "methods would run outside PowerGrad; decorate the method that computes the loss."
         )
     if not callable(function):
         raise TypeError(f"Expected a function to decorate, but got {type(function).__name__}.")
@@ -470,7 +473,7 @@ def _refuse_what_runs_later(function: Any) -> None:
         ):
             raise TypeError(
                 "Expected an ordinary function to decorate, but got a generator or coroutine, "
-                "whose body would run outside; use `with PowerGrad(...)` within it."
+                "whose body would run outside PowerGrad; use `with PowerGrad(...)` inside it."
             )
 
 
@@ -485,15 +488,15 @@ def _refuse_lazy(result: Any) -> None:
         lazy = inspect.isawaitable(result) or type(result).__module__ == "itertools"
     if lazy:
         if isinstance(result, CoroutineType):
-            result.close()  # or Python warns that nobody has awaited it
+            result.close()  # otherwise Python warns that it was never awaited
         raise TypeError(
-            "Expected a decorated function to return what it has computed, but got an object of "
-            f"type {type(result).__name__}, which computes outside of PowerGrad; use "
+            "Expected a decorated function to return a computed value, but got an object of "
+            f"type {type(result).__name__}, which is computed later, outside PowerGrad; use "
             "`with PowerGrad(...)` where it is computed."
         )
 
 
-# The replacement of each function takes alpha and the same arguments ------------------------------
+# Replacements: each takes alpha and the arguments of the original function -----------------------
 
 
 def _cross_entropy(
@@ -565,7 +568,8 @@ def _functional_log_softmax(
     return _log_softmax(alpha, input, dim, dtype)
 
 
-# What `_Block` looks up at each call: the kind and the replacement. Other losses have none.
+# The kind and the replacement of each function, which `_Block` looks up at each call. Losses that
+# PowerGrad does not alter have no replacement.
 _KNOWN: dict[Any, tuple[str, Callable[..., Tensor] | None]] = {
     **dict.fromkeys(OTHERS, ("", None)),
     F.cross_entropy: ("cross_entropy", _cross_entropy),

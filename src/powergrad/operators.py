@@ -1,8 +1,8 @@
-r"""What powergrad registers with ``torch.library``: the operators ``torch.ops.powergrad.*``.
+r"""The operators ``torch.ops.powergrad.*``, registered with ``torch.library``.
 
-An operator is one node of a traced graph and has its own backward pass, so nothing that compiles,
-exports or transforms the graph can replace that by the ordinary one. `powergrad.transform` and
-`powergrad.loss` call the operators where a program is traced (``transform.way_of``).
+An operator is one node of a traced graph with a backward pass of its own, so compiling, exporting
+or transforming the graph cannot replace it by the ordinary one. `powergrad.transform` and
+`powergrad.loss` call the operators when a program is traced (``transform.way_of``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _define(
     setup_context: Any = None,
     vmap: Any = None,
 ) -> None:
-    """Register an operator, whose `kernel` is made of operations that fake tensors have too."""
+    """Register an operator; its `kernel` may use only operations that support fake tensors."""
     name = f"powergrad::{schema.split('(')[0]}"
     _LIBRARY.define(schema, tags=[torch.Tag.pt2_compliant_tag])
     torch.library.impl(name, "CompositeExplicitAutograd", kernel, lib=_LIBRARY)
@@ -134,7 +134,7 @@ def _cross_entropy(
     label_smoothing: float,
     reduction: str,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of rows of logits, and its gradient at them, for a gradient of 1 at the loss."""
+    """The loss of rows of logits, and its gradient at the logits."""
     number = alpha.item() if alpha.numel() == 1 and alpha.is_cpu else alpha
     arguments = Arguments(target, weight, number, ignore_index, label_smoothing, reduction)
     native = _native.cross_entropy(input, *arguments)
@@ -183,7 +183,7 @@ _define(
 torch.library.register_fake("powergrad::cross_entropy", _cross_entropy_fake, lib=_LIBRARY)
 
 
-# The identity, whose backward pass reports the gradient to `powergrad.verify` ---------------------
+# An identity that reports its gradient to `powergrad.verify` in the backward pass -----------------
 
 
 def _watch_gradient(grad: Tensor, logits: Tensor, tag: int) -> Tensor:
@@ -211,10 +211,10 @@ _define("watch_gradient(Tensor grad, Tensor logits, int tag) -> Tensor", _watch_
 torch.library.register_fake(
     "powergrad::watch_gradient", lambda grad, logits, tag: torch.empty_like(grad), lib=_LIBRARY
 )
-run_eagerly(_watch_grad)  # where a compiled step calls `backward()`
+run_eagerly(_watch_grad)  # for compiled steps that call `backward()`
 
 
-# A batch dimension comes first -------------------------------------------------------------------
+# Moving the batch dimension to the front ---------------------------------------------------------
 
 
 def _batched(tensor: Tensor, dim: int | None, size: int) -> Tensor:

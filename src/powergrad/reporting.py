@@ -1,4 +1,4 @@
-"""`report`: how a training script tells its metrics to the command that started it."""
+"""`report`: a training script reports its metrics to the command that started it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ VARIABLE = "POWERGRAD_REPORT"
 
 
 def report(**metrics: float) -> None:
-    """Tell the metrics of this training to the command that started it, such as a comparison.
+    """Report the metrics of this training to the command that started it, such as a comparison.
 
-    The command names a JSON file in the environment variable ``POWERGRAD_REPORT``. Metrics are
-    merged into that file: the last value of each name counts. Where the variable is not set, as in
-    a run by hand, nothing is written, so the call may stay in the script. Of the processes of one
-    training under torchrun, only rank 0 writes.
+    The command sets the environment variable ``POWERGRAD_REPORT`` to the path of a JSON file.
+    Metrics are merged into that file; the last value of each name counts. If the variable is not
+    set, nothing is written, so the call can stay in the script. Under torchrun, only rank 0 writes.
 
     Args:
-        metrics: The numbers by name: Python's or numpy's, not tensors or strings.
+        metrics: Numbers by name: Python or numpy scalars, not tensors or strings.
 
     Raises:
-        TypeError: If a metric is not a number; also where nothing is written, so that a mistake
-            shows before a comparison is started.
+        TypeError: If a metric is not a number. This is checked even if nothing is written, so that
+            a mistake shows before a comparison is started.
 
     Example:
         >>> report(accuracy=97.5, test_loss=0.11)
@@ -46,7 +45,7 @@ def report(**metrics: float) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace the file `path` as a whole: a reader never finds half of it."""
+    """Replace the file `path` atomically."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     fresh.write_text(json.dumps(value, indent=1) + "\n")
     os.replace(fresh, path)

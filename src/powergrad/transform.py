@@ -1,22 +1,22 @@
-r"""PowerGrad Transform (PGT): the paper's equations, and the primitive that they become.
+r"""PowerGrad Transform (PGT): the paper's equations, and the primitive that implements them.
 
-The paper changes one thing. In the backward pass of softmax cross-entropy the predicted
+The paper changes one thing. In the backward pass of softmax cross-entropy, the predicted
 probabilities ``p = softmax(z)`` are replaced by
 
     p' = p^alpha / sum(p^alpha),        0 <= alpha <= 1,
 
 so that the gradient at the logits is ``p' - q`` instead of ``p - q``.
 
-Two facts make that a primitive. First, ``p^alpha / sum(p^alpha) = softmax(alpha * z)``: ``p'``
-comes from the logits, and never from a gradient. Second, cross-entropy is linear in ``log p``, so
-it is enough to give ``log_softmax`` another backward: for any loss of ``log p``, with
-``u = dL / dlog p``,
+Two facts reduce this to a primitive. First, ``p^alpha / sum(p^alpha) = softmax(alpha * z)``, so
+``p'`` is computed from the logits and never from a gradient. Second, cross-entropy is linear in
+``log p``, so it is enough to change the backward of ``log_softmax``: for any loss of ``log p``,
+with ``u = dL / dlog p``,
 
     ordinary      dL/dz = u - p  * sum(u)
     PGT           dL/dz = u - p' * sum(u)
 
-No labels appear. Class weights, smoothing, mixed-up targets, ignored positions, reductions and loss
-scales are all contained in ``u``.
+No labels appear. Class weights, label smoothing, mixup targets, ignored positions, reductions and
+loss scales are all contained in ``u``.
 
 Reference: Das, Mondal, Lall, Joshi, Dutta Roy, *Altering Backward Pass Gradients improves
 Convergence*.
@@ -49,7 +49,7 @@ __all__ = ["log_softmax", "paper_smoothing", "power_transform", "stationary_thre
 def power_transform(p: Tensor, alpha: float | Tensor, dim: int = -1) -> Tensor:
     r"""Flatten a distribution: ``p' = p^alpha / sum(p^alpha)``, the paper's equation 1.
 
-    At ``alpha=1`` the distribution is unchanged, at ``alpha=0`` it is uniform. A probability of 0
+    At ``alpha=1`` the distribution is unchanged; at ``alpha=0`` it is uniform. A probability of 0
     stays 0 for ``alpha > 0`` and becomes ``1/C`` at ``alpha=0``, as in the paper.
 
     Args:
@@ -62,7 +62,7 @@ def power_transform(p: Tensor, alpha: float | Tensor, dim: int = -1) -> Tensor:
         The transformed probabilities, of the shape and dtype of ``p``.
 
     Raises:
-        ValueError: If ``alpha`` is outside [0, 1] or of another shape, or ``p`` is negative.
+        ValueError: If ``alpha`` is outside [0, 1] or has another shape, or ``p`` is negative.
         TypeError: If ``p`` is not a floating-point tensor.
 
     Example:
@@ -79,9 +79,9 @@ def power_transform(p: Tensor, alpha: float | Tensor, dim: int = -1) -> Tensor:
 def stationary_threshold(p: Tensor, alpha: float | Tensor, dim: int = -1) -> Tensor:
     r"""The probability that the transform leaves unchanged: ``(sum p^alpha)^(1 / (alpha - 1))``.
 
-    Probabilities above it shrink, those below it grow (the paper's lemma 1). It equals
-    ``exp(-H_alpha)`` with Renyi's entropy of order alpha, so it is ``1/C`` at ``alpha=0`` and
-    tends to ``exp(-H)``, with Shannon's entropy ``H``, at ``alpha=1``.
+    Probabilities above it decrease, those below it increase (the paper's lemma 1). It equals
+    ``exp(-H_alpha)``, where ``H_alpha`` is the Renyi entropy of order alpha. So it is ``1/C`` at
+    ``alpha=0`` and tends to ``exp(-H)``, with the Shannon entropy ``H``, as alpha tends to 1.
 
     Args:
         p: Probabilities; each slice along ``dim`` sums to 1.
@@ -92,7 +92,7 @@ def stationary_threshold(p: Tensor, alpha: float | Tensor, dim: int = -1) -> Ten
         One threshold per distribution: the shape of ``p`` without ``dim``.
 
     Raises:
-        ValueError: If ``alpha`` is outside [0, 1] or of another shape, or ``p`` is negative.
+        ValueError: If ``alpha`` is outside [0, 1] or has another shape, or ``p`` is negative.
         TypeError: If ``p`` is not a floating-point tensor.
 
     Example:
@@ -103,8 +103,8 @@ def stationary_threshold(p: Tensor, alpha: float | Tensor, dim: int = -1) -> Ten
     dim = check_dim(check_probabilities(p, "p"), dim, "p")
     alpha = check_alpha(alpha, p, dim).to(p.device, torch.float64)
     wide = p.double()
-    # log sum p^alpha = log(1 + sum(p^alpha - p)) loses nothing as alpha tends to 1, if each
-    # difference p^alpha - p = p * expm1((alpha - 1) log p) is formed without cancellation.
+    # log sum p^alpha = log(1 + sum(p^alpha - p)) stays accurate as alpha tends to 1 if each
+    # difference p^alpha - p = p * expm1((alpha - 1) log p) is computed without cancellation.
     exponent = (alpha - 1) * wide.log()
     small = exponent.abs() < 1
     excess = torch.where(
@@ -117,20 +117,20 @@ def stationary_threshold(p: Tensor, alpha: float | Tensor, dim: int = -1) -> Ten
 
 
 def paper_smoothing(eps: float, num_classes: int) -> float:
-    r"""PyTorch's ``label_smoothing`` that equals the paper's: ``eps * K / (K - 1)``.
+    r"""The ``label_smoothing`` for PyTorch that equals the paper's ``eps``: ``eps * K / (K - 1)``.
 
     The paper gives the true class ``1 - eps`` and each of the ``K - 1`` others ``eps / (K - 1)``.
-    PyTorch spreads its ``label_smoothing`` over all ``K`` classes, the true one included.
+    PyTorch spreads its ``label_smoothing`` over all ``K`` classes, including the true one.
 
     Args:
-        eps: The mass that the paper takes from the true class, in [0, (K - 1) / K].
+        eps: The paper's smoothing, the probability mass of the other classes, in [0, (K - 1) / K].
         num_classes: ``K``, at least 2.
 
     Returns:
         The value to pass as ``label_smoothing``.
 
     Raises:
-        ValueError: If ``num_classes`` is under 2 or ``eps`` outside its range.
+        ValueError: If ``num_classes`` is below 2 or ``eps`` is out of range.
 
     Example:
         >>> round(paper_smoothing(0.1, 10), 6)
@@ -154,10 +154,10 @@ def log_softmax(
     alpha: float | Tensor,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    r"""``torch.log_softmax``, whose backward pass is PowerGrad Transform's.
+    r"""``torch.log_softmax`` with the backward pass of PowerGrad Transform.
 
-    The value is ``log p``. Given ``u = dL / dlog p``, the gradient is
-    ``u - p' * sum(u)`` with ``p' = softmax(alpha * z)``, where the ordinary one has ``p``.
+    The value is ``log p``. For ``u = dL / dlog p``, the gradient is ``u - p' * sum(u)`` with
+    ``p' = softmax(alpha * z)``; the ordinary gradient has ``p`` instead of ``p'``.
 
     Args:
         input: Logits, of any shape.
@@ -171,7 +171,7 @@ def log_softmax(
         Log-probabilities, of the shape of ``input``.
 
     Raises:
-        ValueError: If ``alpha`` is outside [0, 1] or of another shape.
+        ValueError: If ``alpha`` is outside [0, 1] or has another shape.
         TypeError: If ``input`` is not a floating-point tensor.
 
     Example:
@@ -190,9 +190,10 @@ def log_softmax(
     if type(input) not in PLAIN and in_loss_parallel():
         raise RuntimeError(
             "Expected `input` to be used outside `loss_parallel()`, but got a "
-            f"{type(input).__name__} inside it, where PyTorch computes the gradient of the logits "
-            "itself, the ordinary one. Leave `loss_parallel()`, and gather the classes if they are "
-            "sharded: `input.full_tensor()`, or `input.redistribute(placements=[Replicate()])`."
+            f"{type(input).__name__} inside it, where PyTorch itself computes the gradient of the "
+            "logits, without PowerGrad Transform. Call it outside `loss_parallel()`, and gather "
+            "the classes if they are sharded: `input.full_tensor()`, or "
+            "`input.redistribute(placements=[Replicate()])`."
         )
     how = way_of(input)
     if how == "potential":
@@ -202,21 +203,22 @@ def log_softmax(
     return _LogSoftmax.apply(input, exponent, dim, dtype)
 
 
-# The operator itself: unlike `torch.log_softmax`, an active `PowerGrad` does not alter it.
+# An active `PowerGrad` does not alter this operator, unlike `torch.log_softmax`.
 plain_log_softmax = torch.ops.aten.log_softmax.int
 
 
 def flattened(scores: Tensor, alpha: Tensor, dim: int) -> Tensor:
     """``p' = softmax(alpha * (z - max z))`` in float32 or wider; `scores` is ``z`` or ``log p``.
 
-    The maximum is subtracted first: with a large common offset, ``alpha * z`` would lose precision.
-    A class at ``-inf`` is masked: it stays at 0, also at alpha 0 (``0 * -inf`` is NaN).
+    The maximum is subtracted first, because ``alpha * z`` would lose precision for logits with a
+    large common offset. A class at ``-inf`` is masked: its probability is 0, also at alpha 0 (where
+    ``0 * -inf`` would be NaN).
     """
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     shifted = scores - scores.detach().amax(dim, keepdim=True)
     scaled = (alpha * shifted).masked_fill(shifted == -torch.inf, -torch.inf)
     exps = scaled.to(scores.dtype).exp()
-    # Not torch.softmax, which sums term by term and loses 1e-6 at a thousand classes.
+    # torch.softmax sums term by term, with an error of 1e-6 for a thousand classes.
     return exps / exps.sum(dim, keepdim=True)
 
 
@@ -229,8 +231,8 @@ def altered_backward(
     p = flattened(scores, alpha, dim)
     u = u.to(p.dtype)
     grad = u - p * u.sum(dim, keepdim=True)
-    # At the likeliest class p' may round to 1, and u - p' u to 0. There, 1 - p' is computed as
-    # the sum of the other classes' p', and sum(u) - u as that of their u.
+    # At the most likely class p' may round to 1, and u - p' u to 0. There, 1 - p' is computed as
+    # the sum of the other classes' p', and sum(u) - u as the sum of their u.
     top = scores.argmax(dim, keepdim=True)
     others_p = p.scatter(dim, top, 0.0).sum(dim, keepdim=True)
     others_u = u.scatter(dim, top, 0.0).sum(dim, keepdim=True)
@@ -239,16 +241,16 @@ def altered_backward(
 
 
 def scores_to_save(input: Tensor, log_p: Tensor) -> Tensor:
-    """What the backward pass needs: softmax(alpha * z) = softmax(alpha * log p).
+    """The tensor to save for the backward pass, as softmax(alpha * z) = softmax(alpha * log p).
 
-    log p is in memory anyway. But 16 bits round it too far, unlike z: by 6% of the gradient in
-    bfloat16.
+    log p is in memory anyway. In 16 bits, however, it is not precise enough: in bfloat16 its
+    rounding, unlike that of z, would change the gradient by 6%.
     """
     return log_p if log_p.dtype in (torch.float32, torch.float64) else input
 
 
 class _LogSoftmax(torch.autograd.Function):
-    """The forward of log_softmax, the backward of PGT, which is differentiable again."""
+    """The forward of log_softmax with the backward of PGT, which is itself differentiable."""
 
     generate_vmap_rule = True
 
@@ -278,20 +280,20 @@ class _LogSoftmax(torch.autograd.Function):
         return (t - (p * t).sum(ctx.dim, keepdim=True)).to(ctx.output_dtype)
 
 
-# Where the program is traced --------------------------------------------------------------------
+# Traced programs --------------------------------------------------------------------------------
 #
 # Tracers may look into an `autograd.Function` and keep only its forward, whose derivative is the
-# ordinary one. Two other forms of the same function survive them:
+# ordinary one. Two other forms of the same function are safe from this:
 #
 # - An operator with a registered backward is one node of a graph. Export, `make_fx` and fake
-#   tensors keep it; `torch.func` refuses it.
-# - `log p` as a value, plus a term that is always 0 and whose derivative is that of the potential
-#   (below). It is made of ordinary operations, so all that differentiate a program are right, and
+#   tensors keep it; `torch.func` does not support it.
+# - The value `log p`, plus a term that is always 0 and has the derivative of the potential (below).
+#   It consists of ordinary operations, so every way of differentiating it is correct, and
 #   `torch.compile` fuses it. But it needs `detach`, which export's decompositions remove.
 
 
 def way_of(input: Tensor) -> str:
-    """Which form reaches the backward pass: "function", "potential" or "operator"."""
+    """The form that survives tracing of `input`: "function", "potential" or "operator"."""
     if torch.compiler.is_compiling():
         traced = in_transform() or not torch.compiler.is_exporting()
         return "potential" if traced else "operator"
@@ -305,8 +307,8 @@ def _by_potential(
 ) -> Tensor:
     r"""``log p``, plus 0 with the derivative of ``z - logsumexp(alpha * z) / alpha``.
 
-    That derivative is ``t - sum(p' * t)``, the transpose of PGT's backward. At alpha 0,
-    ``mean(z)`` over the classes that are not masked takes the place of ``logsumexp``.
+    That derivative is ``t - sum(p' * t)``, the transpose of PGT's backward. At alpha 0, the
+    logsumexp term is replaced by its limit, ``mean(z)`` over the classes that are not masked.
     """
     log_p = plain_log_softmax(input, dim, dtype).detach()
     z = input.to(torch.promote_types(log_p.dtype, torch.float32))
@@ -335,7 +337,7 @@ def _by_potential(
 
 
 def log_sigmoid(input: Tensor, alpha: Tensor) -> Tensor:
-    """The log-softmax of (z, 0) at z: ``log sigmoid(z)``, with backward ``u * sigmoid(-alpha z)``.
+    """``log sigmoid(z)``, the log-softmax of (z, 0), with backward ``u * sigmoid(-alpha z)``.
 
     `alpha` broadcasts over `input`.
     """

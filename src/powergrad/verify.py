@@ -1,13 +1,13 @@
-"""`verify`: is this training step really trained with PowerGrad Transform?
+"""`verify`: does this training step really use PowerGrad Transform?
 
-PGT does not change the value of the loss. What shows it is the gradient at the logits. A
-`StepWatcher` collects logits and gradients while a step runs; `powergrad._slope` measures alpha on
-them. The gradient comes from one of three places:
+PGT does not change the value of the loss, only the gradient at the logits. A `StepWatcher` collects
+logits and gradients while a step runs; `powergrad._slope` measures alpha on them. The gradient
+comes from one of three places:
 
-- a hook on the head, if its module is called: this sees the logits, and what arrives at them;
+- a hook on the head, if its module is called: it sees the logits and their gradient;
 - the gradient of the head's weight, ``dW = G^T H``, if the weight is used without calling the
   module, as chunked losses do. With fewer rows than features it determines ``G``;
-- the output of a compiled model, if the head inside cannot be seen.
+- the output of a compiled model, if the head inside cannot be observed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from powergrad._slope import Rows, Verification, measure
 
 __all__ = ["StepWatcher", "Verification", "verify"]
 
-ELEMENTS = 1 << 18  # of logits that are measured, at most,
-FEWEST, MOST = 4, 1024  # within these numbers of rows
+ELEMENTS = 1 << 18  # the maximal number of logits that are measured
+FEWEST, MOST = 4, 1024  # limits of the number of rows
 
 
 def verify(
@@ -49,26 +49,26 @@ def verify(
     *,
     target: Tensor | None = None,
 ) -> Verification:
-    r"""Run one training step and measure the alpha that its gradient at the logits shows.
+    r"""Run one training step and measure the effective alpha from its gradient at the logits.
 
-    `step` is called once, as it is. Afterwards the following are as before: weights, buffers and
-    gradients of `model`, training mode, the state of every ``torch.optim`` optimizer that stepped,
-    random state (torch, ``random``, numpy), and hooks. This holds also if `step` raises. It needs
-    the memory of a copy of all of these. What `step` advances by itself is not turned back: data
-    iterators, learning-rate schedulers, a ``GradScaler``, counters.
+    `step` is called once. Afterwards the following are restored, even if `step` raises: weights,
+    buffers and gradients of `model`, training mode, the state of every ``torch.optim`` optimizer
+    that stepped, random state (torch, ``random``, numpy), and hooks. This needs memory for a copy
+    of all of these. Other state that `step` advances is not restored: data iterators, learning-rate
+    schedulers, a ``GradScaler``, counters.
 
-    No labels are needed for class indices, with label smoothing or with class weights. For both
+    With class indices, labels are not needed, also with label smoothing or class weights. For both
     together, and for soft targets such as those of mixup, pass `target`.
 
-    Code that ``torch.compile`` has compiled is compiled again for this step, and again after it.
-    Under data parallelism, call it on every rank; each answers for its own rows.
+    Code compiled by ``torch.compile`` is recompiled for this step, and again after it. Under data
+    parallelism, call it on every rank; each rank reports on its own rows.
 
     Args:
-        step: Runs one training step: forward pass, loss, ``backward()``, perhaps the optimizer.
+        step: Runs one training step: forward pass, loss, ``backward()``, and optionally the
+            optimizer.
         model: The network that `step` trains.
-        head: The module whose outputs are the logits, or its name, where it cannot be found.
-        target: The class probabilities, of the shape of the logits, if they are soft; or class
-            indices.
+        head: The module whose outputs are the logits, or its name, if it cannot be found.
+        target: Class indices; or class probabilities, of the shape of the logits.
 
     Returns:
         The :class:`powergrad.verify.Verification`, whose ``verdict`` is "pgt", "plain", "neither"
@@ -92,7 +92,7 @@ def verify(
         raise TypeError(f"Expected `step` to be callable, but got {type(step).__name__}.")
     watcher = StepWatcher(model, head, target=target)
     find_head(unwrap(model), head)  # raises, where the watcher would answer "cannot tell"
-    if "torch._dynamo" in sys.modules:  # compiled code ignores hooks that come later
+    if "torch._dynamo" in sys.modules:  # compiled code ignores hooks that are added later
         watcher._traceable = True
         torch.compiler.reset()
     with _restoring(model), watcher:
@@ -101,16 +101,17 @@ def verify(
 
 
 class StepWatcher:
-    r"""Context manager that watches one training step and changes nothing.
+    r"""Context manager that observes one training step without changing it.
 
-    It is the passive form of :func:`powergrad.verify`, for a step that happens anyway. Its hooks
-    are removed when the block ends. Whatever goes wrong inside it becomes a "cannot tell" with the
-    reason; it never raises in the step. It keeps the logits in memory until their gradient arrives.
-    Code that is already compiled cannot be watched, except for the output of a compiled model.
+    It is the passive form of :func:`powergrad.verify`, for a step that runs anyway. Its hooks are
+    removed when the block ends. If anything goes wrong inside the watcher, the verdict is "cannot
+    tell" with the reason; it never raises in the step. It keeps the logits in memory until their
+    gradient arrives. Code that is already compiled cannot be observed, except for the output of a
+    compiled model.
 
     Args:
         model: The network.
-        head: As in :func:`powergrad.verify`. A head that is not found is a "cannot tell".
+        head: As in :func:`powergrad.verify`. If it is not found, the verdict is "cannot tell".
         target: As in :func:`powergrad.verify`.
 
     Raises:
@@ -143,11 +144,11 @@ class StepWatcher:
                     f"Expected `{name}` to be {expected}, but got {type(value).__name__}."
                 )
         self._model, self._target = model, target
-        self._traceable = False  # whether compiled code may be given an operator of ours
+        self._traceable = False  # whether our operator may be inserted into compiled code
         self._failure = ""
         self._calls: list[_Call] = []
         self._outer: list[_Call] = []  # outputs of compiled models
-        self._indirect: list[Rows] = []  # by the gradient of the weight
+        self._indirect: list[Rows] = []  # from the gradient of the weight
         self._why_not_indirect = ""
         self._without_grad = False
         self._features: tuple[Tensor, bool] | None = None  # and whether they are in 16 bits
@@ -171,7 +172,7 @@ class StepWatcher:
         self._features = None
 
     def result(self) -> Verification:
-        """What the step showed. Call it after the block.
+        """Return the verification of the step; call it after the block.
 
         Returns:
             The verification; the same object every time.
@@ -190,7 +191,7 @@ class StepWatcher:
     # Collecting ----------------------------------------------------------------------------------
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
-        """Call `function`; note what it raises instead of breaking the user's step."""
+        """Call `function`, and record an exception instead of breaking the user's step."""
         try:
             with torch.no_grad():
                 function(*args)
@@ -216,7 +217,7 @@ class StepWatcher:
             if not torch.compiler.is_compiling():
                 self._guarded(self._on_output, output, self._outer)
 
-        # First of all hooks: what the others do to the gradient is then included.
+        # As the first hook, it sees the gradient after any changes by other hooks.
         self._undo.append(head.register_forward_hook(on_head, prepend=True).remove)
         compiled = [module for module in self._model.modules() if is_compiled(module)]
         self._undo += [hook_compiled(module, on_outer) for module in compiled]
@@ -224,9 +225,9 @@ class StepWatcher:
             self._watch_weight(head)
 
     def _watch_weight(self, head: nn.Linear) -> None:
-        """Look at the gradient of the weight, and at the last hidden states before it."""
+        """Observe the gradient of the weight, and the last hidden states before the head."""
         if not head.weight.requires_grad:
-            self._why_not_indirect = ", and its weight needs no gradient"
+            self._why_not_indirect = ", and its weight does not require grad"
             return
 
         def on_features(module: nn.Module, args: Any, output: Any) -> None:
@@ -250,8 +251,8 @@ class StepWatcher:
             self._fail(f"the output of the head is a {kind}, not a tensor of logits")
         elif not is_plain(logits):
             self._fail(
-                f"the logits are a {type(logits).__name__}, or in a torch.func transform, whose "
-                "gradient cannot be watched"
+                f"the logits are a {type(logits).__name__}, or inside a torch.func transform, "
+                "where their gradient cannot be observed"
             )
         elif not logits.requires_grad:
             self._without_grad = True
@@ -306,7 +307,7 @@ class StepWatcher:
         elif len({part.logits.shape[1] for part in rows}) > 1:
             reason = "the calls of the head have different numbers of classes"
         elif self._target is not None and len(calls) != 1:
-            reason = "`target` can be compared only with one call of the head, but got "
+            reason = "`target` needs exactly one call of the head, but got "
             reason += str(len(calls) or "none")
         elif self._target is not None:
             target = calls[0].rows_of(self._target)
@@ -322,7 +323,7 @@ class StepWatcher:
         if self._calls or self._outer:
             return "no gradient reached the logits; does the step call `backward()`?"
         if self._without_grad:
-            return "the head was called without gradients only (`torch.no_grad`, or all is frozen)"
+            return "the head was only called without gradients (`torch.no_grad`, or all is frozen)"
         if any(is_compiled(module) for module in self._model.modules()):
             return (
                 "the head runs in compiled code, which ignores new hooks; use `powergrad.verify`, "
@@ -330,24 +331,25 @@ class StepWatcher:
             )
         return (
             f"the head, a {type(self._head).__name__}, was not called{self._why_not_indirect}; "
-            "does the step use this model? Otherwise pass `head`, the module that makes the logits"
+            "check that the step uses this model, or pass `head`, the module that computes the "
+            "logits"
         )
 
 
-run_eagerly(StepWatcher)  # its hooks, where a compiled step calls `backward()`
+run_eagerly(StepWatcher)  # for compiled steps that call `backward()`
 
 _TAGS = itertools.count()
 _REPORTS: dict[int, Callable[[Tensor, Tensor], None]] = {}
 
 
 def report(logits: Tensor, grad: Tensor, tag: int) -> None:
-    """What ``torch.ops.powergrad.watch_logits`` in compiled code tells the watcher of `tag`."""
+    """Pass logits and gradient from ``torch.ops.powergrad.watch_logits`` to the watcher `tag`."""
     if tag in _REPORTS:
         _REPORTS[tag](logits, grad)
 
 
 def _logits_of(output: Any) -> Tensor | None:
-    """The logits in the output of a module: itself, or `logits` of an object or a dictionary."""
+    """The logits in a module's output: the tensor itself, or its attribute or item `logits`."""
     if isinstance(output, dict):
         output = output.get("logits")
     elif not isinstance(output, Tensor):
@@ -360,9 +362,9 @@ def _logits_of(output: Any) -> Tensor | None:
 
 
 class _Call:
-    """Logits of one call of the head, and the gradient that arrives at them.
+    """The logits of one call of the head, and their gradient.
 
-    Of the rows that have a gradient some are copied when it arrives, for others may change logits
+    A sample of the rows is copied when the gradient arrives, because other code may change logits
     and gradient in place later.
     """
 
@@ -377,19 +379,19 @@ class _Call:
         self._index: tuple[Tensor, ...] = ()
 
     def add_one(self, number: int, grads: tuple[Tensor | None, ...]) -> None:
-        """Take the gradient of that number of those of an autograd node."""
+        """Add gradient number `number` of an autograd node."""
         if grads[number] is not None:
             self.add(grads[number])
 
     def add(self, grad: Any) -> None:
-        """Take a gradient. Several, as of losses with a `backward()` each, add up."""
+        """Add a gradient. Several, such as from losses with separate `backward()` calls, sum up."""
         self.arrived, logits = True, self._logits
         if self.rows is not None:
             gradient = self.rows.gradient + _wide(self._classes_last(grad)[self._index])
             self.rows = replace(self.rows, gradient=gradient)
             self._check_sum(_zero_sum_dim(gradient, [1], self.rows.logits)[1])
         elif logits is None or not bool((grad != 0).any()):
-            return  # an earlier gradient has settled it, or there is none
+            return  # the verdict is already known, or the gradient is zero
         elif logits._version != self.version:
             self.failure = "the logits were changed in place before their gradient arrived"
         elif not bool(grad.isfinite().all()):
@@ -401,8 +403,8 @@ class _Call:
             self._check_sum(excess)
             if dim is None:
                 self.failure = (
-                    f"the gradient of the logits, of shape {self.shape}, sums to zero over "
-                    "dimension 1 and over the last one: either may be the classes"
+                    f"the gradient of the logits, of shape {self.shape}, sums to zero over both "
+                    "dimension 1 and the last dimension, so either may be the class dimension"
                 )
             elif self.neither is None:
                 self.rows = self._sampled(logits, grad)
@@ -434,21 +436,21 @@ class _Call:
         return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor
 
     def _check_sum(self, excess: float | None) -> None:
-        """`excess` is the sum over the classes, relative to absolute values, if it is not zero."""
+        """Set `neither` if `excess`, the relative sum over the classes, is not None."""
         if excess is None:
             self.neither = None
             return
         reason = (
-            "the gradient at the logits does not sum to zero over the classes, as that of every "
-            "softmax cross-entropy does; the loss may be another one, or the logits may be changed "
-            "after this module (then pass `head`, the module that makes them)"
+            "the gradient at the logits does not sum to zero over the classes, as it does for "
+            "every softmax cross-entropy; this may be another loss, or the logits may be changed "
+            "after this module (then pass `head`, the module that computes the final logits)"
         )
         classes = self.shape[self._dim]
         rows = math.prod(self.shape) // classes
         self.neither = Verification("neither", None, None, excess, rows, classes, reason=reason)
 
     def rows_of(self, target: Tensor) -> Tensor | None:
-        """The target of the rows, as probabilities; or None, if it is of another shape."""
+        """The target of the rows as probabilities; None if its shape or values do not fit."""
         index = tuple(part.to(target.device) for part in self._index)
         without = self.shape[: self._dim] + self.shape[self._dim + 1 :]
         if target.is_floating_point() and shape_of(target) == self.shape:
@@ -461,15 +463,15 @@ class _Call:
 
 
 def _zero_sum_dim(grad: Tensor, dims: list[int], logits: Tensor) -> tuple[int | None, float | None]:
-    """Over which of `dims` the gradient sums to zero, None if over several; and None.
+    """Find the dimension in `dims` over which the gradient sums to zero.
 
-    If over none: where it is closest to it, and the sum relative to that of absolute values.
-
-    Rows that are predicted with certainty are left out if there is none: ``p - 1`` may be 0 there,
-    by rounding, while the gradients of the other classes are not.
+    Returns ``(dim, None)``, ``(None, None)`` if there are several, or if there is none, the closest
+    dimension and its sum relative to the sum of absolute values. If there is none at first, rows
+    that are predicted with certainty are excluded: ``p - 1`` may round to 0 there, while the
+    gradients of the other classes do not.
     """
     info = torch.finfo(grad.dtype)
-    limit = 0.05 if info.bits < 32 else 0.02  # a loss in 16 bits errs by some percent
+    limit = 0.05 if info.bits < 32 else 0.02  # a 16-bit loss has an error of a few percent
     wide = torch.promote_types(grad.dtype, torch.float32)
     ratios: dict[int, float] = {}
     for leave_out in (False, True):
@@ -493,7 +495,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _joined(parts: list[Rows]) -> Rows:
-    """All rows, numbered by the call that they are of."""
+    """Concatenate all rows; `call` numbers the call that each row is from."""
     numbered = [replace(part, call=part.call + number) for number, part in enumerate(parts)]
     names = ("logits", "gradient", "noise", "call", "example")
     tensors = {name: torch.cat([getattr(part, name) for part in numbered]) for name in names}
@@ -504,29 +506,28 @@ def _joined(parts: list[Rows]) -> Rows:
 
 
 class _UndeterminedError(Exception):
-    """Why the gradient of a weight does not determine that at the logits."""
+    """Why the gradient of the weight does not determine the gradient at the logits."""
 
 
 def _recovered(head: nn.Linear, grad: Tensor, hidden: Tensor, in_16_bits: bool) -> Rows:
-    """The gradient at the logits from that of the weight.
+    """Recover the gradient at the logits from the gradient of the weight.
 
     ``dW = G^T H`` with hidden states ``H`` (n, F). If the rows of ``H`` are independent,
-    ``G^T = dW H^+``. Fewer rows than features leave directions in which ``dW`` must be zero: they
-    tell whether these are the hidden states that the loss has seen. An error of one rounding in
-    ``dW`` makes one of ``|dW_c| * |H^+_i|`` in ``G_ic``.
+    ``G^T = dW H^+``. With fewer rows than features, ``dW`` must be zero in some directions, which
+    checks that the loss was computed from these hidden states. A relative rounding error ``r`` in
+    ``dW`` causes an error of ``r * |dW_c| * |H^+_i|`` in ``G_ic``.
     """
     count, features = hidden.shape
     if count >= features:
         raise _UndeterminedError(
-            f"determines that of at most {features - 1} rows, one less than features, but got "
-            f"{count}; use a smaller batch"
+            f"determines the gradient of at most {features - 1} rows (one less than the features), "
+            f"but got {count}; use a smaller batch"
         )
     h = _wide(hidden)
     singular = torch.linalg.svdvals(h)
     if float(singular[-1]) < 64 * 2.0**-24 * float(singular[0]):
         raise _UndeterminedError(
-            f"does not determine the rows: some of the {count} hidden states are the same, or "
-            "combinations of others"
+            f"does not determine the rows: the {count} hidden states are linearly dependent"
         )
     inverse = torch.linalg.pinv(h)
     limit = min(max(FEWEST, ELEMENTS // head.out_features), MOST)
@@ -551,11 +552,11 @@ def _recovered(head: nn.Linear, grad: Tensor, hidden: Tensor, in_16_bits: bool) 
         raise _UndeterminedError("has NaN or infinite entries")
     if left > float((64 * precision * sizes).square().sum()):
         raise _UndeterminedError(
-            "is not made of the hidden states that the last module before it returned: they are "
-            "changed between the two, or the weight is tied"
+            "does not match the hidden states that the last module before it returned: they are "
+            "changed in between, or the weight is tied"
         )
     if not len(present):
-        raise _UndeterminedError("is zero, or too coarse")
+        raise _UndeterminedError("is zero, or not precise enough")
     return Rows(
         z[present],
         g[present],
@@ -567,12 +568,12 @@ def _recovered(head: nn.Linear, grad: Tensor, hidden: Tensor, in_16_bits: bool) 
     )
 
 
-# What a step changes, and its way back -----------------------------------------------------------
+# Restoring the state that a step changes ---------------------------------------------------------
 
 
 @contextmanager
 def _restoring(model: nn.Module) -> Iterator[None]:
-    """After the block, model, optimizers and random state are as they were before."""
+    """Restore model, optimizers and random state after the block."""
     undo: list[Callable[[], Any]] = [_saved_random_state()]
     tensors: dict[int, Tensor] = {}
     options: dict[Optimizer, list[dict[str, Any]]] = {}  # before the first step
@@ -584,8 +585,8 @@ def _restoring(model: nn.Module) -> Iterator[None]:
     for tensor in tensors.values():
         if nn.parameter.is_lazy(tensor):
             raise ValueError(
-                "Expected `model` to have been called once, but got parameters that are not "
-                "initialised."
+                "Expected the parameters of `model` to be initialised, but got lazy ones; call the "
+                "model once first."
             )
         undo.append(_saved(tensor))
         if tensor.is_leaf:
@@ -618,12 +619,12 @@ def _restoring(model: nn.Module) -> Iterator[None]:
 
 
 def _saved(tensor: Tensor) -> functools.partial[Tensor]:
-    """A function that gives `tensor` the values back that it has now, and returns it."""
+    """A function that restores the current values of `tensor`, and returns it."""
     return functools.partial(_give_back, tensor, tensor.detach().clone())
 
 
 def _give_back(tensor: Tensor, values: Tensor) -> Tensor:
-    if not _same(tensor, values):  # else an earlier graph may need this version of it
+    if not _same(tensor, values):  # an unneeded copy would invalidate graphs that saved the tensor
         with torch.no_grad():
             tensor.copy_(values)
     return tensor

@@ -21,7 +21,7 @@ ROOT = HERE.parents[1]
 ARTIFACTS = ROOT / "test-artifacts"
 BROWSERS = {"firefox": ("firefox-esr", "firefox"), "chrome": ("chromium", "google-chrome")}
 SITE = ("index.html", "quick-start.html", "choosing-alpha.html", "reproduction.html")
-SECTIONS = ("Verdict", "Numbers", "Curves", "Filter norms", "Playground", "What produced it")
+SECTIONS = ("Verdict", "Numbers", "Curves", "Filter norms", "Playground", "Provenance")
 
 
 @pytest.fixture(scope="module")

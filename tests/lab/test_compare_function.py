@@ -101,7 +101,7 @@ def test_a_script_and_its_main_guard(tmp_path, monkeypatch):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.stdout.strip() == "[0.0, 0.0, 0.0, 0.0]", ended.stderr
     monkeypatch.setenv("POWERGRAD_WORKER", "1")  # as where a worker imports a script without it
-    with pytest.raises(RuntimeError, match=r"under `if __name__ == '__main__':`, because worker"):
+    with pytest.raises(RuntimeError, match=r"but got a call while a worker"):
         powergrad.compare(noisy, ["a", "b"], 2, metric="accuracy")
 
 
@@ -170,22 +170,22 @@ def two(seed, arm):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"arms": ["a"]}, "Expected `arms` to hold two different names"),
-        ({"arms": ["a", "a"]}, "Expected `arms` to hold two different names"),
+        ({"arms": ["a"]}, "Expected `arms` to have at least two different names"),
+        ({"arms": ["a", "a"]}, "Expected `arms` to have at least two different names"),
         ({"arms": "ab"}, "Expected `arms` to be a list or a mapping"),
         ({"arms": {"a": {}, "b": {"x": object()}}}, "Expected plain values"),
-        ({"arms": {"a": {}, "b": {"seed": 1}}}, "Expected settings other than 'seed'"),
+        ({"arms": {"a": {}, "b": {"seed": 1}}}, "the settings of 'b' not to contain 'seed'"),
         ({"train": 3}, "Expected `train` to be a function, but got int"),
         ({"train": lambda seed, arm: "x"}, "return a number or a mapping of numbers, but got str"),
-        ({"train": lambda seed, arm: {"seed": 1}}, "another name for the metric 'seed'"),
+        ({"train": lambda seed, arm: {"seed": 1}}, "not to be reserved, but got 'seed'"),
         ({"train": lambda *_: two(*_), "metric": None}, "Expected `metric`, one of a, b, but got"),
-        ({"metric": None}, "Expected `metric`, the name of what `train` returns"),
+        ({"metric": None}, "Expected `metric`, the name of the number that `train` returns"),
         ({"metric": "f1"}, "Expected `better` higher or `better` lower, because 'f1' does not"),
         ({"metric": "loss"}, "Expected `margin`, the largest difference"),
         ({"better": "more"}, "Expected `better` to be 'higher' or 'lower', but got 'more'"),
         ({"seeds": "many"}, "Expected"),
         ({"workers": 0}, "Expected `workers` to be at least 1, but got 0"),
-        ({"name": "x"}, "Expected `out` with `name`, but got 'x' alone"),
+        ({"name": "x"}, "Expected `out` to be given with `name`, but got only 'x'"),
     ],
 )  # fmt: skip
 def test_bad_input(arguments, message, capsys):
@@ -205,7 +205,7 @@ def test_a_frame_needs_pandas(monkeypatch, capsys):
     assert {key: frame[3][key] for key in row} == row
     assert frame[3].keys() - row.keys() == {"run", "commit", "seconds"} & frame[3].keys()
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r"Expected pandas for `to_frame`: pip install pandas"):
+    with pytest.raises(ImportError, match=r"Expected pandas to be installed for `to_frame`"):
         results.to_frame()
 
 

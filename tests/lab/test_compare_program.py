@@ -289,7 +289,7 @@ print("accuracy", random.Random(seed).random())
     [
         (NO_LOSS, "pgt", "--alpha 0.25 altered nothing: no cross-entropy"),
         (OWN_KERNEL, "pgt", "Its first backward pass began at LossBackward"),
-        (NO_OPTIMIZER, "agc", "--agc changed nothing: no optimizer"),
+        (NO_OPTIMIZER, "agc", "--agc changed nothing: no torch.optim.Optimizer"),
         (NO_OPTIMIZER, "less-decay", "--decay-scale changed nothing: no optimizer"),
         (NO_LOSS, "less-decay", "--decay-scale changed nothing: no optimizer has a weight decay"),
         ("print('accuracy', 1); os._exit(0)", "pgt", "not known whether it was altered"),
@@ -319,7 +319,7 @@ def test_under_torchrun_the_exit_code_is_another_one(tmp_path, code, problems, s
     if stops is None:
         assert job._check_altered(code, path)["first_loss"] == 1.5
         return
-    with pytest.raises(RunFailed, match="was not altered as asked: x") as error:
+    with pytest.raises(RunFailed, match="was not altered as requested: x") as error:
         job._check_altered(code, path)
     assert error.value.stops
 
@@ -396,10 +396,10 @@ def test_how_a_command_is_altered(command, expected):
     ("tokens", "message"),
     [
         ("-- python train.py", "Expected the placeholder {seed} in the command"),
-        ("-- python train.py {seed} {sede}", "or one that --tune names, but got {sede}; did you"),
-        ('-- python train.py {seed} {"a":1}', "and {{ and }} for braces themselves, but got '{"),
-        ("-- python train.py {seed} }", "and {{ and }} for braces themselves, but got '}'"),
-        ("-- python train.py {seed:03d}", "Expected placeholders as {seed}"),
+        ("-- python train.py {seed} {sede}", "or a key of --tune, but got {sede}; did you"),
+        ('-- python train.py {seed} {"a":1}', "and {{ and }} for literal braces, but got '{"),
+        ("-- python train.py {seed} }", "and {{ and }} for literal braces, but got '}'"),
+        ("-- python train.py {seed:03d}", "Expected placeholders such as {seed}"),
         ("-- python lost.py {seed}", "Expected a script after `--`, but got 'lost.py': No such"),
         ("-- lost {seed}", "Expected a program after `--`, but got 'lost'"),
         ("-- ls {seed}", "because the arm 'pgt' alters gradients, but got 'ls {seed}'"),
@@ -408,20 +408,20 @@ def test_how_a_command_is_altered(command, expected):
         ("--arms pgt,pgt -- python train.py {seed}", "different names, but got 'pgt' twice"),
         ("--arms baseline,a: -- python train.py {seed}", 'as "name: --flag value"'),
         ("--arms baseline --arm a:'x -- python train.py {seed}", "No closing quotation"),
-        ("--arms pgt --arm p:pgt -- python train.py {seed}", "'pgt' and 'p' are the same run"),
+        ("--arms pgt --arm p:pgt -- python train.py {seed}", "'pgt' and 'p', which are the same"),
         ("--metric-regex acc -- python train.py {seed}", "with one group in parentheses"),
         ("--metric-regex (.)(.) -- python train.py {seed}", "with one group in parentheses"),
         ("--metric-regex ( -- python train.py {seed}", "Expected --metric-regex to be a regular"),
-        ("--metric-regex (.) -- python train.py {seed}", "Expected a name for what --metric-regex"),
+        ("--metric-regex (.) -- python train.py {seed}", "name for the metric of --metric-regex"),
         ("--metric-regex foo(.) -- python train.py {seed}", "Expected --better higher or"),
         ("--metric-regex foo(.) --better lower -- python train.py {seed}", "Expected --margin"),
-        ("--metric-regex seconds(.) -- python train.py {seed}", "another name for the metric 'sec"),
-        ("--metric-file x.json -- python train.py {seed}", "Expected --metric-file as FILE:KEY"),
+        ("--metric-regex seconds(.) -- python train.py {seed}", "not to be reserved, but got 'sec"),
+        ("--metric-file x.json -- python train.py {seed}", "Expected --metric-file to be FILE:KEY"),
         ("--metric-file {x}.json:a -- python train.py {seed}", "but got {x}"),
         ("--tune lr=1,2 -- python train.py {seed} {lr}", "Expected --tune-metric, the metric by"),
         (
             "--tune lr=1,2 --tune-metric loss -- python train.py {seed} {lr}",
-            "Expected --metric with --tune-metric, another one",
+            "Expected --metric to be given and to differ from --tune-metric",
         ),
         (
             "--tune lr=1,2 --tune-metric acc --metric acc -- python train.py {seed} {lr}",
@@ -429,7 +429,7 @@ def test_how_a_command_is_altered(command, expected):
         ),
         (
             "--tune lr=1,2 --tune-metric loss --metric acc -- python train.py {seed}",
-            "Expected the placeholder {lr} in the command, because --tune names 'lr'",
+            "Expected the placeholder {lr} in the command, because 'lr' is tuned",
         ),
         (
             "--tune lr=1 --tune-metric loss --metric acc -- python train.py {seed} {lr}",
@@ -438,17 +438,17 @@ def test_how_a_command_is_altered(command, expected):
         (
             "--tune lr=1,2 --tune-map identity --tune-metric loss --metric acc -- python train.py "
             "{seed} {lr}",
-            "Expected --tune-map none, because the optimizer of your own program is not known",
+            "Expected --tune-map none, because the optimizer of your own program is unknown",
         ),
-        ("--tune-metric loss -- python train.py {seed}", "Expected --tune-metric with --tune only"),
-        ("--agc 0.1 -- python train.py {seed}", "--agc with an arm that has agc, but got base"),
+        ("--tune-metric loss -- python train.py {seed}", "Expected --tune-metric only with --tune"),
+        ("--agc 0.1 -- python train.py {seed}", "--agc only with an agc arm, but got base"),
         ("--agc 0 --arms baseline,agc -- python train.py {seed}", "`--agc` to be above 0, but got"),
-        ("--agc 0.1 digits", "Expected --agc with a program of your own only"),
-        ("--head fc digits", "Expected --head with a program of your own only"),
+        ("--agc 0.1 digits", "Expected --agc only with your own program"),
+        ("--head fc digits", "Expected --head only with your own program"),
         ("digits -- python train.py {seed}", "Expected a recipe or a program, but got 'digits'"),
-        ("--baseline x -- python train.py {seed}", "Expected --baseline with --from only"),
-        ("--better lower digits", "Expected --better with --from or your own program only"),
-        ("--budget soon -- python train.py {seed}", "--budget: Expected a time, as 90s"),
+        ("--baseline x -- python train.py {seed}", "Expected --baseline only with --from"),
+        ("--better lower digits", "Expected --better only with --from or your own program"),
+        ("--budget soon -- python train.py {seed}", "--budget: Expected a time such as 90s"),
         ("--budget 1h --storage x:// -- python train.py {seed}", "but got both"),
         ("--threads 0 -- python train.py {seed}", "Expected `--threads` to be at least 1"),
     ],
@@ -493,7 +493,7 @@ def test_arms_are_options_of_run():
 def test_pgts_ratio_of_rates_depends_on_the_optimizer():
     assert (head_exponent(["SGD", "SGD"]), head_exponent(["AdamW", "Adam"])) == (2, 1)
     for optimizers in (["Lion"], ["SGD", "Adam"], []):
-        with pytest.raises(RecipeError, match="ratio of rates is not known"):
+        with pytest.raises(RecipeError, match="ratio of learning rates is unknown"):
             head_exponent(optimizers)
 
 
@@ -583,7 +583,7 @@ REPORT_SEED = "json.dump({'seed': 1}, open(os.environ['POWERGRAD_REPORT'], 'w'))
         (WRITE % ("r.json", "{}"), Sources.parse([], ["r.json:a.b"]), "KeyError: 'a'"),
         (WRITE % ("r.csv", "a,b"), Sources.parse([], ["r.csv:a"]), "IndexError"),
         ("print('acc 1')", replace(ACC, wanted=("f1",)), "Expected the metric 'f1', but got 'acc'"),
-        (REPORT_SEED, Sources(), "another name for the metric 'seed'"),
+        (REPORT_SEED, Sources(), "a metric not to be reserved, but got 'seed'"),
         ("print('a\\nb'); sys.exit(7)", Sources(), "exit code 7. The last lines"),
         ("os.abort()", Sources(), "ended by SIGABRT"),
     ],
@@ -662,7 +662,7 @@ def test_an_arm_of_which_all_runs_fail_is_not_compared(in_process, tmp_path, cap
     assert compare_plain(tmp_path, path, *arms, seeds="6,8") == 0
     said = capsys.readouterr().out
     assert "6 of 6 runs of c failed and do not count" in said
-    assert "It is not compared." in said
+    assert "This arm is not compared." in said
     assert [c["arm"] for c in saved(tmp_path / "s")["comparisons"]] == ["b"]
     assert not list((tmp_path / "s").glob("c-seed7-*"))
 
@@ -698,7 +698,7 @@ def test_a_program_that_does_not_use_its_seed_is_stopped_at_the_first_look(
     assert compare_plain(tmp_path, path, seeds="6,12") == 0
     said = capsys.readouterr().out
     assert (
-        "All 6 seeds of baseline give the same accuracy (92): your script does not use {seed}."
+        "All 6 seeds of baseline give the same accuracy (92), so your script does not use {seed}."
         in said
     )
     assert not list((tmp_path / "s").glob("*-seed6-*"))
@@ -734,18 +734,20 @@ def test_another_first_loss_is_said(python, in_process, tmp_path, capsys):
     assert status == 0
     said = capsys.readouterr().out
     assert "The first loss of pgt is not that of baseline" in said
-    assert "data order or initialisation differs" in said
+    assert "the data order or the initialisation differs" in said
 
 
 def test_the_whole_is_announced(in_process, tmp_path, capsys):
     assert compare_plain(tmp_path, script(tmp_path, NOISY), "--workers", 3, seeds=2) == 0
     said = capsys.readouterr().err
-    assert re.search(r"^4 runs, about \d+ s with 3 at a time; Ctrl-C saves.$", said, re.MULTILINE)
+    assert re.search(
+        r"^4 runs, about \d+ s with 3 at a time; Ctrl-C stops and saves.$", said, re.MULTILINE
+    )
     study = Results.load(tmp_path / "s").study
     assert study is not None
     planned = replace(study, design=Design((8, 24)))
     assert announce(planned, None, 150.0, 2) == (
-        "16 to 48 runs, about 20 min 00 s to 1 h 00 min with 2 at a time; Ctrl-C saves."
+        "16 to 48 runs, about 20 min 00 s to 1 h 00 min with 2 at a time; Ctrl-C stops and saves."
     )
 
 
@@ -778,7 +780,10 @@ def test_runs_of_a_changed_script_are_done_anew(python, in_process, tmp_path, ca
     path.write_text(path.read_text() + "# another one\n")
     assert powergrad(*command) == 0
     assert len(in_process) == 10
-    assert f"{path} changed since the runs in {tmp_path / 's'} were made" in capsys.readouterr().err
+    assert (
+        f"{path} has changed since the runs in {tmp_path / 's'} were made"
+        in capsys.readouterr().err
+    )
     assert len(saved(tmp_path / "s")["rows"]) == 4
 
 
@@ -798,11 +803,11 @@ def test_no_run_starts_after_the_budget(tmp_path, capsys):
     path = script(tmp_path, "import time; time.sleep(1.5)\n" + NOISY)
     assert compare_plain(tmp_path, path, "--budget", "1s", "--workers", 1, seeds=2) == 0
     said = capsys.readouterr().out
-    assert "The time was over before all runs were done: 1 seed of b could not be run." in said
+    assert "The time ran out before all runs were finished: 1 seed of b could not be run." in said
     assert len(list(tmp_path.glob("s/*/result.json"))) == 1
     assert compare_plain(tmp_path, path, "--budget", "10m", "--workers", 2, seeds=2) == 0
     said = capsys.readouterr().out
-    assert "The time was over" not in said
+    assert "The time ran out" not in said
     assert " no interval " in said  # two runs have no interval
     assert "inf" not in said
     assert len(saved(tmp_path / "s")["rows"]) == 4
@@ -919,7 +924,7 @@ def test_a_program_that_cannot_be_started_failed(tmp_path):
     path = tmp_path / "not executable"
     path.touch()
     job = CommandJob("run", (str(path),), {}, None, Sources())
-    with pytest.raises(RunFailed, match=r"it cannot be started: .*Permission denied"):
+    with pytest.raises(RunFailed, match=r"the program cannot be started: .*Permission denied"):
         job.execute(tmp_path)
 
 

@@ -46,8 +46,8 @@ def test_a_recipe_refuses_data_that_it_is_not_made_for_unless_told_twice(tmp_pat
         assert load_recipe("zeroing-out", change).data.name == "digits"
     with pytest.raises(
         RecipeError,
-        match=r"data: expected digits, which this recipe is made for, but got 'folder:pets'; for "
-        r"photographs there is the recipe `images`; to use this one anyway, add `--data.only any`",
+        match=r"data: expected digits, for which this recipe is made, but got 'folder:pets'; for "
+        r"photographs, use the recipe `images`; to use this recipe anyway, add `--data.only any`",
     ):
         load_recipe("zeroing-out", {"data.name": "folder:pets"})
     told_twice = load_recipe("zeroing-out", {"data.name": "folder:pets", "data.only": "any"})
@@ -121,14 +121,14 @@ def test_all_faults_come_at_once_each_with_its_key():
             },
         )
     lines = str(caught.value).splitlines()
-    assert lines[0] == "Found 5 faults in recipe 'digits':"
+    assert lines[0] == "Found 5 errors in recipe 'digits':"
     text = "\n".join(lines)
-    assert "optimizer.lrr: expected a known key" in text
+    assert "optimizer.lrr: unknown key" in text
     assert "did you mean 'optimizer.lr'?" in text
     assert "loss.alpha: expected less than or equal to 1, but got 1.3" in text
     assert "model.norm: expected 'batch', 'group' or 'none', but got 'layer'" in text
     assert "train.epochs: expected" in text
-    assert "nonsense: expected a known key" in text
+    assert "nonsense: unknown key" in text
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,10 @@ def test_all_faults_come_at_once_each_with_its_key():
         ({"schedule.warmup_epochs": 200}, "schedule.warmup_epochs: expected less than"),
         ({"train.accumulate": 3}, "train.accumulate: expected a divisor"),
         ({"data.mixup": 0.2, "data.cutmix": 1.0}, "data.cutmix: expected 0"),
-        ({"model.name": "timm:resnet18", "model.norm": "none"}, "model.norm: expected no norm"),
+        (
+            {"model.name": "timm:resnet18", "model.norm": "none"},
+            "model.norm: expected the default",
+        ),
         ({"optimizer.momentum": 0}, "expected momentum above 0 with nesterov"),
         ({"optimizer.lr": float("nan")}, "optimizer.lr: expected"),
         ({"optimizer.lr": 0}, "optimizer.lr: expected greater than 0, but got 0"),
@@ -175,7 +178,7 @@ def test_a_base_is_a_name_or_a_file_beside(tmp_path):
     (tmp_path / "three.yaml").write_text("base: digits\nseed: 3\n")
     assert load_recipe(tmp_path / "three.yaml") == load_recipe("digits", {"seed": 3})
     (tmp_path / "one.yaml").write_text("base: two.yaml\n")
-    with pytest.raises(RecipeError, match="a circle"):
+    with pytest.raises(RecipeError, match="no cycle of `base`"):
         load_recipe(tmp_path / "one.yaml")
 
 
@@ -198,7 +201,7 @@ def test_a_recipe_that_is_not_there():
 
 def test_a_newer_format_is_refused():
     values = yaml.safe_load(Recipe().to_yaml()) | {"format": 99}
-    with pytest.raises(RecipeError, match="a newer powergrad reads it"):
+    with pytest.raises(RecipeError, match="a newer version of powergrad can read it"):
         Recipe.from_yaml(yaml.safe_dump(values), "config.yaml")
 
 

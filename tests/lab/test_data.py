@@ -400,8 +400,8 @@ def test_fashion_mnist_is_read_from_either_place(tmp_path: Path, monkeypatch: py
 
 
 DAMAGES = {
-    "cut": (lambda content: content[:-30], "to be a whole gzip file"),
-    "text": (lambda _: b"<html>not found</html>", "to be a whole gzip file"),
+    "cut": (lambda content: content[:-30], "to be a complete gzip file"),
+    "text": (lambda _: b"<html>not found</html>", "to be a complete gzip file"),
     "magic": (lambda _: gzip.compress(b"\0\0\x0d\1\0\0\0\1aaaa"), "to hold bytes in IDX format"),
     "empty": (lambda _: gzip.compress(b""), "to hold bytes in IDX format"),
     "short": (
@@ -410,7 +410,7 @@ DAMAGES = {
     ),
     "fewer": (
         lambda _: gzip.compress(idx(np.zeros(29, np.uint8))),
-        r"as many images of 28x28 as labels, but got shapes \(30, 28, 28\) and \(29,\)",
+        r"the same number of 28x28 images and labels, but got shapes \(30, 28, 28\) and \(29,\)",
     ),
     "labels": (
         lambda _: gzip.compress(idx(np.full(30, 10, np.uint8))),
@@ -467,10 +467,10 @@ def test_cifar10_is_read_from_either_version(cifar: dict[str, Any], version: str
     ("version", "name", "content", "message"),
     [
         ("binary", "data_batch_2.bin", b"\0" * 3073 * 11, "of 36876 bytes, .* got 33803"),
-        ("sheets", "data_batch_3.png", None, "to be a whole PNG file"),
+        ("sheets", "data_batch_3.png", None, "to be a complete PNG file"),
         ("sheets", "test_lables.json", b"[1, 2", "to be a JSON list"),
-        ("sheets", "test_lables.json", b"[1, 2]", "to hold 12 whole numbers"),
-        ("sheets", "test_lables.json", b"[0.5" + b", 1" * 11 + b"]", "12 whole numbers, .* float"),
+        ("sheets", "test_lables.json", b"[1, 2]", "to hold 12 integers"),
+        ("sheets", "test_lables.json", b"[0.5" + b", 1" * 11 + b"]", "12 integers, .* float"),
         (
             "sheets",
             "test_lables.json",
@@ -505,7 +505,9 @@ def test_missing_files_say_where_they_were_looked_for_and_how_to_get_them(
         assert word in str(caught.value)
     assert "--machine.data_dir" in str(caught.value)
     monkeypatch.delenv("POWERGRAD_DATA")
-    with pytest.raises(FileNotFoundError, match="looked in: no folder, since none is given"):
+    with pytest.raises(
+        FileNotFoundError, match="searched folders: none, because no data folder is set"
+    ):
         load_data(Data(name="cifar10"))
 
 

@@ -20,9 +20,9 @@ def test_examples_run(module):
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.ENOSPC, "the disk is full; what was there before is intact"),
-        (errno.EACCES, "Expected to be allowed to write"),
-        (errno.EIO, "Expected to write .*; what was there before is intact"),
+        (errno.ENOSPC, "the disk is full; existing files are intact"),
+        (errno.EACCES, "Expected permission to write"),
+        (errno.EIO, "Expected to write .*; existing files are intact"),
     ],
 )
 def test_a_failed_write_leaves_the_old_file_and_says_why(tmp_path, number, words):

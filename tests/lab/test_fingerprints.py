@@ -139,6 +139,6 @@ def test_training_again_on_changed_images_starts_anew(photos: Path, capsys: Any)
     os.utime(next(photos.glob("train/*/*.jpg")), (1, 1))
     assert main(command) == 0
     told = capsys.readouterr().out
-    assert "The images changed since the run in" in told
+    assert "The images have changed since the run in" in told
     assert "is finished" not in told
     assert len(list(photos.parent.glob("run*/result.json"))) == 2

@@ -184,8 +184,8 @@ def test_the_verdict_is_provisional_until_the_study_is_finished(pretended):
     counts = r"5 of 12 runs in the queue are finished, 1 running, 6 waiting, about \d+ s left"
     assert re.match(counts, progress["sentence"])
     (study,) = live.data()["studies"]
-    assert "not finished. A false verdict has a chance of 5% only at the planned looks, at 6 and " \
-        "8 runs per arm. Do not stop the study" in study["provisional"]  # fmt: skip
+    assert "The probability of a false verdict is 5% only at the planned looks, at 6 and 8 runs " \
+        "per arm. Do not stop the study" in study["provisional"]  # fmt: skip
     assert study["headline"] == "Here pgt is not settled."
     assert "2 of 6 runs are finished" in study["comparisons"][0]["sentence"]
     states = {run["status"] for run in study["runs"]}

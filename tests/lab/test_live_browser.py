@@ -78,5 +78,5 @@ def test_the_page_keeps_itself_up_to_date(browser: Browser, tmp_path: Path) -> N
         assert page.locator("h2", has_text="Verdict so far").count() == 0
         page.screenshot(path=ARTIFACTS / "live-finished.png")
     assert wrong == []
-    page.wait_for_selector("#live:has-text('The server has ended')")
+    page.wait_for_selector("#live:has-text('The server has stopped')")
     context.close()

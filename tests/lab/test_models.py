@@ -405,7 +405,7 @@ def test_names_that_timm_does_not_have(timm) -> None:
     [("width", 8), ("norm", "none"), ("stem", "imagenet"), ("zero_init_residual", True)],
 )
 def test_arguments_that_are_timms_own(argument, value) -> None:
-    with pytest.raises(ValueError, match=f"Expected `{argument}` to be left at.*{value!r}"):
+    with pytest.raises(ValueError, match=f"Expected `{argument}` to be .*{value!r}"):
         create_model("timm:resnet18", **{"num_classes": 4, argument: value})
 
 

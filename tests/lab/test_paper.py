@@ -750,10 +750,10 @@ def test_run_plans_both_scales(tmp_path, capsys):
     [
         (("T2.8", "--scale", "small", "--arm", "AGC"), r"--arm to be of T2\.8 \(baseline, PGT\)"),
         (("T2.8", "--data", "folder:x", "--arm", "AGC"), r"--arm to be of T2\.8 \(PGT\)"),
-        (("T1.7", "--data", "folder:x", "--tune", "lr"), "--tune with --scale small only"),
-        (("T1.7", "--data", "folder:x", "--seeds", "3"), "--seeds with --scale small only"),
-        (("T1.7", "--data", "folder:x", "--metric", "nll"), "--metric with --scale small only"),
-        (("T1.7", "--data", "folder:x", "--threads", "3"), "--threads with --scale small only"),
+        (("T1.7", "--data", "folder:x", "--tune", "lr"), "--tune only with --scale small"),
+        (("T1.7", "--data", "folder:x", "--seeds", "3"), "--seeds only with --scale small"),
+        (("T1.7", "--data", "folder:x", "--metric", "nll"), "--metric only with --scale small"),
+        (("T1.7", "--data", "folder:x", "--threads", "3"), "--threads only with --scale small"),
         (("T1.7", "--data", "folder:x", "--tune-seeds", "5"), "--tune-seeds with --scale small"),
         (
             ("T1.7", "--scale", "small", "--as-published", "train.precision=float32"),
@@ -766,18 +766,18 @@ def test_run_plans_both_scales(tmp_path, capsys):
             ("T1.7", "--scale", "small", "--tune", "lr", "--tune-seeds", "0"),
             "--tune-seeds to be at least 1",
         ),
-        (("T1.7", "--scale", "small", "--tune-seeds", "5"), "--tune-seeds with --tune only"),
-        (("T1.7", "--data", "folder:x", "--trials", "5"), "--trials with --scale small only"),
+        (("T1.7", "--scale", "small", "--tune-seeds", "5"), "--tune-seeds only with --tune"),
+        (("T1.7", "--data", "folder:x", "--trials", "5"), "--trials only with --scale small"),
         (
             ("T1.7", "--data", "folder:x", "--tune-map", "identity"),
-            "--tune-map with --scale small only",
+            "--tune-map only with --scale small",
         ),
         (
             ("T1.7", "--scale", "small", "--tune", "lr", "--repeats", "8"),
             "no --repeats for an item of the paper",
         ),
         (("T1.7", "--scale", "small", "--metric", "nonsense"), "nonsense"),
-        (("F7",), r"a figure: `powergrad paper figure F7"),
+        (("F7",), r"a figure; draw it with `powergrad paper figure F7"),
         (("T1.8",), r"did you mean 'T\d\.\d'"),
     ],
 )

@@ -202,7 +202,7 @@ def test_the_disk_space_of_a_run_is_foreseen(
     free = SimpleNamespace(free=3 * needed)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     check_disk(tmp_path / "not" / "yet", 3 * needed, 3)
-    with pytest.raises(ValueError, match=r"room for 4 runs in .*MB, but got .* MB free"):
+    with pytest.raises(ValueError, match=r"MB of disk space for 4 runs in .*, but got .* MB free"):
         check_disk(tmp_path / "not" / "yet", 4 * needed, 4)
 
 
@@ -214,10 +214,10 @@ def test_the_disk_space_of_a_run_is_foreseen(
     ("tokens", "message"),
     [
         (["--data.name", "folder:nowhere"], "Expected a folder with train/ and val/"),
-        (["--data.name", "mnist"], "expected digits, which this recipe is made for"),
+        (["--data.name", "mnist"], "expected digits, for which this recipe is made"),
         (["--data.name", "mnist", "--data.only", "any"], "Expected `--data.name` to be digits,"),
         (["--model.name", "resnet19"], "Expected `--model.name` to be one of"),
-        (["nothing"], "Expected a recipe's name or a YAML file, but got 'nothing'"),
+        (["nothing"], "Expected the name of a recipe or a YAML file, but got 'nothing'"),
         (["--train.batch_size", "5000"], "5000"),
         (["--sedes", "4"], "but got '--sedes'; did you mean '--seed"),
         (["--data.size", "0"], "--data.size: expected greater than or equal to 1, but got 0"),
@@ -234,7 +234,7 @@ def test_one_message_and_nothing_is_started(
     assert powergrad(command, *tokens) == 2
     told = capsys.readouterr().err
     assert message in told
-    assert told.count("Expected") + told.count("Found a fault") == 1
+    assert told.count("Expected") + told.count("Found an error") == 1
     assert not (tmp_path / "runs").exists()
 
 
@@ -244,7 +244,7 @@ def test_a_full_disk_is_foreseen(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     assert powergrad("compare", *TOKENS) == 2
     assert re.search(
-        r"Expected room for 32 runs in 'runs/compare-digits-\w+', about .* MB, but got 1.0 kB free",
+        r"MB of disk space for 32 runs in 'runs/compare-digits-\w+', but got 1.0 kB free",
         capsys.readouterr().err,
     )
     assert not (tmp_path / "runs").exists()
@@ -319,7 +319,7 @@ def test_fresh_moves_an_earlier_start_aside(
     assert powergrad("train", *TOKENS, "--folder", folder) == 0
     assert powergrad("train", *TOKENS, "--folder", folder, "--fresh") == 0
     (aside,) = folder.parent.glob("x-*")
-    assert f"what was in {folder} is now in {aside}, and is not used" in capsys.readouterr().err
+    assert f"{folder} was moved to {aside} and is not used" in capsys.readouterr().err
     results = [json.loads((each / "result.json").read_text()) for each in (folder, aside)]
     assert results[0]["seconds"] != results[1]["seconds"]  # it was done again
     assert powergrad("train", *TOKENS, "--folder", folder, "--fresh", "--resume") == 2
@@ -387,7 +387,7 @@ def test_options_are_named_that_fit_ten_minutes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
     monkeypatch.setattr(sys, "stderr", told)
     assert powergrad("compare", "--workers", "2") == 1
-    (options,) = re.findall(r"These options fit ten minutes: (.*)", told.getvalue())
+    (options,) = re.findall(r"These options fit into ten minutes: (.*)", told.getvalue())
     assert options == "--train.epochs 4 --seeds 8"
     four, five = (load_recipe("digits", {"train.epochs": epochs}) for epochs in (4, 5))
     seconds = [16 * SlowMachine(2).time(recipe).seconds(recipe) for recipe in (four, five)]
@@ -442,7 +442,7 @@ def test_the_same_failure_is_told_once(small: Recipe, tmp_path: Path) -> None:
 def test_failures_are_listed_by_reason() -> None:
     failed = {"a": "no room in 'a'", "b": "no room in 'b'", "c": "no memory"}
     assert describe_failures(failed, 9).splitlines() == [
-        "3 of 9 runs could not be done:",
+        "3 of 9 runs failed:",
         "  a and 1 more: no room in 'a'",
         "  c: no memory",
     ]
@@ -471,7 +471,7 @@ def test_a_full_disk_is_called_so(
 
     monkeypatch.setattr(queues.subprocess, "Popen", dies)
     with (
-        pytest.raises(JobError, match=r"The disk is full: .*study.*What is finished stays"),
+        pytest.raises(JobError, match=r"The disk is full: .*study.*Finished runs are kept"),
         JobQueue(tmp_path / "study", study="x", workers=2) as queue,
     ):
         queue.run(jobs_of(small, 4))
@@ -565,7 +565,7 @@ def test_a_cut_study_goes_on_as_planned(
     results = cut_study(small, tmp_path, monkeypatch, 99, "8")
     assert results.study is not None
     assert results.study.design.looks == (6, 8)
-    assert not any("without a plan" in note for note in results.notes())
+    assert not any("without planning it" in note for note in results.notes())
     assert results.remarks == ()
 
 
@@ -606,7 +606,7 @@ def test_from_a_folder_of_photos_to_a_verdict_and_a_page(
     told = capfd.readouterr()
     before, _, after = told.err.partition("--budget 5 min 00 s chose")
     for words in (
-        "73 images to train on, 24 to test on, 3 classes",
+        "73 training images, 24 test images, 3 classes",
         "95 JPEG, 1 TIFF; 24x24 to",
         "'train/a/003.jpg': ",
         "Classes without test images (1 of 3): 'c'",
@@ -664,6 +664,6 @@ def test_problems_stop_before_the_first_run(
     told = capsys.readouterr().err
     assert "classes of" in told
     assert "got 'b' too" in told
-    assert "but got 1 that cannot" in told
+    assert "but got 1 unreadable ones" in told
     assert "'train/a/003.jpg'" in told
     assert not (tmp_path / "runs").exists()

@@ -263,7 +263,7 @@ def test_examples_are_of_the_test_set(made: Path) -> None:
         assert each["label"] == outputs["labels"][each["index"]]
         assert each["logits"] == pytest.approx(outputs["logits"][each["index"]].tolist(), rel=1e-5)
         right = max(each["logits"]) == each["logits"][each["label"]]
-        assert right == ("right" in each["words"])
+        assert right == ("correct" in each["words"])
 
 
 def test_classes_have_the_names_that_a_run_kept(study: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_study_without_any_run_has_a_page(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"Expected '.*' to be the folder of a run or of a study"):
+    with pytest.raises(RunError, match=r"Expected '.*' to be the folder of a run or a study"):
         write_report([tmp_path], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
 

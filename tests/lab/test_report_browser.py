@@ -214,7 +214,7 @@ def test_the_page_of_a_program_has_no_sections_of_a_recipe(tmp_path, visit) -> N
     assert {"f1 <score>", "val loss", "seconds"} <= set(heads)
     page.click("#table summary")
     assert page.locator("#table .failed").count() == 1
-    assert "The program" in page.inner_text("#provenance")
+    assert "Program" in page.inner_text("#provenance")
 
 
 def test_the_verdict_is_on_top(visit: Callable[..., Page], report: Path, study: Path) -> None:
@@ -269,10 +269,10 @@ def test_the_switches_of_the_curves(visit: Callable[..., Page], report: Path) ->
     curves.get_by_label("every seed").uncheck()
 
     shape = lines.first.get_attribute("d")
-    curves.get_by_label("log scale of the error").check()
+    curves.get_by_label("error on a log scale").check()
     assert titles.first.inner_text() == "Test error (%), logarithmic"
     assert lines.first.get_attribute("d") != shape
-    curves.get_by_label("log scale of the error").uncheck()
+    curves.get_by_label("error on a log scale").uncheck()
     assert lines.first.get_attribute("d") == shape
     curves.get_by_role("group", name="accuracy").get_by_label("train").check()
     assert titles.first.inner_text() == "Train accuracy (%)"
@@ -363,7 +363,7 @@ def test_alpha_and_reliability(visit: Callable[..., Page], report: Path) -> None
     page = visit(report)
     alpha = page.locator("#alpha")
     titles = alpha.locator("figcaption").all_inner_texts()
-    assert titles[0] == "Test accuracy against α, with 95% intervals"
+    assert titles[0] == "Test accuracy over α, with 95% intervals"
     assert [each.split(":")[0] for each in titles[4:]] == [
         "At temperature 1",
         "At temperature 1/α = 4",
@@ -449,7 +449,7 @@ def test_the_playground_takes_examples_and_refuses_nonsense(
     assert page.locator('[data-kind="powered"]').first.inner_text() != before
     for text, said in (
         ("1, two, 3", "“two” is not a logit"),
-        ("1", "two logits or more"),
+        ("1", "at least two logits"),
         ("-inf -inf", "must be finite"),
         ("inf 1", "not a logit"),
     ):
@@ -664,8 +664,8 @@ def test_a_decomposition_shows_the_parts(visit: Callable[..., Page], tmp_path: P
     names = texts(page, "#decomposition .who bdi")
     assert sorted(names) == sorted(arm for arm in study.arms if arm != "CE")
     assert names[:2] == ["PGT", "two-group CE"]
-    assert "1e-14 apart after 10 steps and 1e-01 after 200" in part.inner_text()
-    assert "so unstable that rounding grows" in part.inner_text()
+    assert "differ by 1e-14 after 10 steps and by 1e-01 after 200" in part.inner_text()
+    assert "it is unstable, so rounding errors grow" in part.inner_text()
     assert "At alpha 0.25, PGT" in part.inner_text()
     assert page.locator("#curves svg .line.dashed").count() == 4  # the ninth arm and the tenth
 
@@ -726,7 +726,7 @@ def test_what_was_tuned_in_every_repeat_is_shown(
         trials = [
             Trial({"optimizer.lr": r}, {"optimizer.lr": r}, 90 + i) for i, r in enumerate(rates)
         ]
-        trials[2] = replace(trials[2], mean=math.nan, note="refused by the recipe")
+        trials[2] = replace(trials[2], mean=math.nan, note="not a valid recipe")
         return Choice(tuple(trials), 1, ("optimizer.lr",) if repeat == 5 else ())
 
     repeats = tuple({arm: choice(repeat) for arm in arms} for repeat in range(6))
@@ -744,10 +744,12 @@ def test_what_was_tuned_in_every_repeat_is_shown(
         "91.00",
         "1.00",
         "",
-        "lr 0.1: 90.00; lr 0.9: refused by the recipe",
+        "lr 0.1: 90.00; lr 0.9: not a valid recipe",
     ]
     assert rows[-1][:6] == ["6", "pgt", "lr 0.7", "91.00", "1.00", "lr"]
-    assert "Of 6 choices at the edge of the range: baseline 1, pgt 1." in page.inner_text(".notes")
+    assert "Choices at the edge of the range, out of 6: baseline 1, pgt 1." in page.inner_text(
+        ".notes"
+    )
     assert page.locator("#verdict .forest .seed").count() == 6  # one per repeat
 
 

@@ -67,7 +67,7 @@ def test_a_second_process_is_refused(run):
     process = fork.Process(target=open_and_report, args=(run.folder, sender))
     process.start()
     process.join(60)
-    assert "another process is running it" in receiver.recv()
+    assert "another process is using" in receiver.recv()
 
 
 def test_the_last_checkpoint_is_loaded_and_two_are_kept(run):
@@ -134,12 +134,12 @@ def come_from_the_future(path):
 HARMS = [
     (cut, "to be a checkpoint"),
     (empty, "to be a checkpoint"),
-    (flip_a_bit, "is damaged"),
-    (poison, "tensors and numbers only, but refused"),
+    (flip_a_bit, "damaged data"),
+    (poison, "only tensors and numbers, but got"),
     (poison_old_style, "to be a checkpoint"),
     (take_another_runs, "but got one of run 0123456789ab"),
     (write_something_else, "but got another file"),
-    (come_from_the_future, "a newer powergrad reads it"),
+    (come_from_the_future, "a newer version of powergrad can read it"),
 ]
 
 
@@ -176,7 +176,7 @@ def full_disk():
 
 def test_a_full_disk_keeps_the_last_good_checkpoint(run, full_disk):
     run.save_checkpoint(STATE, step=5)
-    with pytest.raises(FileError, match=r"but the disk is full; what was there before is intact"):
+    with pytest.raises(FileError, match=r"but the disk is full; existing files are intact"):
         run.save_checkpoint({"step": 10, "model": torch.zeros(100_000)}, step=10)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-0000000005.pt"]
     assert run.load_checkpoint()["step"] == 5
@@ -189,7 +189,7 @@ def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr("pathlib.Path.mkdir", refuse)
     with (
-        pytest.raises(RunError, match=r"to be allowed to write .* but got: Permission denied"),
+        pytest.raises(RunError, match=r"permission to write .* but got: Permission denied"),
         Run(tmp_path / "x").open(Recipe()),
     ):
         pass
@@ -226,7 +226,7 @@ def test_a_run_is_finished_when_it_has_a_result(run):
 
 
 def test_a_folder_without_a_run(tmp_path):
-    with pytest.raises(RunError, match=r"to be a run's folder, but got no config.yaml"):
+    with pytest.raises(RunError, match=r"to be the folder of a run, but got no config.yaml"):
         open_run(tmp_path)
 
 

@@ -201,7 +201,7 @@ def test_an_unknown_arm_is_refused_with_the_nearest():
 def test_an_arm_twice_is_refused():
     with pytest.raises(RecipeError, match="'pgt' twice"):
         arms_of(["pgt", "pgt"], SMALL, [0.3])
-    with pytest.raises(RecipeError, match="'a' and 'b' are the same run"):
+    with pytest.raises(RecipeError, match="'a' and 'b', which are the same run"):
         study_of(SMALL, {"a": {}, "b": {"loss.alpha": 1.0}})
 
 
@@ -243,7 +243,7 @@ def test_the_equal_training_is_equal(optimizer):
 def test_the_identity_is_not_claimed_where_it_is_not_seen():
     assert describe_identity({1: 1e-16, 10: 1e-14, 50: 1e-12, 200: 1e-9}).endswith("same training.")
     unstable = describe_identity({1: 1e-16, 10: 1e-13, 50: 1e-7, 200: 0.56})
-    assert unstable.endswith("the same training, though one so unstable that rounding grows.")
+    assert unstable.endswith("the same training, but it is unstable, so rounding errors grow.")
     assert "WARNING" in describe_identity({1: 1e-16, 10: 1e-2, 50: 0.1})
     assert "WARNING" in describe_identity({1: math.nan, 10: math.nan})
 
@@ -372,7 +372,7 @@ def test_a_folder_of_another_recipe_is_refused_and_left_alone(study, capsys):
     status = powergrad("compare", "digits", *TOKENS, "--train.epochs=4", "--seeds", 2,
                        "--out", study.parent, "--name", "small")  # fmt: skip
     assert status == 2
-    assert "got one of another program or tuning; give another --name" in capsys.readouterr().err
+    assert "got one of another program or tuning; choose another --name" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in study.glob("study.*")} == before
     status = powergrad("compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--alpha", "0.5",
                        "--seeds", 2, "--out", study.parent, "--name", "small")  # fmt: skip
@@ -386,17 +386,17 @@ def test_a_folder_of_another_recipe_is_refused_and_left_alone(study, capsys):
         (["--arms", "baseline,pgtt"], "did you mean 'pgt'?"),
         (
             ["--seeds", "0"],
-            "Expected a number of runs per arm, as 12, 8..24 or 8,16,24, but got '0'",
+            "Expected a number of runs per arm such as 12, 8..24 or 8,16,24, but got '0'",
         ),
         (["--alpha", "1.5"], "loss.alpha: expected less than or equal to 1, but got 1.5"),
         (["--alpha", "x"], "could not convert"),
         (["--metric", "beauty"], "Expected `--metric` to be one of"),
         (["--margin", "0"], "Expected `--margin` to be positive"),
-        (["--loss.alpha", "0.1"], "the baseline would have PGT"),
+        (["--loss.alpha", "0.1"], "the baseline would use PGT"),
         (["--seed", "7"], "Expected --seeds and --first-seed, but got seed = 7"),
         (["--arm", ": lr=0.2"], "Expected a name before the colon"),
         (["--arm", "x: data.hold_out=0.1"], "tested on the same examples"),
-        (["--tune", "lr=0.1,0.2", "--data.hold_out", "0.2"], "data.hold_out to be 0 where arms"),
+        (["--tune", "lr=0.1,0.2", "--data.hold_out", "0.2"], "data.hold_out to be 0 with --tune"),
         (["loss=1", "loss.alpha=0.3"], "Expected either 'loss' or keys in it"),
         (["--tune", "lrr=1,2"], "Expected --tune with a known key, but got 'lrr'"),
         (["--tune", "optimizer.lrr"], "did you mean 'optimizer.lr'?"),
@@ -408,18 +408,18 @@ def test_a_folder_of_another_recipe_is_refused_and_left_alone(study, capsys):
         (["--seeds", "24..8"], "as 12, 8..24 or 8,16,24, but got '24..8'"),
         (["--seeds", "8,8"], "as 12, 8..24 or 8,16,24, but got '8,8'"),
         (["--seeds=-3"], "as 12, 8..24 or 8,16,24, but got '-3'"),
-        (["--repeats", "8"], "Expected --repeats with --tune only, but got '8'"),
-        (["--trials", "4"], "Expected --trials with --tune only, but got 4"),
-        (["--tune-map", "identity"], "Expected --tune-map with --tune only, but got 'identity'"),
+        (["--repeats", "8"], "Expected --repeats only with --tune, but got '8'"),
+        (["--trials", "4"], "Expected --trials only with --tune, but got 4"),
+        (["--tune-map", "identity"], "Expected --tune-map only with --tune, but got 'identity'"),
         (["--tune", "lr", "--repeats", "few"], "as 12, 8..24 or 8,16,24, but got 'few'"),
         (["--tune", "lr", "--repeats", "0"], "as 12, 8..24 or 8,16,24, but got '0'"),
         (
             ["--tune", "lr", "--repeats", "8", "--seeds", "8..24"],
-            "the seeds of each repeat, but got",
+            "(the seeds per repeat), but got",
         ),
         (
             ["--tune", "lr", "--repeats", "8", "--seeds", "0"],
-            "the seeds of each repeat, but got '0'",
+            "(the seeds per repeat), but got '0'",
         ),
         (["--tune", "lr=0.1:1", "--trials", "1"], "Expected --trials to be at least 2, but got 1"),
         (["--tune", "lr=1:0.1"], "with 0 < low < high, but got '1:0.1'"),
@@ -539,7 +539,7 @@ def test_a_study_of_a_later_format_is_refused(study, tmp_path):
         path = later / name
         text = path.read_text()
         path.write_text(re.sub(r"(\W?format\W*: )3", r"\g<1>4", text, count=1))
-        with pytest.raises(RunError, match="a newer powergrad reads"):
+        with pytest.raises(RunError, match="newer version of powergrad"):
             Results.load(later)
         path.write_text(text)
 
@@ -574,7 +574,7 @@ def test_a_csv_from_elsewhere(tmp_path, capsys):
 @pytest.mark.parametrize("column", ["loss", "test_error", "val_NLL"])
 def test_more_of_a_loss_is_worse(tmp_path, column):
     path = write(tmp_path / "r.csv", GOOD.replace("metric", column))
-    with pytest.raises(RecipeError, match=r"Expected --margin, .* none is usual"):
+    with pytest.raises(RecipeError, match=r"Expected --margin, .* has no default"):
         Results.from_csv(path)
     assert Results.from_csv(path, margin=0.5).comparisons[0].verdict == "worse"
     turned = Results.from_csv(path, margin=0.5, better="higher")
@@ -597,7 +597,7 @@ def test_fractions_have_no_usual_margin(tmp_path):
         for seed in range(8)
     )
     path = write(tmp_path / "r.csv", "arm,seed,accuracy\n" + "".join(rows))
-    with pytest.raises(RecipeError, match=r"Expected --margin, .* fractions, not per cent"):
+    with pytest.raises(RecipeError, match=r"Expected --margin, .* fractions, not percentages"):
         Results.from_csv(path)
     assert Results.from_csv(path, margin=0.005).comparisons[0].verdict == "better"
 
@@ -617,8 +617,11 @@ def test_an_arm_whose_name_has_a_comma_is_quoted_in_the_verdict(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("arm,metric\na,1\n", "none of which is surely the seed; --columns seed=COLUMN"),
-        ("arm,seed,x,y\na,1,2,3\n", "a metric (name it with --metric)"),
+        (
+            "arm,metric\na,1\n",
+            "choose it with --columns seed=COLUMN",
+        ),
+        ("arm,seed,x,y\na,1,2,3\n", "a metric (choose it with --metric)"),
         ("", "but got none"),
         (f"arm,seed,metric\na,1,{'1' * 140_000}\n", "to be a CSV"),
         (GOOD + "new,9,many\n", "in line 18"),
@@ -642,7 +645,7 @@ def test_two_runs_without_spread_have_no_verdict(tmp_path, capsys):
     (alone,) = Results.from_csv(
         write(tmp_path / "one.csv", "arm,seed,metric\na,0,97\nb,0,98\n")
     ).comparisons
-    assert alone.sentence == "b has no verdict yet: one run says nothing about the noise."
+    assert alone.sentence == "b has no verdict yet: the noise cannot be estimated from one run."
 
 
 def test_every_run_counts_whether_it_shares_its_seed_or_not(tmp_path, capsys):
@@ -780,7 +783,7 @@ def test_other_numbers_of_seeds_are_said_with_their_error(made_up, tmp_path, cap
     fewer = compare_made_up(tmp_path, capsys, "--seeds", 6)
     assert sizes(fewer) == {"pgt": 6}
     assert runs_of(fewer) == {"baseline": 6, "pgt": 6}
-    assert "Seeds 0 to 5 are used; 2 more exist in the folder and are not." in fewer["notes"]
+    assert "Seeds 0 to 5 are used; the folder contains 2 more, which are not." in fewer["notes"]
     assert len(made_up.done) == 16
     more = compare_made_up(tmp_path, capsys, "--seeds", 12)
     assert sizes(more) == {"pgt": 12}
@@ -788,14 +791,14 @@ def test_other_numbers_of_seeds_are_said_with_their_error(made_up, tmp_path, cap
     error = 100 * error_by_normal_integrals([6, 8, 12])
     assert 9 < error < 10
     assert note.startswith(
-        "The results were looked at with 6 and 8 and 12 seeds without a plan for it, so the chance "
-        f"of any false verdict is {error:.1f}%, not 5%."
+        "The results were looked at with 6 and 8 and 12 seeds without planning it, so the "
+        f"probability of any false verdict is {error:.1f}%, not 5%."
     )
     again = compare_made_up(tmp_path, capsys, "--seeds", 12)  # the same command changes nothing
     assert again["notes"] == more["notes"]
     assert len(made_up.done) == 24
     looks = compare_made_up(tmp_path, capsys, "--seeds", "8..16")
-    assert any("chance of any false verdict is up to 20%, not 5%" in n for n in looks["notes"])
+    assert any("probability of any false verdict is up to 20%, not 5%" in n for n in looks["notes"])
 
 
 def test_a_number_of_seeds_that_nobody_saw_is_no_look(made_up, tmp_path, capsys):
@@ -823,9 +826,9 @@ def test_what_was_compared_earlier_counts_for_the_advice(made_up, tmp_path, caps
     compare_made_up(tmp_path, capsys, *tokens, arms="baseline,less-decay")
     assert powergrad("compare", "digits", *TOKENS, *tokens, "--arms", "baseline,pgt",
                      "--out", tmp_path, "--name", "s") == 0  # fmt: skip
-    assert "Add less-decay" not in capsys.readouterr().out
+    assert "add less-decay" not in capsys.readouterr().out
     (page,) = collect([tmp_path / "s"])["studies"]
-    assert [line.partition(" to --arms")[0][-11:] for line in page["advice"][:1]] == ["Add head-lr"]
+    assert [line.partition(" to --arms")[0][-11:] for line in page["advice"][:1]] == ["add head-lr"]
 
 
 def test_a_run_whose_folder_was_deleted_is_said_and_done_again(made_up, tmp_path, capsys):
@@ -856,9 +859,8 @@ def test_a_deleted_run_is_done_again_by_workers(tmp_path):
 def test_one_run_per_arm_is_shown_without_a_comparison(made_up, tmp_path, capsys):
     tokens = ["compare", "digits", *TOKENS, "--out", tmp_path, "--name"]
     assert powergrad(*tokens, "r", "--arms", "baseline,pgt", "--seeds", 1) == 0
-    assert (
-        "Nothing is compared: that needs two arms, with two runs each." in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "Nothing is compared: a comparison needs two arms with two runs each." in said
     assert powergrad(*tokens, "s", "--arms", "baseline", "--seeds", 2) == 0
     said = capsys.readouterr().out
     assert (tmp_path / "s/study.csv").exists()
@@ -970,7 +972,7 @@ def test_an_interrupted_study_with_repeats_goes_on(made_up, tmp_path, capsys, mo
     with monkeypatch.context() as patch:
         patch.setattr(RecipeJob, "execute", interrupted)
         assert powergrad(*tokens) == 130
-    assert "the same command goes on from there" in capsys.readouterr().err
+    assert "the same command continues from there" in capsys.readouterr().err
     assert powergrad("report", folder / "s") == 0  # it has a page, though nothing to say yet
     capsys.readouterr()
     resumed = compare_made_up(folder, capsys, *REPEATS)
@@ -1044,7 +1046,7 @@ def test_points_that_the_recipe_refuses_are_recorded_and_cannot_win(made_up, tmp
         )  # fmt: skip
         (repeat,) = saved["tuning"]["repeats"]
         trials = repeat["clipped"]["trials"]
-        assert [trial["note"] for trial in trials] == ["", "", "refused by the recipe"]
+        assert [trial["note"] for trial in trials] == ["", "", "not a valid recipe"]
         assert trials[2]["mean"] is None
         assert repeat["clipped"]["chosen"] == 1
         assert repeat["baseline"]["chosen"] == 2
@@ -1090,7 +1092,7 @@ def test_a_study_is_not_continued_with_another_tuning(made_up, tmp_path, capsys)
     tokens = ["compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--out", tmp_path]
     tokens += ["--name", "s", "--seeds", 2]
     assert powergrad(*tokens, "--tune", "lr=0.1,0.4") == 2
-    assert "got one of another program or tuning; give another --name" in capsys.readouterr().err
+    assert "got one of another program or tuning; choose another --name" in capsys.readouterr().err
     assert powergrad(*tokens) == 2
 
 
@@ -1175,9 +1177,9 @@ def test_a_decomposition_says_what_the_gain_is_made_of():
     ]
     text = explain_decomposition(results_of("CE", rows), 0.25)
     assert "At alpha 0.25, PGT +1." in text
-    assert "Alone, these parts of it help: backbone lr / alpha +1." in text
-    assert "These do harm: head lr * alpha -" in text
-    assert "Instead of PGT one could change this here: backbone lr / alpha." in text
+    assert "These parts help on their own: backbone lr / alpha +1." in text
+    assert "These parts do harm: head lr * alpha -" in text
+    assert "Instead of PGT, this single change could be used here: backbone lr / alpha." in text
 
 
 # Workers ------------------------------------------------------------------------------------------
@@ -1191,7 +1193,7 @@ def do_jobs(jobs, folder, workers=1, **options):
 def test_a_job_that_cannot_be_done_is_told_and_the_others_are(tmp_path):
     good = RecipeJob("good", SMALL)
     bad = RecipeJob("bad", SMALL.override({"data.name": "folder:/nowhere"}))
-    with pytest.raises(JobError, match=r"1 of 2 runs could not be done:\n  bad: .*nowhere"):
+    with pytest.raises(JobError, match=r"1 of 2 runs failed:\n  bad: .*nowhere"):
         do_jobs([bad, good], tmp_path)
     assert Run(tmp_path / "good").result() is not None
 
@@ -1293,7 +1295,7 @@ def test_interrupted_and_started_again(tmp_path):
     process.send_signal(2)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130, said
-    assert "the same command goes on from there" in said
+    assert "the same command continues from there" in said
     again = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr
     for folder in tmp_path.glob("s/*-seed*"):
@@ -1417,7 +1419,7 @@ def test_a_metric_that_a_run_has_not_is_told_with_a_page(
     tokens = ["compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--seeds", 2]
     assert powergrad(*tokens, "--out", tmp_path, "--name", "s") == 2
     message = (
-        "Expected a number as test_accuracy of every run, but got None of 'baseline' at seed 0"
+        "Expected test_accuracy of every run to be a number, but got None for 'baseline' at seed 0"
     )
     assert message in capsys.readouterr().err
     assert {"study.csv", "report.html"} <= {path.name for path in (tmp_path / "s").iterdir()}

@@ -121,10 +121,10 @@ def test_seeds_are_whole_numbers(tmp_path):
 def test_an_export_of_wandb(tmp_path, capsys):
     path = write(tmp_path / "export.csv", WANDB)
     assert compare(path) == 2
-    assert "name it with --metric), but got val/acc, val/loss." in capsys.readouterr().err
+    assert "choose it with --metric), but got val/acc, val/loss." in capsys.readouterr().err
     assert compare(path, "--metric", "val/acc") == 0
     said = capsys.readouterr().out
-    assert "guessed: arm = 'Group', seed = 'config.seed', metric = 'val/acc'. --columns" in said
+    assert "arm = 'Group', seed = 'config.seed', metric = 'val/acc'. To choose others" in said
     results = Results.load(tmp_path / "runs" / "export")
     assert [(row.arm, row.seed, row.metrics["val/acc"]) for row in results.rows] == RUNS
     (comparison,) = results.comparisons
@@ -177,19 +177,19 @@ def test_columns_by_name(tmp_path, capsys):
     ("text", "options", "message"),
     [
         (lines("group,method,seed,acc", "{arm},{arm}{seed},{seed},{value}"), (),
-         "the arm, but got group, method; --columns arm=COLUMN names it"),
+         "the arm, but got group, method; choose it with --columns arm=COLUMN"),
         (lines("arm,a/seed,args.seed,acc", "{arm},{seed},1{seed},{value}"), (),
-         "the seed, but got a/seed, args.seed; --columns seed=COLUMN names it"),
+         "the seed, but got a/seed, args.seed; choose it with --columns seed=COLUMN"),
         (lines("Name,seed,acc", "{arm}{seed},{seed},{value}"), (),
-         "but got Name, seed, acc, none of which is surely the arm; --columns arm=COLUMN"),
+         "none of which is clearly the arm; choose it with --columns arm=COLUMN"),
         (PLAIN, ("--columns", "arm=arms"), "but got arm, seed, metric; did you mean 'arm'?"),
         (PLAIN, ("--columns", "metric=x"), "Expected --metric x, but got --columns metric=x."),
         (PLAIN, ("--columns", "seeds=x"), "Expected --columns arm=COLUMN seed=COLUMN"),
-        (PLAIN.replace("seed", "arm", 1), (), "columns of different names, but got 'arm' twice"),
+        (PLAIN.replace("seed", "arm", 1), (), "columns with different names, but got 'arm' twice"),
         (PLAIN.replace(".", ","), (), "to have 3 cells in line 2, but got 4"),
         (lines("arm,seed,a,b", "{arm},{seed},{value},1{seed}"), (), "--metric), but got a, b."),
-        (PLAIN, ("--tune", "lr"), "Expected --from with --metric"),
-        (PLAIN, ("--seeds", "8"), "Expected --from with --metric"),
+        (PLAIN, ("--tune", "lr"), "Expected --from only with --metric"),
+        (PLAIN, ("--seeds", "8"), "Expected --from only with --metric"),
     ],
 )  # fmt: skip
 def test_what_is_not_clear_is_asked_for(tmp_path, capsys, text, options, message):
@@ -207,7 +207,7 @@ def test_a_column_with_one_value_is_not_the_arm(tmp_path):
 @pytest.mark.parametrize("options", [["--columns", "arm=x"], ["--baseline", "pgt"]])
 def test_options_of_tables_need_one(tmp_path, capsys, options):
     assert powergrad_cli.main(["compare", "--out", str(tmp_path), *options]) == 2
-    assert f"Expected {options[0]} with --from only" in capsys.readouterr().err
+    assert f"Expected {options[0]} only with --from" in capsys.readouterr().err
 
 
 # Runs without a number ----------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_runs_without_a_number_are_stated(tmp_path, capsys):
 def test_the_reader_of_our_own_runs_wants_every_number(tmp_path):
     from powergrad.lab.study.tables import read_rows
 
-    with pytest.raises(RecipeError, match="Expected a number as metric in line 3 of"):
+    with pytest.raises(RecipeError, match="Expected metric in line 3 of"):
         read_rows(write(tmp_path / "r.csv", PLAIN.replace("90.4", "")))
 
 
@@ -312,11 +312,11 @@ def test_a_changed_file_is_written_anew_and_every_look_counts(tmp_path, capsys):
     assert compare(path) == 0
     said = capsys.readouterr()
     folder = tmp_path / "runs" / "r"
-    words = f"{path} has changed since {folder} was written, which is now written anew.\n"
+    words = f"{path} has changed since {folder} was written; the folder is rewritten.\n"
     assert said.err == words
     chance = 100 * error_of_looks([6, 8], 1)
-    assert "looked at with 6 and 8 seeds without a plan for it" in said.out
-    assert f"the chance of any false verdict is {chance:.1f}%, not 5%." in said.out
+    assert "looked at with 6 and 8 seeds without planning it" in said.out
+    assert f"the probability of any false verdict is {chance:.1f}%, not 5%." in said.out
     assert len(Results.load(folder).rows) == 16
     write(path, PLAIN.replace("pgt", "other"))  # other runs: nothing was seen of these
     assert compare(path) == 0
@@ -330,7 +330,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, capsys, file):
     write(folder / file, PLAIN)
     path = write(tmp_path / "r.csv", PLAIN)
     assert compare(path) == 2
-    assert f"but got {file} of something else in it; give another --name" in capsys.readouterr().err
+    assert f"but got another {file} in it; choose another --name" in capsys.readouterr().err
     assert [f.name for f in folder.iterdir()] == [file]
     assert (folder / file).read_text() == PLAIN
     assert compare(path, "--name", "other") == 0

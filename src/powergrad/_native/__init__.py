@@ -23,7 +23,7 @@ __all__ = ["available", "best_level", "cross_entropy"]
 
 ABI = 2  # as in kernel.c; a library with another number is not used
 
-# The arguments in the order of kernel.c, as one struct: ctypes takes longer to pass sixteen.
+# The arguments in the order of kernel.c, as one struct: passing sixteen by ctypes takes longer.
 _CALL = struct.Struct("=qqqqqqqqdqdqqqqq40x")
 _SIGNATURES = {  # the type of the result, then those of the arguments
     "powergrad_cross_entropy": (ctypes.c_int64, ctypes.c_char_p),
@@ -57,7 +57,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the C kernel was built for this machine and is not turned off."""
+    """Whether the C kernel was built for this machine and is not disabled."""
     return library() is not None
 
 
@@ -83,7 +83,7 @@ def cross_entropy(
     threads: int | None = None,
     level: int = 9,
 ) -> tuple[Tensor, Tensor] | None:
-    """The value of cross-entropy, and PGT's gradient of it at the logits.
+    """The value of cross-entropy and its PGT gradient at the logits.
 
     With ``q = (1 - label_smoothing) * onehot + label_smoothing / C`` and weights ``w``, a row has
 
@@ -93,25 +93,25 @@ def cross_entropy(
     the other targets' weights.
 
     Args:
-        input: Logits of shape (N, C), float32 or bfloat16; the classes of a row are adjacent. It
-            and the target must be plain (``_check.is_plain``), which is not checked again here.
+        input: Logits of shape (N, C), float32 or bfloat16, with the classes contiguous. Input and
+            target must be plain (``_check.is_plain``), which is not checked again here.
         target: Class indices of shape (N,), int64.
         weight: Class weights of shape (C,), or None.
-        alpha: A number in [0, 1], or a tensor of one or of N of them.
+        alpha: A number in [0, 1], or a tensor with 1 or N of them.
         ignore_index: The target of rows that are left out.
         label_smoothing: In [0, 1].
         reduction: ``"none"``, ``"mean"`` or ``"sum"``.
         out: The tensor for the gradient, (N, C) and contiguous; may be `input` itself.
-        threads: The most threads to use; by default PyTorch's number. The result is the same.
+        threads: The maximal number of threads, by default PyTorch's. It does not affect the result.
         level: The best instruction set to use; see :func:`best_level`.
 
     Returns:
         The value in float32, of shape (N,) or (), and the gradient (N, C) in the dtype of
-        ``input``; None if the kernel is not available or does not serve these tensors.
+        ``input``; None if the kernel is not available or does not support these tensors.
 
     Raises:
         ValueError: If a target is neither a class nor ``ignore_index``.
-        MemoryError: If there is no memory for a copy of a row.
+        MemoryError: If memory for a copy of a row cannot be allocated.
     """
     kernel = library()
     if kernel is None:
@@ -164,5 +164,5 @@ def cross_entropy(
     if status > 0:
         check_labels(target, classes, ignore_index)  # raises
     if status < 0:
-        raise MemoryError(f"No memory for a copy of a row of {classes} logits.")
+        raise MemoryError(f"Could not allocate memory for a copy of a row of {classes} logits.")
     return value, grad

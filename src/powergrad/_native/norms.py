@@ -1,8 +1,8 @@
-"""The norms of units, equal to PyTorch's bit for bit but faster, and scaling by unit.
+"""The norms of units, bitwise equal to PyTorch's but faster, and scaling by unit.
 
-A unit is a row of a contiguous float32 tensor on CPU. PyTorch reads one row at a time, and each
-tensor in an operator call of its own; here several rows are read at once, which uses the memory's
-bandwidth better, and only units that change are written.
+A unit is a row of a contiguous float32 tensor on CPU. PyTorch reads one row at a time and makes one
+operator call per tensor. Here several rows are read at once, which uses the memory bandwidth
+better, and only units that change are written.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from powergrad._native import library
 
 __all__ = ["scale_units_", "serves", "unit_norms"]
 
-# The last elements of a row do not fill a vector. Compilers round their squares before they are
-# added: in whole groups of 4, always, or never.
+# The last elements of a row do not fill a vector. Depending on the compiler, their squares are
+# rounded before they are added: in whole groups of 4, always, or never.
 _GROUPS = (4, 1, 1 << 62)
-# Where an order is compared with PyTorch's: one row and several; every number of last elements; no
-# whole vector, one, many; more elements than PyTorch leaves to one thread.
+# The shapes on which the results are compared with PyTorch's: one row and several; every number of
+# last elements; no whole vector, one, many; more elements than PyTorch leaves to one thread.
 _SHAPES = [(64, size) for size in (*range(1, 34), 63, 147, 1003)] + [(1, 577), (1, 70_001)]
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the functions below take `tensors`, and the kernel is available."""
+    """Whether the kernel is available and supports `tensors`."""
     for tensor in tensors:
         if tensor.dtype is not torch.float32 or not tensor.is_contiguous() or tensor.is_inference():
             return False
     if not values_readable(*tensors):
         return False
-    # A tensor whose storage was freed (0) is left to PyTorch, which raises.
+    # A tensor whose storage was freed (address 0) is left to PyTorch, which raises.
     return all(tensor.data_ptr() for tensor in tensors) and bool(_order())
 
 
 def unit_norms(tensors: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-    """The norms of `counts[i]` units of each tensor, one tensor after the other.
+    """The norms of the `counts[i]` units of each tensor, concatenated.
 
-    The bits are those of ``torch.linalg.vector_norm(tensor.view(count, -1), dim=1)``.
+    Bitwise equal to ``torch.linalg.vector_norm(tensor.view(count, -1), dim=1)``.
     """
     return _norms(tensors, counts, *_order())
 
@@ -58,7 +58,7 @@ def scale_units_(tensors: Sequence[Tensor], counts: Sequence[int], factors: Tens
 
 @functools.cache
 def _order() -> tuple[int, ...]:
-    """The instruction set and the group that give the norms of this PyTorch; () if none does."""
+    """The instruction set and group that reproduce the norms of this PyTorch; () if none does."""
     kernel = library()
     if kernel is None:
         return ()

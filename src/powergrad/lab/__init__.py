@@ -1,1 +1,1 @@
-"""The workbench: recipes, networks, data, training runs, studies. Needs ``powergrad[lab]``."""
+"""The workbench: recipes, networks, data, training runs and studies. Needs ``powergrad[lab]``."""

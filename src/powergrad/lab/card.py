@@ -1,4 +1,4 @@
-"""The model card of an export: recipe, data, results, how images are prepared and files loaded."""
+"""The model card of an export: recipe, data, results, image preparation, code to load the files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from powergrad.lab.words import markdown_table
 
 __all__ = ["model_card", "preprocessing"]
 
-# By measure: the heading of its column, its type on model hubs, and its name there if it needs one.
+# For each metric: its column heading, its type on model hubs, and its name there if it needs one.
 MEASURES = {
     "accuracy": ("accuracy %", "accuracy", None),
     "nll": ("NLL", "nll", "negative log-likelihood"),
@@ -25,7 +25,7 @@ MEASURES = {
     "ece_mass": ("ECE, mass", "ece", "ECE, bins of equal mass"),
 }
 
-# What `powergrad.lab.data.folder.read_image` does in testing, with Pillow and numpy alone.
+# The test-time preparation of `powergrad.lab.data.folder.read_image`, with only Pillow and numpy.
 PREPARE = """\
 import math
 
@@ -39,7 +39,7 @@ def prepare(path):
     \"\"\"Pixels from 0 to 255, float32 (3, SIZE, SIZE), in the order red, green, blue.\"\"\"
     with Image.open(path) as image:
         width, height = image.size
-        side = max(1, round(FRACTION * min(width, height)))  # of the square in the centre
+        side = max(1, round(FRACTION * min(width, height)))  # of the centre crop
         left, top = (width - side) // 2, (height - side) // 2
         # Large JPEGs are decoded at a half, a quarter or an eighth of their size.
         image.draft(None, (math.ceil(width * SIZE / side), math.ceil(height * SIZE / side)))
@@ -51,7 +51,7 @@ def prepare(path):
 
 
 def preprocessing(recipe: Recipe, data: Datasets, metadata: dict[str, str]) -> dict[str, Any]:
-    """How images must be prepared for an exported network, as values for JSON."""
+    """The preparation of images for an exported network, as JSON values."""
     crop = resize = None
     if recipe.data.name.startswith("folder:"):
         crop = {
@@ -97,7 +97,7 @@ def model_card(
     formats: list[str],
     unfitted: str,
 ) -> str:
-    """The model card, as model hubs read it."""
+    """The model card, in the format of model hubs."""
     recipe, exported = trained.recipe, results["exported"]
     dataset = recipe.data.name.removeprefix("folder:").rstrip("/").rpartition("/")[2]
     name = f"{recipe.model.name} on {dataset}"
@@ -116,26 +116,26 @@ def model_card(
         "## Input and output",
         f"Images of shape (batch, {data.channels}, {data.size}, {data.size}), float32, "
         f"{'grey' if data.channels == 1 else 'in the order red, green, blue'}. "
-        "`model.pt2` and `model.onnx` take pixels from 0 to 255, and normalise them themselves. "
-        "`model.safetensors` holds the weights alone, for normalised images: from pixels between 0 "
-        f"and 255 subtract the mean {metadata['mean']}, and divide by the standard deviation "
-        f"{metadata['std']}, per channel. The output is one logit per class; probabilities are "
-        "their softmax. The classes, in order:",
+        "`model.pt2` and `model.onnx` take pixels from 0 to 255 and normalise them. "
+        "`model.safetensors` holds only the weights and needs normalised images: from pixels "
+        f"between 0 and 255, subtract the mean {metadata['mean']} and divide by the standard "
+        f"deviation {metadata['std']}, per channel. The output is one logit per class; its softmax "
+        "gives the probabilities. The classes, in order:",
         f"```json\n{metadata['classes']}\n```",
         "## Preparing images",
         *_preparation(recipe, data),
         "## Results",
         f"Measured on {outputs.report_on}. "
-        + (unfitted or f"The fitted temperature has the least NLL on {outputs.fit_on}."),
+        + (unfitted or f"The fitted temperature minimises the NLL on {outputs.fit_on}."),
         _results_table(results),
-        "NLL is in nats; the Brier score is summed over the classes; the calibration errors (ECE) "
-        f"are over {BINS} bins of equal width, and of equal mass. The last row is the exported "
-        "network with its own softmax; those above are the trained network at a temperature.",
+        "NLL is in nats. The Brier score is summed over the classes. The calibration errors (ECE) "
+        f"use {BINS} bins of equal width or of equal mass. The last row is the exported network "
+        "with its own softmax; the rows above are the trained network at different temperatures.",
         "## Loading",
         *(f"```python\n{code}\n```" for code in _snippets(trained, data, metadata, formats)),
         "## Recipe",
-        f"{len(data.train):,} training images. The key of the recipe is `{recipe.key}`; this is "
-        "all of it:",
+        f"The network was trained on {len(data.train):,} images. The complete recipe, with key "
+        f"`{recipe.key}`:",
         f"```yaml\n{_recipe_text(recipe)}```",
     ]
     return "\n\n".join(sections) + "\n"
@@ -146,7 +146,7 @@ def _recipe_text(recipe: Recipe) -> str:
 
 
 def _hub_result(dataset: str, measured: dict[str, float]) -> dict[str, Any]:
-    """The measures in the form of the ``model-index`` of model hubs."""
+    """The metrics in the ``model-index`` format of model hubs."""
     metrics = []
     for key, (_, kind, name) in MEASURES.items():
         value = measured[key] / 100 if key == "accuracy" else measured[key]
@@ -163,15 +163,15 @@ def _loss(recipe: Recipe) -> str:
     if loss.alpha == 1:
         return "cross-entropy"
     changing = "" if loss.alpha_schedule == "constant" else f" ({loss.alpha_schedule} to 1)"
-    return f"cross-entropy under PowerGrad Transform at alpha {loss.alpha:g}{changing}"
+    return f"cross-entropy with PowerGrad Transform at alpha {loss.alpha:g}{changing}"
 
 
 def _folding(temperature: float) -> str:
     if temperature == 1:
-        return "Nothing was folded into its head: logits are those of the trained network."
+        return "No temperature was folded into its head: the logits are those of the training."
     return (
-        f"Its head was divided by the temperature {temperature:.6g}, so that the softmax of its "
-        "logits is that of the trained network at this temperature; the predicted class stays."
+        f"Its head was divided by the temperature {temperature:.6g}, so the softmax of its logits "
+        "is that of the trained network at this temperature. The predicted classes are unchanged."
     )
 
 
@@ -185,7 +185,7 @@ def _provenance(trained: Trained) -> str:
     if trained.path.name == "best.safetensors":
         text += (
             " These are not the final weights of the run, but those with the best accuracy on its "
-            "test images: figures on the same images look better than they are."
+            "test images, so the results on the same images are too optimistic."
         )
     elif trained.path.name != "model.safetensors":
         text += f" These are the weights of the checkpoint {trained.path.name}."
@@ -203,23 +203,23 @@ def _results_table(results: dict[str, dict[str, float]]) -> str:
 
 def _preparation(recipe: Recipe, data: Datasets) -> Iterator[str]:
     size, fraction = data.size, recipe.data.test_crop
-    exactly = "The figures below hold for images that are prepared as in the tests of the run"
+    exactly = "The results below hold for images that are prepared as in the tests of the run"
     if not recipe.data.name.startswith("folder:"):
         resized = f", resized to {size}x{size} pixels (bilinear, antialiased)"
         yield (
             f"{exactly}: the images of {recipe.data.name} as they are stored"
             f"{resized if recipe.data.size else ''}"
-            f"{', their 17 levels times 15' if recipe.data.name == 'digits' else ''}. "
-            "`preprocessing.json` says the same for programs."
+            f"{', with their 17 levels times 15' if recipe.data.name == 'digits' else ''}. "
+            "`preprocessing.json` describes the same for programs."
         )
         return
     yield (
-        f"{exactly}: the square in the centre, whose side is {fraction:g} of the shorter side of "
-        f"the image, is cut out and resized to {size}x{size} pixels by Pillow's bilinear filter, "
-        "which is antialiased. EXIF orientation is ignored, and transparency is dropped. Other "
-        "ways to resize or crop cost accuracy. `preprocessing.json` says the same for programs, "
-        "and this code does it for images of 8 bits per channel (16-bit grey values are divided by "
-        "257):"
+        f"{exactly}: a square in the centre, with {fraction:g} of the shorter side of the image, "
+        f"is cropped and resized to {size}x{size} pixels by Pillow's bilinear filter, which is "
+        "antialiased. EXIF orientation is ignored, and transparency is dropped. Other ways to "
+        "resize or crop reduce the accuracy. `preprocessing.json` describes the same for programs, "
+        "and the following code implements it for images with 8 bits per channel (divide 16-bit "
+        "grey values by 257):"
     )
     yield f"```python\n{PREPARE.format(size=size, fraction=fraction)}\n```"
 
@@ -227,7 +227,7 @@ def _preparation(recipe: Recipe, data: Datasets) -> Iterator[str]:
 def _snippets(
     trained: Trained, data: Datasets, metadata: dict[str, str], formats: list[str]
 ) -> Iterator[str]:
-    """Code that loads each file, to be run in its folder."""
+    """Code that loads each file, to be run in the folder of the export."""
     arguments = ", ".join(f"{key}={value!r}" for key, value in trained.options(data).items())
     shape = f"4, {data.channels}, {data.size}, {data.size}"
     if trained.recipe.data.name.startswith("folder:"):

@@ -1,4 +1,4 @@
-"""The comparison of a Python function, behind :func:`powergrad.compare`, and what it returns."""
+"""The implementation of :func:`powergrad.compare`, and its return value."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Compared:
     """The results of a comparison.
 
     Attributes:
-        results: Everything, as the workbench has it.
+        results: All runs, tests and notes, as the workbench stores them.
     """
 
     results: Results
@@ -55,7 +55,7 @@ class Compared:
 
     @property
     def comparisons(self) -> Sequence[Comparison]:
-        """Every arm against the first one: difference, interval, p-value, verdict, sentence."""
+        """The comparison of each arm with the first: difference, interval, p-value, verdict."""
         return self.results.comparisons
 
     @override
@@ -63,7 +63,7 @@ class Compared:
         return describe_results(self.results)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The table and the verdict, for notebooks."""
         results = self.results
         heads = ("arm", "runs", results.metric.name, "difference", "95% interval", "verdict")
         lines = ["".join(f"<th>{html.escape(head)}</th>" for head in heads)]
@@ -80,11 +80,11 @@ class Compared:
             lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
         table = "".join(f"<tr>{line}</tr>" for line in lines)
         texts = [self.verdict, *(c.sentence for c in self.comparisons), *results.notes()]
-        words = "".join(f"<p>{html.escape(text)}</p>" for text in texts)
-        return f"<table>{table}</table>{words}"
+        paragraphs = "".join(f"<p>{html.escape(text)}</p>" for text in texts)
+        return f"<table>{table}</table>{paragraphs}"
 
     def to_frame(self) -> Any:
-        """One row per run, as a DataFrame of pandas: arm, seed and the final metrics.
+        """A pandas DataFrame with one row per run: arm, seed and the final metrics.
 
         Raises:
             ImportError: If pandas is not installed.
@@ -93,12 +93,13 @@ class Compared:
             import pandas  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError(
-                f"Expected pandas for `to_frame`: pip install pandas, but got: {error}."
+                f"Expected pandas to be installed for `to_frame` (pip install pandas), but got: "
+                f"{error}."
             ) from None
         return pandas.DataFrame([row.to_dict() for row in self.results.rows])
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write study.csv, study.json, study.png and report.html; returns the page."""
+        """Write study.csv, study.json, study.png and report.html; return the path of the page."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         self.results.save(path)
@@ -123,8 +124,8 @@ def compare_function(
     """See :func:`powergrad.compare`."""
     if os.environ.get(WORKER):
         raise RuntimeError(
-            "Expected `powergrad.compare` under `if __name__ == '__main__':`, because worker "
-            "processes import this script."
+            "Expected `powergrad.compare` to be called under `if __name__ == '__main__':`, but got "
+            "a call while a worker process imports this script."
         )
     if not callable(train):
         raise TypeError(f"Expected `train` to be a function, but got {type(train).__name__}.")
@@ -134,7 +135,7 @@ def compare_function(
         if value is not None and value < 1:
             raise ValueError(f"Expected `{option}` to be at least 1, but got {value}.")
     if name is not None and out is None:
-        raise ValueError(f"Expected `out` with `name`, but got {name!r} alone.")
+        raise ValueError(f"Expected `out` to be given with `name`, but got only {name!r}.")
     program = FunctionProgram.of(train, metric or "metric")
     study = Study(
         StudyKind.COMPARE,
@@ -154,10 +155,10 @@ def compare_function(
             shutil.rmtree(place, ignore_errors=True)
         if isinstance(error, Interrupted):
             raise KeyboardInterrupt(str(error)) from None
-        if isinstance(error, RecipeError):  # in the words of the command
+        if isinstance(error, RecipeError):  # its message names the options of the command
             raise ValueError(re.sub(r"--([a-z]+)", r"`\1`", str(error))) from None
         raise
-    if out is None:  # as long as somebody may ask for the page
+    if out is None:  # the page can be saved as long as the object exists
         weakref.finalize(compared, shutil.rmtree, place, ignore_errors=True)
     else:
         compared.save(folder)
@@ -165,25 +166,26 @@ def compare_function(
 
 
 def _settings(arms: Sequence[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What each arm passes to the function, as plain values."""
+    """The settings that each arm passes to the function, as plain values."""
     if isinstance(arms, str) or not isinstance(arms, (Sequence, Mapping)):
         raise TypeError(f"Expected `arms` to be a list or a mapping, but got {arms!r}.")
     named = arms if isinstance(arms, Mapping) else {arm: {} for arm in arms}
     if len(arms) < 2 or len(named) < len(arms):
-        raise ValueError(f"Expected `arms` to hold two different names or more, but got {arms!r}.")
+        raise ValueError(f"Expected `arms` to have at least two different names, but got {arms!r}.")
     plain = {}
     for arm, settings in named.items():
         try:
             plain[str(arm)] = json.loads(json.dumps(dict(settings)))
         except (TypeError, ValueError):
             raise TypeError(
-                f"Expected plain values (numbers, texts, lists) as settings of {arm!r}, but got "
-                f"{settings!r}; `train` gets the name of the arm, and can choose by it."
+                f"Expected plain values (numbers, strings, lists) as settings of {arm!r}, but got "
+                f"{settings!r}; `train` also gets the name of the arm and can use that instead."
             ) from None
         for key in ("seed", "arm"):
             if key in plain[str(arm)]:
                 raise ValueError(
-                    f"Expected settings other than {key!r}, which `train` gets anyway."
+                    f"Expected the settings of {arm!r} not to contain {key!r}, which `train` gets "
+                    "anyway, but got it."
                 )
     return plain
 
@@ -215,8 +217,8 @@ def _run(
         first = run_first(study, None, folder, execution)
         if metric is None and better is None and "metric" in first.repeated[0]:
             raise ValueError(
-                "Expected `metric`, the name of what `train` returns, such as 'accuracy' or "
-                "'loss', because it tells which is better, but got none."
+                "Expected `metric`, the name of the number that `train` returns, such as "
+                "'accuracy' or 'loss', but got none; the name shows whether higher is better."
             )
         chosen = first.metric(metric, margin=margin, better=better)
         study = replace(study, metric=chosen, margin=chosen.margin)

@@ -1,7 +1,7 @@
-"""What a run does: a typed recipe, from YAML and dotted overrides.
+"""The recipe: a typed description of a run, from YAML and dotted overrides.
 
-A recipe file holds only what it changes, below a header with its command, its hardware and the
-expected result. ``base: NAME`` starts from another recipe. Every other key is a field of
+A recipe file contains only the values that it changes, below a header with its command, hardware
+and expected result. ``base: NAME`` starts from another recipe. Every other key is a field of
 :class:`Recipe`. Unknown keys are rejected with a suggestion; all errors are reported together.
 """
 
@@ -45,28 +45,28 @@ Range = tuple[Positive, Positive]
 
 
 class RecipeError(ValueError):
-    """A recipe or an override that cannot be used; the message lists every error."""
+    """An invalid recipe or override; the message lists all errors."""
 
 
 # The keys of a recipe -----------------------------------------------------------------------------
-# The text in a field's annotation is what `powergrad train --keys` prints.
+# `powergrad train --keys` prints the text in the annotation of each field.
 
 
 class Section(BaseModel):
-    """A part of a recipe: it accepts no other keys, and does not change once made."""
+    """A part of a recipe: immutable, and without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class Data(Section):
-    """Which examples, and how they are augmented."""
+    """The data and their augmentation."""
 
     name: Annotated[str, "digits, fashion-mnist, cifar10 or folder:PATH"] = "digits"
     size: Annotated[Count | None, "side of an image (default: as stored; folders: 224)"] = None
     crop_padding: Annotated[Natural, "pad by this many pixels, then crop at random"] = 0
     flip: Annotated[bool, "mirror at random"] = False
-    scale: Annotated[Range, "folders: area of the random crop, as fractions"] = (0.08, 1.0)
-    ratio: Annotated[Range, "folders: aspect ratio of the random crop"] = (3 / 4, 4 / 3)
+    scale: Annotated[Range, "folders: range of the random crop's area, as fractions"] = (0.08, 1.0)
+    ratio: Annotated[Range, "folders: range of the random crop's aspect ratio"] = (3 / 4, 4 / 3)
     test_crop: Annotated[Share, "folders: side of the centre crop in tests, as a fraction"] = 0.875
     mixup: Annotated[NotNegative, "mixup's Beta parameter; 0 is off"] = 0.0
     cutmix: Annotated[NotNegative, "cutmix's Beta parameter; 0 is off"] = 0.0
@@ -74,17 +74,18 @@ class Data(Section):
     hold_out: Annotated[BelowOne, "test on this fraction of the training data instead"] = 0.0
     groups: Annotated[
         str | None,
-        "folders: regular expression; hold_out keeps images together whose paths have the same "
-        "match (of its first group, if any); no effect where hold_out is 0",
+        "folders: regular expression; images whose paths have the same match (of its first group, "
+        "if any) are held out together; no effect if hold_out is 0",
     ] = None
     limit: Annotated[Count | None, "use only this many training examples"] = None
 
     @model_validator(mode="before")
     @classmethod
     def _made_for(cls, values: Any) -> Any:
-        """Check ``only``, by which a recipe file names the data that it is made for.
+        """Check ``only``, with which a recipe file names the data that it is made for.
 
-        It begins `data.name`, or is ``any``. It is not kept: a run does not depend on it.
+        `data.name` must start with it, unless it is ``any``. It is not stored: a run does not
+        depend on it.
         """
         if not isinstance(values, Mapping) or "only" not in values:
             return values
@@ -97,15 +98,15 @@ class Data(Section):
                 f"expected the data that this recipe is made for, `--data.name {only}"
                 f"{'PATH' if only.endswith(':') else ''}`, but got none"
             )
-        other = "; for photographs there is the recipe `images`" if ":" in name else ""
+        other = "; for photographs, use the recipe `images`" if ":" in name else ""
         raise ValueError(
-            f"expected {only}{'PATH' if only.endswith(':') else ''}, which this recipe is made "
-            f"for, but got {name!r}{other}; to use this one anyway, add `--data.only any`"
+            f"expected {only}{'PATH' if only.endswith(':') else ''}, for which this recipe is "
+            f"made, but got {name!r}{other}; to use this recipe anyway, add `--data.only any`"
         )
 
     @property
     def title(self) -> str:
-        """The name of the data, for people: of a folder its own name, not its path.
+        """The name of the data for display; for a folder, its name without the path.
 
         Example:
             >>> Data(name="folder:/home/ann/photos/").title, Data(name="digits").title
@@ -138,13 +139,15 @@ class Data(Section):
 
 
 class Model(Section):
-    """Which network."""
+    """The network."""
 
     name: Annotated[str, "resnet18, seresnet50, resnet20, timm:NAME, ..."] = "resnet8"
     width: Annotated[Count | None, "channels of the first stage"] = None
     norm: Annotated[Literal["batch", "group", "none"], "normalisation"] = "batch"
-    stem: Annotated[Literal["imagenet", "small"] | None, "first layers (default: family's)"] = None
-    zero_init_residual: Annotated[bool, "residual branches begin at zero"] = False
+    stem: Annotated[
+        Literal["imagenet", "small"] | None, "first layers (default: depends on the network)"
+    ] = None
+    zero_init_residual: Annotated[bool, "initialise the last gain of each block to zero"] = False
     head_scale: Annotated[Positive, "factor of the classifier's initial weights"] = 1.0
 
 
@@ -157,13 +160,13 @@ class Factors(Section):
 
 
 class Optimizer(Section):
-    """The optimizer; its settings are multiplied by the factors of the parameter group."""
+    """The optimizer; `backbone` and `head` have factors for the two parameter groups."""
 
     name: Annotated[Literal["sgd", "adam", "adamw"], "which optimizer"] = "sgd"
     lr: Annotated[Positive, "peak learning rate"] = 0.4
     weight_decay: Annotated[NotNegative, "weight decay"] = 5e-4
     momentum: Annotated[BelowOne, "SGD's momentum"] = 0.9
-    nesterov: Annotated[bool, "Nesterov's form of momentum"] = True
+    nesterov: Annotated[bool, "Nesterov momentum"] = True
     betas: Annotated[tuple[Unit, Unit], "Adam's betas"] = (0.9, 0.999)
     eps: Annotated[Positive, "Adam's eps"] = 1e-8
     decay_all: Annotated[bool, "decay biases and normalisations too"] = True
@@ -183,7 +186,7 @@ class Optimizer(Section):
 
 
 class Schedule(Section):
-    """The learning rate over the epochs; it changes at every step."""
+    """The learning rate schedule; the rate is updated at every step."""
 
     name: Annotated[Literal["cosine", "step", "constant"], "its shape"] = "cosine"
     warmup_epochs: Annotated[NotNegative, "epochs of linear warm-up"] = 5.0
@@ -194,14 +197,16 @@ class Schedule(Section):
 
 
 class Loss(Section):
-    """Cross-entropy, and how its backward pass is altered."""
+    """Cross-entropy, and the change of its backward pass."""
 
     alpha: Annotated[Unit, "PGT's alpha; 1 is plain cross-entropy"] = 1.0
     alpha_schedule: Annotated[
-        Literal["constant", "linear", "cosine"], "how alpha rises to 1 over the epochs, if it does"
+        Literal["constant", "linear", "cosine"], "constant alpha, or its way to 1 over the epochs"
     ] = "constant"
-    label_smoothing: Annotated[BelowOne, "mass taken from the label"] = 0.0
-    smoothing: Annotated[Literal["pytorch", "paper"], "over all or the wrong classes"] = "pytorch"
+    label_smoothing: Annotated[BelowOne, "label smoothing"] = 0.0
+    smoothing: Annotated[
+        Literal["pytorch", "paper"], "smooth over all classes, or over the wrong ones only"
+    ] = "pytorch"
     form: Annotated[
         Literal["exact", "as_published"], "the equation, or the authors' hook (needs float16)"
     ] = "exact"
@@ -209,17 +214,17 @@ class Loss(Section):
 
 
 class Clip(Section):
-    """How gradients are clipped before a step, in this order; not at all by default."""
+    """Gradient clipping before each step, in this order; off by default."""
 
-    value: Annotated[Positive | None, "largest entry"] = None
+    value: Annotated[Positive | None, "largest absolute value of an element"] = None
     tensor_norm: Annotated[Positive | None, "largest norm of each tensor"] = None
     norm: Annotated[Positive | None, "largest norm of all gradients together"] = None
-    agc: Annotated[Positive | None, "adaptive: largest ratio to the weight's norm"] = None
-    agc_eps: Annotated[NotNegative, "AGC's floor of the weight's norm"] = 1e-3
+    agc: Annotated[Positive | None, "adaptive: largest ratio of gradient to weight norm"] = None
+    agc_eps: Annotated[NotNegative, "AGC: lower bound of the weight norm"] = 1e-3
 
 
 class Train(Section):
-    """How long, in what batches, in which precision."""
+    """Epochs, batches and precision."""
 
     epochs: Annotated[Count, "passes over the training data"] = 100
     batch_size: Annotated[Count, "examples per step, over all processes"] = 1024
@@ -230,39 +235,39 @@ class Train(Section):
     ] = "float32"
     ema: Annotated[float | None, Field(gt=0, lt=1), "decay of averaged weights"] = None
     channels_last: Annotated[bool, "memory format of images and weights"] = False
-    compile: Annotated[bool, "torch.compile"] = False
-    test_every: Annotated[Count, "epochs between tests; the last is always tested"] = 1
+    compile: Annotated[bool, "use torch.compile"] = False
+    test_every: Annotated[Count, "epochs between tests; the last epoch is always tested"] = 1
     test_batch_size: Annotated[Count | None, "default: batch_size"] = None
 
 
 class Monitor(Section):
-    """What is recorded about the filters."""
+    """The recording of filter norms."""
 
     every: Annotated[Natural, "steps between records of filter norms; 0 is off"] = 0
-    gradients: Annotated[bool, "also the norms of gradients"] = False
-    features: Annotated[bool, "also the features before the classifier"] = False
-    gains: Annotated[bool, "also the gains of normalisations"] = False
+    gradients: Annotated[bool, "also record the norms of gradients"] = False
+    features: Annotated[bool, "also record the features before the classifier"] = False
+    gains: Annotated[bool, "also record the gains of normalisations"] = False
 
 
 class Machine(Section):
-    """Where it runs. Nothing here changes the result, so it is not part of the run's key."""
+    """The machine. Nothing here changes the result, so it is not part of the run's key."""
 
     device: Annotated[str, "auto, cpu, cuda, cuda:1, ..."] = "auto"
-    threads: Annotated[Count | None, "threads of each process"] = None
-    workers: Annotated[Natural, "processes that decode images, for each process"] = 0
-    data_dir: Annotated[str | None, "where the data files are"] = None
+    threads: Annotated[Count | None, "threads per process"] = None
+    workers: Annotated[Natural, "image decoding processes per process"] = 0
+    data_dir: Annotated[str | None, "folder of the data files"] = None
     fingerprint: Annotated[
         Literal["times", "sizes", "contents"],
-        "folders: changed data are noticed by names and sizes, by times too, or by contents",
+        "folders: detect changed data by name, size and time, by name and size, or by content",
     ] = "times"
     checkpoint_seconds: Annotated[NotNegative, "seconds between checkpoints"] = 60.0
     checkpoint_steps: Annotated[Count | None, "steps between checkpoints"] = None
-    keep_best: Annotated[bool, "keep the weights of the best test accuracy"] = True
-    tensorboard: Annotated[bool, "also write TensorBoard's files"] = False
+    keep_best: Annotated[bool, "keep the weights with the best test accuracy"] = True
+    tensorboard: Annotated[bool, "also write TensorBoard files"] = False
 
 
 class Recipe(Section):
-    """Everything that decides what a run does. The defaults are the paper's common recipe.
+    """The complete description of a run. The defaults are the paper's common recipe.
 
     Example:
         >>> recipe = Recipe.model_validate({"loss": {"alpha": 0.3}, "seed": 4})
@@ -281,7 +286,9 @@ class Recipe(Section):
     train: Train = Train()
     monitor: Monitor = Monitor()
     machine: Machine = Machine()
-    seed: Annotated[int, Field(ge=0, lt=2**31), "initialisation, order, augmentation"] = 0
+    seed: Annotated[
+        int, Field(ge=0, lt=2**31), "seed of initialisation, data order and augmentation"
+    ] = 0
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
@@ -300,21 +307,23 @@ class Recipe(Section):
             ),
             (
                 data.mixup and data.cutmix,
-                "data.cutmix: expected 0 where data.mixup is given, but got both",
+                "data.cutmix: expected 0 if data.mixup is given, but got both",
             ),
             (
                 model.name.startswith("timm:") and model.norm != "batch",
-                "model.norm: expected no norm for a timm model, which has its own",
+                "model.norm: expected the default for a timm model, which has its own "
+                f"normalisation, but got {model.norm}",
             ),
             (
                 self.loss.form == "as_published" and train.precision != "float16",
-                "loss.form: expected train.precision float16 with as_published, which is right at "
-                f"one loss scale only, but got {train.precision}",
+                "loss.form: expected train.precision float16 with as_published, which is correct "
+                f"at one loss scale only, but got {train.precision}",
             ),
             (
                 agc is not None and agc <= decay and self.optimizer.name == "sgd",
                 f"clip.agc: expected more than optimizer.weight_decay of the backbone, {decay:g}, "
-                f"which otherwise outweighs every gradient until all weights vanish, but got {agc}",
+                "which would otherwise outweigh every gradient until all weights vanish, but got "
+                f"{agc}",
             ),
         ]
         if faults := [fault for is_wrong, fault in checks if is_wrong]:
@@ -323,10 +332,10 @@ class Recipe(Section):
 
     @property
     def key(self) -> str:
-        """The name of the run that this recipe makes: a hash of all values that are not defaults.
+        """The name of the run of this recipe: a hash of all values that are not defaults.
 
-        `machine` is left out. A new key with a neutral default leaves the names of older runs as
-        they are; a changed default needs a new `FORMAT`.
+        `machine` is excluded. A new key with a neutral default does not change the names of older
+        runs; a changed default needs a new `FORMAT`.
         """
         described = self.model_dump(mode="json", exclude={"machine"}, exclude_defaults=True)
         canonical = json.dumps(described, sort_keys=True, separators=(",", ":"))
@@ -344,11 +353,11 @@ class Recipe(Section):
         return values[key]
 
     def override(self, changes: Mapping[str, Any]) -> Recipe:
-        """This recipe with dotted keys changed: ``{"loss.alpha": 0.3}``."""
+        """A copy of this recipe with dotted keys changed, such as ``{"loss.alpha": 0.3}``."""
         return _validate(_merge(self.model_dump(), nest(changes)), "the overrides")
 
     def without_paths(self) -> Recipe:
-        """This recipe with the name of a folder in place of its path, for files that are shared."""
+        """A copy of this recipe with folder names instead of paths, for files that are shared."""
         folder = f"folder:{self.data.title}" if self.data.name.startswith("folder:") else None
         data = self.data.model_copy(update={"name": folder or self.data.name})
         machine = self.machine.model_copy(update={"data_dir": None})
@@ -360,13 +369,13 @@ class Recipe(Section):
 
     @classmethod
     def from_yaml(cls, text: str, source: str) -> Recipe:
-        """The complete recipe that :meth:`to_yaml` wrote."""
+        """Read a complete recipe that :meth:`to_yaml` wrote."""
         values = _parse(text, source)
         written = values.pop("format", FORMAT)
         if not isinstance(written, int) or written > FORMAT:
             raise RecipeError(
-                f"Expected {source} to be of format {FORMAT} or earlier, but got {written}; a "
-                "newer powergrad reads it."
+                f"Expected {source} to have format {FORMAT} or earlier, but got {written}; a "
+                "newer version of powergrad can read it."
             )
         return _validate(values, source)
 
@@ -420,7 +429,7 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(source: str | Path, changes: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe of a name or a YAML file, with dotted `changes`.
+    """Load a recipe by name or from a YAML file, with dotted `changes`.
 
     Args:
         source: The name of a recipe that comes with the package, or the path of a file.
@@ -430,7 +439,7 @@ def load_recipe(source: str | Path, changes: Mapping[str, Any] | None = None) ->
         The recipe.
 
     Raises:
-        RecipeError: If there is no such recipe, or anything in it or in `changes` is not right.
+        RecipeError: If there is no such recipe, or if the recipe or `changes` are invalid.
 
     Example:
         >>> load_recipe("digits", {"loss.alpha": 0.5}).loss.alpha
@@ -441,7 +450,7 @@ def load_recipe(source: str | Path, changes: Mapping[str, Any] | None = None) ->
 
 
 def default_recipe(changes: Mapping[str, Any]) -> str:
-    """The name of the recipe for the data that `changes` names, where no recipe was given.
+    """The name of the recipe for ``data.name`` in `changes`, if no recipe was given.
 
     Example:
         >>> default_recipe({"data.name": "folder:photos"}), default_recipe({"data.name": "cifar10"})
@@ -534,18 +543,18 @@ def _find(source: str) -> Any:
         raise RecipeError(f"Expected a recipe at {source!r}, but got no such file.")
     if source not in recipe_names():
         raise RecipeError(
-            f"Expected a recipe's name or a YAML file, but got {source!r}"
+            f"Expected the name of a recipe or a YAML file, but got {source!r}"
             f"{did_you_mean(source, recipe_names())}"
         )
     return RECIPES / f"{source}.yaml"
 
 
 def _read(source: str, readers: tuple[str, ...]) -> dict[str, Any]:
-    """The values of a recipe file over those of its base."""
+    """The values of a recipe file, merged into those of its base."""
     path = _find(source)
     name = str(path)
     if name in readers:
-        raise RecipeError(f"Expected `base` to end somewhere, but got a circle through {source!r}.")
+        raise RecipeError(f"Expected no cycle of `base`, but got one through {source!r}.")
     values = _parse(path.read_text(encoding="utf-8"), name)
     values.pop("format", None)
     base = values.pop("base", None)
@@ -568,7 +577,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
 
 
 def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`under` with the values of `over`, section by section."""
+    """`under`, updated with the values of `over` section by section."""
     sections = {
         key: _merge(under[key], value)
         for key, value in over.items()
@@ -582,7 +591,7 @@ def _validate(values: Mapping[str, Any], source: str) -> Recipe:
         return Recipe.model_validate(_with_numbers(values))
     except ValidationError as invalid:
         faults = [fault for error in invalid.errors() for fault in _explain(error)]
-        count = f"{len(faults)} faults" if len(faults) > 1 else "a fault"
+        count = f"{len(faults)} errors" if len(faults) > 1 else "an error"
         raise RecipeError("\n  ".join([f"Found {count} in {source}:", *faults])) from None
 
 
@@ -591,7 +600,7 @@ def _explain(error: Any) -> Iterable[str]:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         known = [name for name, *_ in describe_keys()]
-        yield f"{key}: expected a known key, but got this one{did_you_mean(key, known)}"
+        yield f"{key}: unknown key{did_you_mean(key, known)}"
     elif error["type"] == "value_error":
         for line in str(error["ctx"]["error"]).splitlines():
             yield f"{key}: {line}" if key else line
@@ -601,7 +610,7 @@ def _explain(error: Any) -> Iterable[str]:
 
 
 def _with_numbers(values: Any) -> Any:
-    """`values` with numbers for text such as ``1e-3``, which YAML 1.1 does not read as a number."""
+    """Convert strings such as ``1e-3``, which YAML 1.1 does not parse as numbers."""
     if isinstance(values, Mapping):
         return {key: _with_numbers(value) for key, value in values.items()}
     if isinstance(values, list):

@@ -65,11 +65,11 @@ class Processes:
 
 @contextlib.contextmanager
 def join_processes(device: str) -> Iterator[Processes]:
-    """Join the processes that torchrun started, or be the only one.
+    """Join the processes that torchrun started; without torchrun, there is only this one.
 
     Args:
         device: ``"auto"``, or an argument of :class:`torch.device`. With several GPUs, each process
-            takes the one of its local rank.
+            uses the GPU of its local rank.
 
     Raises:
         ValueError: If there is no such device.
@@ -91,8 +91,8 @@ def join_processes(device: str) -> Iterator[Processes]:
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(chosen)
-    # torchrun keeps one store over its restarts, and gloo would read in it the addresses of
-    # processes that have died (torch 2.13): every attempt gets a part of the store for itself.
+    # torchrun keeps one store over its restarts, from which gloo would read the addresses of dead
+    # processes (torch 2.13). So every attempt uses its own prefix.
     store, rank, world = next(iter(rendezvous("env://")))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(

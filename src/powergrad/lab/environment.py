@@ -1,4 +1,4 @@
-"""On what a run was made: versions, commit, hardware and command."""
+"""The environment of a run: versions, commit, hardware and command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["command_line", "commit_of", "describe_machine", "processor_name"]
 
 
 def describe_machine() -> dict[str, Any]:
-    """Versions, commit, hardware and command, for the record."""
+    """Versions, commit, hardware and command."""
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "powergrad": __version__,
@@ -36,13 +36,13 @@ def describe_machine() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command of this process, as it can be given again."""
+    """The command line of this process, quoted for a shell."""
     name = Path(sys.argv[0]).name
     return shlex.join(["powergrad" if name == "__main__.py" else name, *sys.argv[1:]])
 
 
 def commit_of(file: Path) -> str | None:
-    """The commit of the checkout that tracks `file`, with ``-dirty``; None where none does."""
+    """The commit of the checkout that tracks `file`, perhaps with ``-dirty``; None without one."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = ["git", *arguments]
@@ -57,7 +57,7 @@ def commit_of(file: Path) -> str | None:
 
 
 def processor_name() -> str:
-    """The processor's name."""
+    """The name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,17 +1,17 @@
-r"""A trained network in the files that others load, its head calibrated, with a model card.
+r"""Exports a trained network with a calibrated head to common file formats, with a model card.
 
 Training with PGT at ``alpha`` fits ``softmax(alpha z)``. An export multiplies the head by ``alpha``
-(or divides it by a fitted temperature), so that the softmax of the exported logits is calibrated;
-the predicted class is that of the trained network:
+(or divides it by a fitted temperature), so that the softmax of the exported logits is calibrated.
+The predicted classes do not change. The files are:
 
     model.safetensors   the weights of the network, for normalised images
-    model.pt2           torch.export's program: pixels from 0 to 255 in, logits out, any batch
-    model.onnx          the same for ONNX, checked by onnxruntime
-    preprocessing.json  how images must be prepared: crop, size, filter, range, mean and deviation
-    README.md           the card: recipe, data, results, how images are prepared and files loaded
+    model.pt2           the torch.export program: from pixels (0 to 255) to logits, any batch size
+    model.onnx          the same for ONNX, checked with onnxruntime
+    preprocessing.json  the preparation of images: crop, size, filter, range, mean and deviation
+    README.md           the card: recipe, data, results, image preparation, code to load the files
 
-The folder is written under another name, read back, compared with the network, and renamed: it is
-complete, or not there.
+The folder is written under another name, read back, compared with the network, and renamed, so it
+is complete or absent.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ __all__ = ["Exported", "export_run"]
 FILES = {"safetensors": "model.safetensors", "torch": "model.pt2", "onnx": "model.onnx"}
 CARD, PREPROCESSING = "README.md", "preprocessing.json"
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-TOLERANCE = 1e-5  # of the largest logit, and of 1 where that is less
-TRACED = 2  # images that graphs are traced with; they are checked with other numbers
+TOLERANCE = 1e-5  # relative to the largest logit, or to 1 if that is smaller
+TRACED = 2  # the batch size for tracing; the graphs are checked with other batch sizes
 
 Metadata = dict[str, str]
 Forward = Callable[[Tensor], Tensor]
@@ -56,13 +56,13 @@ Forward = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote.
+    """The result of an export.
 
     Attributes:
-        folder: Where.
+        folder: The folder.
         files: The names of the files, the card last.
-        temperature: What is folded into the head: logits are the trained ones divided by it.
-        results: The measures of each row of the card's table, by the name of the row.
+        temperature: The temperature folded into the head, by which the logits were divided.
+        results: The metrics of each row of the card's table, by the name of the row.
     """
 
     folder: Path
@@ -80,25 +80,26 @@ def export_run(
     force: bool = False,
     data_dir: str | None = None,
 ) -> Exported:
-    """Write the network of a run as files to deploy, calibrated, with a card.
+    """Export the network of a run, calibrated, with a model card.
 
     Args:
-        source: The folder of a finished run; or a file of weights in a run's folder.
-        out: The folder to write, by default ``export`` in the run's.
-        formats: Of ``safetensors``, ``torch`` (torch.export) and ``onnx``.
-        temperature: What the head is divided by: ``"alpha"`` for ``1 / alpha``; ``"fitted"`` for
-            the one of least NLL on images that were not trained on; ``"none"``; or a number.
+        source: The folder of a finished run, or a file of weights in the folder of a run.
+        out: The folder to write, by default ``export`` in the folder of the run.
+        formats: One or more of ``safetensors``, ``torch`` (torch.export) and ``onnx``.
+        temperature: The divisor of the head: ``"alpha"`` for ``1 / alpha``; ``"fitted"`` for the
+            temperature with the smallest NLL on images not used for training; ``"none"``; or a
+            number.
         force: Replace an existing export.
-        data_dir: Where the data files are, if not where the recipe says.
+        data_dir: The folder of the data files, if it differs from the recipe.
 
     Returns:
-        What was written.
+        The folder, the files and the results.
 
     Raises:
-        RunError: If `source` is no run or an unfinished one, `out` cannot be written, or the logits
-            of a file differ from the network's; nothing is written then.
-        ValueError: If an argument is not one of those above, alpha is 0 and asked for, or the head
-            cannot be scaled.
+        RunError: If `source` is not a finished run, `out` cannot be written, or the logits of a
+            file differ from those of the network. Nothing is written then.
+        ValueError: If an argument is invalid, alpha is 0 and should be folded, or the head cannot
+            be scaled.
         ImportError: If the packages for ONNX are missing.
     """
     formats = _check_formats(formats)
@@ -162,12 +163,12 @@ class Deployed(nn.Module):
         return self.network((pixels - self.mean) * self.scale)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """The pixels that normalised images were made from: exactly, as these are integers."""
+        """The pixels of normalised images; rounding to integers makes them exact."""
         return (images / self.scale + self.mean).round()
 
 
 def normalisation(split: Split) -> tuple[Tensor, Tensor]:
-    """The mean that a split subtracts from its pixels, and what it then multiplies them by."""
+    """The mean that a split subtracts from its pixels, and the factor that it then applies."""
     if isinstance(split, MemorySplit):
         return split.mean, split.scale
     from powergrad.lab.data.folder import MEAN, STD
@@ -177,7 +178,7 @@ def normalisation(split: Split) -> tuple[Tensor, Tensor]:
 
 
 def _metadata(trained: Trained, data: Datasets, deployed: Deployed, temperature: float) -> Metadata:
-    """What every file says about itself: text only, lists as JSON."""
+    """The metadata of every file: strings only, lists as JSON."""
     mean, std = deployed.mean.flatten().tolist(), (1 / deployed.scale.flatten()).tolist()
     return {
         "powergrad_version": __version__,
@@ -198,12 +199,12 @@ def _check_formats(formats: Sequence[str]) -> list[str]:
     for name in formats or [""]:
         if name not in FILES:
             got = f"{name!r}{did_you_mean(name, FILES)}" if name else "none."
-            raise ValueError(f"Expected `format` to be of {', '.join(FILES)}, but got {got}")
+            raise ValueError(f"Expected `format` to be among {', '.join(FILES)}, but got {got}")
     missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
     if "onnx" in formats and missing:
         raise ImportError(
-            f"Expected {', '.join(missing)} to be installed for the format onnx, but got none: "
-            "`pip install 'powergrad[export]'`; or choose `--format safetensors,torch`."
+            f"Expected {', '.join(missing)} to be installed for the format onnx, but got none; "
+            "`pip install 'powergrad[export]'`, or choose `--format safetensors,torch`."
         )
     return [name for name in FILES if name in formats]
 
@@ -216,7 +217,7 @@ def _check_temperature(wanted: str | float, trained: Trained) -> str | float:
         got = "0" if trained.factor == 0 else f"a checkpoint under the schedule {schedule}"
         raise ValueError(
             "Expected alpha to be constant and above 0 to fold it into the head, but got "
-            f"{got}: choose the temperature fitted, none or a number."
+            f"{got}; choose the temperature fitted, none or a number."
         )
     try:
         number = float(wanted)
@@ -237,12 +238,12 @@ def _check_place(place: Path, force: bool) -> None:
     foreign = sorted(names - {*FILES.values(), PREPROCESSING, CARD})
     if foreign:
         raise RunError(
-            f"Expected {str(place)!r} to be new, or an export to replace, but got a folder with "
-            f"{foreign[0]!r} in it."
+            f"Expected {str(place)!r} to be new, or an export to replace, but got a folder that "
+            f"contains {foreign[0]!r}."
         )
     if names and not force:
         raise RunError(
-            f"Expected {str(place)!r} to be new, but got an existing export: choose another "
+            f"Expected {str(place)!r} to be new, but got an existing export; choose another "
             "`--out`, or replace it with `--force`."
         )
 
@@ -252,7 +253,7 @@ def _check_place(place: Path, force: bool) -> None:
 
 @contextlib.contextmanager
 def _written_whole(place: Path) -> Iterator[Path]:
-    """A fresh folder that becomes `place` if all goes well, and is removed if not."""
+    """Yield a temporary folder that becomes `place` on success and is removed on failure."""
     place = place.resolve()
     fresh, old = (place.with_name(f".{place.name}.{word}") for word in ("partial", "old"))
     try:
@@ -282,13 +283,13 @@ def _written_whole(place: Path) -> Iterator[Path]:
 def _write(
     folder: Path, formats: list[str], deployed: Deployed, metadata: Metadata, data: Datasets
 ) -> None:
-    """Write the files, read each back, and compare its logits for real images."""
+    """Write the files, read each back, and compare its logits on real images."""
     (images, _), _ = next(data.test.test_batches(64))
     pixels = deployed.pixels(images)
     with torch.no_grad():
         expected = deployed(pixels)
     with warnings.catch_warnings():
-        # PyTorch 2.13's own use of what it deprecates.
+        # PyTorch 2.13 itself uses an API that it deprecates.
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)", FutureWarning)
         program: Any = None
         if formats != ["safetensors"]:
@@ -307,7 +308,7 @@ def _write(
 
 
 def _write_weights(path: Path, deployed: Deployed, metadata: Metadata) -> Forward:
-    """Write the file, and return what it computes when it is loaded; so do those that follow."""
+    """Write the file, load it, and return its forward function; as do the next functions."""
     weights = {key: value.contiguous() for key, value in deployed.network.state_dict().items()}
     path.write_bytes(save(weights, {"format": "pt", **metadata}))
     again = copy.deepcopy(deployed)
@@ -342,13 +343,13 @@ def _onnx_runner(path: Path) -> Forward:
 
 
 def _check_logits(name: str, forward: Forward, pixels: Tensor, expected: Tensor) -> None:
-    """Refuse a file whose logits differ from the network's, for several sizes of batch."""
+    """Refuse a file whose logits differ from those of the network, for several batch sizes."""
     bound = TOLERANCE * max(1.0, expected.abs().max().item())
     for count in (1, 3, len(pixels)):
         with torch.no_grad():
             error = (forward(pixels[:count]) - expected[:count]).abs().max().item()
         if not error <= bound:
             raise RunError(
-                f"Expected {name} to give the network's logits to {bound:.1e}, but got a "
-                f"difference of {error:.1e} in a batch of {count}; nothing was written."
+                f"Expected the logits of {name} to equal those of the network to {bound:.1e}, but "
+                f"got a difference of {error:.1e} in a batch of {count}; nothing was written."
             )

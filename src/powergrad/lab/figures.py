@@ -1,4 +1,4 @@
-"""Plots, from finished studies and run folders only."""
+"""Plots of finished studies and run folders."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from powergrad.lab.words import short_key
 
 __all__ = ["COLOURS", "draw_study", "save", "study_figure", "sweep_figure"]
 
-# Okabe and Ito's colours, which people with any common colour blindness can tell apart.
+# The palette of Okabe and Ito, which is safe for common colour blindness.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure whole, or not at all; the ending of `path` says in which format."""
+    """Write a figure atomically, in the format of the suffix of `path`."""
     kind = path.suffix.removeprefix(".")
     write_atomically(path, lambda file: figure.savefig(file, format=kind, dpi=150))
     plt.close(figure)
 
 
 def draw_study(results: Results, path: Path, note: str = "") -> None:
-    """Draw a study: a sweep over numbers as lines, everything else arm by arm."""
+    """Draw a study: a sweep over numbers as lines, any other study with one row per arm."""
     keys = results.grid.values.keys() if results.grid else ()
     arms = results.study.arms.values() if results.study else ()
-    is_whole = all(changes.keys() >= set(keys) for changes in arms)  # not one of several grids
+    is_whole = all(changes.keys() >= set(keys) for changes in arms)  # a single grid
     is_line = results.grid is not None and results.grid.is_numeric and is_whole
     save((sweep_figure if is_line else study_figure)(results, note), path)
 
@@ -44,12 +44,12 @@ def _label(metric: Metric) -> str:
 
 
 def _literal(text: str) -> str:
-    """A text with dollar signs, which matplotlib would take for mathematics."""
+    """Escape dollar signs, which matplotlib would interpret as mathematics."""
     return text.replace("$", r"\$")
 
 
 def study_figure(results: Results, note: str = "") -> Any:
-    """The runs of every arm, and the differences from the baseline with their intervals."""
+    """The runs of each arm, and the differences from the baseline with their intervals."""
     arms = results.arms
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(9.5, 1.4 + 0.45 * len(arms)), sharey=True, layout="constrained"
@@ -87,7 +87,7 @@ def study_figure(results: Results, note: str = "") -> Any:
 
 
 def sweep_figure(results: Results, note: str = "") -> Any:
-    """The metric over the first key of a grid, one line per point of the others."""
+    """The metric over the first key of a grid, with one line per combination of the other keys."""
     assert results.study is not None
     assert results.grid is not None
     key, *others = list(results.grid.values)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and JSON without NaN."""
+"""Atomic writing of files, and JSON without NaN."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["FileError", "json_safe", "write_atomically", "write_csv", "write_jso
 
 
 class FileError(RuntimeError):
-    """A file that cannot be written; the message says why, and what is still intact."""
+    """A file that cannot be written; the message states why, and what is still intact."""
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Make `path` hold what `write` writes, or leave it as it was.
+    """Write a file completely, or leave it unchanged.
 
     Args:
         path: The file.
-        write: Called with a file that is open for writing bytes.
+        write: A function that writes the content to an open binary file.
 
     Raises:
-        FileError: If the disk is full, or the folder may not be written.
+        FileError: If the disk is full, or the folder is not writable.
     """
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -39,7 +39,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         os.replace(fresh, path)
         _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
-        # torch.save fails once more while it closes, and so hides the system's own error.
+        # torch.save fails again while closing, which hides the error of the operating system.
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
@@ -59,16 +59,16 @@ def _sync_folder(folder: Path) -> None:
 
 def explain_os_error(error: OSError, path: Path) -> str:
     """An error of the operating system as a message for the user."""
-    intact = "what was there before is intact"
+    intact = "existing files are intact"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"Expected room for {str(path)!r}, but the disk is full; {intact}."
+        return f"Expected disk space for {str(path)!r}, but the disk is full; {intact}."
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"Expected to be allowed to write {str(path)!r}, but got: {error.strerror}."
+        return f"Expected permission to write {str(path)!r}, but got: {error.strerror}."
     return f"Expected to write {str(path)!r}, but got: {error}; {intact}."
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` as UTF-8; characters that UTF-8 lacks (from odd file names) become ``?``."""
+    """Write `text` as UTF-8; characters that cannot be encoded become ``?``."""
     data = text.encode("utf-8", "replace")
     write_atomically(path, lambda file: file.write(data))
 
@@ -79,7 +79,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with None in place of NaN and infinity, which JSON does not have.
+    """`value` with None for NaN and infinity, which JSON does not have.
 
     Example:
         >>> json_safe({"loss": [1.0, float("nan")]})
@@ -95,7 +95,7 @@ def json_safe(value: Any) -> Any:
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Rows as CSV; what is not among the columns is left out."""
+    """Rows as CSV; keys that are not among the columns are ignored."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -104,6 +104,6 @@ def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write rows as CSV; returns `path`."""
+    """Write rows as CSV; return `path`."""
     write_text(path, csv_text(columns, rows))
     return path

@@ -1,6 +1,6 @@
-"""What the words of results mean: the one source of the page's explanations and of the docs' page.
+"""The definitions of terms: for the tooltips of the HTML page and for docs/glossary.md.
 
-``python -m powergrad.lab.glossary > docs/glossary.md`` writes the page; a test compares the two.
+``python -m powergrad.lab.glossary > docs/glossary.md`` writes the latter; a test compares the two.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ class Term(NamedTuple):
 
     Attributes:
         name: Its name.
-        meaning: What it means.
-        words: Other words by which texts call it.
-        alone: Whether the name is the term only where it stands alone, since it is a word of
-            everyday language, too.
+        meaning: Its definition.
+        words: Other forms of it in texts.
+        alone: Whether only a text that consists of the name is explained, because the name is also
+            an everyday word.
     """
 
     name: str
@@ -30,53 +30,54 @@ class Term(NamedTuple):
 TERMS = (
     Term(
         "alpha",
-        "The exponent of PGT, from 0 to 1. 1 is plain cross-entropy; the smaller alpha is, the "
-        "flatter is the softmax that the backward pass uses.",
+        "The exponent of PGT, from 0 to 1. At 1 it is plain cross-entropy. The smaller alpha is, "
+        "the flatter is the softmax in the backward pass.",
         ("α",),
     ),
     Term(
         "PGT",
-        "PowerGrad Transform: cross-entropy whose gradient is computed with softmax(alpha z) in "
-        "place of softmax(z). The value of the loss stays the same.",
+        "PowerGrad Transform: cross-entropy whose gradient is computed with softmax(alpha z) "
+        "instead of softmax(z). The value of the loss does not change.",
     ),
     Term(
         "AGC",
-        "Adaptive gradient clipping: limits each filter's gradient to a fraction of its weight's "
-        "norm.",
+        "Adaptive gradient clipping: limits the norm of each filter's gradient to a fraction of "
+        "the norm of its weights.",
     ),
     Term(
         "arm",
-        "One of the trainings that are compared: the recipe with a named change.",
+        "One of the variants that are compared: the recipe with a named change.",
         ("arms",),
     ),
-    Term("baseline", "The arm that all others are compared with."),
+    Term("baseline", "The arm with which all others are compared."),
     Term(
         "seed",
-        "The number that decides a run's initial weights, order of images and augmentation. Runs "
-        "that differ only in the seed show how much results vary by chance.",
+        "The number that determines the initial weights, the order of the images and the "
+        "augmentation of a run. Runs that differ only in the seed show how much results vary by "
+        "chance.",
         ("seeds",),
     ),
     Term(
         "control",
         "An arm that has one part of PGT's effect without PGT, such as less-decay or head-lr. If "
-        "it gains as much, that part explains the gain.",
+        "it improves the metric as much, that part explains the improvement.",
         ("controls",),
     ),
     Term(
         "margin",
-        "The largest difference that does not matter to you. It decides when two arms are called "
-        "equivalent.",
+        "The largest difference that does not matter to you. Two arms are equivalent if their "
+        "difference is certainly smaller.",
     ),
     Term(
         "95% interval",
-        "The differences that the runs leave plausible. It is corrected for all arms and looks: "
-        "with 95% confidence, all intervals of the study contain the true differences.",
+        "The range of differences that are compatible with the runs. It is corrected for all arms "
+        "and looks: with 95% confidence, all intervals of the study contain the true differences.",
         ("interval", "intervals"),
     ),
     Term(
         "p-value",
-        "How often chance alone would make a difference at least this large, if there were none; "
-        "corrected for all arms and looks. Below 0.05 the interval excludes 0.",
+        "The probability of a difference at least this large by chance, if there is no true "
+        "difference; corrected for all arms and looks. Below 0.05, the interval excludes 0.",
         ("p =", "p <"),
     ),
     Term(
@@ -98,65 +99,65 @@ TERMS = (
     ),
     Term(
         "not settled",
-        "The interval contains 0 and reaches beyond the margin: these runs cannot tell. It is no "
-        "evidence that the arms are equal.",
+        "The interval contains 0 and extends beyond the margin, so these runs do not decide. This "
+        "is not evidence that the arms are equal.",
     ),
     Term(
         "look",
-        "A point at which results are judged, such as after 8, 12 and 16 seeds. Looks are planned "
-        "in advance, because every look is one more chance to be wrong.",
+        "A point at which the results are tested, such as after 8, 12 and 16 seeds. Looks are "
+        "planned in advance, because every look is one more chance of a false result.",
         ("looks",),
     ),
     Term(
         "standard deviation",
-        "How much single runs scatter around their mean.",
+        "How much individual runs vary around their mean.",
         ("±",),
     ),
     Term(
         "held out",
-        "Training images that are kept aside to choose settings, so that the test images decide "
-        "nothing.",
+        "Training images that are set aside to choose settings, so that the test images have no "
+        "influence on the choice.",
         ("held-out",),
     ),
     Term(
         "repeat",
-        "One independent tuning of every arm, and its winner run on fresh seeds.",
+        "One independent tuning of every arm; its best settings are then run with new seeds.",
         ("repeats",),
     ),
     Term(
         "at the edge",
-        "The best value that was tried is the smallest or the largest one, so a better one may lie "
+        "The best value is the smallest or the largest one that was tried, so a better one may lie "
         "beyond.",
         ("at an edge",),
     ),
     Term(
         "diverged",
-        "The loss became infinite or not a number. Such a run counts as guessing.",
+        "The loss became infinite or NaN. Such a run counts as random guessing.",
     ),
-    Term("top 5", "How often the right class is among the five likeliest."),
+    Term("top 5", "How often the correct class is among the five most likely ones."),
     Term(
         "NLL",
         "Negative log-likelihood: the mean cross-entropy on the test images. Smaller is better.",
     ),
     Term(
         "ECE",
-        "Expected calibration error: how far confidence and accuracy are apart, on average. 0 is "
+        "Expected calibration error: the average difference between confidence and accuracy. 0 is "
         "perfect.",
     ),
     Term(
         "at 1/α",
-        "Computed with logits multiplied by alpha (temperature 1/alpha), where networks trained "
-        "with PGT are calibrated.",
+        "Computed with the logits multiplied by alpha (temperature 1/alpha), at which networks "
+        "trained with PGT are calibrated.",
         ("at 1/alpha", "temperature 1/α"),
     ),
-    Term("logit norm", "The mean length of the vector of logits. PGT makes logits grow."),
+    Term("logit norm", "The mean norm of the vector of logits. With PGT, logits become larger."),
     Term(
         "dead units",
-        "Filters or features that have vanished: their weights are near zero or they are never "
+        "Filters or features that have vanished: their weights are near zero, or they are never "
         "active.",
         ("dead", "dead filters"),
     ),
-    Term("census", "The count of dead units, by layer."),
+    Term("census", "The number of dead units per layer."),
 )
 
 
@@ -165,8 +166,8 @@ def markdown() -> str:
     lines = [
         "# Glossary",
         "",
-        "The words of verdicts, tables and pages. On the page of a study each of them has the same",
-        "explanation, shown when the pointer or the keyboard's focus is on it.",
+        "The terms of verdicts, tables and pages. The page of a study shows the same definitions",
+        "when the pointer or the keyboard focus is on a term.",
         "",
     ]
     lines += [f"- **{term.name}**: {term.meaning}" for term in TERMS]

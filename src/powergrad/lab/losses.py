@@ -1,9 +1,9 @@
-"""The losses that a recipe can train with: the equation, and the hook that the authors published.
+"""The losses of a recipe: the paper's equation, and the hook that the authors published.
 
-The authors' hook is here to reproduce their runs only. It rebuilds the probabilities from the
+The authors' hook is here only to reproduce their runs. It recomputes the probabilities from the
 gradient at the logits, and divides that gradient by the batch size where it should multiply. It is
-right only where the loss scale is the square of the rows per device, and in float16 it takes small
-probabilities for 0 (see docs/audit.md). So it makes sense with ``train.precision: float16`` alone.
+correct only if the loss scale is the square of the rows per device, and in float16 it treats small
+probabilities as 0 (see docs/audit.md). So it makes sense only with ``train.precision: float16``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["as_published_cross_entropy", "published_hook", "training_loss"]
 
 
 def training_loss(config: Loss, num_classes: int) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """The loss that a recipe asks for.
+    """The loss of a recipe.
 
     Args:
-        config: The recipe's section.
-        num_classes: How many classes there are, for the paper's form of label smoothing.
+        config: The section `loss` of the recipe.
+        num_classes: The number of classes, for the paper's form of label smoothing.
 
     Returns:
         The function ``(logits, labels, alpha) -> loss``, a mean over the rows.
@@ -71,24 +71,24 @@ def published_hook(grad: Tensor, targets: Tensor, alpha: float) -> Tensor:
 def as_published_cross_entropy(
     logits: Tensor, labels: Tensor, *, alpha: float, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Mean cross-entropy whose gradient goes through the authors' hook.
+    """Mean cross-entropy with the authors' hook on its gradient.
 
-    As in the authors' code, the hook sees the gradient with every factor that a loss scaler or
-    gradient accumulation multiplied in. Logits of 16 bits are widened for the loss, as autocast
-    does on CUDA, so that the gradient is rounded to 16 bits just before the hook.
+    As in the authors' code, the hook sees the gradient including the factors of a loss scaler and
+    of gradient accumulation. 16-bit logits are widened for the loss, as autocast does on CUDA, so
+    the gradient is rounded to 16 bits just before the hook.
 
     Args:
         logits: ``(rows, classes)``.
         labels: Class indices, ``(rows,)``.
-        alpha: Above 0; 1 is cross-entropy, without the hook.
-        label_smoothing: Mass that is spread over all classes.
+        alpha: Above 0; 1 is cross-entropy without the hook.
+        label_smoothing: The probability mass that is spread over all classes.
 
     Returns:
         The mean of the cross-entropies, a scalar.
 
     Raises:
-        ValueError: If `alpha` is 0, which in the authors' code means no hook, or outside of (0, 1];
-            or if `labels` are not class indices, which the hook does not support.
+        ValueError: If `alpha` is outside (0, 1] (in the authors' code, 0 means no hook); or if
+            `labels` are not class indices, the only labels that the hook supports.
 
     Example:
         >>> logits = torch.zeros(4, 10, requires_grad=True)
@@ -115,7 +115,7 @@ def as_published_cross_entropy(
             targets = (1 - label_smoothing) * one_hot + label_smoothing / classes
             return published_hook(grad, targets, alpha)
 
-        logits = logits.view_as(logits)  # the hook stays off the caller's tensor
+        logits = logits.view_as(logits)  # does not register the hook on the caller's tensor
         logits.register_hook(hook)
     with torch.autocast(logits.device.type, enabled=False):
         wide = logits if logits.dtype == torch.float64 else logits.float()

@@ -1,14 +1,14 @@
 r"""The paper's networks: ResNets, with and without squeeze-and-excitation or normalisation.
 
-Two families. **ImageNet's** (He et al., 2015, table 1) has four stages, 18 to 152 layers, and
-projects a shortcut whose shape changes. **CIFAR's** (section 4.2 there) has three stages of ``n``
-basic blocks, ``6 n + 2`` layers, and shortcuts without parameters: option A, which takes every
-other pixel and fills the new channels with zeros. (50 and 152 are of the form ``6 n + 2`` too;
-those names are ImageNet's.)
+There are two families. The **ImageNet** family (He et al., 2015, table 1) has four stages, 18 to
+152 layers, and a projection in shortcuts that change the shape. The **CIFAR** family (section 4.2
+there) has three stages of ``n`` basic blocks, ``6 n + 2`` layers, and shortcuts without parameters:
+option A, which takes every other pixel and fills the new channels with zeros. (50 and 152 also have
+the form ``6 n + 2``; these names belong to the ImageNet family.)
 
-Parameters are named as in timm and torchvision, so that their weights load. Modules are registered
-in timm's order, a block's downsampling convolution last. `powergrad.census` numbers layers in that
-order, which for ResNet-18 is the paper's numbering.
+Parameters are named as in timm and torchvision, so that their weights can be loaded. Modules are
+registered in timm's order, with the downsampling convolution of a block last. `powergrad.census`
+numbers layers in that order, which for ResNet-18 is the paper's numbering.
 
 References: He, Zhang, Ren, Sun, *Deep Residual Learning for Image Recognition*, 2015. Hu, Shen,
 Sun, *Squeeze-and-Excitation Networks*, 2018. Wu, He, *Group Normalization*, 2018.
@@ -32,13 +32,13 @@ Norm = Literal["batch", "group", "none"]
 Stem = Literal["imagenet", "small"]
 Layer = tuple[int, int, int]  # output channels, kernel and stride of a convolution
 
-CIFAR_DEPTHS = (8, 14, 20, 32, 44, 56, 110)  # those with a name; any other 6 n + 2 works as well
+CIFAR_DEPTHS = (8, 14, 20, 32, 44, 56, 110)  # listed by name; any other 6 n + 2 works as well
 
 
 def model_names() -> list[str]:
-    """The networks that `create_model` makes by name.
+    """The names of the networks of `create_model`.
 
-    It also makes any other depth ``6 n + 2`` of the CIFAR family, and ``timm:NAME``.
+    It also supports any other depth ``6 n + 2`` of the CIFAR family, and ``timm:NAME``.
 
     Example:
         >>> [name for name in model_names() if name.endswith("18")]
@@ -58,29 +58,29 @@ def create_model(
     stem: Stem | None = None,
     zero_init_residual: bool = False,
 ) -> nn.Module:
-    """Make a network by its name, with weights drawn from PyTorch's default generator.
+    """Create a network by name; the weights are drawn from PyTorch's default generator.
 
     Args:
         name: One of :func:`model_names`, ``resnetN`` or ``seresnetN`` with N = 6 n + 2, or
-            ``timm:NAME`` for any network of timm, where that is installed.
+            ``timm:NAME`` for any network of timm, if it is installed.
         num_classes: The number of logits.
-        in_channels: The channels of an image.
-        width: The channels of the first stage, by default 64, and 16 for the CIFAR family. Every
-            stage doubles them; the output of a bottleneck block has four times as many.
-        norm: ``"batch"``; ``"group"``, with 32 groups, or the largest divisor of the channels that
-            is not above 32 (up to 32 channels that is one group per channel, which takes a map of
-            one pixel to zero); or ``"none"``, where convolutions have no bias either.
-        stem: ``"imagenet"`` is a 7x7 convolution of stride 2 and a max-pooling, for large images;
-            ``"small"`` a 3x3 convolution that keeps the size. By default the family's own. The
-            CIFAR family has only ``"small"``.
-        zero_init_residual: Whether the last gain of each block starts at 0.
+        in_channels: The number of channels of an image.
+        width: The number of channels of the first stage, by default 64, or 16 for the CIFAR family.
+            Every stage doubles it; the output of a bottleneck block has four times as many.
+        norm: ``"batch"``; ``"group"``, with 32 groups, or the largest divisor of the channels up to
+            32 (with up to 32 channels this is one group per channel, which maps a single pixel to
+            zero); or ``"none"``, in which case convolutions have no bias either.
+        stem: ``"imagenet"``, a 7x7 convolution of stride 2 and max-pooling, for large images; or
+            ``"small"``, a 3x3 convolution that keeps the size. The default depends on the family;
+            the CIFAR family has only ``"small"``.
+        zero_init_residual: Whether the last gain of each block is initialised to 0.
 
     Returns:
-        The network, ``(batch, in_channels, height, width)`` to ``(batch, num_classes)``.
+        The network, from ``(batch, in_channels, height, width)`` to ``(batch, num_classes)``.
 
     Raises:
         ValueError: If there is no such network, or an argument does not apply to it.
-        ImportError: If ``timm:NAME`` is asked for and timm cannot be imported.
+        ImportError: For ``timm:NAME``, if timm cannot be imported.
 
     Example:
         >>> model = create_model("resnet20", num_classes=10)
@@ -116,8 +116,8 @@ def create_model(
         ):
             if value != default:
                 raise ValueError(
-                    f"Expected `{argument}` to be left at {default!r} for {name!r}, which timm "
-                    f"defines, but got {value!r}."
+                    f"Expected `{argument}` to be {default!r} for {name!r}, which timm defines, "
+                    f"but got {value!r}."
                 )
         return _from_timm(name.removeprefix("timm:"), num_classes, in_channels)
 
@@ -147,7 +147,7 @@ def create_model(
 def _from_timm(name: str, num_classes: int, in_channels: int) -> nn.Module:
     try:
         timm = importlib.import_module("timm")
-    except (ImportError, RuntimeError) as error:  # missing, or torchvision is for another torch
+    except (ImportError, RuntimeError) as error:  # missing, or torchvision does not match torch
         raise ImportError(
             f"Expected timm to be importable for 'timm:{name}' (`pip install timm`), but got: "
             f"{error}"
@@ -166,8 +166,8 @@ def _from_timm(name: str, num_classes: int, in_channels: int) -> nn.Module:
 class ResNet(nn.Module):
     """A stem, stages of residual blocks (``layer1``, ``layer2``, ...) and a classifier (``fc``).
 
-    The arguments are those of :func:`create_model`, the convolutions of a block as a function of
-    its width and stride, and the number of blocks in each stage.
+    `layers` returns the convolutions of a block for its width and stride, and `blocks` is the
+    number of blocks per stage. The other arguments are those of :func:`create_model`.
     """
 
     def __init__(
@@ -209,13 +209,13 @@ class ResNet(nn.Module):
 
     def _initialise(self, zero_init_residual: bool) -> None:
         # He's normal initialisation over the fan-out, as in timm and torchvision: a convolution and
-        # its ReLU keep the mean square of the gradient in the backward pass, and, with as many
-        # channels out as in and stride 1, that of the activations in the forward pass.
+        # its ReLU preserve the mean square of the gradient in the backward pass and, with equal
+        # input and output channels and stride 1, that of the activations in the forward pass.
         #
-        # Normalisation then brings each branch to variance 1. Without it (norm "none") a block adds
-        # to its input a branch of about the same size, so that the mean square nearly doubles with
-        # each block, except in those with a projection, which lose some: for 64x64 noise it is 5 in
-        # the last stage of ResNet-18, 300 in ResNet-34, 1e8 in ResNet-101 and in ResNet-56.
+        # Normalisation then scales each branch to variance 1. Without it (norm "none") a block adds
+        # a branch of about the same size to its input, so the mean square nearly doubles with each
+        # block, except for blocks with a projection: for 64x64 noise it is 5 in the last stage of
+        # ResNet-18, 300 in ResNet-34, and 1e8 in ResNet-101 and ResNet-56.
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -224,15 +224,15 @@ class ResNet(nn.Module):
 
 
 class Style(NamedTuple):
-    """What all blocks of a network have in common."""
+    """The properties that all blocks of a network share."""
 
     normalise: Callable[[int], nn.Module]
     se: bool  # squeeze-and-excitation
-    project: bool  # whether a shortcut between shapes is a convolution; else it pads with zeros
+    project: bool  # whether shortcuts that change the shape are convolutions or pad with zeros
 
 
 class Block(nn.Module):
-    """A branch of convolutions (``conv1``, ``bn1``, ``conv2``, ...), and its input added to it."""
+    """A branch of convolutions (``conv1``, ``bn1``, ``conv2``, ...) plus its input."""
 
     def __init__(self, channels: int, layers: Sequence[Layer], style: Style) -> None:
         super().__init__()
@@ -250,8 +250,8 @@ class Block(nn.Module):
             self.downsample = ZeroPad(out - channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Only the sum is rectified in place: in place on a module's output, hooks that replace it
-        # (`powergrad.alter_output`, full backward hooks) would be refused by autograd.
+        # Only the sum is rectified in place: autograd does not allow in-place operations on the
+        # output of a module with hooks (`powergrad.alter_output`, full backward hooks).
         y = x
         for number in range(1, self.depth + 1):
             y = F.relu(y) if number > 1 else y
@@ -267,16 +267,16 @@ def basic_layers(width: int, stride: int) -> list[Layer]:
 
 
 def bottleneck_layers(width: int, stride: int) -> list[Layer]:
-    """A 3x3 convolution between two 1x1 ones, the last four times as wide.
+    """A 3x3 convolution between two 1x1 convolutions, the last four times as wide.
 
     The 3x3 convolution has the stride, as in torchvision and timm ("ResNet v1.5"); in the original
-    paper the first 1x1 one has it.
+    paper, the first 1x1 convolution has it.
     """
     return [(width, 1, 1), (width, 3, stride), (4 * width, 1, 1)]
 
 
 class SqueezeExcite(nn.Module):
-    """Multiplies each channel by a gate in (0, 1) that it computes from all channels' means.
+    """Multiplies each channel by a gate in (0, 1), computed from the means of all channels.
 
     The hidden layer has a sixteenth of the channels, rounded to a multiple of 8, and at least 8.
     """
@@ -293,7 +293,7 @@ class SqueezeExcite(nn.Module):
 
 
 class ZeroPad(nn.Module):
-    """He's option A, a shortcut without parameters: every other pixel, zeros as new channels."""
+    """He's option A, a shortcut without parameters: subsampled pixels, new channels of zeros."""
 
     def __init__(self, new_channels: int, stride: int) -> None:
         super().__init__()

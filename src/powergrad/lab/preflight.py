@@ -1,7 +1,7 @@
-"""What is known before the first run: the data, the time and the disk space that runs need.
+"""Checks before the first run: the data, the time and the disk space that runs need.
 
-:func:`check_recipe` finds what would make every run fail. A :class:`Plan` counts the runs of a
-study; with the measured times of its recipes it says how long the study takes, and
+:func:`check_recipe` finds errors that would make every run fail. A :class:`Plan` counts the runs of
+a study; with the measured times of its recipes it estimates the duration of the study, and
 :func:`fit_budget` chooses image size, width, epochs and seeds so that it fits a given time.
 """
 
@@ -33,25 +33,25 @@ SHORT_WORK = 5e10  # parameters x pixels x images x epochs: about ten seconds of
 SIZES = (192, 128, 96, 64, 48, 32)  # pixels that a budget may choose, if the recipe has more
 LEAST_WIDTH = 8
 LEAST_EPOCHS = 3
-SPARE = 0.9  # of the time that is left is planned: a measured step is not every step
-LOGITS = 5_000_000  # a run keeps up to so many
+SPARE = 0.9  # the share of the remaining time that is planned, as step times vary
+LOGITS = 5_000_000  # a run stores its test logits up to this number
 
 
-# What a run would find ----------------------------------------------------------------------------
+# Data and network ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a recipe's data and network are.
+    """The data and the network of a recipe.
 
     Attributes:
-        scan: What the folder of images holds; None for other data.
-        train: Images to train on.
-        test: Images to test on.
-        classes: How many classes.
-        size: Side of an image, as it is trained on.
-        parameters: Of the network.
-        width: Channels of the network's first layer.
+        scan: The scan of the folder of images; None for other data.
+        train: The number of training images.
+        test: The number of test images.
+        classes: The number of classes.
+        size: The side of a training image in pixels.
+        parameters: The number of parameters of the network.
+        width: The number of channels of the network's first layer.
     """
 
     scan: Scan | None
@@ -68,9 +68,9 @@ class Found:
         return self.scan is None and work < SHORT_WORK
 
     def run_bytes(self, recipe: Recipe) -> int:
-        """About how many bytes a run writes: checkpoints, weights, test outputs, norms."""
+        """The approximate number of bytes of a run: checkpoints, weights, test outputs, norms."""
         train, machine = recipe.train, recipe.machine
-        copies = 2 if recipe.optimizer.name == "sgd" else 3  # the weights, and the optimizer's
+        copies = 2 if recipe.optimizer.name == "sgd" else 3  # the weights and the optimizer state
         copies += train.ema is not None
         weights = 2 * copies + 1 + machine.keep_best  # two checkpoints; the final and best weights
         outputs = self.test * (self.classes + 2)
@@ -86,17 +86,17 @@ class Found:
 def check_recipe(
     recipe: Recipe, *, arms: Iterable[Recipe] = (), progress: Progress | None = None
 ) -> Found:
-    """Look for everything that would make a run fail: data that are missing, a wrong name.
+    """Check a recipe for errors that would make every run fail, such as missing data.
 
     Args:
-        recipe: What every run does.
+        recipe: The recipe of the study.
         arms: Recipes of arms, which may have other networks.
-        progress: Of the scan of a folder; see :func:`powergrad.lab.data.scan.scan_folder`.
+        progress: For the scan of a folder; see :func:`powergrad.lab.data.scan.scan_folder`.
 
     Raises:
         FileNotFoundError: If the data are missing.
-        ValueError: If the network is not known or does not fit the data, or options of the data do
-            not fit. Problems of a folder of images are in the scan, so that all can be shown.
+        ValueError: If the network is unknown or does not fit the data, or if options of the data
+            are invalid. Problems of a folder of images are in the scan, so that all can be shown.
     """
     machine, scan = recipe.machine, None
     if recipe.data.name.startswith("folder:"):
@@ -104,15 +104,15 @@ def check_recipe(
         if scan.problems:
             return Found(scan, scan.train, scan.test, len(scan.classes), 0, 0, 0)
     data = load_data(recipe.data, data_dir=machine.data_dir)
-    data.train.steps(recipe.train.batch_size)  # raises where the batch is larger than the data
+    data.train.steps(recipe.train.batch_size)  # raises if the batch is larger than the data
     models = {}
-    for model in dict.fromkeys(each.model for each in (recipe, *arms)):
+    for model in dict.fromkeys(variant.model for variant in (recipe, *arms)):
         options = model.model_dump(exclude={"head_scale"})
         options |= {"num_classes": len(data.classes), "in_channels": data.channels}
         try:
             with torch.device("meta"):
                 models[model] = create_model(**options)
-        except ValueError as error:  # which names the argument, not the key
+        except ValueError as error:  # it names the argument instead of the key
             raise ValueError(
                 re.sub(r"^Expected `(\w+)`", r"Expected `model.\1`", str(error))
             ) from None
@@ -129,7 +129,7 @@ def check_recipe(
 
 
 def check_disk(folder: Path, needed: int, runs: int) -> None:
-    """Check that there is room for what runs will write.
+    """Check that there is enough disk space for the runs.
 
     Raises:
         ValueError: If there is not.
@@ -140,9 +140,9 @@ def check_disk(folder: Path, needed: int, runs: int) -> None:
     free = shutil.disk_usage(place).free
     if needed > free:
         raise ValueError(
-            f"Expected room for {runs} runs in {str(folder)!r}, about {bytes_in_words(needed)}, "
-            f"but got {bytes_in_words(free)} free on the disk of {str(place)!r}; --out names "
-            "another place."
+            f"Expected about {bytes_in_words(needed)} of disk space for {runs} runs in "
+            f"{str(folder)!r}, but got {bytes_in_words(free)} free on the disk of {str(place)!r}; "
+            "choose another place with --out."
         )
 
 
@@ -155,12 +155,12 @@ class Plan:
 
     Attributes:
         base: The recipe.
-        arms: What each arm changes.
-        design: At how many units per arm the results are looked at.
-        workers: Runs at a time.
-        extra: Runs before the first unit, of all arms together: those of a single tuning.
-        per_unit: Runs per arm and unit: one, or those of a repeat and its tuning.
-        done: Runs that are finished already.
+        arms: The changes of each arm.
+        design: The numbers of units per arm (seeds or repeats) at which results are tested.
+        workers: The number of runs at a time.
+        extra: The number of runs before the first unit, for all arms: those of a single tuning.
+        per_unit: The number of runs per arm and unit: one, or those of a repeat with its tuning.
+        done: The number of runs that are already finished.
     """
 
     base: Recipe
@@ -172,31 +172,31 @@ class Plan:
     done: int = 0
 
     def runs(self, units: int) -> int:
-        """Runs that are left until every arm has so many units."""
+        """The number of remaining runs until every arm has `units` units."""
         return max(0, self.extra + units * self.per_unit * len(self.arms) - self.done)
 
     @property
     def fewest(self) -> int:
-        """Runs until the first look."""
+        """The number of runs until the first look."""
         return self.runs(self.design.looks[0])
 
     @property
     def most(self) -> int:
-        """Runs until the last look."""
+        """The number of runs until the last look."""
         return self.runs(self.design.last)
 
     def seconds(self, units: int, run: float) -> float:
-        """How long the runs take, if one takes `run` seconds."""
+        """The time of these runs in seconds, if one takes `run` seconds."""
         return math.ceil(self.runs(units) / self.workers) * run
 
     def recipes(self, changes: Changes) -> Iterator[Recipe]:
-        """The recipe of every arm, with `changes` of the base."""
+        """The recipe of every arm, with `changes` applied to the base."""
         for arm in self.arms.values():
             yield self.base.override({**changes, **arm})
 
 
 class Clock:
-    """The measured time of recipes; those whose steps cost the same are measured once.
+    """Measures the time of recipes, once for all recipes whose steps cost the same.
 
     Args:
         time: Measures a recipe.
@@ -207,7 +207,7 @@ class Clock:
         self.known: dict[str, Timing] = {}
 
     def run_seconds(self, plan: Plan, changes: Changes) -> float:
-        """The mean time of a run over the arms of a plan, with `changes` of its base."""
+        """The mean time of a run over the arms of a plan, with `changes` applied to its base."""
         times = [self._timing(recipe).seconds(recipe) for recipe in plan.recipes(changes)]
         return sum(times) / len(times)
 
@@ -220,19 +220,19 @@ class Clock:
         return self.known[key]
 
 
-# What fits a budget -------------------------------------------------------------------------------
+# Fitting a study to a time budget -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What was chosen so that a study fits a given time.
+    """The settings that were chosen so that a study fits a given time.
 
     Attributes:
-        seconds: The time.
-        changes: What is changed in the recipe.
-        seeds: The design, as ``--seeds`` takes it; empty if it was not to be chosen.
-        run_seconds: How long a run takes.
-        reserve: Seconds of it that are not for runs: for starting, and for the page.
+        seconds: The given time.
+        changes: The changes of the recipe.
+        seeds: The value of ``--seeds``; empty if the seeds were given.
+        run_seconds: The time of a run.
+        reserve: The part of the time that is not for runs, but for starting and for the page.
     """
 
     seconds: float
@@ -243,14 +243,14 @@ class Budget:
 
     @property
     def options(self) -> str:
-        """The choice as options of a command; empty if the recipe stays as it is."""
-        words = [f"--{key} {value}" for key, value in self.changes.items()]
-        return " ".join([*words, f"--seeds {self.seeds}"] if self.seeds else words)
+        """The choice as command-line options; empty if nothing changes."""
+        options = [f"--{key} {value}" for key, value in self.changes.items()]
+        return " ".join([*options, f"--seeds {self.seeds}"] if self.seeds else options)
 
 
 def fit_budget(
     plan: Plan,
-    found: Found,
+    facts: Found,
     clock: Clock,
     *,
     budget: float,
@@ -261,20 +261,20 @@ def fit_budget(
 ) -> Budget:
     """Choose image size, width, epochs and seeds so that a study fits `budget`.
 
-    The first look must fit. The recipe is kept as far as possible: first it is given fewer seeds,
-    at least 8, then fewer epochs, at least half, then smaller images, a narrower network, still
-    fewer epochs, and at last 6 seeds. What is left over goes to more seeds, up to 24. Every
-    candidate is measured.
+    The first look must fit. The recipe is changed as little as possible, in this order: fewer seeds
+    (at least 8), fewer epochs (at least half), smaller images, a narrower network, still fewer
+    epochs, and finally 6 seeds. Remaining time is used for more seeds, up to 24. Every candidate is
+    measured.
 
     Args:
-        plan: The study. Its design is that of `seeds_given`, or else not used.
-        found: What its data are.
-        clock: Measures.
-        budget: The time that was asked for, in seconds.
-        left: What is left of it.
-        reserve: What of that is not for runs.
-        given: Keys of the recipe that must stay as they are.
-        seeds_given: Whether the design must stay as it is.
+        plan: The study. Its design is used only if `seeds_given`.
+        facts: The data and the network.
+        clock: Measures the time of a run.
+        budget: The given time, in seconds.
+        left: The remaining part of `budget`.
+        reserve: The part of `left` that is not for runs.
+        given: Keys of the recipe that must not change.
+        seeds_given: Whether the design must not change.
 
     Raises:
         ValueError: If nothing fits.
@@ -298,11 +298,11 @@ def fit_budget(
 
     enough = max(least, math.ceil(most / 2))
     chosen: tuple[dict[str, Any], int, int] | None = None
-    rungs = list(_rungs(base, found, given))
-    share = math.inf  # of the last measured time that would fit
+    rungs = list(_rungs(base, facts, given))
+    share = math.inf  # the share of the last measured time that would fit
     measured: Changes = {}
     for changes in rungs:
-        if changes is not rungs[-1] and _work(found, changes) > share * _work(found, measured):
+        if changes is not rungs[-1] and _work(facts, changes) > share * _work(facts, measured):
             continue  # it cannot be that much faster
         epochs, measured = epochs_that_fit(changes, first), changes
         if epochs:
@@ -329,22 +329,22 @@ def fit_budget(
     return Budget(budget, changes, seeds, run, reserve)
 
 
-def _work(found: Found, changes: Changes) -> float:
-    """The work of a step, up to a factor, as far as a smaller image or width can reduce it."""
-    size, width = changes.get("data.size", found.size), changes.get("model.width", found.width)
+def _work(facts: Found, changes: Changes) -> float:
+    """The work of a step, up to a constant factor, as a function of image size and width."""
+    size, width = changes.get("data.size", facts.size), changes.get("model.width", facts.width)
     return (size * width) ** 2
 
 
-def _rungs(base: Recipe, found: Found, given: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Ever cheaper changes of a recipe, the first of which is none."""
+def _rungs(base: Recipe, facts: Found, given: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Changes that make a recipe cheaper and cheaper, starting with no change."""
     changes: dict[str, Any] = {}
     yield changes
-    if found.scan is not None and "data.size" not in given:
-        for size in (size for size in SIZES if size < found.size):
+    if facts.scan is not None and "data.size" not in given:
+        for size in (size for size in SIZES if size < facts.size):
             changes = {"data.size": size}
             yield changes
     if "model.width" not in given and not base.model.name.startswith("timm:"):
-        width = found.width // 2
+        width = facts.width // 2
         while width >= LEAST_WIDTH:
             yield {**changes, "model.width": width}
             width //= 2
@@ -358,9 +358,9 @@ def _too_short(
     smallest = ", ".join(f"{key} {value}" for key, value in changes.items())
     limit = ""
     if plan.base.data.limit is None:
-        limit = " --data.limit trains on fewer images."
+        limit = " To train on fewer images, use --data.limit."
     return ValueError(
         f"Expected --budget to be at least {duration(needed)} for {plan.runs(units)} runs, but got "
-        f"{duration(budget)}: even with {smallest} a run takes {duration(run)}. Fewer arms need "
+        f"{duration(budget)}: even with {smallest}, a run takes {duration(run)}. Fewer arms need "
         f"less time (--arms baseline,pgt).{limit}"
     )

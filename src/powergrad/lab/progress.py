@@ -1,4 +1,4 @@
-"""How far a run is: a bar in a terminal, plain lines elsewhere, or nothing."""
+"""Progress of a run: a bar in a terminal, plain lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = Mapping[str, float | None]  # the metrics of an epoch
 
 
 class Progress:
-    """Receives the events of a run, in this order."""
+    """Receives the events of a run. The methods are called in this order."""
 
     def begin(self, recipe: Recipe, step: int, steps: int, folder: Path) -> None:
         """The run goes from `step` to `steps`."""
@@ -36,7 +36,7 @@ class Progress:
         """The run is finished."""
 
     def close(self) -> None:
-        """Nothing more will come, whether or not the run is finished."""
+        """No more events follow, whether or not the run is finished."""
 
 
 class Silent(Progress):
@@ -44,7 +44,7 @@ class Silent(Progress):
 
 
 class _Text(Progress):
-    """Progress as text, at most once in `every` seconds."""
+    """Progress as text, at most once per `every` seconds."""
 
     every: float
 
@@ -88,8 +88,8 @@ class _Text(Progress):
         else:
             self._print(
                 f"diverged: the loss was not finite in epoch {row['epoch']:.0f} (step "
-                f"{row['step']:.0f} of {self.steps}), {took}; the run ends here. If this is not "
-                "what you wanted to see, try a lower optimizer.lr, a longer warm-up or clipping."
+                f"{row['step']:.0f} of {self.steps}), {took}; the run ends here. To avoid this, "
+                "try a lower optimizer.lr, a longer warm-up or clipping."
             )
 
 
@@ -108,7 +108,7 @@ class Lines(_Text):
 
     Args:
         every: Seconds between lines.
-        file: Where they go; standard error by default.
+        file: The output file; standard error by default.
     """
 
     def __init__(self, every: float = 10.0, file: TextIO | None = None) -> None:

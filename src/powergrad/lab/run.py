@@ -1,16 +1,16 @@
-"""The run folder: what a training run leaves, written so that a kill at any moment loses nothing.
+"""The run folder: the files of a training run, which survive a kill at any moment.
 
     config.yaml           the complete recipe
-    environment.json      versions, commit, hardware and command; the same for every resumption
+    environment.json      versions, commit, hardware and command; again for every resumption
     metrics.csv           one row per epoch
     classes.json          the names of the classes
-    norms/                the recording of a FilterMonitor, if asked for
-    checkpoint/           step-NNNNNNNNNN.pt, the last two; best.safetensors
-    model.safetensors     the final weights (the averaged ones, where there are any)
+    norms/                the recording of a FilterMonitor, if enabled
+    checkpoint/           the last two step-NNNNNNNNNN.pt; best.safetensors
+    model.safetensors     the final weights (averaged weights if `train.ema` is set)
     test.safetensors      the final logits and labels of the test set
-    result.json           the final metrics: the run is finished
+    result.json           the final metrics; it exists if the run is finished
 
-A file is written under a temporary name, synced, and renamed: it is complete, or not there.
+Files are written under a temporary name, synced, and renamed, so they are complete or absent.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from powergrad.lab.files import (
 __all__ = ["COLUMNS", "Run", "RunBusyError", "RunError", "open_run"]
 
 FORMAT = 1
-LOCK = "lock"  # the file that a process holds
-KEPT = 2  # checkpoints: the last, and the one before in case the last cannot be read
+LOCK = "lock"  # the file that the process of the run locks
+KEPT = 2  # checkpoints to keep; the older one is used if the last cannot be read
 
-# The columns of metrics.csv, in order. A cell is empty where nothing was measured.
+# The columns of metrics.csv, in order. A cell is empty if nothing was measured.
 COLUMNS = (
     *("epoch", "step", "lr", "alpha", "train_loss", "train_accuracy", "test_accuracy", "test_top5"),
     *("nll", "nll_scaled", "ece", "ece_scaled", "logit_norm", "gradient_norm", "clip_rate"),
@@ -59,11 +59,11 @@ COLUMNS = (
 
 
 class RunError(FileError):
-    """A run folder that cannot be used; the message says what to do."""
+    """A run folder that cannot be used; the message states what to do."""
 
 
 class RunBusyError(RunError):
-    """Another process holds the run's folder."""
+    """Another process has locked the folder of the run."""
 
 
 class Run:
@@ -88,7 +88,7 @@ class Run:
     # Reading: any process ------------------------------------------------------------------------
 
     def exists(self) -> bool:
-        """Whether a run was begun here."""
+        """Whether a run was started here."""
         return (self.folder / "config.yaml").is_file()
 
     @functools.cached_property
@@ -103,12 +103,13 @@ class Run:
             text = path.read_text(encoding="utf-8")
         except OSError:
             raise RunError(
-                f"Expected {str(self.folder)!r} to be a run's folder, but got no config.yaml in it."
+                f"Expected {str(self.folder)!r} to be the folder of a run, but got no config.yaml "
+                "in it."
             ) from None
         return Recipe.from_yaml(text, str(path))
 
     def result(self) -> dict[str, Any] | None:
-        """The final metrics, or None where the run is not finished."""
+        """The final metrics, or None if the run is not finished."""
         path = self.folder / "result.json"
         try:
             result = json.loads(path.read_text())
@@ -118,7 +119,7 @@ class Run:
             raise RunError(f"Expected {path} to hold JSON, but got: {error}") from None
         if not isinstance(result, dict):
             kind = type(result).__name__
-            raise RunError(f"Expected a run's metrics in {path}, but got a {kind}.")
+            raise RunError(f"Expected the metrics of a run in {path}, but got a {kind}.")
         _check_format(result, "a run", self.folder)
         return result
 
@@ -143,14 +144,14 @@ class Run:
         path = self.folder / "test.safetensors"
         return load_file(path) if path.exists() else None
 
-    # Writing: only the process that holds the folder ---------------------------------------------
+    # Writing: only the process that has locked the folder ----------------------------------------
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Make the folder if missing, and keep every other process from holding it.
+        """Create the folder if missing, and lock it.
 
         Raises:
-            RunError: If another process holds it, or it cannot be written.
+            RunError: If another process has locked it, or it cannot be written.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -162,12 +163,13 @@ class Run:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise RunBusyError(
-                    f"Expected {str(self.folder)!r} to be free, but another process is running it."
+                    f"Expected {str(self.folder)!r} to be unused, but got a folder that another "
+                    "process is using."
                 ) from None
             yield
 
     def clear(self) -> None:
-        """Remove what an earlier start has left in the folder that is held."""
+        """Remove the files of an earlier start; the folder must be locked."""
         for path in self.folder.iterdir():
             if path.name == LOCK:
                 continue
@@ -178,15 +180,15 @@ class Run:
 
     @contextlib.contextmanager
     def open(self, recipe: Recipe, data: str = "") -> Iterator[Run]:
-        """Hold the folder for the run of `recipe`, a new one or one to be resumed.
+        """Lock the folder for the run of `recipe`, to start or resume it.
 
         Args:
-            recipe: What the run does.
-            data: The fingerprint of its data; empty where they cannot change.
+            recipe: The recipe of the run.
+            data: The fingerprint of its data; empty if they cannot change.
 
         Raises:
-            RunError: If another process holds the folder, it holds another run or one of other
-                data, or cannot be written.
+            RunError: If another process has locked the folder, it contains another run or a run
+                with other data, or it cannot be written.
         """
         with self.hold():
             try:
@@ -200,8 +202,8 @@ class Run:
                 environment = self.environment()
                 if environment.get("data", data) != data:
                     raise RunError(
-                        f"Expected the data of the run in {str(self.folder)!r} to be as they were, "
-                        "but got images that were changed since; give another folder."
+                        f"Expected the data of the run in {str(self.folder)!r} to be unchanged, "
+                        "but got images that have changed since; use another folder."
                     )
                 environment.setdefault("resumed", []).append(describe_machine())
             else:
@@ -228,8 +230,8 @@ class Run:
             if value != before[key]
         )
         raise RunError(
-            f"Expected {str(self.folder)!r} to hold the run of this recipe, but got another one's, "
-            f"which differs in {differences}."
+            f"Expected {str(self.folder)!r} to hold the run of this recipe, but got the run of "
+            f"another one, which differs in {differences}."
         )
 
     def save_classes(self, names: Sequence[str]) -> None:
@@ -237,7 +239,7 @@ class Run:
         write_json(self.folder / "classes.json", list(names))
 
     def save_checkpoint(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Write a checkpoint and remove all earlier ones but the last."""
+        """Write a checkpoint and remove all earlier ones except the last."""
         state = {"format": FORMAT, "key": self.key, **state}
         path = self.checkpoints / f"step-{step:010d}.pt"
         write_atomically(path, lambda file: torch.save(state, file))
@@ -245,10 +247,10 @@ class Run:
             old.unlink(missing_ok=True)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """The last good checkpoint, or None where none was written yet.
+        """The last usable checkpoint, or None if none was written yet.
 
         Raises:
-            RunError: If there are checkpoints, and none of them can be used.
+            RunError: If there are checkpoints, but none of them can be used.
         """
         faults = []
         for path in self._checkpoint_paths():
@@ -261,7 +263,7 @@ class Run:
                 warnings.warn(f"{fault} Resuming from {path.name}.", stacklevel=2)
             return state
         if faults:
-            raise RunError(" ".join(faults) + " No other checkpoint is left.")
+            raise RunError(" ".join(faults) + " There is no other checkpoint.")
         return None
 
     def _checkpoint_paths(self) -> list[Path]:
@@ -269,7 +271,7 @@ class Run:
         return sorted(self.checkpoints.glob("step-*.pt"), reverse=True)
 
     def save_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:
-        """Write tensors as the safetensors file `name` of the folder."""
+        """Write tensors to the safetensors file `name` in the folder."""
         data = save({key: value.detach().cpu().contiguous() for key, value in weights.items()})
         write_atomically(self.folder / name, lambda file: file.write(data))
 
@@ -289,7 +291,7 @@ class Run:
             raise RunError(explain_os_error(error, path)) from error
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write the final metrics: from now on the run is finished."""
+        """Write the final metrics, which marks the run as finished."""
         text = json.dumps({"format": FORMAT, **result}, indent=1)  # NaN stays NaN in this file
         write_text(self.folder / "result.json", text + "\n")
 
@@ -309,7 +311,7 @@ def open_run(folder: str | os.PathLike[str]) -> Run:
 
 
 def _cells(row: Mapping[str, float | None]) -> dict[str, float | None]:
-    """A row for metrics.csv: whole numbers have no decimal point."""
+    """A row for metrics.csv, with integers instead of whole floats."""
     return {
         key: int(value) if value is not None and value % 1 == 0 and abs(value) < 1e15 else value
         for key, value in row.items()
@@ -317,7 +319,7 @@ def _cells(row: Mapping[str, float | None]) -> dict[str, float | None]:
 
 
 def _load(path: Path, key: str) -> dict[str, Any]:
-    """A checkpoint, read without executing anything that is in it."""
+    """Load a checkpoint without executing code from it."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -327,16 +329,16 @@ def _load(path: Path, key: str) -> dict[str, Any]:
     except (pickle.UnpicklingError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise RunError(
-            f"Expected {str(path)!r} to hold tensors and numbers only, but refused: {reason}"
+            f"Expected {str(path)!r} to hold only tensors and numbers, but got: {reason}"
         ) from None
     if damaged:
-        raise RunError(f"Expected {str(path)!r} to be whole, but {damaged!r} in it is damaged.")
+        raise RunError(f"Expected {str(path)!r} to be intact, but got damaged data in {damaged!r}.")
     if not isinstance(state, dict) or not {"format", "key", "step"} <= state.keys():
         raise RunError(f"Expected {str(path)!r} to be a checkpoint of a run, but got another file.")
     _check_format(state, "a checkpoint", path)
     if state["key"] != key:
         raise RunError(
-            f"Expected {str(path)!r} to be of run {key}, but got one of run {state['key']}."
+            f"Expected {str(path)!r} to belong to run {key}, but got one of run {state['key']}."
         )
     return state
 
@@ -345,5 +347,5 @@ def _check_format(content: Mapping[str, Any], kind: str, path: Path) -> None:
     if content.get("format", 0) > FORMAT:
         raise RunError(
             f"Expected {kind} of format {FORMAT} or earlier, but got {content['format']} in "
-            f"{str(path)!r}; a newer powergrad reads it."
+            f"{str(path)!r}; a newer version of powergrad can read it."
         )

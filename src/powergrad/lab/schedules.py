@@ -1,4 +1,4 @@
-"""The learning rate and alpha as functions of the epoch, a real number."""
+"""The learning rate and alpha as functions of the (fractional) epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The network in training: its steps, its tests, and everything that a checkpoint holds."""
+"""The network in training: its steps, its tests, and the state that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from powergrad.lab.schedules import alpha_at, learning_rate_at
 __all__ = ["Session", "right_answers", "score"]
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-AGREE_EVERY = 10  # steps between the questions that several processes ask each other
+AGREE_EVERY = 10  # steps between two synchronisations of flags among several processes
 
 
 class Session:
-    """The network in training: everything that a checkpoint holds, and the steps themselves."""
+    """The network in training: the state that a checkpoint holds, and the steps."""
 
     def __init__(self, recipe: Recipe, data: Datasets, processes: Processes) -> None:
         self.recipe, self.data, self.processes = recipe, data, processes
@@ -41,8 +41,8 @@ class Session:
         parts = processes.world * options.accumulate
         if options.batch_size % parts:
             raise ValueError(
-                f"Expected `train.batch_size` to be divided by {processes.world} processes times "
-                f"`train.accumulate`, {parts}, but got {options.batch_size}."
+                f"Expected `train.batch_size` to be divisible by {parts}, the number of processes "
+                f"times `train.accumulate`, but got {options.batch_size}."
             )
         self.steps = self.steps_per_epoch * options.epochs
 
@@ -82,7 +82,7 @@ class Session:
 
     @property
     def tested(self) -> nn.Module:
-        """The network that is tested: the averaged one, where there is one."""
+        """The network that is tested: the averaged one if there is one."""
         return self.model if self.average is None else self.average.module
 
     def weights(self) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ class Session:
         return self.step % self.steps_per_epoch == 0
 
     def any_process(self, flag: bool) -> bool:
-        """Whether `flag` is set in any process, so that all stop, or save, after the same step."""
+        """Whether `flag` is set in any process, so that all stop or save after the same step."""
         if self.processes.world == 1:
             return flag
         return self.step % AGREE_EVERY == 0 and self.processes.any(flag)
@@ -138,7 +138,7 @@ class Session:
     # Training -------------------------------------------------------------------------------------
 
     def run_epoch(self) -> Iterator[Tensor]:
-        """Take the steps that are left of this epoch, and yield the loss of each."""
+        """Run the remaining steps of this epoch, and yield the loss of each."""
         options, processes = self.recipe.train, self.processes
         epoch, start = divmod(self.step, self.steps_per_epoch)
         batches = self.data.train.train_batches(
@@ -182,7 +182,7 @@ class Session:
             group["lr"] = self.lr * factor
 
     def _backward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Forward and backward pass of the batch, or of its parts in turn; the mean loss."""
+        """Forward and backward pass of the batch, or of its parts in turn; return the mean loss."""
         parts = self.recipe.train.accumulate
         losses = []
         for part, labels_part in zip(images.chunk(parts), labels.chunk(parts), strict=True):
@@ -199,7 +199,7 @@ class Session:
         return losses[0] if parts == 1 else torch.stack(losses).sum()
 
     def _without_sync(self) -> contextlib.AbstractContextManager[Any]:
-        """Leave the gradients of the processes unsummed: only the last part's backward sums."""
+        """Do not synchronise gradients: only the backward pass of the last part does."""
         return self.distributed.no_sync() if self.distributed else contextlib.nullcontext()
 
     def _gradient_norm(self) -> float:
@@ -209,7 +209,7 @@ class Session:
     # The end of an epoch --------------------------------------------------------------------------
 
     def finish_epoch(self) -> tuple[dict[str, float | None], dict[str, Tensor] | None]:
-        """The epoch's row of metrics; the logits and labels of the test set, if it was tested."""
+        """The metrics of the epoch, and the logits and labels of the test set, if it was tested."""
         options = self.recipe.train
         epoch = self.step // self.steps_per_epoch
         losses = float(self.processes.sum(self.losses))
@@ -259,7 +259,7 @@ class Session:
         return {"logits": logits[order].cpu(), "labels": labels[order].cpu()}
 
     def _clip_rate(self) -> float | None:
-        """The fraction of units that the last clipping method clipped in the last step."""
+        """The fraction of units clipped in the last step, by the last clipping method."""
         if self.clip is None or not self.clip.last_report:
             return None
         report = list(self.clip.last_report.values())[-1]
@@ -267,7 +267,7 @@ class Session:
 
 
 def score(logits: Tensor, labels: Tensor, alpha: float) -> dict[str, float | None]:
-    """The metrics of a test: accuracies in percent, NLL and ECE at temperature 1 and 1/alpha."""
+    """The metrics of a test: accuracies in percent, NLL and ECE at temperatures 1 and 1/alpha."""
     logits = logits.float()
     top5 = None
     if logits.shape[1] > 5:
@@ -289,12 +289,12 @@ def score(logits: Tensor, labels: Tensor, alpha: float) -> dict[str, float | Non
 
 
 def right_answers(logits: Tensor, labels: Tensor) -> Tensor:
-    """Which rows have their largest logit at the label: (N), boolean. NaN is never right."""
+    """Which rows are classified correctly: (N), boolean. Rows with NaN never are."""
     return (logits.argmax(1) == labels) & ~logits.isnan().any(1)
 
 
 def _stream(seed: int, *purpose: str | int) -> int:
-    """The seed of the random numbers for one purpose: separate streams of one seed."""
+    """The seed of an independent random stream for one purpose."""
     name = "/".join(map(str, (seed, *purpose)))
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
@@ -322,7 +322,7 @@ def _make_model(
 
 
 def _make_optimizer(recipe: Recipe, model: nn.Module) -> tuple[torch.optim.Optimizer, list[float]]:
-    """The optimizer, and the factor of the learning rate in each of its groups."""
+    """The optimizer, and the factor of the learning rate for each of its groups."""
     options = recipe.optimizer
     is_plain = options.backbone == options.head
     head = set() if is_plain else set(find_head(model, None).parameters())
@@ -338,7 +338,7 @@ def _make_optimizer(recipe: Recipe, model: nn.Module) -> tuple[torch.optim.Optim
         adam = {} if options.name == "sgd" else {"eps": options.eps * factors.eps}
         groups.append({"params": parameters, "weight_decay": decay, **adam})
         lr_factors.append(factors.lr)
-    # Where a scaler skips the first step, fused SGD leaves its momentum uninitialised (2.13.0).
+    # If a scaler skips the first step, fused SGD leaves its momentum uninitialised (2.13.0).
     is_scaled = recipe.train.precision == "float16"
     fused = next(model.parameters()).device.type in ("cpu", "cuda") and not is_scaled
     if options.name == "sgd":

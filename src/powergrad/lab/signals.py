@@ -11,15 +11,15 @@ __all__ = ["Interrupted", "watching_signals"]
 
 
 class Interrupted(Exception):  # noqa: N818 (it is not an error)
-    """A run or a study that was asked to stop, has saved what it did, and can be resumed."""
+    """A run or a study was asked to stop; it is saved and can be resumed."""
 
 
 @contextlib.contextmanager
 def watching_signals(*, second_interrupts: bool) -> Iterator[Callable[[], bool]]:
-    """A function that says whether SIGINT or SIGTERM came since the context was entered.
+    """Yield a function that returns whether SIGINT or SIGTERM has arrived inside the context.
 
     Args:
-        second_interrupts: Whether a second SIGINT raises KeyboardInterrupt at once.
+        second_interrupts: Whether a second SIGINT raises KeyboardInterrupt immediately.
     """
     came = False
 
@@ -31,7 +31,7 @@ def watching_signals(*, second_interrupts: bool) -> Iterator[Callable[[], bool]]
 
     try:
         before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: signals are not ours to watch
+    except ValueError:  # only the main thread can handle signals
         before = {}
     try:
         yield lambda: came

@@ -1,4 +1,4 @@
-"""A study in the terminal: its progress, its tables, its chart."""
+"""A study in the terminal: progress, tables and a chart."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ __all__ = [
 
 
 class Watch:
-    """Shows the arms while their runs go on: a live table, or a line now and then.
+    """Shows the progress of the arms: a live table in a terminal, otherwise occasional lines.
 
     Args:
-        title: What is being done.
+        title: The title of the table.
         jobs: The run of each arm and seed.
-        metric: The metric that is shown.
+        metric: The metric to show.
     """
 
     def __init__(self, title: str, jobs: Mapping[tuple[str, int], Job], metric: str) -> None:
@@ -100,25 +100,25 @@ class Watch:
 
 def show_results(results: Results) -> None:
     """Print tables, chart, verdict and one sentence per comparison."""
-    words = _words(results)  # before anything is printed: it may refuse
+    text = _conclusions(results)  # before anything is printed, because it may raise
     console = Console(width=None if sys.stdout.isatty() else 120)
     for table in result_tables(results):
         console.print(table)
-    print(words)
+    print(text)
 
 
 def describe_results(results: Results) -> str:
-    """What :func:`show_results` prints."""
+    """The output of :func:`show_results`, as a string."""
     console = Console(width=120, file=io.StringIO())
-    words = _words(results)
+    text = _conclusions(results)
     with console.capture() as captured:
         for table in result_tables(results):
             console.print(table)
-    return captured.get() + words
+    return captured.get() + text
 
 
-def _words(results: Results) -> str:
-    """What stands below the tables."""
+def _conclusions(results: Results) -> str:
+    """The text below the tables."""
     lines = [f"{chart(results)}\n", f"{results.verdict()}\n"]
     lines += [f"- {comparison.sentence}" for comparison in results.comparisons]
     notes = [*results.notes(), *results.advice()]
@@ -126,7 +126,7 @@ def _words(results: Results) -> str:
 
 
 def show_runs(results: Results) -> None:
-    """Print what each arm reached, where there is nothing to compare."""
+    """Print the result of each arm, for a study with nothing to compare."""
     table = _table("arm", "n", results.metric.title)
     for arm in results.arms:
         values = list(results.units(arm).values())
@@ -135,11 +135,12 @@ def show_runs(results: Results) -> None:
         mean = _number(results.mean(arm), digits)
         table.add_row(Text(arm), str(len(values)), f"{mean}{spread}")
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-    print("Nothing is compared: that needs two arms, with two runs each.", *results.remarks)
+    reason = "Nothing is compared: a comparison needs two arms with two runs each."
+    print(reason, *results.remarks)
 
 
 def show_study(folder: Path, thresholds: Thresholds) -> None:
-    """Print what a study's folder holds: its runs and its dead units by arm, and its verdict."""
+    """Print the runs and dead units per arm of a study, and its verdict."""
     results = Results.load(folder)
     study = results.study
     assert study is not None  # a folder has its definition
@@ -153,27 +154,27 @@ def show_study(folder: Path, thresholds: Thresholds) -> None:
             if row.run and Recording.exists(folder / row.run)
         ]
         dead = [len(count.dead) for count in counts]
-        if not counts:  # not recorded: as counted at the end of each run
+        if not counts:  # no recording: use the count at the end of each run
             dead = [int(value) for row in rows if (value := row.value("dead_units")) is not None]
         units = sum(layer.units for layer in counts[0].layers) if counts else None
-        many = f"{statistics.fmean(dead):.1f} ({min(dead)} to {max(dead)})" if dead else "-"
+        dead_text = f"{statistics.fmean(dead):.1f} ({min(dead)} to {max(dead)})" if dead else "-"
         table.add_row(
             Text(arm),
             str(len(rows)),
             spans(row.seed for row in rows) or "-",
             _number(results.mean(arm), 2),
-            many,
+            dead_text,
             str(units or "-"),
             str(sum(row.is_lost(results.metric.name) for row in rows)),
         )
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     usable = results.comparable()
     print(usable.verdict() if usable else "No verdict yet: too few runs are finished.")
-    print("`powergrad inspect` of a run's folder shows its census layer by layer.")
+    print("For the census of a run layer by layer, call `powergrad inspect` with its folder.")
 
 
 def show_plan(plan: Plan) -> None:
-    """Print how many runs a claim needs, with a fixed number and with looks."""
+    """Print the number of runs that a claim needs, with a fixed number and with looks."""
     print(plan.sentence)
     design = plan.design
     table = _table("true difference", "found", "equivalent", "not settled", "runs per arm")
@@ -183,13 +184,13 @@ def show_plan(plan: Plan) -> None:
         table.add_row(f"{outcome.effect:g}", *cells, f"{outcome.runs:.1f}")
     print(
         f"\nWith looks at {', '.join(map(str, design.looks))} runs per arm (--seeds {design}), an "
-        f"arm stops once it is settled, for a margin of {plan.margin:g}:"
+        f"arm stops once it is settled. For a margin of {plan.margin:g}:"
     )
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def result_tables(results: Results) -> list[Table]:
-    """The final tables, one row per arm: what is compared, and what else was measured."""
+    """The final tables, one row per arm: the compared metric, and all other metrics."""
     program = results.study.program if results.study else None
     is_ours = program is not None and not program.is_foreign
     metric, digits = results.metric.name, _digits(results)
@@ -216,19 +217,19 @@ def result_tables(results: Results) -> list[Table]:
 
 
 def _digits(results: Results) -> int:
-    """Decimals that show two digits of the margin, and at least two."""
+    """The number of decimals that shows two digits of the margin, at least two."""
     return max(2, 1 - math.floor(math.log10(results.margin)))
 
 
 def _others(results: Results) -> list[tuple[str, str, int]]:
-    """The metrics of somebody's own program that are not compared: heading, name, decimals."""
+    """The metrics of a user's program that are not compared: heading, name, decimals."""
     names = metric_names([row.metrics for row in results.rows], results.metric.name)[1:]
     hidden = ("diverged", *(results.tuning.keys if results.tuning else ()))
     return [(name, name, 1 if name == "seconds" else 3) for name in names if name not in hidden]
 
 
 def _other_columns(results: Results) -> Table:
-    """The means of what else a table has, one row per column."""
+    """The means of the other columns of a table of results, one row per column."""
     others = [name for name in results.columns if name != results.metric.name]
     table = _table("mean of", *(arm.replace("[", r"\[") for arm in results.arms))
     for name in others:
@@ -247,7 +248,7 @@ MEASURED = (
 
 
 def _table(first: str, *others: str) -> Table:
-    # Narrow, so that a verdict fits a terminal of 80 columns.
+    # Narrow, so that the verdict fits into a terminal with 80 columns.
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(first, no_wrap=True)
     for heading in others:

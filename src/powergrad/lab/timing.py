@@ -1,7 +1,8 @@
-"""How long a run would take: a few real steps of a recipe, timed as the runs will be done.
+"""Estimates the time of a run from a few real steps, under the conditions of the study.
 
-``python -m powergrad.lab.timing`` answers one recipe per line of its standard input. As many of
-these processes as runs at a time measure at the same moment, since runs share caches and memory.
+``python -m powergrad.lab.timing`` reads one recipe per line from standard input and prints its
+timing. As many of these processes measure at the same time as runs will, because runs share caches
+and memory bandwidth.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from powergrad.lab.session import Session
 
 __all__ = ["Stopwatch", "Timing", "measure"]
 
-STEPS = 12  # that are timed, after the first
-PATIENCE = 1.0  # seconds after which three steps are enough
-PROBE = 32  # images of a first step, where batches are larger
-SLOW = 3.0  # seconds of a step above which a smaller one is timed, and multiplied
+STEPS = 12  # timed steps, after the first
+PATIENCE = 1.0  # after this many seconds, three steps are enough
+PROBE = 32  # batch size of a first step, if batches are larger
+SLOW = 3.0  # if a step takes longer (in seconds), the time of the small step is extrapolated
 FILES = 0.2  # seconds that a run takes to write its files
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What the parts of a run take, in seconds.
+    """The times of the parts of a run, in seconds.
 
     Attributes:
-        start: Loading the data, making the network.
+        start: Loading the data and creating the network.
         step: One training step, the median of several.
-        test: Testing once.
-        steps: Training steps per epoch.
+        test: One test.
+        steps: The number of training steps per epoch.
     """
 
     start: float
@@ -52,7 +53,7 @@ class Timing:
     steps: int
 
     def seconds(self, recipe: Recipe) -> float:
-        """How long the run of a recipe takes, whose steps are like those that were timed."""
+        """The time of a run of `recipe`, whose steps must cost the same as the timed ones."""
         options = recipe.train
         tests = math.ceil(options.epochs / options.test_every)
         return FILES + self.start + options.epochs * self.steps * self.step + tests * self.test
@@ -87,7 +88,7 @@ _is_warm = False
 
 
 def _warm_up(recipe: Recipe, processes: Processes) -> None:
-    """Take a first step without timing it: a worker imports libraries once, not for every run."""
+    """Run a first step untimed, because a worker imports libraries once, not for every run."""
     global _is_warm
     if not _is_warm:
         smaller = {"train.batch_size": min(PROBE, recipe.train.batch_size), "train.accumulate": 1}
@@ -101,7 +102,7 @@ def _median_step(session: Session, steps: int = STEPS) -> float:
     began = last = time.perf_counter()
     while not session.done and len(times) <= steps:
         for loss in session.run_epoch():
-            loss.item()  # a GPU works on until it is asked for a number
+            loss.item()  # waits for the GPU
             now = time.perf_counter()
             times.append(now - last)
             last = now
@@ -112,7 +113,7 @@ def _median_step(session: Session, steps: int = STEPS) -> float:
 
 @torch.no_grad()
 def _test_seconds(session: Session, data: Datasets) -> float:
-    """The time of a test of all images, from that of its first batch, and of the census."""
+    """The time of a test of all images, extrapolated from its first batch, and of the census."""
     options = session.recipe.train
     model = session.tested.eval()
     began = time.perf_counter()
@@ -130,10 +131,10 @@ class Stopwatch:
     """Times recipes in several processes at once; a context manager.
 
     Args:
-        workers: How many.
+        workers: The number of processes.
 
     Attributes:
-        boot: Seconds until a process is ready, as the workers of a study will need.
+        boot: Seconds until a process is ready, which the workers of a study need too.
     """
 
     def __init__(self, workers: int) -> None:
@@ -143,7 +144,7 @@ class Stopwatch:
 
     def __enter__(self) -> Stopwatch:
         command = [sys.executable, "-m", "powergrad.lab.timing"]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as the workers of a study have it
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as for the workers of a study
         began = time.monotonic()
         for _ in range(self.workers):
             process = subprocess.Popen(
@@ -169,7 +170,7 @@ class Stopwatch:
                     stream.close()  # pyright: ignore[reportOptionalMemberAccess]
 
     def time(self, recipe: Recipe) -> Timing:
-        """The parts of a run of `recipe`, as the mean over the processes.
+        """The timing of `recipe`, as the mean over the processes.
 
         Raises:
             ValueError: If the recipe cannot be run.
@@ -177,7 +178,7 @@ class Stopwatch:
         question = json.dumps(recipe.model_dump(mode="json")) + "\n"
         for member in self.members:
             assert member.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # `_answer` says so
+            with contextlib.suppress(BrokenPipeError):  # `_answer` raises the error
                 member.stdin.write(question)
                 member.stdin.flush()
         answers = [self._answer(member) for member in self.members]
@@ -195,8 +196,8 @@ class Stopwatch:
         line = member.stdout.readline()
         if not line:
             raise ValueError(
-                f"Expected to time a training step, but the process ended with code "
-                f"{member.wait()}: it may have run out of memory."
+                "Expected to time a training step, but got a process that ended with code "
+                f"{member.wait()}; it may have run out of memory."
             )
         return json.loads(line)
 

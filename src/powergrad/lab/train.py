@@ -1,9 +1,9 @@
 """One training run, from a recipe to a finished run folder.
 
-Everything random is a pure function of the seed and of the position in the run: the initialisation
-of the seed, the order of (seed, epoch), augmentation of (seed, epoch, index), dropout of (seed,
-rank, step). So a checkpoint needs no generator's state, and a run that was killed and resumed has
-the same weights, bit for bit, as one that was not.
+All randomness is a pure function of the seed and the position in the run: initialisation depends on
+the seed, the data order on (seed, epoch), augmentation on (seed, epoch, index), dropout on (seed,
+rank, step). So a checkpoint needs no generator state, and a run that was killed and resumed has
+bitwise the same weights as one that was not.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ KEPT_LOGITS = 5_000_000  # the outputs of the last test are kept up to this many
 
 
 def train(recipe: Recipe, folder: str | Path, *, progress: Progress | None = None) -> Run:
-    """Do the run of `recipe` in `folder`, resume it, or return it if it is finished.
+    """Start or resume the run of `recipe` in `folder`, or return it if it is finished.
 
     Args:
-        recipe: What to do.
-        folder: The run's folder, made if missing.
-        progress: Shows how far the run is; by default nothing does.
+        recipe: The recipe of the run.
+        folder: The folder of the run, created if missing.
+        progress: Shows the progress; by default nothing is shown.
 
     Returns:
         The finished run.
 
     Raises:
-        Interrupted: If SIGINT or SIGTERM came: the run is saved.
+        Interrupted: On SIGINT or SIGTERM; the run is saved.
         FileError: If the folder cannot be used or written.
-        ValueError: If the recipe asks for data, a device or a network that is not available.
+        ValueError: If the data, the device or the network of the recipe is not available.
     """
     run = Run(folder)
     if recipe.machine.threads is not None:
@@ -71,8 +71,8 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
         session.restore(state)
     if not processes.agree(session.step):
         raise RunError(
-            f"Expected every process to see the checkpoints in {str(run.checkpoints)!r}, but they "
-            "start from different steps: the folder must be shared by all machines."
+            f"Expected every process to see the checkpoints in {str(run.checkpoints)!r}, but got "
+            "different starting steps; the folder must be shared by all machines."
         )
     if processes.first:
         run.cut_metrics(session.step)
@@ -115,7 +115,7 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
 
 
 class _Checkpoints:
-    """Writes checkpoints. All processes call it: a state holds sums over all of them."""
+    """Writes checkpoints. All processes must call it, because the state sums over all of them."""
 
     def __init__(self, run: Run, session: Session) -> None:
         self.run, self.session = run, session
@@ -128,7 +128,7 @@ class _Checkpoints:
         self.saved_at = time.monotonic()
 
     def save_if_due(self, stopping: bool) -> None:
-        """Save if it is time to; save and raise :class:`Interrupted` if the run is to stop."""
+        """Save if due; if the run is to stop, save and raise :class:`Interrupted`."""
         machine, session = self.session.recipe.machine, self.session
         if session.any_process(stopping):
             self.save()
@@ -141,13 +141,13 @@ class _Checkpoints:
 
 @contextlib.contextmanager
 def _filter_monitor(recipe: Recipe, run: Run, session: Session) -> Iterator[Callable[[int], None]]:
-    """A function that records the filters at a step, if the recipe asks for it."""
+    """Yield a function that records the filters at a step, if the recipe enables it."""
     folder = run.folder / "norms"
     options = recipe.monitor.model_dump()
     if not options["every"] or not session.processes.first:
         yield lambda step: None
         return
-    if session.step == 0 and folder.exists():  # of a run that was killed before it saved anything
+    if session.step == 0 and folder.exists():  # from a run that was killed before it was saved
         shutil.rmtree(folder)
     resume = session.step or None
     with powergrad.FilterMonitor(session.model, folder, **options, resume=resume) as monitor:
@@ -161,7 +161,7 @@ def _filter_monitor(recipe: Recipe, run: Run, session: Session) -> Iterator[Call
 
 @contextlib.contextmanager
 def _tensorboard(recipe: Recipe, run: Run, session: Session) -> Iterator[Callable[[Row], None]]:
-    """A function that writes an epoch's metrics for TensorBoard, if the recipe asks for it."""
+    """Yield a function that writes the metrics of an epoch to TensorBoard, if enabled."""
     if not recipe.machine.tensorboard or not session.processes.first:
         yield lambda row: None
         return

@@ -1,4 +1,4 @@
-"""A trained network: the weights of a run, and its outputs on images that it has not seen."""
+"""A trained network: the weights of a run, and its outputs on images it was not trained on."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Trained:
     """The weights of a run.
 
     Attributes:
-        run: The run that made them.
-        path: Their file.
+        run: The run.
+        path: The file of the weights.
         recipe: The recipe of the run.
-        alpha: Its alpha at the end of the training; None for a checkpoint under a schedule.
+        alpha: The alpha at the end of training; None for a checkpoint under a schedule.
     """
 
     run: Run
@@ -71,8 +71,8 @@ class Trained:
             with safe_open(self.path, "pt") as file:
                 if FOLDED in (file.metadata() or {}):
                     raise RunError(
-                        f"Expected the weights of a training, but got {str(self.path)!r}, which is "
-                        "an export: its head would be scaled twice."
+                        f"Expected the weights of a run, but got {str(self.path)!r}, which is an "
+                        "export; its head would be scaled twice."
                     )
         try:
             network.load_state_dict(weights)
@@ -85,20 +85,22 @@ class Trained:
 
 
 def open_trained(source: Path, data_dir: str | None = None) -> Trained:
-    """The weights of a finished run, given its folder; or those in a file of a run's folder.
+    """Open the weights of a finished run, or a file of weights in the folder of a run.
 
     Args:
-        source: The folder, or the file.
-        data_dir: Where the data files are, if not where the recipe says.
+        source: The folder of the run, or the file.
+        data_dir: The folder of the data files, if it differs from the recipe.
 
     Returns:
-        The weights, and the run that they are of.
+        The weights and their run.
 
     Raises:
-        RunError: If there is no run, it is not finished, or has diverged.
+        RunError: If there is no run, it is not finished, or it has diverged.
     """
     if not source.exists():
-        raise RunError(f"Expected a run's folder or its weights, but got no {str(source)!r}.")
+        raise RunError(
+            f"Expected the folder or the weights of a run, but {str(source)!r} does not exist."
+        )
     folders = [source] if source.is_dir() else [source.parent, source.parent.parent]
     run = open_run(next((folder for folder in folders if Run(folder).exists()), folders[0]))
     recipe, result = run.recipe(), run.result()
@@ -107,15 +109,15 @@ def open_trained(source: Path, data_dir: str | None = None) -> Trained:
     path = run.folder / "model.safetensors" if source.is_dir() else source
     if result is None and source.is_dir():
         raise RunError(
-            f"Expected {str(source)!r} to be a finished run, but it is not: continue it with "
-            f"`powergrad train {source}`, or export one of its checkpoint/ files."
+            f"Expected {str(source)!r} to be a finished run, but got an unfinished one; continue "
+            f"it with `powergrad train {source}`, or export one of its checkpoint/ files."
         )
     if result is not None and result["diverged"]:
-        raise RunError(f"Expected a run that converged, but {str(run.folder)!r} has diverged.")
+        raise RunError(f"Expected a run that converged, but got a diverged one, {run.folder!s}.")
     if path.suffix == ".pt" and recipe.train.ema is not None:
         raise RunError(
-            "Expected safetensors of a run with `train.ema`, whose checkpoints hold two sets of "
-            f"weights, but got {str(path)!r}."
+            "Expected a safetensors file for a run with `train.ema`, whose checkpoints hold two "
+            f"sets of weights, but got {str(path)!r}."
         )
     alpha: float | None = recipe.loss.alpha
     if recipe.loss.alpha_schedule != "constant":
@@ -136,7 +138,7 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Answers on images that were not trained on: some to fit a temperature, others to report.
+    """Outputs on images not used for training: some to fit a temperature, others to report on.
 
     `fit_on` and `report_on` describe the images in words.
     """
@@ -150,9 +152,9 @@ class HeldOut:
 def answers(forward: Callable[[Tensor], Tensor], recipe: Recipe, data: Datasets) -> HeldOut:
     """The outputs of a network on images to fit a temperature on, and on others to report on.
 
-    If the run held out a part of its training data, that part is fitted on and the test set is
-    reported on. If there is no such part, or no test set, a fixed half of each class of what there
-    is is fitted on, and the other half is reported on.
+    If the run held out part of its training data, the temperature is fitted on that part and
+    reported on the test set. If there is no such part, or no test set, the available images are
+    split: a fixed half of each class is used for fitting, the other half for reporting.
     """
     size = recipe.train.test_batch_size or recipe.train.batch_size
     tested = _run_over(forward, data.test, size)
@@ -163,19 +165,19 @@ def answers(forward: Callable[[Tensor], Tensor], recipe: Recipe, data: Datasets)
             tested,
             _run_over(forward, test, size),
             f"the {len(tested.labels):,} {kept_back}",
-            f"the test set, {len(test):,} images that were neither trained nor fitted on",
+            f"the test set, {len(test):,} images not used for training or fitting",
         )
     half = torch.from_numpy(held_out(tested.labels.numpy(), 0.5))
     fit, report = (Answers(*(tensor[part] for tensor in tested)) for part in (half, ~half))
-    name, reason = "test set", "since the run trained on all of its training data"
+    name, reason = "test set", "because the run used all of its training data"
     if recipe.data.hold_out:
-        name, reason = kept_back, "since the data have no test set"
+        name, reason = kept_back, "because the data have no test set"
     return HeldOut(
         fit,
         report,
         f"the other half of the {name}, {len(fit.labels):,} images, {reason}",
-        f"a fixed half of the {name}, {len(report.labels):,} images that were neither trained nor "
-        "fitted on",
+        f"a fixed half of the {name}, {len(report.labels):,} images not used for training or "
+        "fitting",
     )
 
 
@@ -215,7 +217,7 @@ def measures(given: Answers, *, temperature: float = 1.0) -> dict[str, float]:
 
 
 def fit_on(outputs: HeldOut) -> tuple[float | None, str]:
-    """The fitted temperature; or None, and why there is none."""
+    """The fitted temperature, or None with the reason."""
     try:
         return calibration.fit_temperature(*outputs.fit), ""
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Small pieces of text that several modules print."""
+"""Formatting of times, sizes, numbers and tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def duration(seconds: float) -> str:
-    """A time for people.
+    """A duration in readable form.
 
     Example:
         >>> duration(4.2), duration(200), duration(7500)
@@ -42,7 +42,7 @@ def parse_duration(text: str) -> float:
     """Seconds from ``90s``, ``10m``, ``2h`` or ``1h30m``.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If `text` has another form.
 
     Example:
         >>> parse_duration("90s"), parse_duration("10m"), parse_duration("1h30m")
@@ -55,12 +55,12 @@ def parse_duration(text: str) -> float:
         parts = []
     seconds = sum(part * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
     if not seconds > 0:
-        raise ValueError(f"Expected a time, as 90s, 10m, 2h or 1h30m, but got {text!r}.")
+        raise ValueError(f"Expected a time such as 90s, 10m, 2h or 1h30m, but got {text!r}.")
     return seconds
 
 
 def bytes_in_words(count: float) -> str:
-    """A number of bytes for people.
+    """A number of bytes in readable form.
 
     Example:
         >>> bytes_in_words(900), bytes_in_words(2_500_000), bytes_in_words(3.2e9)
@@ -73,7 +73,7 @@ def bytes_in_words(count: float) -> str:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Whole numbers in a few words.
+    """Integers, with consecutive ones as ranges.
 
     Example:
         >>> spans([0, 1, 2, 3, 7, 9, 10])
@@ -89,7 +89,7 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def hide_folders(text: str) -> str:
-    """`text` with only the last name of every absolute path, for files that are shared.
+    """Shorten every absolute path in `text` to its last name, for files that are shared.
 
     Example:
         >>> hide_folders("--data.name folder:/home/ann/photos --out='/home/ann/my runs'")
@@ -109,7 +109,7 @@ def _last_name(match: re.Match[str]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
-    """The end of an error's sentence: the nearest known words, at most `most`, if any is near.
+    """The end of an error message: a suggestion of up to `most` similar words, or a full stop.
 
     Example:
         >>> did_you_mean("digit", ["digits", "cifar10"]), did_you_mean("x", ["digits"])
@@ -120,7 +120,7 @@ def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
 
 
 def slug(text: str) -> str:
-    """`text` as part of a file's name: other characters than letters, digits and ``-_.`` are ``-``.
+    """`text` for a file name: characters except letters, digits and ``-_.`` become ``-``.
 
     Example:
         >>> slug("alpha=0.3")
@@ -140,7 +140,7 @@ def short_key(key: str) -> str:
 
 
 def number(value: Any) -> str:
-    """A value of a recipe: numbers without trailing zeros, everything else as it is.
+    """Format a value of a recipe: numbers without trailing zeros, others unchanged.
 
     Example:
         >>> number(0.10000), number("batch")

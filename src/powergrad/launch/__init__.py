@@ -1,7 +1,6 @@
-"""``powergrad run``: an unmodified training program, executed with altered gradients.
+"""``powergrad run``: runs an unmodified training program with altered gradients.
 
-:func:`launch` executes a :class:`Program` with the :class:`Options` that say what is altered. It
-needs torch alone.
+:func:`launch` executes a :class:`Program` with :class:`Options`. It needs only torch.
 """
 
 from powergrad.launch.options import Options

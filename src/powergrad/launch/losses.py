@@ -1,10 +1,11 @@
-"""PowerGrad for every loss of a process, also those of other people's code.
+"""PowerGrad for every loss of a process, including losses in libraries.
 
-A :class:`powergrad.PowerGrad` block around a whole program would slow down every torch call in it,
-by a microsecond or more. So the functions that it alters are replaced by ones that enter a block
-for their own duration: in every thread, at no cost to other calls. Compiled code is different:
-TorchDynamo knows these functions by identity, and traces the modes that are active. From the first
-``torch.compile`` on, the functions are PyTorch's own again, and one block is around everything.
+A :class:`powergrad.PowerGrad` block around a whole program would slow down every torch call by a
+microsecond or more. So the functions that it alters are replaced by functions that enter a block
+for their own duration, in every thread and without cost for other calls. Compiled code is
+different: TorchDynamo recognises these functions by identity, and traces the active modes. From the
+first ``torch.compile`` on, PyTorch's own functions are restored, and one block surrounds
+everything.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Losses:
 
     @property
     def compiled(self) -> dict[str, int]:
-        """The altered calls in compiled code, by kind: each counts when it is compiled only."""
+        """The altered calls in compiled code, by kind; each is counted when it is compiled."""
         return {kind: count for kind, count in _traced_calls.items() if kind not in ("", "off")}
 
     def install(self) -> None:
@@ -61,7 +62,7 @@ class Losses:
                 continue
             original = getattr(owner, name)
             altered = self._altered(original)
-            _KNOWN[altered] = _KNOWN[original]  # what PyTorch shows to a PowerGrad of the program's
+            _KNOWN[altered] = _KNOWN[original]  # for PowerGrad blocks in the program itself
             own = name in vars(owner)
             setattr(owner, name, altered)
             undo = functools.partial(setattr, owner, name, original)
@@ -78,7 +79,7 @@ class Losses:
         self._undo.append(functools.partial(setattr, torch, "compile", compile_))
 
     def remove(self) -> None:
-        """Give back PyTorch's functions."""
+        """Restore PyTorch's functions."""
         for undo in self._undo:
             undo()
         self._undo = []
@@ -86,7 +87,7 @@ class Losses:
     def _altered(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(original)
         def altered(*args: Any, **kwargs: Any) -> Tensor:
-            # Inside of a PowerGrad, that one decides.
+            # Inside a PowerGrad block, that block alters the call.
             if is_compiling() or _CURRENT.get() is not None or not _has_gradient():
                 return original(*args, **kwargs)
             return _Block(self._mode).call(original, args, kwargs)
@@ -94,25 +95,25 @@ class Losses:
         return altered
 
     def _surround(self) -> None:
-        """Put one block around everything that this thread does from now on."""
+        """Surround everything that this thread does from now on by one block."""
         if not self._undo:
             return
         self.remove()
         forget_functions()
-        # Below the modes that the program is inside of, which leave in their own order.
+        # The block goes below the active modes of the program, so that they can be left in order.
         modes = function_modes()
         for _ in modes:
             pop_mode()
         block = _Block(self._mode).__enter__()
-        block.watch = None  # what was not altered is judged at the end of the program
+        block.watch = None  # unaltered losses are reported at the end of the program
         for mode in modes:
             push_mode(mode)
 
 
 def _has_gradient() -> bool:
-    """Whether the call may have a gradient, now or when a checkpoint of PyTorch's repeats it.
+    """Whether the call may have a gradient, now or when a PyTorch checkpoint repeats it.
 
-    A custom autograd function computes a gradient of its own, or calls the loss again.
+    A custom autograd function computes its own gradient, or calls the loss again.
     """
     if torch.is_grad_enabled() or gradients_hidden():
         return True

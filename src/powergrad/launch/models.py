@@ -15,12 +15,12 @@ __all__ = ["find_model", "head_parameters"]
 
 
 def find_model(optimizer: Optimizer) -> nn.Module:
-    """The outermost module that holds all parameters of `optimizer`, also inside of wrappers.
+    """The outermost module that holds all parameters of `optimizer`.
 
-    Graph modules, which ``torch.compile`` makes of a model, are looked at last.
+    Graph modules, which ``torch.compile`` creates from a model, are considered last.
 
     Raises:
-        ValueError: If no module holds them, or if several are needed.
+        ValueError: If no single module holds all of them.
     """
     wanted = {p for group in optimizer.param_groups for p in group["params"]}
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
@@ -37,7 +37,7 @@ def find_model(optimizer: Optimizer) -> nn.Module:
 
 
 def _common_roots(wanted: set[nn.Parameter], modules: list[nn.Module]) -> list[nn.Module]:
-    """The outermost of `modules` around all owners of the parameters."""
+    """The outermost of `modules` that contain all owners of the parameters."""
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
         for child in module._modules.values():
@@ -64,7 +64,7 @@ def _own(module: nn.Module) -> Iterable[nn.Parameter]:
 
 
 def _roots(module: nn.Module, parents: dict[int, list[nn.Module]]) -> Iterable[nn.Module]:
-    """The outermost modules around `module`."""
+    """The outermost modules that contain `module`."""
     todo, seen = [module], {id(module)}
     while todo:
         current = todo.pop()

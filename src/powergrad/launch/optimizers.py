@@ -1,4 +1,4 @@
-"""What happens at the steps of every optimizer of a process: clipping, scaling, monitor, proof."""
+"""Hooks at the steps of every optimizer of a process: clipping, scaling, monitor, verification."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from powergrad.verify import StepWatcher, Verification
 __all__ = ["Clipped", "Optimizers", "Seen"]
 
 Step = tuple[tuple[Any, ...], dict[str, Any]]
-ATTEMPTS = 3  # steps that are watched, until one shows its alpha
+ATTEMPTS = 3  # the maximal number of steps to watch until one shows its alpha
 
 
 @dataclass
@@ -40,9 +40,9 @@ class Seen:
 
     Attributes:
         kind: Its class.
-        steps: How many steps it has taken.
-        altered: How many losses had been altered at its last step.
-        clip: What clips its gradients.
+        steps: The number of its steps.
+        altered: The number of altered losses at its last step.
+        clip: The handle of the gradient clipping.
         scaled: The scaled groups of its steps.
     """
 
@@ -54,7 +54,7 @@ class Seen:
 
 
 class _Stepping(NamedTuple):
-    """An optimizer whose step runs now."""
+    """An optimizer whose step is running."""
 
     frame: FrameType  # of its step
     optimizer: Optimizer
@@ -63,10 +63,10 @@ class _Stepping(NamedTuple):
 
 @dataclass
 class Clipped:
-    """How many units were looked at, and how many were clipped, over all steps."""
+    """The total and the clipped number of units, over all steps."""
 
     units: int = 0
-    clipped: Tensor | int = 0  # on the device, so that the host does not wait
+    clipped: Tensor | int = 0  # on the device, to avoid a synchronisation
 
 
 @dataclass
@@ -74,8 +74,8 @@ class Optimizers:
     """Attaches to every optimizer of this process, from `install` on.
 
     Args:
-        options: What is asked for.
-        altered: Returns how many losses were altered up to now; None where that is not known.
+        options: The options.
+        altered: Returns the number of losses altered so far; None if it is not known.
         refuse: Ends the program with a message.
     """
 
@@ -92,19 +92,19 @@ class Optimizers:
     )
     _by_thread: dict[int, list[_Stepping]] = field(default_factory=dict)
     _monitor: FilterMonitor | None = None
-    _first: Seen | None = None  # whose model is monitored and watched
+    _first: Seen | None = None  # the optimizer whose model is monitored and watched
     _watcher: StepWatcher | None = None
     _hooks: list[RemovableHandle] = field(default_factory=list)
 
     def install(self) -> None:
-        """Attach."""
+        """Attach the hooks."""
         self._hooks = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         ]
 
     def close(self) -> None:
-        """Detach, and finish what is written."""
+        """Detach the hooks, and close the files."""
         for hook in self._hooks:
             hook.remove()
         for seen in self.seen:
@@ -117,7 +117,7 @@ class Optimizers:
 
     @property
     def _stepping(self) -> list[_Stepping]:
-        """The optimizers whose step runs in this thread, the outermost first."""
+        """The optimizers whose step is running in this thread, the outermost first."""
         return self._by_thread.setdefault(threading.get_ident(), [])
 
     # Before a step --------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Optimizers:
     ) -> Step | None:
         try:
             return self._begin(optimizer, args, kwargs, sys._getframe(1))
-        except (TypeError, ValueError) as error:  # about what was asked for
+        except (TypeError, ValueError) as error:  # a requested change is not possible
             self.refuse(str(error))
 
     def _begin(
@@ -151,12 +151,12 @@ class Optimizers:
         return None if scaled is None else self._scale(scaled, args, kwargs)
 
     def _forget_failed(self, frame: FrameType | None) -> None:
-        """Restore the optimizers whose step has raised: it is not among the callers of this one."""
+        """Restore optimizers whose step has raised: its frame is not among the callers."""
         callers = []
         while frame is not None:
             callers.append(frame)
             frame = frame.f_back
-        for failed in [each for each in self._stepping if each.frame not in callers]:
+        for failed in [step for step in self._stepping if step.frame not in callers]:
             self._stepping.remove(failed)
             if failed.scaled is not None:
                 failed.scaled.restore()
@@ -185,7 +185,7 @@ class Optimizers:
         return seen
 
     def _is_scaled_outside(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer that is stepping now, a wrapper, has scaled these groups."""
+        """Whether a wrapper whose step is running has already scaled these groups."""
         wrappers = [outer.optimizer for outer in self._stepping if outer.scaled is not None]
         outside = [group for wrapper in wrappers for group in wrapper.param_groups]
         groups = optimizer.param_groups
@@ -194,8 +194,8 @@ class Optimizers:
         theirs = {parameter for group in outside for parameter in group["params"]}
         if any(parameter in theirs for group in groups for parameter in group["params"]):
             raise TypeError(
-                "Expected an optimizer inside of another to share its groups, but got "
-                f"{type(optimizer).__name__} with groups of its own: they cannot be scaled."
+                "Expected an optimizer inside another one to share its groups, but got "
+                f"{type(optimizer).__name__} with its own groups, which cannot be scaled."
             )
         return False
 
@@ -232,7 +232,7 @@ class Optimizers:
             self.refuse(str(error))
 
     def _end(self, step: _Stepping, seen: Seen, closure: bool) -> None:
-        if closure:  # it has computed the loss
+        if closure:  # the closure has computed the loss
             self._judge(seen)
         seen.steps += 1
         if step.scaled is not None:
@@ -248,10 +248,10 @@ class Optimizers:
                 self._monitor.step(seen.steps)
             self._begin_watch(step.optimizer, seen)
 
-    # Proof ----------------------------------------------------------------------------------------
+    # Verification ---------------------------------------------------------------------------------
 
     def _begin_watch(self, optimizer: Optimizer, seen: Seen) -> None:
-        """Watch the next step, if it is not known yet whether steps are altered."""
+        """Watch the next step, unless it is already known whether steps are altered."""
         known = self.verification is not None and self.verification.verdict != "cannot tell"
         if known or self.options.alpha == 1 or seen.steps > ATTEMPTS:
             return
@@ -263,7 +263,7 @@ class Optimizers:
         self._watcher = StepWatcher(model, self.options.head).__enter__()
 
     def _judge(self, seen: Seen) -> None:
-        """Look at the backward pass before step ``seen.steps + 1``."""
+        """Check the backward pass before step ``seen.steps + 1``."""
         if self._watcher is not None and seen is self._first:
             self._watcher.__exit__()
             self.verification, self.verified_step = self._watcher.result(), seen.steps + 1
@@ -280,8 +280,8 @@ class Optimizers:
 
 
 def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The closure that a step was given, if any."""
+    """The closure of a step, if any."""
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
-run_eagerly(Optimizers, ScaledStep)  # also where a compiled function calls `step()`
+run_eagerly(Optimizers, ScaledStep)  # also for compiled functions that call `step()`

@@ -1,4 +1,4 @@
-"""What ``powergrad run`` is asked for."""
+"""The options of ``powergrad run``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Options:
     """The options of ``powergrad run``; the defaults change nothing.
 
     Raises:
-        ValueError: If one is out of range, or `monitor` holds a recording.
+        ValueError: If an option is out of range, or `monitor` already holds a recording.
     """
 
     alpha: float = 1.0
@@ -40,28 +40,28 @@ class Options:
             value = getattr(self, name)
             if value is not None:
                 check_threshold(value, name)
-        for name, least in (("decay_scale", "0 or more"), ("lr_scale", ""), ("head_lr_scale", "")):
+        for name, least in (("decay_scale", "at least 0"), ("lr_scale", ""), ("head_lr_scale", "")):
             value = getattr(self, name)
             if not (math.isfinite(value) and (value > 0 or (value == 0 and least))):
                 raise ValueError(f"Expected `{name}` to be {least or 'positive'}, but got {value}.")
         if self.monitor is not None and Recording.exists(self.monitor):
             raise ValueError(
-                f"Expected `monitor` to be a folder without a recording, but {str(self.monitor)!r} "
-                "holds one."
+                "Expected `monitor` to be a folder without a recording, but got "
+                f"{str(self.monitor)!r}, which holds one."
             )
 
         if self.json is not None and not self.json.parent.is_dir():
             raise ValueError(
-                f"Expected `json` to be a file in a folder that exists, but got {str(self.json)!r}."
+                f"Expected `json` to be a file in an existing folder, but got {str(self.json)!r}."
             )
 
     @property
     def thresholds(self) -> ClipThresholds:
-        """Those of :func:`powergrad.clip_grads_before_step`."""
+        """The thresholds for :func:`powergrad.clip_grads_before_step`."""
         known = {"agc": self.agc, "norm": self.clip_norm, "value": self.clip_value}
         return ClipThresholds(**{k: v for k, v in known.items() if v is not None})  # type: ignore[typeddict-item]
 
     @property
     def scales(self) -> Scales:
-        """What learning rates and decays are multiplied by."""
+        """The factors of learning rates and weight decays."""
         return Scales(self.lr_scale, self.head_lr_scale, self.decay_scale)

@@ -1,4 +1,4 @@
-"""A Python program, executed in this process as ``python PROGRAM ARGS`` would execute it."""
+"""Executes a Python program in this process, as ``python PROGRAM ARGS`` would."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Program:
     """A script or a module with its arguments.
 
     Args:
-        command: What would follow ``python``: a script or ``-m`` and a module, then arguments.
+        command: The arguments of ``python``: a script, or ``-m`` and a module, then its arguments.
 
     Raises:
-        ValueError: If `command` names nothing that can be run.
+        ValueError: If there is no such program.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -43,14 +43,14 @@ class Program:
             raise ValueError(f"Expected {FORMS}, but got nothing to run.")
         if not self.is_module and not os.path.isfile(name):
             remedy = "; leave out `python`" if os.path.basename(name).startswith("python") else ""
-            raise ValueError(f"Expected {FORMS}, but {name!r} is not a file{remedy}.")
+            raise ValueError(f"Expected {FORMS}, but got {name!r}, which is not a file{remedy}.")
         self.name, self.arguments, self.command = name, arguments, list(command)
 
     def execute(self) -> Ending:
-        """Run it. Errors are printed, from its own first line on, and become the exit code."""
+        """Run the program. An error is printed with the program's own traceback, as by Python."""
         main = ModuleType("__main__")
         main.__dict__["__builtins__"] = builtins
-        sys.modules["__main__"] = main  # where pickle and spawned processes look
+        sys.modules["__main__"] = main  # used by pickle and spawned processes
         try:
             code = self._load_module(main) if self.is_module else self._load_script(main)
             exec(code, main.__dict__)
@@ -73,7 +73,7 @@ class Program:
             return compile(file.read(), path, "exec", dont_inherit=True)
 
     def _load_module(self, main: ModuleType) -> CodeType:
-        sys.argv = ["-m", *self.arguments]  # while the packages around it are imported
+        sys.argv = ["-m", *self.arguments]  # as in Python while parent packages are imported
         _replace_first_path(os.getcwd())
         spec = self._find_spec()
         code: CodeType = spec.loader.get_code(spec.name)  # type: ignore[union-attr]
@@ -89,7 +89,7 @@ class Program:
                 spec = importlib.util.find_spec(name)
             except ModuleNotFoundError as error:
                 if not error.name or not f"{name}.".startswith(f"{error.name}."):
-                    raise  # an import of the program's own
+                    raise  # an import of the program itself failed
                 spec = None
             if spec is None or spec.submodule_search_locations is None:
                 break
@@ -111,7 +111,7 @@ def _exit_code(code: object) -> int:
 
 
 def _print(error: BaseException) -> None:
-    """Print an error as Python would, without the frames that are not the program's."""
+    """Print an error as Python would, without the frames of this package."""
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

@@ -1,9 +1,9 @@
-"""Learning rates and decays that are scaled for the duration of a step.
+"""Scales learning rates and weight decays for the duration of a step.
 
-Just before ``optimizer.step()`` the values of each group are multiplied, and right after it they
-are what they were. So a scheduler, a checkpoint or a log sees only its own values. Where the head
-and other parameters share a group, the group is split in two for the step; the state of an
-optimizer belongs to the parameters, so the step is the one that two groups written by hand take.
+The values of each group are multiplied just before ``optimizer.step()`` and restored right after
+it. So schedulers, checkpoints and logs see the original values. If the head and other parameters
+share a group, the group is split in two for the step. The state of an optimizer belongs to the
+parameters, so the step is the same as with two groups defined in the program.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _OF_PARAMETERS = ("params", "param_names")
 
 @dataclass(frozen=True)
 class Scales:
-    """What the values of every group are multiplied by.
+    """The factors of the values of every group.
 
     Attributes:
-        lr: The learning rate.
-        head_lr: The learning rate of the head, in addition.
-        weight_decay: The weight decay.
+        lr: The factor of the learning rate.
+        head_lr: An additional factor of the learning rate of the head.
+        weight_decay: The factor of the weight decay.
     """
 
     lr: float = 1.0
@@ -37,7 +37,7 @@ class Scales:
     weight_decay: float = 1.0
 
     def factors(self, head: bool) -> dict[str, float]:
-        """The factors by key of a group, those of 1 left out."""
+        """The factors by key of a group, without factors of 1."""
         lr = self.lr * self.head_lr if head else self.lr
         return {k: f for k, f in (("lr", lr), ("weight_decay", self.weight_decay)) if f != 1}
 
@@ -47,7 +47,7 @@ class ScaledStep:
     """The scaled groups of `optimizer`: :meth:`apply`, step, :meth:`restore`.
 
     Attributes:
-        scaled: The options that have changed a value: ``lr``, ``head_lr``, ``weight_decay``.
+        scaled: The factors that have changed a value: ``lr``, ``head_lr``, ``weight_decay``.
 
     Raises:
         TypeError: If the optimizer cannot be scaled exactly.
@@ -65,11 +65,11 @@ class ScaledStep:
         if isinstance(self.optimizer, LBFGS):
             raise TypeError(
                 "Expected an optimizer whose step is proportional to its learning rate, but got "
-                "LBFGS, for which it is where a line search starts."
+                "LBFGS, which uses it as the start of a line search."
             )
 
     def apply(self) -> None:
-        """Scale."""
+        """Scale the values of the groups."""
         groups = self.optimizer.param_groups
         self._before = list(groups)
         during: list[Group] = []
@@ -88,7 +88,7 @@ class ScaledStep:
         groups[:] = during
 
     def restore(self) -> None:
-        """Give back what was there, with what the step itself has changed."""
+        """Restore the values, except for changes by the step itself."""
         if not self._before:
             return
         changed = [key for group, key, _, scaled in self._values if group[key] is not scaled]
@@ -104,9 +104,9 @@ class ScaledStep:
         self._before, self._values, self._parts = [], [], []
         if changed:
             raise TypeError(
-                "Expected an optimizer that leaves the values of its groups alone, but "
-                f"{type(self.optimizer).__name__} changes {changed[0]} in its step: they cannot "
-                "be scaled."
+                "Expected an optimizer that does not change the values of its groups, but got "
+                f"{type(self.optimizer).__name__}, which changes {changed[0]} in its step, so they "
+                "cannot be scaled."
             )
 
     def _scale(self, group: Group, head: bool) -> None:
@@ -136,9 +136,9 @@ class ScaledStep:
         kind = type(self.optimizer)
         if not f"{kind.__module__}.".startswith(("torch.optim.", "timm.optim.")):
             raise TypeError(
-                f"Expected {kind.__name__} to have a group for the head alone, but got one with "
-                "other parameters too, which is split only for optimizers of torch.optim and timm; "
-                "give the head a group of its own."
+                f"Expected {kind.__name__} to have a separate group for the head, but got one with "
+                "other parameters, which can be split only for optimizers of torch.optim and timm; "
+                "put the head into its own group."
             )
 
 

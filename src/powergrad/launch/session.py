@@ -1,4 +1,4 @@
-"""One program from start to end: what is attached to it, and what is said of it."""
+"""Runs one program from start to end: attaches the changes, and reports what was altered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from powergrad.reporting import write_json
 
 __all__ = ["NOT_ALTERED", "launch"]
 
-NOT_ALTERED = 3  # the exit code where the program was not altered as asked
+NOT_ALTERED = 3  # the exit code if the program was not altered as requested
 FORMAT = 1
 
 
@@ -33,23 +33,23 @@ def launch(program: Program, options: Options) -> int:
 
     Args:
         program: The program.
-        options: What is altered.
+        options: The changes.
 
     Returns:
-        The exit code: that of the program; `NOT_ALTERED` where it is 0 and something that was asked
-        for did not happen.
+        The exit code of the program; or `NOT_ALTERED` if that is 0, but a requested change did not
+        happen.
 
     Raises:
         KeyboardInterrupt: If the program was interrupted; its traceback has been printed.
     """
     if options.json is not None:
-        options.json.unlink(missing_ok=True)  # what is there afterwards is of this run
+        options.json.unlink(missing_ok=True)  # from an earlier run
     session = _Session(options)
     session.install()
     process = os.getpid()
     ending = program.execute()
     code = ending.code
-    if os.getpid() == process:  # else the program has forked
+    if os.getpid() == process:  # otherwise this is a fork of the program
         code = session.finish(code, program)
     if ending.interrupted:
         sys.excepthook = lambda *_: None
@@ -58,7 +58,7 @@ def launch(program: Program, options: Options) -> int:
 
 
 class _Refused(SystemExit):
-    """Ends a program that cannot be altered as asked; no ``except Exception`` holds it up."""
+    """Ends a program that cannot be altered as requested, past any ``except Exception``."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class _Session:
     refusals: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     first_loss: Tensor | None = None
-    graph: list[str] = field(default_factory=list)  # where the first backward pass began
+    graph: list[str] = field(default_factory=list)  # the first nodes of the first backward pass
 
     def __post_init__(self) -> None:
         self.losses = Losses(self.options.alpha)
@@ -80,14 +80,14 @@ class _Session:
         on_first_backward(self._note_backward)
 
     def finish(self, code: int, program: Program) -> int:
-        """Say what was done; returns the exit code."""
+        """Print what was altered; return the exit code."""
         self.optimizers.close()
         self.problems = self.refusals or ([] if code else self._problems())
         code = NOT_ALTERED if self.problems and not code else code
         rank = os.environ.get("RANK", "0")
-        words = [f"powergrad run: {self._line()}"] if rank == "0" else []
-        words += [f"powergrad run: error: {problem}" for problem in self.problems]
-        print(*words, sep="\n", end="\n" if words else "", file=sys.__stderr__, flush=True)
+        lines = [f"powergrad run: {self._line()}"] if rank == "0" else []
+        lines += [f"powergrad run: error: {problem}" for problem in self.problems]
+        print(*lines, sep="\n", end="\n" if lines else "", file=sys.__stderr__, flush=True)
         if self.options.json is not None and rank == "0":
             write_json(self.options.json, self._summary(code, program))
         return code
@@ -96,8 +96,8 @@ class _Session:
         return None if self.losses.compiled else sum(self.losses.altered.values())
 
     def _refuse(self, message: str) -> NoReturn:
-        message = message.replace(_REMEDY, "name it by `--head NAME`")
-        message = message.removesuffix(" With `head=None` every layer is clipped.")
+        message = message.replace(_REMEDY, "name it with `--head NAME`")
+        message = message.removesuffix(" Pass `head=None` to clip every layer.")
         self.refusals.append(message)
         raise _Refused(NOT_ALTERED)
 
@@ -112,24 +112,24 @@ class _Session:
             self.graph.append(node.name())
             node = next((n for n, _ in node.next_functions if n is not None), None)
 
-    # What was not done ----------------------------------------------------------------------------
+    # Problems -------------------------------------------------------------------------------------
 
     def _problems(self) -> list[str]:
-        """Everything that was asked for and did not happen: such a run is a plain one."""
+        """The requested changes that did not happen."""
         options, optimizers = self.options, self.optimizers
         problems = self._problems_of_alpha() if options.alpha != 1 else []
         steps = sum(seen.steps for seen in optimizers.seen)
         for option in self._asked_of_optimizers():
             why = ""
             if not steps:
-                why = "no optimizer of torch.optim, or derived from one, has stepped"
+                why = "no torch.optim.Optimizer has taken a step"
             elif option in _CLIPPING and not int(optimizers.clipped[_CLIPPING[option]].clipped):
                 why = f"no gradient was above the threshold in {counted(steps, 'step')}"
             elif option in _SCALING and _SCALING[option] not in optimizers.scaled:
                 why = {
                     "--lr-scale": "every learning rate was 0",
                     "--decay-scale": "no optimizer has a weight decay",
-                    "--head-lr-scale": "no optimizer that has stepped holds the head",
+                    "--head-lr-scale": "no optimizer that has taken a step holds the head",
                 }[option]
             if why:
                 problems.append(f"{option} changed nothing: {why}.")
@@ -142,15 +142,15 @@ class _Session:
             return [
                 f"{option} altered nothing: no cross-entropy or log-softmax of PyTorch with a "
                 f"gradient was called in this process.{began if self.graph else ''} Kernels of "
-                "other libraries, TorchScript and processes that the program starts by itself are "
-                "not reached: choose PyTorch's loss, or start the processes by torchrun."
+                "other libraries, TorchScript, and processes that the program starts itself cannot "
+                "be altered: use PyTorch's loss, or start the processes with torchrun."
             ]
         measured = self.optimizers.verification
         if measured is not None and measured.verdict == "plain":
-            return [f"{option} did not reach the model: its head's gradient is {measured}."]
+            return [f"{option} did not reach the model: the gradient of its head is {measured}."]
         if self.options.strict and not self._is_proved():
-            why = "no second step was taken" if measured is None else str(measured)
-            return [f"{option} was not proved: {why}."]
+            why = "there was no second step" if measured is None else str(measured)
+            return [f"{option} could not be verified: {why}."]
         return []
 
     def _is_proved(self) -> bool:
@@ -166,7 +166,7 @@ class _Session:
         asked += [option for option, name in _SCALING.items() if scales[name] != 1]
         return asked + ["--monitor"] * (options.monitor is not None)
 
-    # What was done --------------------------------------------------------------------------------
+    # Summary --------------------------------------------------------------------------------------
 
     def _line(self) -> str:
         """The summary as one line."""
@@ -188,10 +188,10 @@ class _Session:
                 done = "" if name in optimizers.scaled else " (not applied)"
                 parts.append(f"{option.removeprefix('--')} {scale:g}{done}")
         steps = [f"{counted(seen.steps, 'step')} of {seen.kind}" for seen in optimizers.seen]
-        return "; ".join([*(parts or ["nothing was asked for"]), ", ".join(steps) or "no steps"])
+        return "; ".join([*(parts or ["no change requested"]), ", ".join(steps) or "no steps"])
 
     def _summary(self, code: int, program: Program) -> dict[str, Any]:
-        """The summary for programs."""
+        """The summary as JSON values."""
         options, optimizers = self.options, self.optimizers
         loss = None if self.first_loss is None else float(self.first_loss)
         measured = optimizers.verification
@@ -220,6 +220,6 @@ class _Session:
         }
 
 
-# By option: the method of clipping, and what of a group is scaled.
+# The clipping method, or the scaled value of a group, for each option.
 _CLIPPING = {"--agc": "agc", "--clip-norm": "norm", "--clip-value": "value"}
 _SCALING = {"--lr-scale": "lr", "--head-lr-scale": "head_lr", "--decay-scale": "weight_decay"}

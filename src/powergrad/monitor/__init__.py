@@ -1,8 +1,9 @@
-"""Which filters, features and layers are zeroed out: recorded while training, counted at any time.
+"""Records filter norms while training, and counts dead filters, features and layers.
 
 :class:`FilterMonitor` writes the norm of every filter to disk while a network is trained,
-:class:`Recording` reads it back, and :func:`census` reports what is dead in a model, a checkpoint
-or a recording, how, since when, and whether it came back. ``powergrad inspect PATH`` prints it.
+:class:`Recording` reads the norms back, and :func:`census` reports which units of a model, a
+checkpoint or a recording are dead, in what way, since when, and whether they recovered.
+``powergrad inspect PATH`` prints the census.
 """
 
 from powergrad.monitor.dead import census

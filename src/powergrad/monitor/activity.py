@@ -1,4 +1,4 @@
-"""What the units of a model do over given data: which fire, and which get a gradient."""
+"""Observes which units of a model fire and which get a gradient on given data."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from powergrad.monitor.layers import (
     weight_of,
 )
 
-# Functions with a flat region at zero: a unit that stays in it sends nothing on and learns nothing.
+# Functions with a flat region at zero: a unit that stays in it outputs 0 and learns nothing.
 _RECTIFIERS = {
     *(torch.relu, torch.relu_, Tensor.relu, Tensor.relu_),
     *(F.relu, F.relu6, F.hardtanh, F.hardswish, F.threshold),
 }
-# Functions that make each channel from itself alone (in evaluation mode), in the same dimension.
+# Functions that compute each channel from itself alone (in evaluation mode), in the same dimension.
 _CHANNELWISE = {
     *(F.batch_norm, F.instance_norm),
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
@@ -41,11 +41,11 @@ _CHANNELWISE = {
 
 @dataclass
 class Activity:
-    """What was observed, by layer name; a layer that is missing was not measured."""
+    """The observations, by layer name; a layer that is missing was not measured."""
 
     # Whether each unit was ever above zero after the rectifier that follows it.
     fired: dict[str, Tensor] = field(default_factory=dict)
-    # The largest norm over the batches of the gradient of each filter or gain.
+    # The largest gradient norm of each filter or gain over the batches.
     gradients: dict[str, Tensor] = field(default_factory=dict)
     # The largest absolute value of each channel that enters the classifier.
     features: Tensor | None = None
@@ -59,7 +59,7 @@ def observe(
     loss: Callable[[Any, Any], Tensor] | None,
     head: nn.Module | str | None,
 ) -> Activity:
-    """Run `data` through `model` in evaluation mode, and leave the model as it was."""
+    """Run `data` through `model` in evaluation mode, and restore the model afterwards."""
     model = unwrap(model)
     modules = {layer.name: module for layer, module in named_units(model)}
     classifier = _find_classifier(model, head)
@@ -107,7 +107,7 @@ def _split(batch: Any, model: nn.Module, needs_target: bool) -> tuple[Tensor, An
         )
     if needs_target and len(batch) < 2:
         raise ValueError(
-            "Expected `data` to hold (input, target) where `loss` is given, but got inputs alone."
+            "Expected `data` to hold (input, target) if `loss` is given, but got only inputs."
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     inputs, *rest = (x.to(device) if isinstance(x, Tensor) else x for x in batch)
@@ -115,7 +115,7 @@ def _split(batch: Any, model: nn.Module, needs_target: bool) -> tuple[Tensor, An
 
 
 def _note_features(activity: Activity, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """A hook before the classifier."""
+    """Forward pre-hook of the classifier."""
     inputs = (args[0] if args else kwargs["input"]).detach()
     largest = _by_channel(inputs, channel_dim(module)).abs().amax(1).cpu()
     before = activity.features
@@ -125,10 +125,11 @@ def _note_features(activity: Activity, module: nn.Module, args: Any, kwargs: Any
 class _Firing(TorchFunctionMode):
     """Notes which channels of a layer's output are not zero after the rectifier that follows it.
 
-    A layer's output is recognised by its identity and version, so that an addition to it, also in
-    place, makes it another tensor: the sum of two branches belongs to neither. A batch
-    normalisation in between leaves each channel to its layer; one over several channels makes them
-    its own, since a channel that it silences still counts in the statistics of the others.
+    A layer's output is recognised by its identity and version, so an addition to it, also in place,
+    makes it another tensor: the sum of two branches belongs to neither. After a batch
+    normalisation, channels still belong to their layer. After a normalisation over several
+    channels, they belong to the normalisation, because a channel that it silences still
+    contributes to the statistics of the others.
     """
 
     def __init__(self, fired: dict[str, Tensor]) -> None:
@@ -137,7 +138,7 @@ class _Firing(TorchFunctionMode):
         self._marks: dict[int, tuple[weakref.ref[Tensor], int, str, int]] = {}
 
     def mark_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """A hook after a layer, or after a normalisation over several channels."""
+        """Forward hook of a layer, or of a normalisation over several channels."""
         if isinstance(module, LAYERS):
             self._mark(output, name, channel_dim(module))
         elif isinstance(output, Tensor):
@@ -191,7 +192,7 @@ def _add_gradients(activity: Activity, modules: dict[str, nn.Module], loss: Tens
     weights = [weight_of(module) for module in trained.values()]
     gradients = torch.autograd.grad(loss, weights, allow_unused=True)
     for (name, module), gradient in zip(trained.items(), gradients, strict=True):
-        if gradient is not None:  # else not used in this forward pass: nothing is known
+        if gradient is not None:  # None: not used in this forward pass, so nothing is known
             if isinstance(module, LAYERS):
                 (gradient,) = filter_norms([gradient], [transposed_groups(module)])
             norms = on_host(gradient.abs())

@@ -1,4 +1,4 @@
-"""Checkpoints: the file of a state dict, and the layers that its names and shapes show."""
+"""Reads checkpoints, and infers layers from the names and shapes in a state dict."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from powergrad.monitor.layers import ROOT, Weight, effective_weight, plain_name
 def state_weights(state: Mapping[str, Any]) -> tuple[list[Weight], bool]:
     """The weights in a state dict, and whether they are in the order of registration.
 
-    A weight of two or more dimensions is a layer; a vector is a gain if a bias or running
-    statistics of its size stand beside it (alone it might be the slopes of a PReLU). A transposed
-    convolution is recognised by a bias whose size is not the weight's first. Names in alphabetical
-    order, as safetensors stores them, are not in the order of registration. Weights under weight
-    and spectral normalisation, and pruned ones, are computed from what is stored.
+    A weight of two or more dimensions is a layer. A vector is a gain if there is a bias or running
+    statistics of the same size (alone it could be the slopes of a PReLU). A transposed convolution
+    is recognised by a bias whose size differs from the first dimension of the weight. Names in
+    alphabetical order, as in safetensors, are not in the order of registration. Weights with
+    weight or spectral normalisation, and pruned weights, are computed from the stored tensors.
     """
     tensors = {
         plain_name(key.removeprefix("module.")): value
@@ -57,7 +57,7 @@ _STORED = re.compile(
 
 
 def _with_effective_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those of `tensors` with the weights that weight normalisation and the like compute."""
+    """`tensors`, with the parts of normalised and pruned weights replaced by the weights."""
     result: dict[str, Tensor] = {}
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -67,15 +67,15 @@ def _with_effective_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             result[key] = tensor
         else:
             parts.setdefault(prefix, {})[match[1]] = tensor
-            result.setdefault(f"{prefix}weight", tensor)  # its place; see below
+            result.setdefault(f"{prefix}weight", tensor)  # keeps the order; replaced below
     for prefix, stored in parts.items():
         weight = effective_weight(stored)
         if weight is not None:
             result[f"{prefix}weight"] = weight
         elif "parametrizations.weight.original" in stored:
             raise ValueError(
-                "Expected weights that the state dict shows, but got a parametrisation of "
-                f"{prefix.removesuffix('.') or ROOT!r} that it does not; pass the model."
+                "Expected weights that can be computed from the state dict, but got an unknown "
+                f"parametrisation of {prefix.removesuffix('.') or ROOT!r}; pass the model."
             )
         else:
             del result[f"{prefix}weight"]
@@ -90,9 +90,9 @@ def _transposed_groups(weight: Tensor, bias: Tensor | None) -> int | None:
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
-    """The state dict in a file of safetensors or of ``torch.save``; no pickle is executed.
+    """Load the state dict from a safetensors or ``torch.save`` file, without executing pickle code.
 
-    A file of ``torch.save`` may hold the state dict itself, or a dictionary with it under
+    A ``torch.save`` file may hold the state dict itself, or a dictionary that has it under
     ``model``, ``state_dict`` or ``model_state_dict``, or as its only dictionary of tensors.
     """
     path = os.fspath(path)
@@ -102,8 +102,8 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
         raise ValueError(
-            f"Expected {path!r} to be a checkpoint that torch.load(weights_only=True) reads, but "
-            f"got {type(error).__name__}."
+            f"Expected {path!r} to be a checkpoint that torch.load(weights_only=True) can read, "
+            f"but got {type(error).__name__}."
         ) from error
     if _is_state_dict(loaded):
         return loaded
@@ -124,7 +124,7 @@ def _load_safetensors(path: str) -> Mapping[str, Tensor]:
         from safetensors.torch import load_file
     except ImportError as error:
         raise ValueError(
-            f"Expected the package safetensors to be installed to read {path!r}; "
+            f"Expected the package safetensors to be installed to read {path!r}, but got none; "
             "`pip install safetensors`."
         ) from error
     try:
@@ -134,7 +134,7 @@ def _load_safetensors(path: str) -> Mapping[str, Tensor]:
 
 
 def _is_state_dict(value: object) -> bool:
-    """Whether `value` holds weights; beside them a loss or a step may be a tensor too."""
+    """Whether `value` holds weights; a loss or a step in a checkpoint may be a tensor too."""
     return isinstance(value, Mapping) and any(
         isinstance(tensor, Tensor) and tensor.dim() >= 2 for tensor in value.values()
     )

@@ -1,23 +1,23 @@
 r"""The census: which units of a network are dead, how, since when, and whether they came back.
 
 A unit is an output channel of a convolution or a linear layer, a gain of a normalisation, or a
-feature that enters the classifier. It can be found in six ways:
+feature that enters the classifier. There are six ways to be dead:
 
     weight      the norm of its filter has vanished
-    gain        the gain of its normalisation has vanished; a bias that is left is shown
-    silent      it is zero after the rectifier that follows, over all the given data
-    gradient    its filter gets no gradient, over all the given data
-    feature     it is a channel before the classifier that is zero over all the given data
+    gain        the gain of its normalisation has vanished; a remaining bias is shown
+    silent      it is zero after the rectifier that follows, for all the given data
+    gradient    its filter gets no gradient from any of the given data
+    feature     it is a channel before the classifier that is zero for all the given data
     nonfinite   its weights are NaN or infinite
 
 A norm or a gain has *vanished* if it is at most
 
-    start * s       where its value `s` at the start is known: 1% of it
-    layer * m       where it is not (or is zero): 0.1% of the largest of its layer, `m`
-    zero            in any case: 1e-8, which also finds a layer that vanished as a whole
+    start * s       if its initial value `s` is known: 1% of it
+    layer * m       if it is not (or is zero): 0.1% of the largest value `m` of its layer
+    zero            in any case: 1e-8, which also detects a layer that vanished as a whole
 
-with smaller fractions for gains and filters of one or two weights (`chance`), and after undoing the
-scale that the filters of a layer share where a normalisation follows it. docs/dead-filters.md gives
+with smaller fractions for gains and filters of one or two weights (`chance`). If a normalisation
+follows a layer, the common scale of its filters is divided out first. docs/dead-filters.md gives
 the reasons.
 """
 
@@ -51,33 +51,33 @@ def census(
     head: nn.Module | str | None = None,
     thresholds: Thresholds | None = None,
 ) -> Census:
-    r"""Find the units that are dead, in a model, a checkpoint or a recording.
+    r"""Find the dead units in a model, a checkpoint or a recording.
 
-    Weights and gains are always judged. With `data` a model is also run, in evaluation mode, to see
-    which units never fire and which features are zero; with `loss` as well, which units get no
-    gradient. Nothing of the model is changed. In a recording, each unit is followed from the first
-    row, its start, to the last.
+    Weights and gains are always examined. With `data`, the model is also run in evaluation mode to
+    find units that never fire and features that are zero; with `loss`, also units that get no
+    gradient. The model is not changed. In a recording, each unit is followed from the first row
+    (its initial value) to the last.
 
     Args:
         source: A model; a state dict; the path of a checkpoint (safetensors, or ``torch.save``
-            read with ``weights_only=True``); or the folder of a :class:`FilterMonitor` or of a run
-            that has it as ``norms``.
+            read with ``weights_only=True``); or the folder of a :class:`FilterMonitor`, or of a run
+            with such a folder named ``norms``.
         data: Batches for the model, each a tensor or a tuple ``(input, target)``; they are moved
             to the model's device.
-        loss: ``loss(output, target)``, a scalar: any cross-entropy will do.
-        initial: The model, state dict or checkpoint at the start of the training, if `source` is
-            not a recording: what each norm is compared with.
-        head: The classifier or its name; found if not given. Where several layers might be it,
-            features are not judged without `head`.
+        loss: ``loss(output, target)``, which returns a scalar; any cross-entropy is suitable.
+        initial: The model, state dict or checkpoint at the start of training, with which each norm
+            is compared. Not for a recording.
+        head: The classifier or its name; by default it is searched. If several layers could be the
+            classifier, features are not examined without `head`.
         thresholds: See :class:`Thresholds`.
 
     Returns:
-        The units found, the counts of every layer, and the events of a recording.
+        The dead units, the counts per layer, and the events of a recording.
 
     Raises:
         ValueError: If a path holds nothing that can be read, `initial` does not fit, `data` is
-            empty or given for anything but a model, or `loss` comes without `data`.
-        TypeError: If `source` or a batch is of another type.
+            empty or given for anything but a model, or `loss` is given without `data`.
+        TypeError: If `source` or a batch has another type.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU())
@@ -89,14 +89,17 @@ def census(
     thresholds = Thresholds() if thresholds is None else thresholds
     if data is not None and not isinstance(source, nn.Module):
         got = type(source).__name__
-        raise ValueError(f"Expected `source` to be a model where `data` is given, but got {got}.")
+        raise ValueError(f"Expected `source` to be a model if `data` is given, but got {got}.")
     if loss is not None and data is None:
-        raise ValueError("Expected `data` where `loss` is given, but got none.")
+        raise ValueError("Expected `data` to be given with `loss`, but got none.")
     if isinstance(source, (str, os.PathLike)) and Path(source).is_dir():
         if not Recording.exists(source):
             raise ValueError(f"Expected {os.fspath(source)!r} to hold a recording, but got none.")
         if initial is not None:
-            raise ValueError("Expected no `initial` for a recording, whose first row is its start.")
+            raise ValueError(
+                "Expected no `initial` for a recording, but got one; the first row of a recording "
+                "is its initial state."
+            )
         return follow(Recording(source), thresholds)
     layers = _read(source, "source")
     starts = {}
@@ -122,7 +125,7 @@ def _read(source: Any, argument: str) -> list[tuple[Layer, Weight]]:
     """The layers and normalisations in a model, a state dict or a checkpoint."""
     if isinstance(source, (str, os.PathLike)):
         if not Path(source).is_file():
-            raise ValueError(f"Expected {os.fspath(source)!r} to be there, but got no such file.")
+            raise ValueError(f"Expected {os.fspath(source)!r} to exist, but got no such file.")
         source = load_checkpoint(source)
     if isinstance(source, nn.Module):
         weights, ordered = [weight for weight, _ in model_weights(source)], True
@@ -153,7 +156,7 @@ def _check_starts(starts: dict[str, Tensor], layers: list[Layer]) -> None:
 def _judge(
     layer: Layer, weight: Weight, start: Tensor | None, activity: Activity, thresholds: Thresholds
 ) -> LayerState:
-    """What the weights of one layer show, and what its units did over the data."""
+    """The state of one layer, from its weights and the activity of its units on the data."""
     values = weight.values()
     state = LayerState(layer, {}, values, gradients=activity.gradients.get(layer.name))
     vanished = values <= DeathLine([layer], thresholds)(values, start)
@@ -165,7 +168,7 @@ def _judge(
         state.how["silent"] = ~activity.fired[layer.name]
     if state.gradients is not None:
         none = state.gradients <= thresholds.gradient * _largest(state.gradients)
-        state.learns = ~none  # NaN is a gradient, if a broken one
+        state.learns = ~none  # a NaN gradient counts as a gradient
         if not weight.is_gain:
             state.how["gradient"] = none
     if weight.is_gain:
@@ -180,10 +183,10 @@ def _largest(values: Tensor) -> Tensor:
 
 
 def _excuse_layers_behind_gates(states: list[LayerState]) -> None:
-    """Where a whole layer is zero but learns, the layers without any gradient may be behind it.
+    """Do not count layers without gradient as dead if a layer that is zero but learns blocks them.
 
-    The last gain of a residual branch that is initialised to zero is such a gate: it lets no
-    gradient into its branch before its first step.
+    An example of such a gate is the last gain of a residual branch that is initialised to zero: it
+    lets no gradient into its branch before the first step.
     """
     measured = [(state, state.learns) for state in states if state.learns is not None]
     gates = any(

@@ -1,4 +1,4 @@
-"""The census of a recording: which units died in it, when, and which came back."""
+"""The census of a recording: which units died, when, and which recovered."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from powergrad.monitor.thresholds import DeathLine, Thresholds, largest_in_layer
 
 
 class Follower:
-    """Follows the units of some columns, which stand side by side, from row to row.
+    """Follows the units of some adjacent columns from row to row.
 
-    A unit dies when it has been under its line for `patience` rows, dated from the first of them,
-    and comes back in the first row in which it is over it. What is neither (between the line and
-    the one for revivals, or not measured) stays as it is.
+    A unit dies when it has been under its threshold for `patience` rows; the death is dated to the
+    first of them. It revives in the first row in which it is over the revival threshold. Units
+    between the two thresholds, and units that were not measured, keep their state.
     """
 
     def __init__(self, columns: list[Column], patience: int) -> None:
@@ -33,12 +33,12 @@ class Follower:
         self.changes: list[tuple[int, int, What]] = []
 
     def begin(self, step: int, unborn: Tensor) -> None:
-        """Declare which units have not lived yet, before the first row."""
+        """Declare, before the first row, which units start dead."""
         self.dead, self.lived = unborn, ~unborn
         self.since = torch.full_like(self.since, step)
 
     def add_row(self, step: int, values: Tensor, under: Tensor, over: Tensor) -> None:
-        """Take a row: its values, and which of them are under and over their line."""
+        """Add a row: its values, and which of them are under and over their thresholds."""
         self.values, self.over = values, over
         rows = self.rows_under
         self.since = torch.where(under & (rows == 0) & ~self.dead, step, self.since)
@@ -55,7 +55,7 @@ class Follower:
         self.lived = self.lived | back
 
     def events(self, numbers: dict[str, int | None]) -> Iterator[Event]:
-        """What happened, with the layers' names and numbers."""
+        """The deaths, revivals and births, with the names and numbers of the layers."""
         for step, unit, what in self.changes:
             column = self.columns[int(self.layer_of[unit])]
             place = unit + self.place.start - column.start
@@ -76,7 +76,7 @@ class Follower:
 
 
 def follow(recording: Recording, thresholds: Thresholds) -> Census:
-    """The census of a recording at its last row, with what happened on the way."""
+    """The census of a recording at its last row, with all events before."""
     held = {"weight": recording.layers, "gain": recording.normalisations}
     death_lines = {way: DeathLine(layers, thresholds) for way, layers in held.items() if layers}
     parts = {"gradient": thresholds.gradient, "feature": thresholds.output}

@@ -1,9 +1,9 @@
-"""The layers of a network, as they are numbered, and the norms of their filters.
+"""The layers of a network, their numbers, and the norms of their filters.
 
 A layer is a convolution or a linear layer, and a unit is one of its output channels. Layers are
-numbered from 1 in the order in which the model registers them, which for ResNet-18 is the numbering
-of the paper: 20 convolutions (a block's downsampling convolution comes after its second one), of
-which the 11th has 256 filters, and the classifier as 21.
+numbered from 1 in the order in which the model registers them. For ResNet-18 this is the numbering
+of the paper: 20 convolutions (the downsampling convolution of a block comes after its second
+convolution; the 11th has 256 filters), and the classifier as layer 21.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Layer:
     """A convolution or linear layer, or a normalisation with one gain per channel.
 
     Attributes:
-        number: Its place among the convolutions and linear layers, from 1; None for a
-            normalisation, and where a file does not keep the order.
+        number: Its position among the convolutions and linear layers, from 1; None for a
+            normalisation, or if a file does not keep the order.
         name: Its name in the model.
-        kind: The class of the module, or what the shape of a stored weight shows.
-        units: How many output channels it has.
-        weights: How many weights a filter has; 1 for a gain.
-        normalised: Whether a normalisation of as many channels is registered next after it, which
-            undoes the common scale of its filters.
+        kind: The class of the module, or the kind inferred from the shape of a stored weight.
+        units: The number of output channels.
+        weights: The number of weights per filter; 1 for a gain.
+        normalised: Whether a normalisation with the same number of channels is registered directly
+            after it, which cancels the common scale of its filters.
     """
 
     number: int | None
@@ -52,10 +52,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weight:
-    """The weight of a layer, or the gains of a normalisation, with the tensors stored beside it.
+    """The weight of a layer, or the gains of a normalisation, with related tensors.
 
-    `groups` are those of a transposed convolution, and `batches` counts the batches that running
-    statistics have seen; both are None for any other layer.
+    `groups` is the number of groups of a transposed convolution, and `batches` is the number of
+    batches in the running statistics; both are None for any other layer.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Weight:
 
     @property
     def units(self) -> int:
-        """How many output channels there are."""
+        """The number of output channels."""
         if self.is_gain:
             return self.tensor.numel()
         return len(self.tensor) if self.groups is None else self.tensor.shape[1] * self.groups
@@ -88,7 +88,7 @@ def on_host(tensor: Tensor) -> Tensor:
 def filter_norms(weights: Sequence[Tensor], groups: Sequence[int | None]) -> list[Tensor]:
     """The L2 norm of each filter of each weight, in float32 or wider.
 
-    `groups` are those of a transposed convolution, None for any other layer.
+    `groups` is the number of groups of a transposed convolution; None for any other layer.
     """
     views, units = zip(*map(by_unit, weights, groups), strict=True)
     if all(map(in_rows, units, views)):  # the C kernel takes them all in one call
@@ -106,12 +106,12 @@ def channel_dim(layer: nn.Module) -> int:
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """The weight of a layer as it is now, whole; reading it changes nothing."""
+    """The current, unsharded weight of a layer; reading it has no side effects."""
     weight = _current_weight(module)
     if not isinstance(weight, Tensor) or isinstance(weight, nn.UninitializedParameter):
         raise ValueError(
-            "Expected every layer of `model` to have its weight, but got a "
-            f"{type(module).__name__} that has none yet; run one batch through the model first."
+            "Expected every layer of `model` to have an initialised weight, but got a "
+            f"{type(module).__name__} without one; run one batch through the model first."
         )
     if hasattr(weight, "placements"):
         raise ValueError(
@@ -126,18 +126,18 @@ def _current_weight(module: nn.Module) -> Any:
         with evaluating(module.get_submodule("parametrizations.weight")):  # no power iteration
             return module.weight
     stored = {**module._parameters, **module._buffers}
-    # A hook of torch.nn.utils computes the attribute anew only when the layer is called.
+    # A hook of torch.nn.utils updates the attribute only when the layer is called.
     computed = None if "weight" in stored else effective_weight(stored)
     return module.weight if computed is None else computed
 
 
 @torch.no_grad()
 def effective_weight(stored: Mapping[str, Tensor | None]) -> Tensor | None:
-    """The weight of a layer that stores other tensors instead, by their names; None if unknown.
+    """Compute the weight of a layer that stores other tensors instead; None if unknown.
 
-    Weight normalisation stores g and v, and the weight is ``g * v / |v|``, with a norm for each
-    entry of g. Spectral normalisation stores W, u and v, and the weight is ``W / (u . W v)``, with
-    W as a matrix. Pruning stores W and a mask. The first two have an older and a newer form.
+    Weight normalisation stores g and v; the weight is ``g * v / |v|``, with one norm per entry of
+    g. Spectral normalisation stores W, u and v; the weight is ``W / (u . W v)``, with W as a
+    matrix. Pruning stores W and a mask. The first two have an older and a newer form in PyTorch.
     """
     inside = "parametrizations.weight."
     for g, v in ((f"{inside}original0", f"{inside}original1"), ("weight_g", "weight_v")):
@@ -164,7 +164,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def plain_name(name: str) -> str:
-    """`name` without what ``torch.compile`` adds to it."""
+    """`name` without the prefix that ``torch.compile`` adds."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
@@ -200,8 +200,8 @@ def named_units(model: nn.Module) -> list[tuple[Layer, nn.Module]]:
 def describe_layers(weights: Sequence[Weight], ordered: bool = True) -> list[Layer]:
     """The layer of each weight.
 
-    Unless the weights are `ordered` as registered, layers have no number, and any normalisation of
-    a layer's size may be the one after it.
+    If the weights are not `ordered` as registered, layers have no number, and any normalisation of
+    the same size counts as the one after a layer.
     """
     numbers = itertools.count(1)
     gain_sizes = {weight.units for weight in weights if weight.is_gain}

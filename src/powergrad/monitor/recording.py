@@ -1,9 +1,9 @@
 r"""FilterMonitor writes the norm of every filter to disk while training; Recording reads it.
 
 A recording is a folder of two files. ``records.bin`` has one row of fixed size per recorded step:
-the step as a little-endian int64, then one float32 per unit. ``index.json`` says which float
-belongs to which layer and quantity. Rows are only ever appended, each by one write, so a recording
-can be read at any time; a last row cut short by a kill is recognised by its size and left out. With
+the step as a little-endian int64, then one float32 per unit. ``index.json`` maps the floats to
+layers and quantities. Rows are only appended, each by one write, so a recording can be read at any
+time; an incomplete last row, after a kill, is recognised by its size and ignored. To read it with
 numpy::
 
     index = json.load(open("norms/index.json"))
@@ -52,7 +52,7 @@ _STEP = struct.Struct("<q")
 
 @dataclass(frozen=True)
 class Column:
-    """Where a row keeps one quantity of one layer: ``values[start : start + count]``."""
+    """The position of one quantity of one layer in a row: ``values[start : start + count]``."""
 
     quantity: str
     layer: str
@@ -65,42 +65,42 @@ class Column:
 
 
 class FilterMonitor:
-    r"""Record the L2 norm of every filter of every convolution and linear layer, every k steps.
+    r"""Record the L2 norm of every filter of every convolution and linear layer during training.
 
-    A filter is what makes one output channel; its norm is :math:`\sqrt{\sum w^2}` over its weights.
-    Layers are numbered from 1 in registration order. Each record is one row of a file, of
-    ``8 + 4 * units`` bytes (23,208 for a ResNet-18 with 1,000 classes; twice the units with
-    `gradients`), so a run of ``S`` steps takes ``S / every`` rows of disk, and no memory but one
-    row.
+    A filter is the part of a weight that computes one output channel; its norm is
+    :math:`\sqrt{\sum w^2}` over its weights. Layers are numbered from 1 in registration order. Each
+    record is one row of ``8 + 4 * units`` bytes in a file (23,208 for a ResNet-18 with 1,000
+    classes; twice the units with `gradients`). A run of ``S`` steps writes ``S / every`` rows, and
+    keeps only one row in memory.
 
-    Under DistributedDataParallel every rank may build and call the monitor; rank 0 writes. Models
-    wrapped by it or by ``torch.compile`` record the same names as the plain model.
+    Under DistributedDataParallel every rank may create and call the monitor; only rank 0 writes.
+    Models wrapped by it or by ``torch.compile`` record the same names as the plain model.
 
     Args:
-        model: The network. Its layers are those it has now; weights are read afresh at each record.
-        directory: The folder to write, made if missing; refused if it holds a recording already,
-            unless `resume` is given.
-        every: Record the steps that `every` divides, and the first call whatever its step.
-        gradients: Also record the norm of each filter's gradient, as found in ``weight.grad`` when
+        model: The network. Its layers are determined now; their weights are read at each record.
+        directory: The folder to write to, created if missing. A folder that already holds a
+            recording is refused unless `resume` is given.
+        every: Record at steps divisible by `every`, and at the first call.
+        gradients: Also record the norm of each filter's gradient, read from ``weight.grad`` when
             :meth:`step` is called: after ``backward`` and before ``zero_grad``.
         features: Also record the root mean square of each channel that enters the classifier, over
-            the training examples seen since the last record (on rank 0). True finds the
-            classifier, a string names it.
+            the training examples since the last record (on rank 0). True finds the classifier; a
+            string names it.
         gains: Also record the absolute gain of each channel of every normalisation.
-        resume: The step that training resumes from: the rows up to it are kept, later ones are
-            dropped, and new ones follow.
+        resume: The step from which training resumes: rows up to this step are kept, later ones are
+            dropped, and new ones are appended.
 
     Raises:
         ValueError: If `every` is not positive, `model` has no layer, the folder holds another
-            recording, or its rows do not fit `model` and the quantities asked for.
-        TypeError: If an argument is of another type.
+            recording, or its rows do not fit `model` and the requested quantities.
+        TypeError: If an argument has another type.
 
     Example:
         >>> import tempfile
         >>> model = torch.nn.Linear(3, 2)
         >>> folder = tempfile.mkdtemp()
         >>> with FilterMonitor(model, folder, every=10) as monitor:
-        ...     monitor.step(0)  # the start, which the census compares with
+        ...     monitor.step(0)  # the initial norms, with which the census compares
         ...     for step in range(1, 101):
         ...         monitor.step(step)  # after optimizer.step()
         >>> steps, norms = Recording(folder).read(1)
@@ -153,7 +153,7 @@ class FilterMonitor:
             for (quantity, name, count), start in zip(wanted, starts, strict=True)
         ]
         self._columns = {q: [c for c in columns if c.quantity == q] for q in QUANTITIES}
-        # One row in memory: the bytes that are written, and their float32 view that is filled.
+        # One row in memory: the bytes that are written, and a float32 view to fill them.
         self._row = bytearray(_STEP.size + 4 * width)
         self._values = torch.frombuffer(self._row, dtype=torch.float32, offset=_STEP.size)
         index = {
@@ -171,17 +171,17 @@ class FilterMonitor:
             self._hook = _watch_inputs(self._head, self)
 
     def step(self, step: int) -> None:
-        """Record the norms if `every` divides `step`, or if this is the first record.
+        """Record the norms if `step` is divisible by `every`, or if this is the first record.
 
         Args:
-            step: How many steps the training has done; larger than in the last call.
+            step: The number of training steps so far; larger than in the last call.
 
         Raises:
             ValueError: If `step` does not increase, or the monitor is closed.
-            RuntimeError: If gradients are asked for and no layer has one.
+            RuntimeError: If gradients are to be recorded and no layer has one.
         """
         if self._closed:
-            raise ValueError("Expected an open monitor, but got one that is closed.")
+            raise ValueError("Expected an open monitor, but got a closed one.")
         if not self._writes:
             return
         step = _integer(step, "step", least=0)
@@ -205,7 +205,7 @@ class FilterMonitor:
                 for column, weight, group in zip(columns, weights, groups, strict=True)
                 if weight.is_leaf and weight.grad is not None
             }
-            # The first record is the start, where no gradient has been computed yet.
+            # At the first record, no gradient has been computed yet.
             if self._rows and not gradients:
                 raise RuntimeError(
                     f"Expected gradients at step {step}, but got none on any layer; call step() "
@@ -215,7 +215,7 @@ class FilterMonitor:
             if gradients:
                 self._put(list(gradients), filter_norms(*zip(*gradients.values(), strict=True)))
         if self._head is not None:
-            # With no example since the last record this is 0 / 0: NaN, as for any missing value.
+            # Without examples since the last record this is 0 / 0 = NaN, as for any missing value.
             self._put(self._columns["feature"], [(self._sums[:-1] / self._sums[-1]).sqrt()])
             self._sums.zero_()
         if self._normalisations:
@@ -223,7 +223,7 @@ class FilterMonitor:
             self._put(self._columns["gain"], gains)
 
     def _put(self, columns: list[Column], values: list[Tensor]) -> None:
-        """Copy the values of the columns into the row, by one transfer to the host."""
+        """Copy the values of the columns into the row, with one transfer to the host."""
         device = values[0].device
         together = torch.cat([value.to(device, torch.float32) for value in values]).cpu()
         parts = together.split([column.count for column in columns])
@@ -231,7 +231,7 @@ class FilterMonitor:
             self._values[column.place] = part
 
     def _add_features(self, module: nn.Module, features: Tensor) -> None:
-        """Add what enters the classifier to the sums: its squares, and how many there are."""
+        """Add the squares of the classifier's inputs, and their number, to the sums."""
         features = features.detach().movedim(channel_dim(module), -1).float()
         features = features.reshape(-1, features.shape[-1])
         if self._sums.device != features.device:
@@ -247,14 +247,14 @@ class FilterMonitor:
         self._rows += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint must keep: the sums of the features since the last record."""
+        """The state to save in a checkpoint: the sums of the features since the last record."""
         return {} if self._hook is None else {"features": self._sums.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue from :meth:`state_dict`, in a monitor made with `resume`.
 
         Raises:
-            ValueError: If the features are not those of this model.
+            ValueError: If the features do not fit this model.
         """
         if self._hook is None:
             return
@@ -317,7 +317,7 @@ def _find_classifier(model: nn.Module, features: bool | str) -> _ConvNd | nn.Lin
 
 
 def _watch_inputs(head: nn.Module, monitor: FilterMonitor) -> RemovableHandle:
-    """Show the monitor what goes into the classifier in training, but not into copies of it."""
+    """Pass the classifier's training inputs to the monitor; copies of the classifier do not."""
     original, watcher = weakref.ref(head), weakref.ref(monitor)
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -329,7 +329,7 @@ def _watch_inputs(head: nn.Module, monitor: FilterMonitor) -> RemovableHandle:
 
 
 def _open_records(directory: Path, index: dict[str, Any], resume: int | None) -> tuple[FileIO, int]:
-    """The file of rows, cut after the step to resume from, and how many rows it keeps."""
+    """Open the file of rows, truncated after the step `resume`; also return the number of rows."""
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / _INDEX).exists():
         fresh = directory / (_INDEX + ".new")
@@ -339,15 +339,15 @@ def _open_records(directory: Path, index: dict[str, Any], resume: int | None) ->
         return file, 0
     if resume is None:
         raise ValueError(
-            f"Expected `directory` to hold no recording, but got {str(directory)!r}, which does; "
-            "pass `resume`, the step to continue from, or another directory."
+            f"Expected `directory` to hold no recording, but got {str(directory)!r}, which holds "
+            "one; pass `resume`, the step to continue from, or another directory."
         )
     recorded = _read_index(directory)
     if recorded != index:
         part = next(key for key in index if recorded.get(key) != index[key])
         raise ValueError(
-            f"Expected the recording in {str(directory)!r} to be of this model and these "
-            f"quantities, but got other {part}: resume with the arguments it was begun with."
+            f"Expected the recording in {str(directory)!r} to have the layers and quantities of "
+            f"this monitor, but got other {part}; resume with the arguments it was started with."
         )
     file = FileIO(directory / _RECORDS, "r+")
     size = _STEP.size + 4 * index["width"]
@@ -369,12 +369,12 @@ def _read_index(directory: Path) -> dict[str, Any]:
         version = int(index["format"])
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"Expected {str(path)!r} to be a recording's index, but got: {error}"
+            f"Expected {str(path)!r} to be the index of a recording, but got: {error}"
         ) from None
     if version > FORMAT:
         raise ValueError(
             f"Expected a recording of format {FORMAT} or earlier, but got {version} in "
-            f"{str(path)!r}; a newer powergrad reads it."
+            f"{str(path)!r}; a newer version of powergrad can read it."
         )
     if index["byteorder"] != sys.byteorder:
         raise ValueError(
@@ -385,21 +385,20 @@ def _read_index(directory: Path) -> dict[str, Any]:
 
 
 class Recording:
-    """What a :class:`FilterMonitor` wrote, or is writing.
+    """Reads the recording of a :class:`FilterMonitor`, also while it is being written.
 
-    Every call reads the file as it is then, so a recording can be watched while it grows. Iterating
-    gives each row as ``(step, values)``, one at a time.
+    Every call reads the current state of the file. Iterating yields one ``(step, values)`` per row.
 
     Args:
-        directory: The folder that the monitor writes, or a run's folder that has it as ``norms``.
+        directory: The folder of the monitor, or the folder of a run with a subfolder ``norms``.
 
     Raises:
-        ValueError: If there is no recording, or one of a later format.
+        ValueError: If there is no recording, or it has a newer format.
 
     Attributes:
         layers: The layers, in order.
         normalisations: The normalisations whose gains were recorded, in order.
-        columns: Where each row keeps the values of a quantity and a layer.
+        columns: The position of each quantity of each layer in a row.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -422,7 +421,7 @@ class Recording:
         return (path / _INDEX).exists() or (path / "norms" / _INDEX).exists()
 
     def __len__(self) -> int:
-        """How many whole rows there are now."""
+        """The number of complete rows so far."""
         return (self.directory / _RECORDS).stat().st_size // (_STEP.size + 4 * self._width)
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
@@ -432,13 +431,13 @@ class Recording:
         """The steps and the values of one layer.
 
         Args:
-            layer: Its number or its name; for ``"feature"``, those of the classifier; for
-                ``"gain"``, the name of the normalisation.
+            layer: The number or name of the layer; of the classifier for ``"feature"``; the name
+                of the normalisation for ``"gain"``.
             quantity: ``"weight"``, ``"gradient"``, ``"feature"`` or ``"gain"``.
 
         Returns:
-            The steps, ``(rows,)`` in int64, and the norms, ``(rows, units)`` in float32; NaN where
-            there was nothing to record, as before the first gradient.
+            The steps, ``(rows,)`` in int64, and the norms, ``(rows, units)`` in float32; NaN if
+            there was nothing to record, such as before the first gradient.
 
         Raises:
             ValueError: If the recording has no such layer or quantity.
@@ -450,7 +449,7 @@ class Recording:
         return steps, torch.cat([none, *(values[None] for _, values in rows)])
 
     def find(self, layer: int | str, quantity: str = "weight") -> Column:
-        """Where the rows keep `quantity` of `layer`."""
+        """The position of `quantity` of `layer` in the rows."""
         known = (*self.layers, *self.normalisations)
         names = {entry.name for entry in known if layer in (entry.number, entry.name)}
         for column in self.columns:
@@ -458,8 +457,8 @@ class Recording:
                 return column
         recorded = ", ".join(dict.fromkeys(column.quantity for column in self.columns))
         raise ValueError(
-            f"Expected a layer from 1 to {len(self.layers)} or its name, and a quantity that was "
-            f"recorded ({recorded}), but got {layer!r} and {quantity!r}."
+            f"Expected a layer from 1 to {len(self.layers)} or its name, and a recorded quantity "
+            f"({recorded}), but got {layer!r} and {quantity!r}."
         )
 
     def _read_rows(self, place: slice) -> Iterator[tuple[int, Tensor]]:
@@ -470,7 +469,7 @@ class Recording:
                 head = file.read(_STEP.size)
                 file.seek(4 * place.start, os.SEEK_CUR)
                 body = bytearray(file.read(size))
-                if len(body) < size:  # a resuming run has cut the file meanwhile
+                if len(body) < size:  # a resumed run has truncated the file in the meantime
                     return
                 (step,) = _STEP.unpack(head)
                 if step <= last:

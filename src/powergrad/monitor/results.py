@@ -1,4 +1,4 @@
-"""What a census finds, as Python objects, as a table and as CSV."""
+"""The results of a census, as Python objects, as a table and as CSV."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ What = Literal["died", "revived", "born"]
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit that the census found.
+    """A unit that is dead in at least one way.
 
     Attributes:
         number: The number of its layer, if it has one.
         layer: The name of its layer.
-        unit: Its place in the layer, from 0.
-        how: The ways in which it was found.
-        state: ``"dead"``; ``"recoverable"`` if a gradient reaches it all the same; ``"unborn"`` if
-            its weights or gain are as they were at the start, and have not vanished since.
+        unit: Its index in the layer, from 0.
+        how: The ways in which it is dead (weight, gain, silent, gradient, feature, nonfinite).
+        state: ``"dead"``; ``"recoverable"`` if it still gets a gradient; ``"unborn"`` if its
+            weights or gain were already zero at the start of training and never grew.
         value: The norm of its filter, its gain, or the largest value of the feature.
-        bias: The bias beside a vanished gain: the constant that the channel sends on.
-        gradient: The largest norm of its gradient over the data, where measured.
-        since: The step from which it is dead, in a recording.
-        revivals: How often it came back before, in a recording.
+        bias: The bias of a channel with a vanished gain, which is its constant output.
+        gradient: The largest norm of its gradient over the data, if measured.
+        since: The step since which it is dead, in a recording.
+        revivals: The number of earlier revivals, in a recording.
     """
 
     number: int | None
@@ -52,8 +52,8 @@ class Unit:
 class Event:
     """A change in a recording.
 
-    At `step` the `quantity` (weight, gain, gradient or feature) of a unit ``died``,
-    ``revived``, or was ``born``: it had vanished at the start, and lives for the first time.
+    At `step` the `quantity` (weight, gain, gradient or feature) of a unit ``died``, ``revived``, or
+    was ``born``: it was zero at the start of training and grew for the first time.
     """
 
     step: int
@@ -66,19 +66,19 @@ class Event:
 
 @dataclass(frozen=True)
 class LayerCount:
-    """What the census found in one layer.
+    """The counts of one layer.
 
     Attributes:
         number: Its number, if it has one.
         layer: Its name.
-        kind: What it is.
-        units: How many units it has.
-        dead: How many are dead.
-        recoverable: How many were found, but get a gradient.
-        unborn: How many have not lived yet.
-        how: In how many units each way was found; a way that is missing was not measured.
-        died: How many units died at some time of a recording.
-        revived: How many of those came back at some time.
+        kind: The kind of layer, such as ``"Conv2d"``.
+        units: The number of units.
+        dead: The number of dead units.
+        recoverable: The number of recoverable units: they would count as dead, but get a gradient.
+        unborn: The number of units that were zero at the start and never grew.
+        how: The number of units per way of being dead; a way that is missing was not measured.
+        died: The number of units that died at some time in a recording.
+        revived: The number of those that revived at some time.
     """
 
     number: int | None
@@ -94,21 +94,21 @@ class LayerCount:
 
     @property
     def whole(self) -> bool:
-        """Whether no unit of the layer is alive, though it was not born so."""
+        """Whether all units of the layer are dead or recoverable."""
         return self.dead + self.recoverable == self.units
 
 
 @dataclass(frozen=True)
 class Census:
-    """What :func:`census` found. ``print(census)`` shows a table of the layers concerned.
+    """The result of :func:`census`. ``print(census)`` shows a table of the affected layers.
 
     Attributes:
-        source: What was examined.
+        source: The name of the model, or the path, that was examined.
         layers: Every layer, normalisation and set of features, with its counts.
-        units: Every unit found, in order.
+        units: Every dead, recoverable or unborn unit, in order.
         events: Deaths, revivals and births, by step, from a recording.
         steps: The first and the last recorded step.
-        examples: How many examples were run through a model.
+        examples: The number of examples that were run through the model.
     """
 
     source: str
@@ -120,17 +120,17 @@ class Census:
 
     @property
     def dead(self) -> tuple[Unit, ...]:
-        """The units that are dead."""
+        """The dead units."""
         return tuple(unit for unit in self.units if unit.state == "dead")
 
     @property
     def recoverable(self) -> tuple[Unit, ...]:
-        """The units that were found, but get a gradient."""
+        """The units that would count as dead, but get a gradient."""
         return tuple(unit for unit in self.units if unit.state == "recoverable")
 
     @property
     def unborn(self) -> tuple[Unit, ...]:
-        """The units that had vanished at the start, and have not lived since."""
+        """The units that were zero at the start of training and never grew."""
         return tuple(unit for unit in self.units if unit.state == "unborn")
 
     @property
@@ -143,7 +143,7 @@ class Census:
         path: str | os.PathLike[str],
         rows: Literal["units", "layers", "events"] = "units",
     ) -> None:
-        """Write the units found, the counts of every layer, or the events, one per row.
+        """Write the units, the counts per layer, or the events to a CSV file, one per row.
 
         Raises:
             ValueError: If `rows` is none of these.
@@ -170,10 +170,10 @@ class Census:
 
 @dataclass
 class LayerState:
-    """What is known of one layer, as tensors of ``(units,)``; None where it was not measured.
+    """The state of one layer, as tensors of ``(units,)``; None for quantities not measured.
 
-    `how` has the units found in each way that was measured, `learns` those that get a gradient. The
-    others are explained at :class:`Unit`.
+    `how` has the dead units for each way that was measured, `learns` the units that get a gradient.
+    The others are explained at :class:`Unit`.
     """
 
     layer: Layer
@@ -201,16 +201,16 @@ def count(
     for state in states:
         dead = _dead_units(state)
         units += dead
-        words = [unit.state for unit in dead]
+        kinds = [unit.state for unit in dead]
         layers.append(
             LayerCount(
                 state.layer.number,
                 state.layer.name,
                 state.layer.kind,
                 state.layer.units,
-                dead=words.count("dead"),
-                recoverable=words.count("recoverable"),
-                unborn=words.count("unborn"),
+                dead=kinds.count("dead"),
+                recoverable=kinds.count("recoverable"),
+                unborn=kinds.count("unborn"),
                 how={way: int(state.how[way].sum()) for way in HOW if way in state.how},
                 died=0 if state.deaths is None else int((state.deaths > 0).sum()),
                 revived=0 if state.revivals is None else int((state.revivals > 0).sum()),
@@ -294,9 +294,9 @@ def _summary(census: Census) -> Iterator[str]:
             yield line + (f", {unborn:,} unborn." if unborn else ".")
     constant = sum("gain" in unit.how and bool(unit.bias) for unit in census.units)
     if constant:
-        yield f"{constant:,} channels of vanished gain send on a constant, their bias."
+        yield f"{constant:,} channels with a vanished gain output a constant, their bias."
     if census.whole_layers:
-        yield f"Whole layers: {', '.join(census.whole_layers)}."
+        yield f"Dead as a whole: {', '.join(census.whole_layers)}."
 
 
 def _changes(census: Census) -> Iterator[str]:

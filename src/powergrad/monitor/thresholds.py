@@ -1,4 +1,4 @@
-"""The thresholds of the census, and the value at which each unit is dead."""
+"""The thresholds of the census, and the value at or below which each unit is dead."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from powergrad.monitor.layers import Layer
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Where the line is drawn between the living and the dead.
+    """The values below which :func:`powergrad.census` counts a unit as dead.
 
     Attributes:
-        start: A norm or gain is dead at this fraction of its start, or less, if that is known and
-            was not zero.
-        layer: Otherwise, at this fraction of the largest of its layer.
-        chance: A filter of few weights, like a gain, may live and be near zero by chance. For one
-            of `d` weights both fractions are at most ``chance ** (1 / d)``: 1e-6 for a gain, 1e-3
-            for two weights.
-        zero: In any case, at this value.
-        gradient: A unit gets no gradient at this fraction of the largest of its layer; 0 asks for
-            exactly none.
-        output: A feature is zero at this fraction of the largest of all; 0 asks for exactly zero.
-        revival: In a recording, what died lives again above this multiple of the line it fell
-            under, so that a norm on the line is not counted twice.
-        patience: In a recording, how many records in a row a gradient or feature must be zero:
-            each has seen only the examples since the one before.
+        start: A norm or gain is dead at or below this fraction of its initial value, if that is
+            known and not zero.
+        layer: Otherwise, it is dead at or below this fraction of the largest value of its layer.
+        chance: A gain, or a filter with few weights, may be near zero by chance while it is alive.
+            For a filter of `d` weights, both fractions are at most ``chance ** (1 / d)``: 1e-6 for
+            a gain, 1e-3 for two weights.
+        zero: At or below this value, a norm or gain is always dead.
+        gradient: A gradient counts as zero at or below this fraction of the largest of its layer;
+            with 0, only an exact zero does.
+        output: A feature counts as zero at or below this fraction of the largest feature; with 0,
+            only an exact zero does.
+        revival: In a recording, a dead unit revives above this multiple of its threshold, so that a
+            norm that hovers around the threshold is counted once.
+        patience: In a recording, the number of consecutive records in which a gradient or feature
+            must be zero, because each record covers only the examples since the previous one.
     """
 
     start: float = 0.01
@@ -51,13 +52,13 @@ class Thresholds:
 
 
 class DeathLine:
-    """The value at which each unit is dead, for all the units of `layers`, in their order."""
+    """The values at or below which the units of `layers` are dead."""
 
     def __init__(self, layers: Sequence[Layer], thresholds: Thresholds) -> None:
         self.layer_of = layer_of([layer.units for layer in layers])
         normalised = torch.tensor([layer.normalised for layer in layers], device="cpu")
         self.scale_free = normalised[self.layer_of]
-        # A living filter of d weights comes within e of its usual norm with a chance near e^d.
+        # By chance, a live filter of d weights has e times its usual norm with probability ~ e^d.
         sizes = [max(layer.weights, 1) for layer in layers]
         exponents = 1 / torch.tensor(sizes, dtype=torch.float64, device="cpu")[self.layer_of]
         by_chance = thresholds.chance**exponents
@@ -66,7 +67,7 @@ class DeathLine:
         self.zero = thresholds.zero
 
     def __call__(self, values: Tensor, starts: Tensor | None) -> Tensor:
-        """The lines for `values`, norms or absolute gains, that were `starts` at the start."""
+        """The thresholds for `values` (norms or absolute gains) with initial values `starts`."""
         line = self.layer * largest_in_layer(values, self.layer_of)
         if starts is not None:
             kept = largest_in_layer(values / starts, self.layer_of).clamp(max=1)
@@ -76,7 +77,7 @@ class DeathLine:
 
 
 def layer_of(counts: Sequence[int]) -> Tensor:
-    """For each unit of layers with these counts of units, the index of its layer."""
+    """For each unit, the index of its layer; `counts` has the number of units per layer."""
     layers = torch.arange(len(counts), device="cpu")
     return layers.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
 

@@ -1,6 +1,6 @@
-"""The command line: one module per group of commands, thin, over the modules that do the work.
+"""The command line: one thin module per group of commands.
 
-`powergrad_cli` names the commands and imports the module of the one that was called. So these
-modules import at the top whatever they need. Inside functions are imported only the modules that
-draw, since matplotlib takes half a second, and third-party libraries that are slow or optional.
+`powergrad_cli` lists the commands and imports the module of the one that is called, so these
+modules import what they need at the top. Only modules that draw are imported inside functions,
+because matplotlib takes half a second, and third-party libraries that are slow or optional.
 """

@@ -1,4 +1,4 @@
-"""What all commands share: recipes, overrides, flags, and what the user is told of errors."""
+"""The common parts of all commands: recipes, overrides, flags and error messages."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ __all__ = [
 RecipeName = Annotated[
     str | None,
     Parameter(
-        allow_leading_hyphen=True,  # `recipe_and_overrides` takes it for an override
+        allow_leading_hyphen=True,  # `recipe_and_overrides` treats it as an override
         help=(
-            "the name of a recipe, or a YAML file; by default images for folder:PATH, the recipe "
-            "of the data's name, or digits"
+            "The name of a recipe, or a YAML file. The default depends on data.name: images for "
+            "folder:PATH, otherwise the recipe with the name of the data, or digits."
         ),
     ),
 ]
@@ -46,7 +46,7 @@ Overrides = Annotated[
     str,
     Parameter(
         allow_leading_hyphen=True,
-        help="changes of the recipe: --dotted.key value, or dotted.key=value (see --keys)",
+        help="Overrides of the recipe: --dotted.key value, or dotted.key=value (see --keys).",
     ),
 ]
 Flag = Parameter(negative="")
@@ -55,15 +55,15 @@ STOPPED = 130
 
 
 class Declined(Exception):  # noqa: N818 (it is not an error)
-    """The user was asked, and does not want to start."""
+    """The user was asked and declined to start."""
 
 
 def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[str, list[str]]:
-    """The recipe's name, and the changes of it: keys may be given without a recipe's name.
+    """The name of the recipe, and its overrides, which may be given without a name.
 
     Args:
-        recipe: The first of the command's arguments.
-        overrides: The others.
+        recipe: The first argument of the command.
+        overrides: The other arguments.
     """
     tokens = [*([] if recipe is None else [recipe]), *overrides]
     named, changes = None, []
@@ -77,21 +77,21 @@ def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[
             named = token
         else:
             raise RecipeError(
-                f"Expected one recipe, and its changes as `--key value` or `key=value`, but got "
+                f"Expected one recipe, and overrides as `--key value` or `key=value`, but got "
                 f"{named!r} and {token!r}."
             )
     return named or default_recipe(parse_overrides(changes)), changes
 
 
 def check_options(overrides: Sequence[str], options: Iterable[str]) -> None:
-    """Refuse an option that is neither of the command nor a key of a recipe.
+    """Refuse an option that is neither an option of the command nor a key of a recipe.
 
     Args:
-        overrides: Changes of a recipe, as they were typed.
+        overrides: The overrides of a recipe, as typed.
         options: The names of the command's options, with hyphens.
 
     Raises:
-        RecipeError: With the nearest known names.
+        RecipeError: With similar known names.
     """
     keys = {key: f"--{key}" for key, *_ in describe_keys()}
     known = {*keys.values(), *options, "--data.only"}
@@ -105,7 +105,7 @@ def check_options(overrides: Sequence[str], options: Iterable[str]) -> None:
 
 
 def option_names(command: Callable[..., Any]) -> Iterator[str]:
-    """The options of a command, as they are typed."""
+    """The options of a command, as typed."""
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         names: list[str] = []
         if is_dataclass(parameter.default):
@@ -116,7 +116,7 @@ def option_names(command: Callable[..., Any]) -> Iterator[str]:
 
 
 def show_keys(recipe: Recipe) -> int:
-    """Print every key of a recipe: meaning, allowed values, and its value in `recipe`."""
+    """Print every key of a recipe with its meaning, allowed values, and value in `recipe`."""
     for key, meaning, allowed, default in describe_keys():
         own = recipe.value(key)
         value = f"default: {default}" if own == default else f"here: {own}, default: {default}"
@@ -125,20 +125,20 @@ def show_keys(recipe: Recipe) -> int:
 
 
 def put_aside(folder: Path) -> None:
-    """Move a folder of an earlier start out of the way, and say so."""
+    """Rename the folder of an earlier start, and tell the user."""
     if not folder.exists():
         return
     moved = folder.with_name(f"{folder.name}-{datetime.now():%Y%m%d-%H%M%S}")
     folder.rename(moved)
-    print(f"--fresh: what was in {folder} is now in {moved}, and is not used.", file=sys.stderr)
+    print(f"--fresh: {folder} was moved to {moved} and is not used.", file=sys.stderr)
 
 
 def explain(error: Exception, tokens: Sequence[str] = ()) -> str | None:
-    """The message for an error that is the user's to mend; None for a bug of ours.
+    """The message for an error that the user can fix; None for an internal error.
 
     Args:
         error: The error.
-        tokens: The command line: an argument is named by the option that was typed.
+        tokens: The command line, so that the message names the option that was typed.
     """
     if not isinstance(error, (ValueError, FileError, OSError, ImportError)):
         return None
@@ -153,9 +153,9 @@ def explain(error: Exception, tokens: Sequence[str] = ()) -> str | None:
 
 
 def stopped(reason: Exception) -> int:
-    """Say that a command was interrupted, or not started; returns its exit code."""
+    """Print that a command was interrupted or not started; return its exit code."""
     if isinstance(reason, Declined):
         print("powergrad: nothing was started; --yes skips the question.", file=sys.stderr)
         return 1
-    print(f"powergrad: {reason}; the same command goes on from there.", file=sys.stderr)
+    print(f"powergrad: {reason}; the same command continues from there.", file=sys.stderr)
     return STOPPED

@@ -1,4 +1,4 @@
-"""``powergrad inspect``, ``report``, ``watch`` and ``bench``: looking at what is there."""
+"""``powergrad inspect``, ``report``, ``watch`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def inspect(
     events_csv: Path | None = None,
     thresholds: Annotated[Thresholds, Parameter(name="*", group="Thresholds")] = _DEFAULT,
 ) -> int:
-    """Show which filters, features and layers of a network are dead; or what a study holds.
+    """Show the dead filters, features and layers of a network, or the contents of a study.
 
     Args:
         source: The folder of a run, of a recording or of a study, or a checkpoint.
-        initial: The weights at the start of the training, to compare with.
-        units_csv: Write the dead units to this file, one row per unit.
-        layers_csv: Write the counts of every layer to this file.
-        events_csv: Write deaths, revivals and births to this file.
-        thresholds: Where dead begins; see powergrad.monitor.Thresholds.
+        initial: The weights at the start of training, to compare with.
+        units_csv: Write the dead units to this CSV file, one row per unit.
+        layers_csv: Write the counts per layer to this CSV file.
+        events_csv: Write deaths, revivals and births to this CSV file.
+        thresholds: The thresholds below which a unit counts as dead.
     """
     path = source
     if (source / "study.yaml").is_file():
         for name, value in (("--csv", units_csv), ("--layers-csv", layers_csv),
                             ("--events-csv", events_csv), ("--initial", initial)):  # fmt: skip
             if value is not None:
-                raise ValueError(f"Expected {name} with the folder of a run, but got a study's.")
+                raise ValueError(f"Expected {name} with the folder of a run, but got a study.")
         show_study(source, thresholds)
         return 0
     if source.is_dir() and not Recording.exists(source):
@@ -69,14 +69,15 @@ def inspect(
 
 
 def report(*paths: Path, out: Path | None = None) -> int:
-    """Write the page of runs and studies: one HTML file that needs no network.
+    """Write the page of runs and studies: one HTML file that works offline.
 
     Args:
-        paths: Folders of runs or of studies.
-        out: The file; by default report.html in the folder, or here if there are several.
+        paths: Folders of runs or studies.
+        out: The file to write; by default report.html in the folder, or in the working directory
+            if there are several folders.
     """
     if not paths:
-        raise ValueError("Expected the folder of a run or of a study, but got none.")
+        raise ValueError("Expected the folder of a run or a study, but got none.")
     print(write_report(paths, out or (paths[0] if len(paths) == 1 else Path()) / "report.html"))
     return 0
 
@@ -88,13 +89,13 @@ def watch(
     open_: Annotated[bool | None, Parameter(name="--open", negative="--no-open")] = None,
     storage: str | None = None,
 ) -> int:
-    """The page of a study, live while it runs, in the browser of this machine; Ctrl-C ends it.
+    """Serve the page of a study on this machine while it runs; stop with Ctrl-C.
 
     Args:
-        folder: The study's folder.
-        port: The port on 127.0.0.1; 0 takes any that is free.
-        open_: Whether a browser is opened; by default if there is a screen.
-        storage: The storage that the study was given, if it was.
+        folder: The folder of the study.
+        port: The port on 127.0.0.1; 0 chooses a free one.
+        open_: Whether to open a browser; by default if there is a display.
+        storage: The --storage of the study, if any.
     """
     if not 0 <= port < 65536:
         raise ValueError(f"Expected --port to be from 0 to 65535, but got {port}.")
@@ -103,10 +104,11 @@ def watch(
         server = LiveServer(live, port)
     except OSError as error:
         raise ValueError(
-            f"Expected --port {port} to be free, but got: {error.strerror}; --port 0 takes any."
+            f"Expected --port {port} to be free, but got: {error.strerror}; --port 0 chooses a "
+            "free one."
         ) from None
     with server:
-        print(f"{live.folder} at {server.url} (Ctrl-C ends it; the study goes on)", flush=True)
+        print(f"{live.folder} at {server.url} (Ctrl-C stops; the study continues)", flush=True)
         has_screen = sys.platform == "darwin" or bool(
             os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
         )
@@ -120,23 +122,23 @@ def watch(
 
 
 def bench(*names: str) -> int:
-    """Run the benchmarks of a checkout; each writes its figures to results/.
+    """Run the benchmarks of a checkout; each writes its results to results/.
 
     Args:
-        names: Which of them; all by default.
+        names: The benchmarks to run; by default all.
     """
     folder = Path("benchmarks")
     known = sorted(path.stem for path in folder.glob("*.py") if path.stem not in NOT_BENCHMARKS)
     if not known:
         raise ValueError(
-            "Expected to be in a checkout of powergrad, which has the folder benchmarks/, but got "
-            f"{str(Path.cwd())!r}."
+            "Expected the working directory to be a checkout of powergrad, with the folder "
+            f"benchmarks/, but got {str(Path.cwd())!r}."
         )
     for name in names:
         if name not in known:
-            raise ValueError(f"Expected a benchmark of {', '.join(known)}, but got {name!r}.")
+            raise ValueError(f"Expected a benchmark among {', '.join(known)}, but got {name!r}.")
     commands = [[str(folder / f"{name}.py")] for name in names or known]
-    for command in [*commands, ["-m", "reproduction"]]:  # which fills the pages' tables
+    for command in [*commands, ["-m", "reproduction"]]:  # the last fills the tables of the docs
         print(command[-1], file=sys.stderr, flush=True)
         status = subprocess.run([sys.executable, *command]).returncode
         if status:

@@ -1,4 +1,4 @@
-"""``powergrad paper``: list, show, run and draw everything in the paper."""
+"""``powergrad paper``: list, show, run and draw the table rows and figures of the paper."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from powergrad.lab.study.execute import tune_once
 from powergrad.lab.train import train
 from powergrad.lab.words import slug
 
-app = App(name="paper", help="The paper: list, show, run and draw every table row and figure.")
+app = App(name="paper", help="List, show, run and draw the table rows and figures of the paper.")
 
 RESULTS = Path("results")
 _OPTIONS = StudyOptions()
@@ -46,9 +46,9 @@ _TUNE = TuneOptions()
 
 @app.command(name="list", sort_key=0)
 def list_items(*, results: Path = RESULTS) -> int:
-    """Every table row and figure: its id, its published numbers, what was measured.
+    """List every table row and figure: its id, published numbers, and measured results.
 
-    In brackets is the id of all rows that are compared with each other, which is an item, too.
+    The id in brackets stands for all rows that are compared with each other; it is an item, too.
 
     Args:
         results: The folder of measured results.
@@ -59,11 +59,11 @@ def list_items(*, results: Path = RESULTS) -> int:
 
 @app.command(sort_key=1)
 def show(item: str, *, data: str = "folder:/path/to/imagenet", results: Path = RESULTS) -> int:
-    """Everything about one item: recipe, published numbers, commands, cost, open questions.
+    """Show one item: recipe, published numbers, commands, cost and open questions.
 
     Args:
-        item: An id of `powergrad paper list`.
-        data: Where ImageNet is, for the commands.
+        item: An id from `powergrad paper list`.
+        data: The location of ImageNet, for the commands.
         results: The folder of measured results.
     """
     print(item_in_words(item, data, Evidence(results)))
@@ -87,33 +87,35 @@ def run(
     tuning: TuneOptions = _TUNE,
     options: StudyOptions = _OPTIONS,
 ) -> int:
-    """Train an item: as the paper did it, or scaled down, over seeds and with a verdict.
+    """Train an item as in the paper, or scaled down, over several seeds and with a verdict.
 
-    At full scale the item's own rows are trained, with the first seed. With --scale small the row
-    that they are compared with is trained too, all over --seeds seeds. The same command goes on
-    where an interrupted one stopped.
+    At full scale, the rows of the item are trained once, with the first seed. With --scale small,
+    the row that they are compared with is trained too, and all use --seeds seeds. The same command
+    continues an interrupted one.
 
     Args:
-        item: An id of `powergrad paper list`.
-        overrides: Changes of the recipe, for all arms.
-        data: Full scale: folder:PATH of ImageNet. Small: digits (the default), fashion-mnist,
-            cifar10 or folder:PATH.
+        item: An id from `powergrad paper list`.
+        overrides: Overrides of the recipe, for all arms.
+        data: At full scale, folder:PATH of ImageNet. With --scale small, digits (the default),
+            fashion-mnist, cifar10 or folder:PATH.
         scale: full or small.
         arm: Only this arm of the item.
         as_published: Train with the authors' hook instead of the equation, in float16.
-        only_plan: Only say what would be done.
-        keep: Keep what figures and tables need, in --results.
+        only_plan: Only print what would be done.
+        keep: Store the data for figures and tables in --results.
         results: The folder of measured results.
-        tuning: Small: how the arms are tuned.
-        options: What every study takes; --seeds is 8 by default.
+        tuning: With --scale small, the tuning of the arms.
+        options: The options of every study; --seeds is 8 by default.
     """
     if options.keys:
         return show_keys(Recipe())
     if item is None:
-        raise ValueError("Expected an item of the paper: an id of `powergrad paper list`.")
+        raise ValueError(
+            "Expected an item of the paper (an id from `powergrad paper list`), but got none."
+        )
     if options.budget is not None:
         raise ValueError(
-            "Expected no --budget for an item of the paper, whose replica has its own length, but "
+            "Expected no --budget for an item of the paper, whose replica has a fixed length, but "
             f"got {options.budget!r}."
         )
     experiment = load_paper().find(item)
@@ -121,7 +123,9 @@ def run(
     rows = experiment.with_baseline(item) if is_small else experiment.own_rows(item)
     arms = [row.arm for row in rows]
     if arm is not None and arm not in arms:
-        raise ValueError(f"Expected --arm to be of {item} ({', '.join(arms)}), but got {arm!r}.")
+        raise ValueError(
+            f"Expected --arm to be an arm of {item} ({', '.join(arms)}), but got {arm!r}."
+        )
     if arm is not None:
         kept = (arm, experiment.baseline.arm) if is_small else (arm,)
         rows = [row for row in rows if row.arm in kept]
@@ -135,13 +139,14 @@ def run(
         precision = changes.setdefault("train.precision", "float16")
         if precision != "float16":
             raise ValueError(
-                "Expected train.precision to be float16 with --as-published, the only one in which "
-                f"the authors' hook was run, but got {precision!r}."
+                "Expected train.precision to be float16 with --as-published, the only precision in "
+                f"which the authors' hook was used, but got {precision!r}."
             )
         changes["loss.form"] = "as_published"
     if tuning.repeats is not None:
         raise ValueError(
-            "Expected no --repeats for an item of the paper, whose arms are tuned once."
+            "Expected no --repeats for an item of the paper, whose arms are tuned once, but got "
+            f"{tuning.repeats!r}."
         )
     wanted = _Wanted(item, experiment, rows, data, changes)
     try:
@@ -159,7 +164,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What is to be trained: some rows of an item, on data, with changes of the recipe."""
+    """The rows of an item to train, with the data and the overrides of the recipe."""
 
     item: str
     experiment: Experiment
@@ -173,11 +178,11 @@ def _is_first_process() -> bool:
 
 
 def _check_full(wanted: _Wanted, tuning: TuneOptions, options: StudyOptions) -> None:
-    """Refuse what only a study has, and a training without its data."""
+    """Refuse options that only a study has, and missing data."""
     names = ("seeds", "metric", "margin", "workers", "threads", "storage", "reuse", "fresh")
     given = {
-        f"--{name.replace('_', '-')}": (getattr(of, name), getattr(default, name))
-        for of, default, keys in (
+        f"--{name.replace('_', '-')}": (getattr(group, name), getattr(default, name))
+        for group, default, keys in (
             (tuning, _TUNE, ("tune", "trials", "tune_seeds", "tune_map")),
             (options, _OPTIONS, names),
         )
@@ -186,30 +191,30 @@ def _check_full(wanted: _Wanted, tuning: TuneOptions, options: StudyOptions) -> 
     for name, (value, default) in given.items():
         if value != default:
             raise ValueError(
-                f"Expected {name} with --scale small only, but got {value!r} at full scale, where "
+                f"Expected {name} only with --scale small, but got {value!r} at full scale, where "
                 "every row is trained once (--first-seed)."
             )
     rows = wanted.rows
     if wanted.data is None and rows[0].recipe.data.name != "cifar10":
         raise ValueError(
-            f"Expected --data folder:PATH, where ImageNet is, to train {wanted.item} at full "
-            "scale, or --scale small, but got neither."
+            f"Expected --data folder:PATH of ImageNet, to train {wanted.item} at full scale, or "
+            "--scale small, but got neither."
         )
     if len(rows) > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         arms = ", ".join(row.arm for row in rows)
-        raise ValueError(f"Expected --arm under torchrun, one of {arms}.")
+        raise ValueError(f"Expected --arm under torchrun, one of {arms}, but got none.")
 
 
 def _run_full(wanted: _Wanted, options: StudyOptions, only_plan: bool) -> Path:
-    """Train every row once; returns the folder of the runs."""
+    """Train every row once; return the folder of the runs."""
     experiment, rows, seed = wanted.experiment, wanted.rows, options.first_seed
     recipes = full_recipes(rows, wanted.data, wanted.changes, seed)
     folder = options.out / (options.name or f"paper-{experiment.id}")
     names = {row.arm: f"{slug(row.arm)}-seed{seed}" for row in rows}
     for row in rows:
         hours = [f"{part.hours:.0f} on {part.gpu}" for part in cost(recipes[row.arm])]
-        words = f" (GPU hours: {', '.join(hours)})" if hours else ""
-        print(f"{row.id} {row.arm}: {folder / names[row.arm]}{words}")
+        cost_text = f" (GPU hours: {', '.join(hours)})" if hours else ""
+        print(f"{row.id} {row.arm}: {folder / names[row.arm]}{cost_text}")
     if only_plan:
         return folder
     if _is_first_process():
@@ -224,7 +229,7 @@ def _run_full(wanted: _Wanted, options: StudyOptions, only_plan: bool) -> Path:
 def _run_small(
     wanted: _Wanted, tuning: TuneOptions, options: StudyOptions, only_plan: bool
 ) -> Path:
-    """Run the replica of some rows as a study; returns its folder."""
+    """Run the replica of some rows as a study; return its folder."""
     experiment, rows, data = wanted.experiment, wanted.rows, wanted.data or "digits"
     tuned, more = tuning.split()
     changes = {"machine.threads": options.threads, **wanted.changes, **parse_overrides(more)}
@@ -252,24 +257,24 @@ def _run_small(
     return folder
 
 
-# Looking ------------------------------------------------------------------------------------------
+# Figures and status -------------------------------------------------------------------------------
 
 
 @app.command(sort_key=3)
 def figure(item: str, *, out: Path, formats: str = "png,svg,pdf", results: Path = RESULTS) -> int:
-    """Draw a figure, or all, as PNG, SVG and PDF.
+    """Draw one figure, or all figures, as PNG, SVG and PDF.
 
     Args:
         item: The id or name of a figure, or all.
         out: The folder for the files.
-        formats: Which of the three, separated by commas.
+        formats: The formats, separated by commas.
         results: The folder of measured results.
     """
     from powergrad.lab.paper.draw import FORMATS, draw
 
     kinds = formats.split(",")
     if not set(kinds) <= set(FORMATS):
-        raise ValueError(f"Expected --formats of {', '.join(FORMATS)}, but got {formats!r}.")
+        raise ValueError(f"Expected --formats among {', '.join(FORMATS)}, but got {formats!r}.")
     paper, evidence = load_paper(), Evidence(results)
     chosen = paper.figure(item)
     if chosen is None and item != "all":
@@ -284,20 +289,20 @@ def figure(item: str, *, out: Path, formats: str = "png,svg,pdf", results: Path 
             if not missing:
                 print(f"{title}: {draw(drawn, evidence, out, kinds)[0]}")
                 continue
-            print(f"{title}: not drawn, for want of {', '.join(map(str, missing))}")
+            print(f"{title}: not drawn; missing: {', '.join(map(str, missing))}")
         except MissingRunsError as reason:
             print(f"{title}: not drawn. {reason}")
         failed += 1
         for command in dict.fromkeys(map(small_command, missing)):
             print(f"    {command}")
     if failed:
-        print(f"{failed} of {len(wanted)} figures lack runs; the commands above make them.")
+        print(f"{failed} of {len(wanted)} figures lack runs; run the commands above first.")
     return 1 if failed else 0
 
 
 @app.command(sort_key=4)
 def status(*, results: Path = RESULTS) -> int:
-    """What was measured, what was not, and which command comes next.
+    """Show what was measured, what is missing, and the commands to measure it.
 
     Args:
         results: The folder of measured results.
@@ -315,24 +320,24 @@ def status(*, results: Path = RESULTS) -> int:
         print(f"  {study.name}: {len(study.results.rows)} runs, {study.describe()}")
     print(f"Figures that can be drawn: {len(drawable)} of {len(paper.figures)}")
     if left:
-        print("Not measured, with the command that does it in small:")
+        print("Not measured, with the command for the small scale:")
         for item in left:
             print(f"  {item}: powergrad paper run {item} --scale small --collect")
     print(
-        f"All of it at full scale, each run once, in GPU hours: {hours_in_words()} (the last is of "
-        "the runs on CIFAR-10, the others of those on ImageNet)"
+        f"GPU hours for everything at full scale, each run once: {hours_in_words()} (the last is "
+        "for CIFAR-10, the others for ImageNet)"
     )
     return 0
 
 
 @app.command(name="collect", sort_key=5)
 def collect_runs(folder: Path, *, results: Path = RESULTS, label: str | None = None) -> int:
-    """Keep what figures and tables need of finished runs.
+    """Store the data of finished runs that figures and tables need.
 
     Args:
-        folder: The folder that `powergrad paper run` made.
+        folder: A folder that `powergrad paper run` created.
         results: The folder of measured results.
-        label: What tells this study from others of the same rows; by default its data.
+        label: A label to distinguish studies of the same rows; by default the name of the data.
     """
     for file in collect(folder, results / "paper", label):
         print(f"wrote {file}")

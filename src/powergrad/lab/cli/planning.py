@@ -27,22 +27,22 @@ def plan(
     seconds: float | None = None,
     workers: int = 1,
 ) -> int:
-    """How many seeds does a claim need?
+    """Compute how many seeds a claim needs.
 
     Args:
-        delta: The difference that you want to be able to see, in the metric's unit.
-        sigma: The noise of one run: a number, or the name of a known one.
-        study: A finished study (its folder, or study.csv) to estimate the noise from.
+        delta: The difference to detect, in the unit of the metric.
+        sigma: The standard deviation of one run: a number, or the name of a published value.
+        study: A finished study (its folder, or study.csv) from which to estimate the noise.
         metric: The metric of that study; by default the one that it compares.
-        images: Number of test images, if the metric is an accuracy in per cent: it then moves in
-            steps of one image, which costs power.
+        images: The number of test images, if the metric is an accuracy in percent. It then changes
+            in steps of one image, which reduces the power.
         margin: The largest difference that does not matter; --delta by default.
-        power: The chance of seeing the difference if it is there.
-        level: The chance of any false verdict.
-        arms: Arms, the baseline included.
-        seeds: The looks of the sequential design, as `powergrad compare --seeds` takes them.
-        seconds: How long one run takes; by default as measured in --study.
-        workers: Runs at a time.
+        power: The probability of detecting the difference if it exists.
+        level: The probability of any false verdict.
+        arms: The number of arms, including the baseline.
+        seeds: The looks of the sequential design, as in `powergrad compare --seeds`.
+        seconds: The time of one run in seconds; by default as measured in --study.
+        workers: The number of runs at a time.
     """
     if arms < 2:
         raise ValueError(f"Expected `arms` to be at least 2, but got {arms}.")
@@ -52,7 +52,9 @@ def plan(
         seconds = measured if seconds is None else seconds
     elif sigma is None:
         known = ", ".join(KNOWN_NOISE)
-        raise ValueError(f"Expected --sigma (a number, or one of {known}), or --study.")
+        raise ValueError(
+            f"Expected --sigma (a number, or one of {known}) or --study, but got neither."
+        )
     else:
         try:
             noise = float(sigma)
@@ -76,7 +78,7 @@ def plan(
 
 
 def _noise_of(results: Results, metric: str | None, source: Path) -> tuple[Noise, float | None]:
-    """The noise within a study's arms, and the mean seconds of a run."""
+    """The noise within the arms of a study, and the mean time of a run."""
     samples = [list(results.values(arm, metric).values()) for arm in results.arms]
     if not any(samples):
         raise ValueError(f"Expected runs in {str(source)!r}, but got none.")

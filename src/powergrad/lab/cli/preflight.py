@@ -1,4 +1,4 @@
-"""What a command says before its first run, and the question whether to start."""
+"""The checks and messages of a command before its first run, and the question to start."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from powergrad.lab.words import duration, parse_duration, slug, spans
 
 __all__ = ["Ready", "check_run", "prepare"]
 
-LONG = 600.0  # seconds above which a question is asked
-FILE = "budget.yaml"  # in a study's folder: what was chosen for its budget
+LONG = 600.0  # above this many seconds, the user is asked
+FILE = "budget.yaml"  # in the folder of a study: the choices for its budget
 
 
 @dataclass(frozen=True)
 class Ready:
-    """What a study is started with.
+    """The settings with which a study is started.
 
     Attributes:
-        changes: What the budget changes in the recipe.
-        seeds: The design, as ``--seeds`` takes it, if the budget chose it; else None.
-        deadline: When to be done, as `time.monotonic` has it.
-        run_seconds: How long a run takes; 0 if it was not measured.
-        remarks: What the results say of it.
+        changes: The changes of the recipe by the budget.
+        seeds: The value of ``--seeds``, if the budget chose it; otherwise None.
+        deadline: The time at which to finish, as of `time.monotonic`.
+        run_seconds: The time of a run; 0 if it was not measured.
+        remarks: Remarks for the results.
     """
 
     changes: Mapping[str, Any]
@@ -70,55 +70,55 @@ def prepare(
     seeds_given: bool = False,
     ask: bool = True,
 ) -> Ready:
-    """Check everything that can be checked before the first run of a study, and say it.
+    """Check a study before its first run, and print the findings.
 
     Args:
-        study: What is to be studied.
+        study: The study.
         folder: Its folder.
-        workers: Runs at a time.
-        tuner: Tunes its arms.
-        budget: The time that it may take, as the user wrote it.
-        given: Keys of the recipe that the user has set.
+        workers: The number of runs at a time.
+        tuner: The tuner of its arms, if any.
+        budget: The value of --budget.
+        given: The keys of the recipe that the user has set.
         seeds_given: Whether the user has set the number of seeds.
         ask: Whether to ask before a long study, if there is a terminal.
 
     Raises:
-        Declined: If the user does not want to start.
-        ValueError: If something is wrong that every run would meet.
+        Declined: If the user declines to start.
+        ValueError: If there is an error that would affect every run.
         FileNotFoundError: If the data are missing.
     """
     began = time.monotonic()
     seconds = 0.0 if budget is None else parse_budget(budget)
     arms = [study.base.override(changes) for changes in study.arms.values()]
-    found = _look_at_data(study.base, arms)
+    facts = _look_at_data(study.base, arms)
     done = _reused(study, folder, tuner)
     extra = len(tuner.jobs(0)) if tuner else 0
     plan = Plan(study.base, study.arms, study.design, workers, extra, done=done)
     if study.finals:
         per_unit = study.finals + extra // len(study.arms)
         plan = replace(plan, extra=0, per_unit=per_unit)
-    check_disk(folder, plan.fewest * found.run_bytes(study.base), plan.fewest)
+    check_disk(folder, plan.fewest * facts.run_bytes(study.base), plan.fewest)
     if budget is not None:
         return _with_budget(
-            plan, found, folder, seconds, began + seconds, given, seeds_given or bool(study.finals)
+            plan, facts, folder, seconds, began + seconds, given, seeds_given or bool(study.finals)
         )
     if plan.most == 0:
         return Ready({})
-    if found.is_short(study.base):
+    if facts.is_short(study.base):
         _say(f"{_runs(plan)} of a few seconds each, {workers} at a time.")
         return Ready({})
     with Stopwatch(min(workers, plan.most)) as stopwatch:
         clock = Clock(stopwatch.time)
         run = clock.run_seconds(plan, {})
         first, last = (plan.seconds(n, run) for n in (plan.design.looks[0], plan.design.last))
-        time_words = _about(first, last)
-        _say(f"{_runs(plan)}, {time_words} with {workers} at a time ({duration(run)} each).")
+        times = _about(first, last)
+        _say(f"{_runs(plan)}, {times} with {workers} at a time ({duration(run)} each).")
         if first > LONG:
-            fresh = replace(plan, done=0)  # with other settings, nothing can be reused
+            fresh = replace(plan, done=0)  # no run can be reused with other settings
             try:
                 fits = fit_budget(
                     fresh,
-                    found,
+                    facts,
                     clock,
                     budget=LONG,
                     left=LONG,
@@ -126,11 +126,11 @@ def prepare(
                     given=given,
                     seeds_given=bool(study.finals),
                 )
-                _say(f"These options fit ten minutes: {fits.options}")
+                _say(f"These options fit into ten minutes: {fits.options}")
             except ValueError:
                 _say(
-                    "No image size, width, epochs and seeds fit ten minutes. Fewer arms (--arms "
-                    "baseline,pgt) and fewer images (--data.limit) take less time."
+                    "No choice of image size, width, epochs and seeds fits into ten minutes. Fewer "
+                    "arms (--arms baseline,pgt) or fewer images (--data.limit) take less time."
                 )
     if first > LONG and ask:
         _ask(f"Start {_runs(plan)}?")
@@ -138,28 +138,29 @@ def prepare(
 
 
 def _reserve(stopwatch: Stopwatch) -> float:
-    """Seconds for what is not a run: the imports of this process and of workers, and the page."""
+    """The time in seconds besides the runs: imports of this process and the workers, the page."""
     return 5 + 3 * stopwatch.boot
 
 
 def _with_budget(
     plan: Plan,
-    found: Found,
+    facts: Found,
     folder: Path,
     seconds: float,
     deadline: float,
     given: Collection[str],
     seeds_given: bool,
 ) -> Ready:
-    """What fits a budget; a second start takes what the first one chose."""
+    """The settings that fit a budget; a second start uses the choice of the first."""
     chosen = _earlier_choice(folder, seconds)
     if chosen is not None:
-        _say(f"--budget {duration(seconds)}: as before, {chosen.options or 'the recipe as it is'}.")
+        options = chosen.options or "the recipe unchanged"
+        _say(f"--budget {duration(seconds)}: as before, {options}.")
     else:
         with Stopwatch(min(plan.workers, plan.most)) as stopwatch:
             chosen = fit_budget(
                 replace(plan, done=0),
-                found,
+                facts,
                 Clock(stopwatch.time),
                 budget=seconds,
                 left=deadline - time.monotonic(),
@@ -171,14 +172,14 @@ def _with_budget(
         if chosen.seeds:
             plan = replace(plan, design=Design(parse_runs(chosen.seeds)))
         _say(
-            f"--budget {duration(seconds)} chose {chosen.options or 'the recipe as it is'}: "
+            f"--budget {duration(seconds)} chose {chosen.options or 'the recipe unchanged'}: "
             f"{_runs(plan)} of about {duration(chosen.run_seconds)}, {plan.workers} at a time."
         )
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / FILE, yaml.safe_dump(asdict(chosen), sort_keys=False))
     remark = (
-        f"A budget of {duration(seconds)} chose: {chosen.options or 'the recipe as it is'}. What "
-        "is compared is this shorter training."
+        f"To fit the budget of {duration(seconds)}, these options were chosen: {chosen.options}. "
+        "The verdict is about this shorter training."
     )
     return Ready(
         chosen.changes,
@@ -206,14 +207,14 @@ def _earlier_choice(folder: Path, seconds: float) -> Budget | None:
 
 
 def _reused(study: Study, folder: Path, tuner: Tuner | None) -> int:
-    """Say which finished runs are reused; returns how many."""
+    """Print which finished runs are reused; return their number."""
     if not folder.is_dir():
         return 0
     if tuner is None:
         jobs = study.jobs()
         finished = [key for key, job in jobs.items() if job.result(folder) is not None]
         trials = 0
-    else:  # the values that a tuning chose, and so the names of its runs, are not known yet
+    else:  # the chosen values, and so the names of the runs, are not known yet
         names = {slug(arm)[:40]: arm for arm in study.arms}
         paths = [*folder.glob("*/result.json"), *folder.glob("arms/*/result.json")]
         places = [path.parent.name.rpartition("-seed") for path in paths]
@@ -229,11 +230,11 @@ def _reused(study: Study, folder: Path, tuner: Tuner | None) -> int:
         if (seeds := [seed for name, seed in finished if name == arm])
     ]
     if trials:
-        parts.append(f"{trials} runs of the tuning")
+        parts.append(f"{trials} tuning runs")
     count = len(finished) + trials
     if count:
         runs = "1 finished run" if count == 1 else f"{count} finished runs"
-        _say(f"Reusing {runs} in {folder}: {'; '.join(parts)}. (--fresh starts anew.)")
+        _say(f"Reusing {runs} in {folder}: {'; '.join(parts)}. (To start over, use --fresh.)")
     return count
 
 
@@ -241,16 +242,16 @@ def _reused(study: Study, folder: Path, tuner: Tuner | None) -> int:
 
 
 def check_run(recipe: Recipe, folder: Path, *, ask: bool = True) -> None:
-    """The same before a single run.
+    """Check a single run before it starts.
 
     Raises:
-        Declined: If the user does not want to start.
-        ValueError: If something is wrong.
+        Declined: If the user declines to start.
+        ValueError: If there is an error.
         FileNotFoundError: If the data are missing.
     """
-    found = _look_at_data(recipe)
-    check_disk(folder, found.run_bytes(recipe), 1)
-    if found.is_short(recipe):
+    facts = _look_at_data(recipe)
+    check_disk(folder, facts.run_bytes(recipe), 1)
+    if facts.is_short(recipe):
         return
     plan = Plan(recipe, {"run": {}}, Design((1,)))
     with Stopwatch(1) as stopwatch:
@@ -260,16 +261,16 @@ def check_run(recipe: Recipe, folder: Path, *, ask: bool = True) -> None:
         _ask("Start it?")
 
 
-# What is said -------------------------------------------------------------------------------------
+# Messages -----------------------------------------------------------------------------------------
 
 
 def _look_at_data(recipe: Recipe, arms: Sequence[Recipe] = ()) -> Found:
-    found = check_recipe(recipe, arms=arms, progress=_Scanning())
-    if found.scan is not None:
-        _show_scan(found.scan)
-        if found.scan.problems:
-            raise ValueError("\n".join(found.scan.problems))
-    return found
+    facts = check_recipe(recipe, arms=arms, progress=_Scanning())
+    if facts.scan is not None:
+        _show_scan(facts.scan)
+        if facts.scan.problems:
+            raise ValueError("\n".join(facts.scan.problems))
+    return facts
 
 
 def _show_scan(scan: Scan) -> None:
@@ -280,7 +281,7 @@ def _show_scan(scan: Scan) -> None:
 
 
 class _Scanning:
-    """Shows how far the scan of a folder is, where it takes longer than a moment."""
+    """Shows the progress of a scan that takes longer than a moment."""
 
     def __init__(self) -> None:
         self.shown = time.monotonic()
@@ -290,7 +291,7 @@ class _Scanning:
         if time.monotonic() - self.shown > (0.5 if is_terminal else 10):
             self.shown = time.monotonic()
             end = "\r" if is_terminal else "\n"
-            print(f"looking at images: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
+            print(f"checking images: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
 
 
 def _runs(plan: Plan) -> str:
@@ -300,8 +301,8 @@ def _runs(plan: Plan) -> str:
 
 
 def _about(first: float, last: float) -> str:
-    words = [duration(first), duration(last)]
-    return f"about {words[0]}" if words[0] == words[1] else f"about {words[0]} to {words[1]}"
+    times = [duration(first), duration(last)]
+    return f"about {times[0]}" if times[0] == times[1] else f"about {times[0]} to {times[1]}"
 
 
 def _say(text: str) -> None:
@@ -309,7 +310,7 @@ def _say(text: str) -> None:
 
 
 def _ask(question: str) -> None:
-    """Ask, where there is somebody to answer."""
+    """Ask the user, if there is a terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)

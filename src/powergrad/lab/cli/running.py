@@ -1,4 +1,4 @@
-"""``powergrad run``: a program of the user's, unchanged."""
+"""``powergrad run``: runs an unmodified program of the user."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ def run(
     strict: Annotated[bool, Parameter(negative="")] = False,
     json: Path | None = None,
 ) -> Callable[[], int]:
-    """Execute an unmodified PyTorch training program with altered gradients.
+    """Run an unmodified PyTorch training program with altered gradients.
 
-    Write `powergrad run --alpha 0.3 -- train.py ARGS`, or `-- -m package.train ARGS`: after `--`
-    comes what would follow `python`. Under torchrun: `torchrun ... -m powergrad run ...`. The exit
-    code is that of the program, or 3 if something that was asked for did not happen.
+    Usage: `powergrad run --alpha 0.3 -- train.py ARGS`, or `-- -m package.train ARGS`. After `--`,
+    write the arguments that you would pass to `python`. With torchrun: `torchrun ... -m powergrad
+    run ...`. The exit code is that of the program, or 3 if a requested change did not happen.
 
     Args:
         command: The script and its arguments.
-        alpha: PGT's exponent for every cross-entropy and log-softmax; 1 is plain.
-        agc: Clip the gradient of each unit to so many times its weight's norm (adaptive clipping).
-        clip_norm: Clip the norm of all gradients of an optimizer.
-        clip_value: Clip each entry of the gradients.
-        decay_scale: Multiply the weight decay of every optimizer.
-        lr_scale: Multiply the learning rate of every optimizer, scheduled or not.
-        head_lr_scale: Multiply the learning rate of the classifier head.
-        head: The name of the head in the model, where it is not found.
-        monitor: Record the norm of every filter into this folder.
+        alpha: The alpha of PGT, for every cross-entropy and log-softmax; 1 is plain cross-entropy.
+        agc: Adaptive clipping: the largest ratio of gradient norm to weight norm of each unit.
+        clip_norm: Clip the norm of all gradients of an optimizer to this value.
+        clip_value: Clip each element of the gradients to this value.
+        decay_scale: Multiply the weight decay of every optimizer by this factor.
+        lr_scale: Multiply the learning rate of every optimizer by this factor, with or without a
+            scheduler.
+        head_lr_scale: Multiply the learning rate of the classifier head by this factor.
+        head: The name of the head in the model, if it cannot be found.
+        monitor: Record the norm of every filter in this folder.
         strict: Stop at the first step without an altered loss, and fail unless the alpha measured
-            on a step is the one asked for.
-        json: Write a summary to this file.
+            on a step equals --alpha.
+        json: Write a summary to this JSON file.
     """
     options = Options(
         alpha,

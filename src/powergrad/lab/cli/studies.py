@@ -1,4 +1,4 @@
-"""``powergrad compare``, ``sweep`` and ``decompose``: arms over seeds, and a verdict."""
+"""``powergrad compare``, ``sweep`` and ``decompose``: studies with several arms and seeds."""
 
 from __future__ import annotations
 
@@ -79,30 +79,30 @@ __all__ = [
 @Parameter(name="*")
 @dataclass(frozen=True)
 class StudyOptions:
-    """What every study takes.
+    """The options of every study.
 
     Attributes:
-        seeds: Runs per arm: 8..24 looks at 8, 12, 16, 20 and 24 and stops an arm once it is
-            settled; 12 is a fixed number; 8,16,24 names the looks. By default 8..24, and 3 per
-            repeat with --repeats.
-        first_seed: The first of them.
-        metric: What is compared, at the last epoch; test_accuracy by default. Of your own program:
-            the only metric that it has, unless you name one.
-        margin: The largest difference that does not matter to you; by default 0.5 points of an
+        seeds: Runs per arm. 8..24 tests after 8, 12, 16, 20 and 24 seeds and stops an arm once it
+            is settled (better, worse or equivalent); 12 is a fixed number; 8,16,24 lists the seed
+            counts at which to test. By default 8..24, or 3 per repeat with --repeats.
+        first_seed: The first seed.
+        metric: The metric to compare, at the last epoch; by default test_accuracy. For your own
+            program: its only metric; required if there are several.
+        margin: The largest difference that does not matter to you; by default 0.5 points of
             accuracy, 0.05 of NLL, 0.01 of ECE, 1 dead unit.
-        workers: Runs at a time on this machine; by default as many as there are cores. Of your own
-            program: one per GPU, where there are GPUs.
-        threads: Threads of each run.
-        out: Where the study's folder is made.
-        name: The name of the study's folder; by default it is named by its recipe.
+        workers: The number of runs at a time on this machine; by default the number of cores. For
+            your own program: one per GPU, if there are GPUs.
+        threads: The number of threads per run.
+        out: The folder in which the study's folder is created.
+        name: The name of the study's folder; by default derived from its recipe.
         storage: The URL of a database through which several machines share the runs.
-        reuse: A study.csv of an earlier start, here or elsewhere: its runs are not done again.
-        budget: The time that the study may take, as 10m, 90s or 1h30m: it chooses image size,
-            width, epochs and seeds to fit, unless they are given, and starts no run that would
-            end later. Of your own program it chooses nothing.
-        fresh: Do not reuse what an earlier start left: it is moved aside.
-        yes: Start without a question, also where the runs will take long.
-        keys: Show every key of the recipe, with its meaning, allowed values and default.
+        reuse: A study.csv of an earlier start, here or elsewhere, whose runs are not repeated.
+        budget: The time that the study may take, such as 10m, 90s or 1h30m. Image size, width,
+            epochs and seeds are chosen to fit, unless given, and no run is started that would
+            finish too late. For your own program nothing is chosen.
+        fresh: Do not reuse an earlier start; its folder is renamed.
+        yes: Start without asking, even if the runs take long.
+        keys: List every key of the recipe, with its meaning, allowed values and default.
     """
 
     seeds: str | None = None
@@ -121,27 +121,27 @@ class StudyOptions:
     keys: Annotated[bool, Flag] = False
 
     def design(self) -> Design:
-        """At how many runs per arm the results are looked at."""
+        """The numbers of runs per arm at which the results are tested."""
         return DEFAULT if self.seeds is None else Design(parse_runs(self.seeds))
 
     def finals(self) -> int:
-        """Seeds of each repeat."""
+        """The number of seeds per repeat."""
         if self.seeds is None:
             return 3
         if not self.seeds.isdigit() or self.seeds == "0":
             raise ValueError(
-                f"Expected --seeds to be a number with --repeats, the seeds of each repeat, but "
+                "Expected --seeds to be a single number with --repeats (the seeds per repeat), but "
                 f"got {self.seeds!r}."
             )
         return int(self.seeds)
 
     def compared(self) -> tuple[Metric, float]:
-        """What is compared, and the margin."""
+        """The metric to compare, and the margin."""
         metric = metric_named(self.metric or "test_accuracy")
         return metric, metric.margin if self.margin is None else self.margin
 
     def execution(self, program: CommandProgram | None = None) -> Execution:
-        """How the runs are done, of a recipe or of somebody's own program."""
+        """The execution options, for a recipe or for a user's program."""
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"Expected `workers` to be at least 1, but got {self.workers}.")
         if self.threads < 1:
@@ -149,7 +149,7 @@ class StudyOptions:
         if program is None:
             workers = self.workers or default_workers([], self.threads)
             return Execution(workers, Watch, self.storage, self.reuse)
-        # A run by torchrun has all GPUs.
+        # A run with torchrun uses all GPUs.
         devices = [] if program.is_distributed else visible_devices()
         usual = 1 if program.is_distributed else default_workers(devices, self.threads)
         workers = self.workers or usual
@@ -157,21 +157,21 @@ class StudyOptions:
         return Execution(workers, Watch, self.storage, self.reuse, environments=environments)
 
     def folder(self, study: Study) -> Path:
-        """The study's folder."""
+        """The folder of the study."""
         budget = f"-{self.budget.replace(' ', '')}" if self.budget else ""
         return self.out / (self.name or study.name + budget)
 
     def free_folder(self, study: Study) -> Path:
-        """The study's folder; with --fresh, what an earlier start left there is moved aside.
+        """The folder of the study; with --fresh, the folder of an earlier start is renamed.
 
         Raises:
-            ValueError: If other machines share the runs, and an option would take them away.
+            ValueError: If other machines share the runs, and an option would affect them.
         """
         for name, value in (("--budget", self.budget), ("--fresh", self.fresh or None)):
             if value is not None and self.storage is not None:
                 raise ValueError(
                     f"Expected no {name} with --storage, whose runs other machines share, but got "
-                    f"both{'; give another --name' if name == '--fresh' else ''}."
+                    f"both{'; choose another --name' if name == '--fresh' else ''}."
                 )
         folder = self.folder(study)
         if self.fresh:
@@ -186,13 +186,13 @@ class StudyOptions:
         given: Collection[str] = (),
         seeds_given: bool | None = None,
     ) -> tuple[Recipe, PreparedOptions]:
-        """Check and say what there is before the first run: the recipe and options to start with.
+        """Check a study before its first run; return the recipe and options to start with.
 
         Args:
-            study: What is to be studied.
-            tuner: Tunes its arms.
-            given: Keys of the recipe that the user has set.
-            seeds_given: Whether the user has set the seeds; by default as the options have it.
+            study: The study.
+            tuner: The tuner of its arms, if any.
+            given: The keys of the recipe that the user has set.
+            seeds_given: Whether the user has set the seeds; by default, whether --seeds is set.
         """
         folder = self.free_folder(study)
         ready = prepare(
@@ -212,32 +212,32 @@ class StudyOptions:
     def recipe(
         self, recipe: str | None, overrides: Sequence[str], command: Callable[..., int]
     ) -> tuple[str, list[str]]:
-        """The recipe's name and the changes of it, which `command` was given."""
+        """The name and the overrides of the recipe, from the arguments of `command`."""
         name, changes = recipe_and_overrides(recipe, overrides)
         check_options(changes, option_names(command))
         return name, changes
 
     def base(self, recipe: str, overrides: Sequence[str]) -> Recipe:
-        """The recipe of every run: it writes no more than a study reads."""
+        """The recipe of every run, without files that a study does not need."""
         given = parse_overrides(overrides)
         if "seed" in given:
             raise ValueError(
-                f"Expected --seeds and --first-seed, but got seed = {given['seed']!r}, which every "
-                "run has its own of."
+                f"Expected --seeds and --first-seed, but got seed = {given['seed']!r}; every run "
+                "has its own seed."
             )
         changes = {"machine.threads": self.threads, "machine.keep_best": False}
-        if self.storage is not None:  # copies of the data on several machines have other times
+        if self.storage is not None:  # file times differ between copies on several machines
             changes["machine.fingerprint"] = "sizes"
         changes |= given
         return load_recipe(recipe, changes)
 
     def plain_base(self, recipe: str, overrides: Sequence[str]) -> Recipe:
-        """The same for a study whose arms set alpha themselves."""
+        """The recipe of every run, for a study whose arms set alpha."""
         base = self.base(recipe, overrides)
         if base.loss.alpha != 1:
             raise ValueError(
                 "Expected loss.alpha to be 1 in the recipe, because the arms set it (--alpha), but "
-                f"got {base.loss.alpha:g}: the baseline would have PGT."
+                f"got {base.loss.alpha:g}, with which the baseline would use PGT."
             )
         return base
 
@@ -247,12 +247,12 @@ _READY = Ready({})
 
 @dataclass(frozen=True)
 class PreparedOptions(StudyOptions):
-    """Options of a study that was checked, with what the checks found."""
+    """The options of a study after the checks, with their findings."""
 
     ready: Ready = _READY
 
     def execution(self, program: CommandProgram | None = None) -> Execution:
-        """How the runs are done, and until when."""
+        """The execution options, with the deadline."""
         ready = self.ready
         deadline, seconds = ready.deadline, ready.run_seconds
         return replace(super().execution(program), deadline=deadline, run_seconds=seconds)
@@ -261,18 +261,20 @@ class PreparedOptions(StudyOptions):
 @Parameter(name="*")
 @dataclass(frozen=True)
 class TuneOptions:
-    """How the arms of a study are tuned.
+    """Options for the tuning of arms.
 
     Attributes:
-        tune: Keys to tune for every arm alike, on held-out training data: lr=0.006:0.4 is a
-            logarithmic range, lr=0.1,0.2 a list, lr alone five values around the recipe's own;
-            "ARM: key=..." adds a key for one arm.
-        trials: Points per arm and tuning; by default 6 with a range, else all combinations.
-        tune_seeds: Seeds per point; by default 4, and 1 with --repeats.
-        tune_map: identity tries the points of arms with PGT at the settings that leave the
-            backbone as it is without PGT.
-        repeats: Independent tunings per arm, each with its own points and seeds: their winners are
-            compared, so the verdict is about the methods, not about chosen values.
+        tune: Keys to tune for every arm in the same way, on held-out training data. lr=0.006:0.4
+            is a logarithmic range, lr=0.1,0.2 is a list, lr alone means five values around that of
+            the recipe; "ARM: key=..." adds a key for one arm.
+        trials: The number of points per arm and tuning; by default 6 with a range, otherwise all
+            combinations.
+        tune_seeds: The number of seeds per point; by default 4, or 1 with --repeats.
+        tune_map: With identity, the points of arms with PGT are mapped so that the backbone is
+            trained as without PGT.
+        repeats: The number of independent tunings per arm, each with its own points and seeds.
+            Their best settings are compared, so the verdict is about the methods, not about one
+            choice of values.
     """
 
     tune: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True)] = ()
@@ -282,12 +284,12 @@ class TuneOptions:
     repeats: str | None = None
 
     def split(self) -> tuple[list[str], list[str]]:
-        """What is tuned, and changes of the recipe that stand behind it."""
+        """The keys to tune, and overrides of the recipe that follow them."""
         tuned, changes = split_overrides(self.tune)
         if self.tune and not tuned:
             raise ValueError(
-                "Expected --tune with several values or a range, as lr=0.1,0.2 or lr=0.01:1, but "
-                f"got {' '.join(self.tune)!r}."
+                "Expected --tune with several values or a range, such as lr=0.1,0.2 or lr=0.01:1, "
+                f"but got {' '.join(self.tune)!r}."
             )
         if not tuned:
             given = {
@@ -298,7 +300,7 @@ class TuneOptions:
             }
             for name, value in given.items():
                 if value is not None:
-                    raise ValueError(f"Expected {name} with --tune only, but got {value!r}.")
+                    raise ValueError(f"Expected {name} only with --tune, but got {value!r}.")
         return tuned, changes
 
     def prepare(
@@ -308,7 +310,7 @@ class TuneOptions:
         tuned: Sequence[str],
         metric: Metric | None = None,
     ) -> Tuner:
-        """What tunes the arms of a study, which need not have them yet, by a metric."""
+        """The tuner of `arms` for a study, which need not have these arms yet."""
         if isinstance(study.program, CommandProgram):
             space = Space.parse(
                 tuned, dict.fromkeys(study.program.tuned), list(arms), self.trials,
@@ -328,17 +330,17 @@ class TuneOptions:
 @Parameter(name="*", group="Your own program")
 @dataclass(frozen=True)
 class ProgramOptions:
-    """Where the metrics of your own program are, and what it needs.
+    """Options for your own program.
 
     Attributes:
-        metric_regex: A regular expression for the lines of its output, as 'acc (.+)': the last
-            match counts. Named groups give several metrics; may be given several times.
-        metric_file: A number in a file, as results.json:val.acc or log.csv:accuracy (the last
-            row); relative to {out}; may be given several times. A program that calls
+        metric_regex: A regular expression for the lines of its output, such as 'acc (.+)'. The
+            last match counts. Named groups give several metrics. May be repeated.
+        metric_file: A number in a file, such as results.json:val.acc or log.csv:accuracy (the last
+            row), relative to {out}. May be repeated. A program that calls
             powergrad.report(accuracy=...) needs neither.
-        tune_metric: With --tune: the metric by which values are chosen. Test data must not choose,
-            so it is another one than --metric, of validation data.
-        head: The name of the classifier head in the model, for agc and head-lr, where it is not
+        tune_metric: With --tune: the metric by which values are chosen. It must be computed on
+            validation data and differ from --metric, because test data must not be used to choose.
+        head: The name of the classifier head in the model, for agc and head-lr, if it cannot be
             found.
         agc: The threshold of agc; 0.01 by default.
     """
@@ -356,8 +358,8 @@ class ProgramOptions:
                 option = f"--{name.replace('_', '-')}"
                 given = value[0] if isinstance(value, tuple) else value
                 raise ValueError(
-                    f"Expected {option} with a program of your own only, as `compare ... -- python "
-                    f"train.py --seed {{seed}}`, but got {given!r} without one."
+                    f"Expected {option} only with your own program (`compare ... -- python "
+                    f"train.py --seed {{seed}}`), but got {given!r} without one."
                 )
 
 
@@ -366,7 +368,7 @@ _TUNE = TuneOptions()
 _PROGRAM = ProgramOptions()
 _TABLE = TableOptions()
 ARMS = "baseline,pgt,head-lr,agc+pgt"
-ARMS_OF_PROGRAM = "baseline,pgt"  # which every program with a cross-entropy can do
+ARMS_OF_PROGRAM = "baseline,pgt"  # possible for every program with a cross-entropy
 
 
 def compare(
@@ -381,32 +383,33 @@ def compare(
     tuning: TuneOptions = _TUNE,
     options: StudyOptions = _OPTIONS,
 ) -> int:
-    """Does it help here? Every arm over the same seeds, until each is settled, and a verdict.
+    """Find out whether PGT helps: run several arms over the same seeds and give a verdict.
 
-    With a program of your own: `powergrad compare [OPTIONS] -- python train.py --seed {seed}`. It
-    runs unchanged, once for each arm and seed. {seed}, {arm}, {out} (a folder of the run) and every
-    key of --tune are filled in; {{ and }} are braces.
+    For your own program: `powergrad compare [OPTIONS] -- python train.py --seed {seed}`. It runs
+    unmodified, once per arm and seed. {seed}, {arm}, {out} (a folder for the run) and every key of
+    --tune are replaced by their values; write {{ and }} for braces.
 
-    Starting the same comparison again does only what is missing.
+    Starting the same comparison again runs only what is missing.
 
     Args:
-        recipe: The name of a recipe, or a YAML file. By default images for folder:PATH, the recipe
-            of the data's name, or digits.
-        overrides: Changes of the recipe, for all arms.
-        arms: Arms, separated by commas: baseline, pgt, gc, agc, label-smoothing, less-decay
-            (alpha times the weight decay, without PGT), head-lr (PGT's ratio of the head's
-            learning rate to the backbone's, without PGT), joined by +. The first is the one that
-            the others are compared with. By default baseline,pgt,head-lr,agc+pgt, and baseline,pgt
-            of your own program, which has no label-smoothing.
-        arm: One more arm, as "name: key=value, key=value"; may be given several times. Of your own
+        recipe: The name of a recipe, or a YAML file. The default depends on data.name: images for
+            folder:PATH, otherwise the recipe with the name of the data, or digits.
+        overrides: Overrides of the recipe, for all arms.
+        arms: The arms, separated by commas; methods can be combined with +. The methods are
+            baseline, pgt, gc, agc, label-smoothing, less-decay (alpha times the weight decay,
+            without PGT) and head-lr (the learning rates of head and backbone in the same ratio as
+            with PGT, without PGT). All others are compared with the first. By default
+            baseline,pgt,head-lr,agc+pgt; for your own program baseline,pgt (there,
+            label-smoothing is not available).
+        arm: One more arm, such as "name: key=value, key=value"; may be repeated. For your own
             program: "name: --flag value", or "name: pgt --flag value".
-        alpha: The alpha of pgt, less-decay and head-lr; several, separated by commas, make one
-            arm each.
+        alpha: The alpha of pgt, less-decay and head-lr. Several values, separated by commas, give
+            one arm each.
         command: The program and its arguments.
         program: Your own program.
-        table: How runs made elsewhere are compared instead.
-        tuning: How the arms are tuned.
-        options: What every study takes.
+        table: The comparison of runs made elsewhere.
+        tuning: The tuning of the arms.
+        options: The options of every study.
     """
     if table.from_ is not None:
         kept = replace(_OPTIONS, metric=options.metric, margin=options.margin)
@@ -414,8 +417,8 @@ def compare(
         rest = (recipe, overrides, arms, arm, alpha, command, program, tuning, options)
         if rest != (None, (), None, (), "0.25", (), _PROGRAM, _TUNE, kept):
             raise ValueError(
-                "Expected --from with --metric, --margin, --better, --baseline, --columns, --out "
-                "and --name alone, but got options of runs that are made here."
+                "Expected --from only with --metric, --margin, --better, --baseline, --columns, "
+                "--out and --name, but got options for new runs."
             )
         return compare_table(table, options.out, options.name, options.metric, options.margin)
     table.refuse(has_program=bool(command))
@@ -462,9 +465,9 @@ def make_study(
     options: StudyOptions,
     tuning: TuneOptions = _TUNE,
 ) -> Study:
-    """A study of a recipe or a program, with the seeds and the metric of the options.
+    """Create a study of a recipe or a program, with the seeds and the metric of the options.
 
-    The metric of a program is known after its first run.
+    The metric of a program is only known after its first run.
     """
     if isinstance(base, Recipe):
         metric, margin = options.compared()
@@ -488,7 +491,7 @@ def _tune_and_run(
     execution: Execution,
     **records: Any,
 ) -> Results:
-    """Run a comparison, tuned once, tuned in every repeat, or not at all, and report it."""
+    """Run a comparison (tuned once, tuned in every repeat, or not tuned), and report it."""
     if tuner is None:
         return run_and_report(study, options.folder(study), execution, **records)
     folder = options.folder(tuner.study)
@@ -510,15 +513,15 @@ def _compare_program(
     tuning: TuneOptions,
     options: StudyOptions,
 ) -> Results:
-    """Compare arms of somebody's own program."""
+    """Compare the arms of a user's program."""
     tuned, changes = tuning.split()
     if changes:
         raise ValueError(
-            "Expected --tune with several values or a range, as lr=0.1,0.2, but got "
+            "Expected --tune with several values or a range, such as lr=0.1,0.2, but got "
             f"{changes[0]!r}."
         )
     _check_tune_metric(given.tune_metric, options.metric, bool(tuned))
-    # The program has no keys that could be chosen to fit into the time.
+    # A program has no keys that could be chosen to fit into the time.
     budget = math.inf if options.budget is None else parse_budget(options.budget)
     deadline = time.monotonic() + budget
     sources = Sources.parse(
@@ -532,7 +535,7 @@ def _compare_program(
     study = make_study(StudyKind.COMPARE, program, arms, options, tuning)
     usual = [name for name in sources.names if name != given.tune_metric]
     known = options.metric or (usual[0] if len(usual) == 1 else None)
-    if known is not None:  # what can be known before any run
+    if known is not None:  # raises before any run if an option is missing
         guess_metric(known, [100.0], margin=options.margin, better=better)
     tuner = None
     if tuned:
@@ -542,14 +545,15 @@ def _compare_program(
         study = tuner.study
     elif names := [n for n in placeholders(command) if n not in OWN]:
         raise ValueError(
-            f"Expected --tune to name {names[0]!r}, because the command has {{{names[0]}}}."
+            f"Expected --tune for {names[0]!r}, because the command has {{{names[0]}}}, but got "
+            "none."
         )
     folder = options.free_folder(study)
     execution = options.execution(program)
     with execution.queue(folder, study) as queue:
         execution = replace(execution, opened=queue)
         first = run_first(study, tuner, folder, execution)
-        queue.deadline = deadline  # not before: how long a run takes must be known
+        queue.deadline = deadline  # only now, because the time of a run must be known
         if any("--head-lr-scale" in changes for changes in arms.values()):
             exponent = head_exponent(first.optimizers)
             arms = command_arms(texts, alphas, exponent=exponent, agc=given.agc)
@@ -564,21 +568,22 @@ def _compare_program(
 def _check_tune_metric(name: str | None, compared: str | None, is_tuned: bool) -> None:
     if is_tuned and name is None:
         raise ValueError(
-            "Expected --tune-metric, the metric by which values are chosen: test data must not "
-            "choose, so it is of validation data, and another one than --metric."
+            "Expected --tune-metric, the metric by which values are chosen, but got none; it must "
+            "be computed on validation data and differ from --metric, because test data must not "
+            "be used to choose."
         )
     if not is_tuned and name is not None:
-        raise ValueError(f"Expected --tune-metric with --tune only, but got {name!r}.")
+        raise ValueError(f"Expected --tune-metric only with --tune, but got {name!r}.")
     if name is not None and (compared is None or compared == name):
         got = "none" if compared is None else f"{compared!r} for both"
         raise ValueError(
-            "Expected --metric with --tune-metric, another one, because what is compared must not "
-            f"choose, but got {got}."
+            "Expected --metric to be given and to differ from --tune-metric, because the compared "
+            f"metric must not be used to choose, but got {got}."
         )
 
 
 def show_tuning(results: Results) -> None:
-    """Print what was chosen for each arm."""
+    """Print the chosen values of each arm."""
     if results.tuning is not None:
         for arm in results.tuning.arms:
             print(results.tuning.describe(arm))
@@ -590,15 +595,15 @@ def sweep(
     grid: Annotated[tuple[str, ...], Parameter(negative="")] = ("alpha=1,0.75,0.5,0.25,0.1,0.05",),
     options: StudyOptions = _OPTIONS,
 ) -> int:
-    """A grid over alpha, and any other key, over seeds.
+    """Run a grid over alpha, or over any other key, with several seeds.
 
     Args:
-        recipe: The name of a recipe, or a YAML file. By default images for folder:PATH, the recipe
-            of the data's name, or digits.
-        overrides: Changes of the recipe, for all points.
-        grid: A key and its values, as alpha=1,0.5,0.25; may be given several times. The first
-            point is the one that the others are compared with.
-        options: What every study takes; --seeds is 8 by default.
+        recipe: The name of a recipe, or a YAML file. The default depends on data.name: images for
+            folder:PATH, otherwise the recipe with the name of the data, or digits.
+        overrides: Overrides of the recipe, for all points.
+        grid: A key and its values, such as alpha=1,0.5,0.25; may be repeated. All other points
+            are compared with the first.
+        options: The options of every study; --seeds is 8 by default.
     """
     name, typed = options.recipe(recipe, overrides, sweep)
     if options.keys:
@@ -626,17 +631,17 @@ def decompose(
     tuning: TuneOptions = _TUNE,
     options: StudyOptions = _OPTIONS,
 ) -> int:
-    """Which part of PGT helps here? Its identity with a two-group training, one factor at a time.
+    """Find out which part of PGT helps: test each factor of the equivalent two-group training.
 
-    Cross-entropy is tuned once, and its setting is used for every arm.
+    Cross-entropy is tuned once, and its settings are used for every arm.
 
     Args:
-        recipe: The name of a recipe, or a YAML file. By default images for folder:PATH, the recipe
-            of the data's name, or digits.
-        overrides: Changes of the recipe, for all arms.
-        alpha: PGT's alpha.
-        tuning: How cross-entropy is tuned; lr by default, `--tune none` to tune nothing.
-        options: What every study takes.
+        recipe: The name of a recipe, or a YAML file. The default depends on data.name: images for
+            folder:PATH, otherwise the recipe with the name of the data, or digits.
+        overrides: Overrides of the recipe, for all arms.
+        alpha: The alpha of PGT.
+        tuning: The tuning of cross-entropy; lr by default, `--tune none` for no tuning.
+        options: The options of every study.
     """
     name, typed = options.recipe(recipe, overrides, decompose)
     if options.keys:
@@ -644,7 +649,10 @@ def decompose(
     texts = tuning.tune or ("lr",)
     tuning = replace(tuning, tune=() if texts == ("none",) else texts)
     if tuning.repeats is not None:
-        raise ValueError("Expected no --repeats: decompose tunes cross-entropy once.")
+        raise ValueError(
+            f"Expected no --repeats, because decompose tunes cross-entropy once, but got "
+            f"{tuning.repeats!r}."
+        )
     tuned, changes = tuning.split()
     base = options.plain_base(name, [*typed, *changes])
     study = make_study(StudyKind.DECOMPOSE, base, decomposition(base, alpha), options)
@@ -685,15 +693,15 @@ def run_and_report(
     tuner: Tuner | None = None,
     **records: Any,
 ) -> Results:
-    """Run a study; after every look save it and write its page; print its verdict at the end.
+    """Run a study, save it and write its page after every look, and print its verdict.
 
     Args:
-        study: What is studied.
-        folder: Where the runs and everything else go.
-        execution: How many runs at a time, and where the queue is.
-        tuner: Tunes every repeat, where the study has repeats.
-        records: ``tuning``, ``trials``, ``grid``, ``decomposition``, ``repeated`` and ``remarks``,
-            as :class:`Results` has them.
+        study: The study.
+        folder: The folder of the study.
+        execution: The execution options.
+        tuner: Tunes every repeat, if the study has repeats.
+        records: ``tuning``, ``trials``, ``grid``, ``decomposition``, ``repeated`` and ``remarks``
+            for :class:`Results`.
     """
     page = folder / "report.html"
 
@@ -715,7 +723,7 @@ def run_and_report(
         return results
     try:
         results.save(folder)
-    except ValueError:  # a run has no such metric: the page says which
+    except ValueError:  # a run does not have the metric; the page shows which
         write_report([results], page)
         raise
     from powergrad.lab.figures import draw_study
@@ -727,5 +735,8 @@ def run_and_report(
     show_results(results)
     if results.decomposition is not None:
         print(explain_decomposition(results, results.decomposition.alpha))
-    print(f"\nLook at {page}; beside it study.csv, study.json, study.png, the runs.")
+    print(
+        f"\nThe page is {page}; study.csv, study.json, study.png and the runs are in the same "
+        "folder."
+    )
     return results

@@ -1,4 +1,4 @@
-"""``powergrad compare --from``: runs that were made elsewhere, from a table."""
+"""``powergrad compare --from``: compares runs from a table."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ WRITTEN = ("study.json", "study.csv", "study.png", "report.html")
 @Parameter(name="*")
 @dataclass(frozen=True)
 class TableOptions:
-    """How runs made elsewhere are compared.
+    """Options for the comparison of runs made elsewhere.
 
     Attributes:
-        from_: Compare the runs of this CSV file, one line per run, and train nothing; exports of
-            W&B and MLflow are understood.
-        columns: With --from: the columns of arm and seed, as arm=group seed=config.seed, where
-            they are not found; --metric names that of the metric.
+        from_: Compare the runs of this CSV file (one line per run) instead of training. Exports of
+            W&B and MLflow are supported.
+        columns: With --from: the columns of arm and seed, such as arm=group seed=config.seed, if
+            they are not found. The column of the metric is --metric.
         baseline: With --from: the arm to compare with.
-        better: With --from, or your own program: whether a higher or a lower metric is better,
-            where its name does not tell.
+        better: With --from, or for your own program: whether a higher or a lower metric is better,
+            if its name does not show it.
     """
 
     from_: Annotated[Path | None, Parameter(name="--from")] = None
@@ -44,18 +44,18 @@ class TableOptions:
     better: Literal["higher", "lower"] | None = None
 
     def refuse(self, *, has_program: bool) -> None:
-        """Raise ValueError for options that need --from, or a program of the user's."""
+        """Raise ValueError for options that need --from or a program."""
         for name in ("columns", "baseline", *(() if has_program else ("better",))):
             if value := getattr(self, name):
                 shown = " ".join(value) if name == "columns" else value
                 where = "--from or your own program" if name == "better" else "--from"
-                raise ValueError(f"Expected --{name} with {where} only, but got {shown!r}.")
+                raise ValueError(f"Expected --{name} only with {where}, but got {shown!r}.")
 
 
 def compare_table(
     table: TableOptions, out: Path, name: str | None, metric: str | None, margin: float | None
 ) -> int:
-    """Compare the runs of a table: the same files, figure, page and words as of a study."""
+    """Compare the runs of a table, with the same files, figure, page and output as a study."""
     path = table.from_
     assert path is not None
     folder = out / (name or path.stem)
@@ -72,8 +72,8 @@ def compare_table(
     results = replace(results, folder=folder, environment=describe_machine())
     assert results.source is not None
     if earlier and earlier.source and earlier.source.digest != results.source.digest:
-        words = f"{path} has changed since {folder} was written, which is now written anew."
-        print(words, file=sys.stderr)
+        message = f"{path} has changed since {folder} was written; the folder is rewritten."
+        print(message, file=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
     results.save(folder)
     from powergrad.lab.figures import draw_study
@@ -81,15 +81,15 @@ def compare_table(
     draw_study(results, folder / "study.png", f"{path.name}: {len(results.rows)} runs")
     page = write_report([results], folder / "report.html")
     show_results(results)
-    print(f"\nLook at {page}; beside it study.csv, study.json, study.png.")
+    print(f"\nThe page is {page}; study.csv, study.json and study.png are in the same folder.")
     return 0
 
 
 def _earlier(folder: Path) -> Results | None:
-    """What an earlier start left in `folder`.
+    """The results of an earlier start in `folder`, if any.
 
     Raises:
-        RecipeError: If it holds something else that would be overwritten.
+        RecipeError: If the folder has other files that would be overwritten.
     """
     there = [file for file in ("study.yaml", "config.yaml", *WRITTEN) if (folder / file).exists()]
     if not there:
@@ -100,8 +100,8 @@ def _earlier(folder: Path) -> Results | None:
         earlier = None
     if earlier is None or earlier.source is None:
         raise RecipeError(
-            f"Expected {str(folder)!r} to be free for the results of a table, but got {there[0]} "
-            "of something else in it; give another --name or --out."
+            f"Expected {str(folder)!r} to be unused or to hold the results of a table, but got "
+            f"another {there[0]} in it; choose another --name or --out."
         )
     return earlier
 

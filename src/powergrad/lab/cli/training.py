@@ -47,31 +47,35 @@ def train(
     list_recipes: Annotated[bool, Parameter(name="--list", negative="")] = False,
     keys: Annotated[bool, Flag] = False,
 ) -> int:
-    """Train one network as a recipe says.
+    """Train one network from a recipe.
 
-    The run's folder is named by its recipe, so the same command goes on where an interrupted run
-    stopped, and does nothing where it is finished. A run whose loss is no longer finite ends early
-    and says that it diverged; that is a result, so the exit code is 0.
+    The folder of the run is named after its recipe, so the same command continues an interrupted
+    run, and does nothing if it is finished. If the loss becomes infinite or NaN, the run stops and
+    is reported as diverged. This is a result, so the exit code is 0.
 
     Args:
-        recipe: The name of a recipe (see --list), a YAML file, or the folder of a run. Where keys
-            are given without it: images for folder:PATH, the recipe of the data's name, or digits.
-        overrides: Changes of the recipe.
-        out: Where the run's folder is made.
-        folder: The run's folder itself.
-        resume: Only go on with a run that is there; fail if there is none.
-        fresh: Do not reuse what an earlier start left: it is moved aside.
-        processes: Train in so many processes on this machine, by torchrun.
-        yes: Start without a question, also where the run will take long.
-        list_recipes: Show the recipes, and what each is for.
-        keys: Show every key of the recipe, with its meaning, allowed values and default.
+        recipe: The name of a recipe (see --list), a YAML file, or the folder of a run. If only
+            overrides are given, the default depends on data.name: images for folder:PATH,
+            otherwise the recipe with the name of the data, or digits.
+        overrides: Overrides of the recipe.
+        out: The folder in which the run's folder is created.
+        folder: The folder of the run itself.
+        resume: Only continue an existing run; fail if there is none.
+        fresh: Do not reuse an earlier start; its folder is renamed.
+        processes: The number of processes on this machine, started by torchrun.
+        yes: Start without asking, even if the run takes long.
+        list_recipes: List the recipes with their descriptions.
+        keys: List every key of the recipe, with its meaning, allowed values and default.
     """
     if list_recipes:
         for name in recipe_names():
             print(name, *(f"    {line}" for line in header(name).splitlines()), sep="\n")
         return 0
     if recipe is None and not keys:
-        raise ValueError("Expected a recipe: its name (see --list), a YAML file, or keys (--keys).")
+        raise ValueError(
+            "Expected a recipe (its name, see --list, or a YAML file) or overrides (see --keys), "
+            "but got none."
+        )
     name, typed = recipe_and_overrides(recipe, overrides)
     check_options(typed, option_names(train))
     changes = parse_overrides(typed)
@@ -111,22 +115,22 @@ def train(
 
 
 def _put_aside(run: Run, data: str) -> None:
-    """Move a run of images that were changed since out of the way, and say so."""
+    """Rename the folder of a run whose images have changed since, and tell the user."""
     before = run.environment().get("data", data)
     if before != data:
         moved = run.folder.with_name(f"{run.folder.name}-{before.partition(':')[2][:8]}")
         run.folder.rename(moved)
-        print(f"The images changed since the run in {run.folder}, which is now {moved}.")
+        print(f"The images have changed since the run in {run.folder}; it was moved to {moved}.")
 
 
 def run_name(recipe: Recipe) -> str:
-    """The folder's name of a recipe's run: readable, and ending in its key."""
-    words = f"{recipe.data.title}-{recipe.model.name}-seed{recipe.seed}"
-    return f"{slug(words)}-{recipe.key}"
+    """The folder name of the run of a recipe: readable, and ending in its key."""
+    title = f"{recipe.data.title}-{recipe.model.name}-seed{recipe.seed}"
+    return f"{slug(title)}-{recipe.key}"
 
 
 def _launch(processes: int, arguments: list[str]) -> int:
-    """The same command in several processes of torchrun."""
+    """Run the same command in several processes with torchrun."""
     rest = []
     tokens = iter(arguments)
     for token in tokens:
@@ -148,16 +152,16 @@ def export(
     data_dir: str | None = None,
     force: Annotated[bool, Flag] = False,
 ) -> int:
-    """Write a trained network for deployment: its head calibrated, with a model card.
+    """Export a trained network for deployment, with a calibrated head and a model card.
 
     Args:
-        source: The folder of a finished run, or one of its files of weights.
-        out: The folder to write; by default export/ in the run's folder.
-        formats: Files to write, separated by commas: safetensors, torch (torch.export), onnx.
-        temperature: What is folded into the head: alpha (the temperature 1/alpha), fitted (on
-            images that were not trained on), none, or a number.
-        data_dir: Where the data files are, if not where the recipe says.
-        force: Replace an export that is there.
+        source: The folder of a finished run, or one of its weight files.
+        out: The folder to write; by default export/ in the folder of the run.
+        formats: The formats to write, separated by commas: safetensors, torch (torch.export), onnx.
+        temperature: The temperature to fold into the head: alpha (for 1/alpha), fitted (on images
+            not used for training), none, or a number.
+        data_dir: The folder of the data files, if it differs from the recipe.
+        force: Replace an existing export.
     """
     exported = export_run(
         source,
@@ -170,8 +174,8 @@ def export(
     before, after = exported.results["1"], exported.results["exported"]
     print(
         f"{exported.folder}: {', '.join(exported.files)}\n"
-        f"Temperature {exported.temperature:.4g} is folded into the head: by its own softmax, NLL "
-        f"{after['nll']:.4f} and ECE {after['ece_width']:.4f} (as trained, {before['nll']:.4f} and "
-        f"{before['ece_width']:.4f})."
+        f"The temperature {exported.temperature:.4g} is folded into the head. The exported softmax "
+        f"has NLL {after['nll']:.4f} and ECE {after['ece_width']:.4f} (before: "
+        f"{before['nll']:.4f} and {before['ece_width']:.4f})."
     )
     return 0

@@ -1,7 +1,7 @@
-"""Examples in batches: small sets in memory, folders of images from disk.
+"""Batches of examples: small data sets in memory, folders of images from disk.
 
-Order and augmentation are pure functions of (seed, epoch, index), whatever the number of workers or
-processes; see :mod:`powergrad.lab.data.streams`.
+Order and augmentation are pure functions of (seed, epoch, index) and do not depend on the number of
+workers or processes; see :mod:`powergrad.lab.data.streams`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["Batch", "Datasets", "Split", "fingerprint", "folder_fingerprint", "l
 
 @dataclass(frozen=True)
 class Datasets:
-    """What a run trains and tests on: images of `channels` x `size` x `size`.
+    """The training and test data of a run: images of `channels` x `size` x `size`.
 
-    `has_test` says whether the data have a test set of their own, used or not (see `hold_out`).
+    `has_test` is whether the data have their own test set, even if it is not used (see `hold_out`).
     """
 
     train: Split
@@ -39,25 +39,26 @@ class Datasets:
 
 
 def load_data(config: Data, *, data_dir: str | None = None, workers: int = 0) -> Datasets:
-    """The examples that a recipe names.
+    """Load the data of a recipe.
 
     With `hold_out`, a fixed fraction of each class of the training data replaces the test data,
-    unaugmented; images of one of the `groups` stay together. With `limit`, what is left is cut to a
-    fixed, balanced subset of all classes. Neither depends on a seed.
+    unaugmented; images of the same group (`groups`) stay together. With `limit`, the remaining
+    training data are reduced to a fixed subset that is balanced over the classes. Neither depends
+    on a seed.
 
     Args:
-        config: The recipe's section.
-        data_dir: Where files are looked for first; then ``$POWERGRAD_DATA``, then where packages
-            install them.
-        workers: Processes that decode a folder's images.
+        config: The section `data` of the recipe.
+        data_dir: The first folder to search; then ``$POWERGRAD_DATA``, then the folders where
+            packages install data.
+        workers: The number of processes that decode the images of a folder.
 
     Returns:
         The training and test splits.
 
     Raises:
-        FileNotFoundError: If the files are missing; says where they were looked for and how to get
-            them.
-        ValueError: If the name is unknown, a file is not what it should be, or options do not fit.
+        FileNotFoundError: If the files are missing; the message lists the searched folders and
+            explains how to get the files.
+        ValueError: If the name is unknown, a file has unexpected content, or options do not fit.
 
     Example:
         >>> data = load_data(Data(name="digits"))
@@ -97,30 +98,30 @@ def _from_folder(config: Data, data_dir: str | None, workers: int) -> Datasets:
 
     if config.crop_padding:
         raise ValueError(
-            "Expected `data.crop_padding` to be 0 for a folder, whose training crop is `scale` and "
-            f"`ratio`, but got {config.crop_padding}."
+            "Expected `data.crop_padding` to be 0 for a folder, where `scale` and `ratio` set the "
+            f"training crop, but got {config.crop_padding}."
         )
     for name, (low, high), most in (("scale", config.scale, 1.0), ("ratio", config.ratio, np.inf)):
         if not low <= high <= most:
             raise ValueError(
-                f"Expected `data.{name}` to be the least and the largest"
+                f"Expected `data.{name}` to be the smallest and the largest value"
                 f"{', at most 1' if most == 1 else ''}, but got {low} and {high}."
             )
-    found = open_folder(config, data_dir)
-    if found.problems:
-        raise ValueError("\n".join(found.problems))
+    images = open_folder(config, data_dir)
+    if images.problems:
+        raise ValueError("\n".join(images.problems))
     size = config.size or 224
 
     def split(listing: Listing) -> folder.FolderSplit:
-        mixing = Mixing(config.mixup, config.cutmix, len(found.classes))
+        mixing = Mixing(config.mixup, config.cutmix, len(images.classes))
         return folder.FolderSplit(folder.Reader(listing, size, config), mixing, workers)
 
-    train, test = choose_images(found, config)
-    return Datasets(split(train), split(test), found.classes, 3, size, found.test is not None)
+    train, test = choose_images(images, config)
+    return Datasets(split(train), split(test), images.classes, 3, size, images.test is not None)
 
 
 def _resized(images: Tensor, size: int | None) -> Tensor:
-    """Bytes resized to a square of `size`, bilinear with antialiasing, if they are not."""
+    """Resize images to a square of `size`, bilinear with antialiasing, if needed."""
     if size is None or images.shape[2:] == (size, size):
         return images
     parts = (

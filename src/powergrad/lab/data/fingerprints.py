@@ -1,4 +1,4 @@
-"""Which data a run used, as a short text that changes when the data change."""
+"""Fingerprints of data: short strings that change when the data change."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["fingerprint", "folder_fingerprint"]
 def fingerprint(
     config: Data, data_dir: str | None = None, *, contents: bool = False, times: bool = True
 ) -> str:
-    """A text that is equal for equal data, and differs where the data were changed.
+    """A string that is the same for the same data, and changes when the data change.
 
-    Of a folder, it is a hash over the names, sizes and modification times of all images of both
-    splits, relative to the folder: where the folder is, and how its path is written, does not
-    matter. Of the sets that are stored in a few files, it is a hash over the names and sizes of
-    these files. Options that choose among the images, such as ``hold_out``, do not change it.
+    For a folder, it is a hash of the names, sizes and modification times of all images of both
+    splits. Names are relative to the folder, so its location does not matter. For data sets that
+    are stored in a few files, it is a hash of the names and sizes of these files. Options that
+    select images, such as ``hold_out``, do not change it.
 
     Args:
-        config: The recipe's section.
-        data_dir: Where files are looked for, as in :func:`powergrad.lab.data.load_data`.
-        contents: Hash the contents of the files in place of sizes and times: slow, and equal for
-            copies that do not keep the times.
-        times: Whether modification times count, in nanoseconds (folders only).
+        config: The section `data` of the recipe.
+        data_dir: The folder to search, as in :func:`powergrad.lab.data.load_data`.
+        contents: Hash the contents of the files instead of sizes and times. This is slow, but the
+            same for copies that do not preserve the times.
+        times: Whether to include modification times, in nanoseconds (folders only).
 
     Returns:
-        What was hashed (``times``, ``sizes`` or ``contents``), a colon, and 32 hexadecimal digits;
-        for digits, which come with scikit-learn, a constant.
+        The kind of hash (``times``, ``sizes`` or ``contents``), a colon, and 32 hexadecimal digits;
+        for digits, which are part of scikit-learn, a constant.
 
     Raises:
         FileNotFoundError: If the data are missing.
@@ -56,12 +56,12 @@ def fingerprint(
     kind = "contents" if contents else "times" if times else "sizes"
     digest = hashlib.sha256()
     for name, path in files:
-        digest.update(b"%b\0%b\0" % (name, _describe(path, kind)))  # no name has a zero byte
+        digest.update(b"%b\0%b\0" % (name, _describe(path, kind)))  # names have no zero bytes
     return f"{kind}:{digest.hexdigest()[:32]}"
 
 
 def folder_fingerprint(recipe: Recipe) -> str:
-    """The fingerprint of a recipe's folder, as its machine asks for it; empty for stored sets."""
+    """The fingerprint of a folder, of the kind `machine.fingerprint`; empty for other data."""
     if not recipe.data.name.startswith("folder:"):
         return ""
     kind = recipe.machine.fingerprint
@@ -79,7 +79,7 @@ def _describe(path: bytes, kind: str) -> bytes:
             with open(path, "rb") as file:
                 return hashlib.sha256(file.read()).hexdigest().encode()
         status = os.stat(path)
-    except FileNotFoundError:  # a link that leads nowhere
+    except FileNotFoundError:  # a broken link
         return b"missing"
     size = b"%d" % status.st_size
     return size if kind == "sizes" else b"%b %d" % (size, status.st_mtime_ns)

@@ -1,14 +1,14 @@
 """Folders of images, one folder per class, decoded with Pillow in worker processes.
 
-An image is read once: `draft` lets libjpeg decode it at a half, a quarter or an eighth of its size
-where the crop is that much larger than the result; then the crop is cut and resized in one
-step, bilinear with antialiasing. PyTorch's resize of bytes is, like Pillow's, within two levels of
-255 of the exact filter, and is the faster one where the CPU has AVX2: it is used in training.
-Testing uses Pillow's, so that others can prepare images in the same way without PyTorch. Bytes
-travel between processes; batches are normalised where they arrive.
+An image is read once. `draft` lets libjpeg decode it at a half, a quarter or an eighth of its size
+if the crop is that much larger than the result. Then the crop is resized in one step, bilinear with
+antialiasing. Both PyTorch's and Pillow's resizing of bytes are within two levels (of 255) of the
+exact filter. PyTorch's is faster on CPUs with AVX2, so it is used in training. Testing uses
+Pillow's, so that others can prepare images in the same way without PyTorch. Bytes are sent between
+processes; the receiving process normalises batches.
 
-EXIF orientation is ignored, as torchvision and timm ignore it; transparency is dropped; of several
-frames the first is taken.
+EXIF orientation is ignored, as in torchvision and timm. Transparency is dropped. Of several frames,
+the first is used.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from powergrad.lab.data.listing import FORMATS, Listing
 from powergrad.lab.data.split import Batch, Mixing, Split
 from powergrad.lab.data.streams import Stream, uniform
 
-MEAN = (0.485, 0.456, 0.406)  # ImageNet's, as every library has them
+MEAN = (0.485, 0.456, 0.406)  # the usual values for ImageNet
 STD = (0.229, 0.224, 0.225)
-CHUNK = 16  # images that a worker hands over at once: 2.4 MB of shared memory at 224 pixels
+CHUNK = 16  # images that a worker sends at once: 2.4 MB of shared memory at 224 pixels
 ATTEMPTS = 10
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
@@ -56,18 +56,18 @@ def random_box(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> Box:
-    """The box of a random resized crop: its area uniform and its aspect ratio log-uniform.
+    """The box of a random resized crop, with uniform area and log-uniform aspect ratio.
 
     Args:
         width: The width of the image.
         height: The height of the image.
         draws: Numbers in [0, 1): position from left and top, then area and aspect of each attempt.
-        scale: The least and largest area, as fractions of the image's.
-        ratio: The least and largest width / height.
+        scale: The smallest and largest area, as fractions of the area of the image.
+        ratio: The smallest and largest width / height.
 
     Returns:
-        The box of the first attempt that fits; else the largest of the nearest aspect ratio, in the
-        centre.
+        The box of the first attempt that fits; otherwise the largest centred box with the nearest
+        aspect ratio.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for area, aspect in zip(draws[2::2], draws[3::2], strict=True):
@@ -86,7 +86,8 @@ def random_box(
 def centre_box(width: int, height: int, fraction: float) -> Box:
     """The square in the centre whose side is `fraction` of the shorter side.
 
-    Resizing it is resizing the shorter side to ``size / fraction`` and cutting ``size`` out of it.
+    Resizing it to ``size`` equals resizing the shorter side to ``size / fraction`` and then
+    cropping ``size`` from the centre.
     """
     side = max(1, round(min(width, height) * fraction))
     left, top = (width - side) // 2, (height - side) // 2
@@ -94,14 +95,14 @@ def centre_box(width: int, height: int, fraction: float) -> Box:
 
 
 def open_image(path: bytes | str | Path) -> Image.Image:
-    """An image of one of the :data:`~powergrad.lab.data.listing.FORMATS`, by its content."""
+    """Open an image in one of the :data:`~powergrad.lab.data.listing.FORMATS`, by its content."""
     return Image.open(path, formats=_formats())
 
 
 @functools.cache
 def _formats() -> tuple[str, ...]:
     Image.init()
-    return tuple(name for name in FORMATS if name in Image.OPEN)  # AVIF came with Pillow 11.3
+    return tuple(name for name in FORMATS if name in Image.OPEN)  # AVIF needs Pillow 11.3
 
 
 def read_image(
@@ -119,7 +120,7 @@ def read_image(
     with open_image(path) as image:
         width, height = image.size
         left, top, right, bottom = choose(width, height)
-        # Decoded so small that at least `size` pixels are left in the box.
+        # Decode as small as possible with at least `size` pixels in the box.
         least = math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))
         image.draft(None, least)
         x, y = image.width / width, image.height / height
@@ -130,24 +131,24 @@ def read_image(
     if by_pillow:
         crop = crop.resize((size, size), Image.Resampling.BILINEAR)
         return torch.from_numpy(np.atleast_3d(np.array(crop))).permute(2, 0, 1)
-    # As a permuted batch of one, which PyTorch treats as channels-last and need not copy.
+    # A permuted batch of one, which PyTorch treats as channels-last without a copy.
     pixels = torch.from_numpy(np.atleast_3d(np.array(crop)))[None].permute(0, 3, 1, 2)
     return F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)[0]
 
 
 def eight_bits(image: Image.Image) -> Image.Image:
-    """An image of whole numbers or floats as one of bytes; any other image as it is.
+    """Convert an image of integers or floats to bytes; return any other image unchanged.
 
-    The range that becomes 0 to 255 is the first of these that holds all values of the image: for
-    whole numbers 0 to 65535, for floats 0 to 1, 0 to 255 and 0 to 65535; else it is the image's
-    own. (Pillow's `convert` cuts everything above 255 off.)
+    The range that becomes 0 to 255 is the first of these that contains all values of the image: 0
+    to 65535 for integers; 0 to 1, 0 to 255 and 0 to 65535 for floats; otherwise the range of the
+    image itself. (Pillow's `convert` clips at 255.)
     """
     if image.mode[0] not in "IF":
         return image
     values = np.asarray(image, np.float64)
     least, largest = values.min(), values.max()
     if not np.isfinite([least, largest]).all():
-        raise ValueError("it has pixels that are not finite")
+        raise ValueError("the image has pixels that are not finite")
     highs = (1.0, 255.0, 65535.0) if image.mode == "F" else (65535.0,)
     low, high = 0.0, next((high for high in highs if largest <= high), math.inf)
     if least < 0 or high == math.inf:
@@ -156,8 +157,8 @@ def eight_bits(image: Image.Image) -> Image.Image:
 
 
 def grey_or_rgb(image: Image.Image) -> Image.Image:
-    """An image of bytes, of any mode, as one of mode L or RGB."""
-    if image.mode == "P":  # its transparency may be in a form that only RGBA takes
+    """Convert an image of bytes to mode L or RGB."""
+    if image.mode == "P":  # its transparency may have a form that only RGBA supports
         image = image.convert("RGBA")
     return image if image.mode in ("L", "RGB") else image.convert("RGB")
 
@@ -166,7 +167,7 @@ def grey_or_rgb(image: Image.Image) -> Image.Image:
 
 
 class Chunk(NamedTuple):
-    """What a worker hands over: images, uint8 (n, 3, S, S), their indices, and the bad ones."""
+    """The result of a worker: images, uint8 (n, 3, S, S), their indices, and unreadable ones."""
 
     images: Tensor
     indices: Tensor
@@ -174,18 +175,18 @@ class Chunk(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Indices to read, and the (seed, epoch) of their augmentation (None: testing)."""
+    """Indices to read, and the (seed, epoch) of their augmentation (None for testing)."""
 
     indices: NDArray[np.int64]
     moment: tuple[int, int] | None
 
 
 class Reader(Dataset[Chunk]):
-    """Reads chunks; a pure function of tasks, so any process may have any of them.
+    """Reads chunks. It is a pure function of the task, so any process can handle any task.
 
-    An image that cannot be read is left out in testing. In training, if bad images are to be
-    skipped, the next readable one of the listing, mostly of the same class, takes its place, with
-    the augmentation of that place.
+    In testing, unreadable images are skipped. In training, if `data.bad_images` is "skip", the next
+    readable image of the listing, usually of the same class, replaces an unreadable one, with the
+    augmentation of the latter.
     """
 
     def __init__(self, listing: Listing, size: int, config: Data) -> None:
@@ -209,7 +210,7 @@ class Reader(Dataset[Chunk]):
                     )
                 except MemoryError:
                     raise
-                except Exception as error:  # whatever a decoder makes of a damaged file
+                except Exception as error:  # decoders raise all kinds of errors for damaged files
                     bad.append((candidate, f"{type(error).__name__}: {error}"))
                 else:
                     images[len(indices)] = image.flip(2) if mirrored else image
@@ -218,7 +219,7 @@ class Reader(Dataset[Chunk]):
         return Chunk(images[: len(indices)], torch.tensor(indices, dtype=torch.int64), bad)
 
     def _plans(self, task: Task) -> Iterator[tuple[int, Callable[[int, int], Box], bool]]:
-        """For each index: how its box is chosen, and whether it is mirrored."""
+        """For each index: the function that chooses the box, and whether to mirror."""
         if task.moment is None:
             choose = functools.partial(centre_box, fraction=self.config.test_crop)
             yield from ((index, choose, False) for index in task.indices.tolist())
@@ -232,9 +233,9 @@ class Reader(Dataset[Chunk]):
 
 
 class FolderSplit(Split):
-    """Images in files, read by `workers` processes, or by this one.
+    """Images in files, read by `workers` processes, or by this process if that is 0.
 
-    The processes live as long as an epoch's iterator, and end when this process ends.
+    The processes exist as long as the iterator of an epoch, and end when this process ends.
     """
 
     def __init__(self, reader: Reader, mixing: Mixing, workers: int) -> None:
@@ -246,7 +247,7 @@ class FolderSplit(Split):
         for images, index in self._read(list(rows), (seed, epoch)):
             if len(index) < rows.shape[1]:
                 folder = os.fsdecode(self.reader.listing.root)
-                raise ValueError(f"Expected images that can be read in {folder!r}, but got none.")
+                raise ValueError(f"Expected readable images in {folder!r}, but got none.")
             yield Batch(images, self.labels[index])
 
     def _test(self, rows: Sequence[NDArray[np.int64]]) -> Iterator[tuple[Batch, Tensor]]:
@@ -257,7 +258,7 @@ class FolderSplit(Split):
     def _read(
         self, rows: Sequence[NDArray[np.int64]], moment: tuple[int, int] | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The normalised images of each row of indices, and which they are."""
+        """The normalised images of each row of indices, and the indices that could be read."""
         tasks = [
             [Task(row[i : i + CHUNK], moment) for i in range(0, len(row), CHUNK)] for row in rows
         ]
@@ -268,10 +269,10 @@ class FolderSplit(Split):
             num_workers=self.workers,
             collate_fn=unchanged,
             worker_init_fn=functools.partial(begin_worker, os.getpid()),
-            generator=torch.Generator(),  # else it draws a seed from the global one
+            generator=torch.Generator(),  # otherwise it draws a seed from the global generator
         )
         held = [iter(loader)]
-        atexit.register(held.clear)  # ends the workers, where nothing else has by then
+        atexit.register(held.clear)  # ends the workers if they still run at exit
         mean = 255 * torch.tensor(MEAN).view(3, 1, 1)
         factor = 1 / (255 * torch.tensor(STD).view(3, 1, 1))
         try:
@@ -294,8 +295,8 @@ class FolderSplit(Split):
             path = os.fsdecode(self.reader.listing.path(index))
             if not self.reader.skip:
                 raise ValueError(
-                    f"Expected an image that can be read at {path!r}, but got {reason}. "
-                    "`data.bad_images: skip` leaves such images out."
+                    f"Expected a readable image at {path!r}, but got {reason}. To skip such "
+                    "images, set `data.bad_images: skip`."
                 )
             if index not in self._reported:
                 self._reported.add(index)
@@ -303,17 +304,17 @@ class FolderSplit(Split):
 
 
 def unchanged(chunk: Any) -> Any:
-    """What a worker returns, as it is."""
+    """The identity, as a collate function that can be pickled."""
     return chunk
 
 
 def begin_worker(main: int, worker: int) -> None:
-    """Leave the reaction to a signal to the main process.
+    """Let the main process handle signals.
 
-    A worker that dies at once makes PyTorch raise in the main process, which may be saving its
-    state. So a worker ignores Ctrl-C, and lives for ten seconds after SIGTERM, which an exiting
-    main process sends too. If the main process was killed before this worker began, PyTorch's own
-    watch would never notice it: the worker ends here.
+    If a worker dies immediately, PyTorch raises in the main process, which may be saving its state.
+    So a worker ignores Ctrl-C, and exits ten seconds after SIGTERM, which an exiting main process
+    sends too. If the main process was killed before this worker started, PyTorch's watchdog would
+    never notice, so the worker exits here.
     """
     if multiprocessing.get_start_method() == "fork" and os.getppid() != main:
         os._exit(1)

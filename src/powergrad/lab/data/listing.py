@@ -1,8 +1,8 @@
-"""Which files of a folder are images of which class, and which of them are trained on.
+"""Lists the images of a folder by class, and selects those for training and testing.
 
-A folder holds ``train/`` and ``val/`` (or ``test/``), each with one folder per class. With
+A folder contains ``train/`` and ``val/`` (or ``test/``), each with one folder per class. With
 `data.hold_out`, which tests on training images, ``val/`` may be missing, and the class folders may
-lie directly in the folder.
+be directly in the folder.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from powergrad.lab.config import Data
 from powergrad.lab.data.sets import roots
 from powergrad.lab.data.streams import balanced_subset, held_out, held_out_groups
 
-# The formats that Pillow decodes by itself or with a library made for untrusted files (EPS, for
-# one, would run Ghostscript). A file is chosen by its extension, and read as whatever format of
-# these its content is: ImageNet has a PNG that is called .JPEG.
+# The formats that Pillow decodes itself or with a library made for untrusted files (EPS, for
+# example, would run Ghostscript). Files are selected by extension, and read in the format of their
+# content: ImageNet has a PNG that is named .JPEG.
 FORMATS = {
     "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif"),
     "PNG": (".png",),
@@ -40,7 +40,7 @@ EXTENSIONS = tuple(itertools.chain.from_iterable(FORMATS.values()))
 
 HIDDEN = "hidden"
 LOOP = "link to a folder above it"
-BROKEN = "link that leads nowhere"
+BROKEN = "broken link"
 LOOSE = "not in a class folder"
 TWICE = "folder that is already included by a link"
 
@@ -48,8 +48,8 @@ TWICE = "folder that is already included by a link"
 class Listing(NamedTuple):
     """The images below a folder.
 
-    Paths are bytes of one width in one array, so that names may hold anything, and worker
-    processes share a million of them without copying.
+    Paths are in one array of fixed-width bytes, so that names may contain any byte, and worker
+    processes share a million paths without copying.
     """
 
     root: bytes
@@ -65,19 +65,19 @@ class Listing(NamedTuple):
         return Listing(self.root, self.paths[indices], self.labels[indices])
 
     def stamps(self) -> NDArray[np.int64]:
-        """Size in bytes and time of the last change in nanoseconds, (N, 2); -1 if not there."""
+        """Size in bytes and modification time in nanoseconds, (N, 2); -1 if the file is missing."""
         stamps = np.empty((len(self.paths), 2), np.int64)
         for row, path in zip(stamps, self.paths.tolist(), strict=True):
             try:
                 status = os.stat(os.path.join(self.root, path))
-            except OSError:  # a link that leads nowhere
+            except OSError:  # a broken link
                 row[:] = -1
             else:
                 row[:] = status.st_size, status.st_mtime_ns
         return stamps
 
     def groups(self, pattern: str) -> NDArray[np.int64]:
-        """The number of each image's group: group 1 of the match in its path, or the whole match.
+        """The group number of each image, from group 1 of the match in its path or the whole match.
 
         Raises:
             ValueError: If the pattern does not match every path.
@@ -97,7 +97,7 @@ class Listing(NamedTuple):
 
 
 class Ignored(NamedTuple):
-    """A file or folder that is not used: its path, relative to the data's folder, and why."""
+    """A file or folder that is not used: its path relative to the data folder, and the reason."""
 
     path: str
     reason: str
@@ -105,15 +105,15 @@ class Ignored(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """What was found in a folder.
+    """The content of a folder of images.
 
     Attributes:
         root: The folder.
         train: The training images.
         test: The images of ``val/`` or ``test/``; None if there is no such folder.
-        classes: The names of the classes: the folders of train, sorted.
-        ignored: What was left out.
-        problems: Why it cannot be trained on, if it cannot.
+        classes: The names of the classes, which are the folders of train, sorted.
+        ignored: The files and folders that are not used.
+        problems: The reasons why the folder cannot be used for training, if any.
     """
 
     root: Path
@@ -124,7 +124,7 @@ class ImageFolder:
     problems: list[str]
 
     def splits(self) -> dict[str, Listing]:
-        """The listings by the names of their folders; ``.`` where the classes are in the root."""
+        """The listings by the names of their folders; ``.`` if the classes are in the root."""
         listings = (self.train, self.test)
         return {
             os.path.relpath(os.fsdecode(listing.root), self.root): listing
@@ -134,10 +134,10 @@ class ImageFolder:
 
 
 def open_folder(config: Data, data_dir: str | None) -> ImageFolder:
-    """The images of the folder that ``data.name`` names, as it is or in one of the data folders.
+    """List the images of the folder ``data.name``, which may be relative to a data folder.
 
     Raises:
-        FileNotFoundError: If there is none, or it has no folders for training and testing.
+        FileNotFoundError: If there is no such folder, or it has no folders for training or testing.
     """
     path = Path(config.name.removeprefix("folder:")).expanduser()
     candidates = [path, *(root / path for root in roots(data_dir))]
@@ -151,18 +151,18 @@ def open_folder(config: Data, data_dir: str | None) -> ImageFolder:
 
 
 def list_folder(root: Path, *, needs_test: bool = True) -> ImageFolder:
-    """The images of a folder.
+    """List the images of a folder.
 
-    Images are files of the :data:`EXTENSIONS`, in any case, at any depth below their class; names
-    that begin with a dot are left out. Links are followed, unless they lead to a folder above
-    themselves. A class may be missing from val.
+    Images are files with one of the :data:`EXTENSIONS`, in upper or lower case, at any depth below
+    their class. Names that start with a dot are ignored. Links are followed, unless they lead to a
+    folder above themselves. A class may be missing from val.
 
     Args:
         root: The folder.
         needs_test: Whether ``train/`` and ``val/`` (or ``test/``) must exist.
 
     Returns:
-        What was found, with the problems that are not raised here.
+        The content of the folder, with all problems except missing folders.
 
     Raises:
         FileNotFoundError: If a folder that must exist is missing.
@@ -174,14 +174,14 @@ def list_folder(root: Path, *, needs_test: bool = True) -> ImageFolder:
         if needs_test or has_test:
             raise FileNotFoundError(
                 f"Expected a folder train/ in {str(root)!r}, with one folder per class, but got "
-                f"none. If the class folders lie directly in {str(root)!r}, `--data.hold_out 0.2` "
-                "tests on a fifth of their images."
+                f"none. If the class folders are directly in {str(root)!r}, use `--data.hold_out "
+                "0.2` to test on a fifth of their images."
             )
         train_folder = root
     if needs_test and not has_test:
         raise FileNotFoundError(
             f"Expected a folder val/ or test/ in {str(root)!r}, with one folder per class, but got "
-            "none. `--data.hold_out 0.2` tests on a fifth of the training images instead."
+            "none. Use `--data.hold_out 0.2` to test on a fifth of the training images instead."
         )
     walk = _Walk(root)
     classes = walk.class_folders(train_folder)
@@ -193,7 +193,7 @@ def list_folder(root: Path, *, needs_test: bool = True) -> ImageFolder:
         if unknown:
             problems.append(
                 f"Expected the classes of {str(test_folder)!r} to be among those of train/, but "
-                f"got {some(unknown)} too."
+                f"got also {some(unknown)}."
             )
         test = walk.images(test_folder, classes)
         if needs_test and not len(test.labels):
@@ -214,10 +214,7 @@ def _train_problems(
             "remove the folder if there is no such class."
         )
     elif len(classes) == 1:
-        yield (
-            f"Expected at least two classes in {str(folder)!r}, but got only {classes[0]!r}: there "
-            "is nothing to learn."
-        )
+        yield (f"Expected at least two classes in {str(folder)!r}, but got only {classes[0]!r}.")
 
 
 def _no_images(folder: Path, ignored: Sequence[Ignored]) -> str:
@@ -230,13 +227,13 @@ def _no_images(folder: Path, ignored: Sequence[Ignored]) -> str:
 
 
 def some(names: Sequence[str], most: int = 5) -> str:
-    """The first of `names`, and how many more there are; `repr` shows any character."""
+    """The first of `names`, quoted with `repr`, and the number of the others."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more
 
 
 class _Walk:
-    """Looks through the folders of a data set, and notes in `ignored` what it leaves out."""
+    """Walks through the folders of a data set, and collects skipped entries in `ignored`."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.ignored = root, list[Ignored]()
@@ -255,18 +252,18 @@ class _Walk:
         for name in classes:
             folder = split / name
             above = [os.path.realpath(split), os.path.realpath(folder)]
-            found = self._below(str(folder), above, {above[-1]}) if folder.is_dir() else ()
-            paths.append(sorted(os.fsencode(path[start:]) for path in found))
+            images = self._below(str(folder), above, {above[-1]}) if folder.is_dir() else ()
+            paths.append(sorted(os.fsencode(path[start:]) for path in images))
         labels = np.repeat(np.arange(len(classes)), [len(group) for group in paths])
-        images = list(itertools.chain.from_iterable(paths))
-        return Listing(os.fsencode(split), np.array(images, np.bytes_), labels)
+        all_paths = list(itertools.chain.from_iterable(paths))
+        return Listing(os.fsencode(split), np.array(all_paths, np.bytes_), labels)
 
     def _below(self, folder: str, above: list[str], seen: set[str]) -> Iterator[str]:
         """The images below a folder.
 
         Args:
             folder: The folder.
-            above: The real paths of the folders on the way to it, and its own.
+            above: The real paths of the folder and of the folders above it.
             seen: The real paths of all folders of the class so far.
         """
         folders, files = self._look(folder, above)
@@ -287,11 +284,11 @@ class _Walk:
     def _look(
         self, folder: str, above: Sequence[str]
     ) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
-        """The folders and the files in a folder, sorted, without what is hidden or a loop."""
+        """The folders and files in a folder, sorted, without hidden entries and loops."""
         folders, files = [], []
         with os.scandir(folder) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
-                is_link = entry.is_symlink()  # of a link to itself, `entry.is_dir` raises
+                is_link = entry.is_symlink()  # `entry.is_dir` raises for a link to itself
                 if entry.name.startswith("."):
                     self._ignore(entry, HIDDEN)
                 elif not (os.path.isdir(entry.path) if is_link else entry.is_dir()):
@@ -309,7 +306,7 @@ class _Walk:
 
 
 def _leads_above(link: str, above: Sequence[str]) -> bool:
-    """Whether a link leads to one of the folders `above`, or to a folder that holds one of them."""
+    """Whether a link leads to one of the folders `above`, or to a parent of one of them."""
     target = os.path.join(os.path.realpath(link), "")
     return any(os.path.join(place, "").startswith(target) for place in above)
 
@@ -317,7 +314,7 @@ def _leads_above(link: str, above: Sequence[str]) -> bool:
 def choose(
     labels: NDArray[np.int64], config: Data, groups: NDArray[np.int64] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The indices to train on, and those held out; images of one group stay together.
+    """The indices for training, and those held out; images of one group stay together.
 
     Raises:
         ValueError: If one of the two would be empty although `data.hold_out` is not 0.
@@ -329,8 +326,8 @@ def choose(
     kept, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
     if config.hold_out and not (len(kept) and len(held)):
         raise ValueError(
-            f"Expected `data.hold_out` to leave examples to train and to test on, but got "
-            f"{config.hold_out}: {len(kept)} and {len(held)} of {len(labels)}."
+            f"Expected `data.hold_out` to leave examples for training and testing, but got "
+            f"{config.hold_out}, which leaves {len(kept)} and {len(held)} of {len(labels)}."
         )
     if config.limit is not None:
         kept = kept[balanced_subset(labels[kept], config.limit)]
@@ -338,11 +335,11 @@ def choose(
 
 
 def choose_images(folder: ImageFolder, config: Data) -> tuple[Listing, Listing]:
-    """The images that a run trains on, and those that it tests on."""
+    """The training and the test images of a run."""
     groups = None
     if config.hold_out and config.groups is not None:
         groups = folder.train.groups(config.groups)
     kept, held = choose(folder.train.labels, config, groups)
     test = folder.train.subset(held) if config.hold_out else folder.test
-    assert test is not None  # `list_folder` raises where it is needed and missing
+    assert test is not None  # `list_folder` raises if it is needed and missing
     return folder.train.subset(kept), test

@@ -1,4 +1,4 @@
-"""Small sets, in memory as bytes; blocks of batches are cropped and mirrored at once."""
+"""Small data sets, in memory as bytes; blocks of batches are cropped and mirrored at once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from powergrad.lab.data.split import Batch, Mixing, Split
 from powergrad.lab.data.streams import Stream, uniform
 
-BLOCK = 2**20  # pixel values prepared at once: 4 MB, so that small batches have little overhead
+BLOCK = 2**20  # pixel values prepared at once (4 MB), to reduce the overhead of small batches
 
 
 class MemorySplit(Split):
-    """Images held as bytes, (N, C, H, W), normalised with the mean and deviation of each channel.
+    """Images as bytes, (N, C, H, W), normalised by the mean and standard deviation per channel.
 
-    In training they are padded by `padding` pixels of 0 and cropped to their size at random, and
+    In training they are padded by `padding` pixels of 0 and randomly cropped to their size, and
     with `flip` mirrored with probability 1/2.
     """
 
@@ -70,9 +70,9 @@ class MemorySplit(Split):
         return both.index_select(0, 2 * torch.arange(len(index)) + (mirror < 0.5))
 
     def _crops(self, index: Tensor, top: Tensor, left: Tensor) -> Tensor:
-        """Crops of images at offsets (B,) or () of the padded images.
+        """Crops of the padded images at offsets of shape (B,) or ().
 
-        A row of a crop is `width` consecutive pixels of the flat store, and so a row of an
+        A row of a crop is `width` consecutive pixels of the flat pixel array, and so a row of an
         overlapping view of it; `index_select` copies whole rows.
         """
         channels, height, width = self.shape

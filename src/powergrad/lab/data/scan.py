@@ -1,8 +1,8 @@
-"""What a folder of images holds, found out before anything is trained on it.
+"""Scans a folder of images before training.
 
-Every image is decoded once, in parallel, and what was found is kept in a cache
-(``$POWERGRAD_CACHE``, or ``powergrad/`` in ``$XDG_CACHE_HOME`` or ``~/.cache``): a second scan
-decodes only the files whose size or modification time has changed.
+Every image is decoded once, in parallel, and the findings are cached (in ``$POWERGRAD_CACHE``, or
+in ``powergrad/`` in ``$XDG_CACHE_HOME`` or ``~/.cache``): a second scan decodes only the files
+whose size or modification time has changed.
 """
 
 from __future__ import annotations
@@ -46,44 +46,45 @@ __all__ = ["Scan", "scan_folder"]
 
 FORMAT = 1  # of the cache
 CHUNK = 64  # images that a process decodes at a time
-FEW = 10  # a class with fewer training images is mentioned
-SHOWN = 20  # unreadable images that are shown
-ALONE = 512  # up to so many images, starting processes takes longer than decoding
-DARK = 16  # 16-bit images whose largest value is less than a 16th of the range are mentioned
+FEW = 10  # warn about classes with fewer training images
+SHOWN = 20  # the maximal number of unreadable images to list
+ALONE = 512  # up to this many images, starting processes takes longer than decoding
+DARK = 16  # warn about 16-bit images whose largest value is below a 16th of the range
 
 Progress = Callable[[int, int], None]
 
 
 class Checked(NamedTuple):
-    """What is known of a file; `error` says why it is no image that can be read."""
+    """The findings about a file; `error` is the reason why it cannot be read, if any."""
 
     bytes: int
-    time: int  # of its last change, in nanoseconds
+    time: int  # modification time in nanoseconds
     format: str = ""
     width: int = 0
     height: int = 0
-    largest: float | None = None  # value, where there are more than 8 bits
+    largest: float | None = None  # the largest value, for images with more than 8 bits
     error: str = ""
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What a folder of images holds.
+    """The result of a scan.
 
     Attributes:
         root: The folder.
-        train: How many images a run trains on.
-        test: How many images it tests on.
+        train: The number of training images.
+        test: The number of test images.
         classes: The names of the classes.
-        formats: How many images there are of each format, the most frequent first.
-        widths: The least, the median and the largest width, in pixels.
-        heights: The same of the heights.
+        formats: The number of images per format, the most frequent first.
+        widths: The smallest, median and largest width, in pixels.
+        heights: The smallest, median and largest height, in pixels.
         ignored: Files and folders that are not used, with the reasons.
         unreadable: The path of every image that cannot be decoded, with the reason.
-        problems: Why a run would fail; empty if it would not.
-        warnings: What the user should know before a run.
-        cached: How many images were not decoded, since they have not changed since the last scan.
-        seconds: How long the scan took.
+        problems: The reasons why a run would fail, if any.
+        warnings: Warnings for the user.
+        cached: The number of images that were not decoded, because they have not changed since the
+            last scan.
+        seconds: The duration of the scan.
     """
 
     root: str
@@ -101,10 +102,10 @@ class Scan:
     seconds: float
 
     def summary(self) -> list[str]:
-        """Lines for the terminal: images, classes, formats, sizes and what is ignored."""
+        """Lines for the terminal: images, classes, formats, sizes and ignored files."""
         formats = ", ".join(f"{count:,} {name}" for name, count in self.formats.items())
         lines = [
-            f"{self.train:,} images to train on, {self.test:,} to test on, "
+            f"{self.train:,} training images, {self.test:,} test images, "
             f"{len(self.classes):,} classes",
             f"{formats or 'no readable images'}; {self._sizes()}",
         ]
@@ -120,11 +121,11 @@ class Scan:
     def _sizes(self) -> str:
         (low, width, high), (flat, height, tall) = self.widths, self.heights
         if (low, flat) == (high, tall):
-            return f"all of {width}x{height} pixels"
+            return f"all {width}x{height} pixels"
         return f"{low}x{flat} to {high}x{tall} pixels, median {width}x{height}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The scan as values for JSON."""
+        """The scan as JSON values."""
         ignored = [item._asdict() for item in self.ignored]
         unreadable = [{"path": path, "reason": reason} for path, reason in self.unreadable]
         return {**asdict(self), "ignored": ignored, "unreadable": unreadable}
@@ -137,26 +138,26 @@ def scan_folder(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Scan:
-    """Look through the folder of images that a recipe names, and decode every image.
+    """Scan the folder of images of a recipe, and decode every image.
 
     Args:
-        config: The recipe's section; ``name`` is ``folder:PATH``.
-        data_dir: Where the folder is looked for, besides the working directory.
-        workers: Processes that decode; by default one per core, or none for few images.
-        progress: Called with the number of images that are decoded, and of those to decode.
+        config: The section `data` of the recipe; ``name`` is ``folder:PATH``.
+        data_dir: A folder to search, besides the working directory.
+        workers: The number of decoding processes; by default one per core, or none for few images.
+        progress: Called with the number of decoded images and the total number to decode.
 
     Returns:
-        What was found.
+        The scan.
 
     Raises:
-        FileNotFoundError: If there is no such folder, or it lacks folders to train and test on.
+        FileNotFoundError: If there is no such folder, or it has no folders for training or testing.
     """
     began = time.perf_counter()
     folder = open_folder(config, data_dir)
-    found, cached = _check_all(folder, workers, progress)
-    readable = [image for image in found.values() if not image.error]
-    unreadable = [(path, image.error) for path, image in found.items() if image.error]
-    problems, cautions = list(folder.problems), list(_warnings(folder, found))
+    images, cached = _check_all(folder, workers, progress)
+    readable = [image for image in images.values() if not image.error]
+    unreadable = [(path, image.error) for path, image in images.items() if image.error]
+    problems, cautions = list(folder.problems), list(_warnings(folder, images))
     if unreadable:
         _add_unreadable(folder, config, unreadable, problems, cautions)
     train, test = 0, 0
@@ -192,7 +193,7 @@ def _spread(values: Sequence[int]) -> tuple[int, int, int]:
     return min(values), int(np.median(values)), max(values)
 
 
-# What to say -------------------------------------------------------------------------------------
+# Problems and warnings ---------------------------------------------------------------------------
 
 
 def _add_unreadable(
@@ -206,38 +207,38 @@ def _add_unreadable(
     if len(unreadable) > SHOWN:
         lines.append(f"  and {len(unreadable) - SHOWN:,} more")
     if config.bad_images == "skip":
-        text = f"Images that cannot be read are skipped ({len(unreadable):,}):"
+        text = f"Unreadable images are skipped ({len(unreadable):,}):"
         cautions.append("\n".join([text, *lines]))
     else:
         text = (
-            f"Expected images that can be read in {str(folder.root)!r}, but got "
-            f"{len(unreadable):,} that cannot; `--data.bad_images skip` leaves them out:"
+            f"Expected readable images in {str(folder.root)!r}, but got {len(unreadable):,} "
+            "unreadable ones; to skip them, use `--data.bad_images skip`:"
         )
         problems.append("\n".join([text, *lines]))
 
 
-def _warnings(folder: ImageFolder, found: Mapping[str, Checked]) -> Iterator[str]:
+def _warnings(folder: ImageFolder, images: Mapping[str, Checked]) -> Iterator[str]:
     links = [item for item in folder.ignored if item.reason in (LOOP, BROKEN)]
     if links:
         shown = [f"{item.path} ({item.reason})" for item in links]
         yield f"Links that are not followed: {some(shown)}."
     loose = [item.path for item in folder.ignored if item.reason == LOOSE]
     if loose := [path for path in loose if path.lower().endswith(EXTENSIONS)]:
-        yield f"Images in no class folder are not used ({len(loose):,}): {some(loose)}."
+        yield f"Images outside class folders are not used ({len(loose):,}): {some(loose)}."
     yield from _unnamed_images(folder)
     splits = folder.splits()
     if len({os.path.realpath(listing.root) for listing in splits.values()}) < len(splits):
-        yield f"{' and '.join(splits)} are the same folder: tests would be on training images."
-    dark = [p for p, i in found.items() if i.largest is not None and 1 < i.largest < 65536 / DARK]
+        yield f"{' and '.join(splits)} are the same folder, so tests would use training images."
+    dark = [p for p, i in images.items() if i.largest is not None and 1 < i.largest < 65536 / DARK]
     if dark:
         yield (
-            f"Images of 16 bits that use less than a {DARK}th of their range are nearly black in 8 "
-            f"bits ({len(dark):,}): {some(dark)}."
+            f"16-bit images that use less than a {DARK}th of their range are nearly black after "
+            f"conversion to 8 bits ({len(dark):,}): {some(dark)}."
         )
 
 
 def _unnamed_images(folder: ImageFolder) -> Iterator[str]:
-    """Images by content among the files with other extensions, of which a few are opened."""
+    """Warn about images among the files with other extensions, by opening some of them."""
     by_reason = collections.defaultdict(list)
     for path, reason in folder.ignored:
         if reason.startswith("extension ") or reason == "no extension":
@@ -278,10 +279,10 @@ def _rare_classes(classes: Sequence[str], train: Listing, test: Listing) -> Iter
 def _check_all(
     folder: ImageFolder, workers: int | None, progress: Progress | None
 ) -> tuple[dict[str, Checked], int]:
-    """What is known of each image, by its path below the root; and how many were in the cache."""
+    """The findings about each image, by path, and the number of images found in the cache."""
     cache = _cache_file(folder.root)
     known = _read_cache(cache)
-    found: dict[str, Checked] = {}
+    images: dict[str, Checked] = {}
     for split, listing in folder.splits().items():
         prefix = "" if split == "." else os.path.join(split, "")
         for path, stamp in zip(listing.paths.tolist(), listing.stamps().tolist(), strict=True):
@@ -290,20 +291,20 @@ def _check_all(
             if image is None or [image.bytes, image.time] != stamp:
                 error = BROKEN if stamp[0] < 0 else "" if stamp[0] else "empty file"
                 image = Checked(*stamp, error=error)
-            found[name] = image
-    todo = [name for name, image in found.items() if not image.format and not image.error]
+            images[name] = image
+    todo = [name for name, image in images.items() if not image.format and not image.error]
     done = 0
     try:
         for chunk in _decode(folder.root, todo, workers):
             for image in chunk:
-                found[todo[done]] = found[todo[done]]._replace(**image)
+                images[todo[done]] = images[todo[done]]._replace(**image)
                 done += 1
             if progress is not None:
                 progress(done, len(todo))
     finally:
         if done:
-            _write_cache(cache, found)
-    return found, len(found) - len(todo)
+            _write_cache(cache, images)
+    return images, len(images) - len(todo)
 
 
 def _decode(
@@ -320,41 +321,41 @@ def _decode(
         num_workers=workers,
         collate_fn=unchanged,
         worker_init_fn=functools.partial(begin_worker, os.getpid()),
-        generator=torch.Generator(),  # else it draws a seed from the global one
+        generator=torch.Generator(),  # otherwise it draws a seed from the global generator
     )
     yield from loader
 
 
 class _Images(Dataset[list[dict[str, Any]]]):
-    """What images are, by lists of their paths."""
+    """The findings about images, for lists of their paths."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def __getitem__(self, names: Sequence[str]) -> list[dict[str, Any]]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata; what cannot be decoded is an error
+            warnings.simplefilter("ignore")  # about odd metadata; undecodable images are errors
             return [_look_at(self.root / name) for name in names]
 
 
 def _look_at(path: Path) -> dict[str, Any]:
-    """Decode an image as a whole, as training may need every pixel of it.
+    """Decode an image completely, because training may need every pixel.
 
-    Pillow's limit stays: an image of more than twice `Image.MAX_IMAGE_PIXELS` is an error.
+    Pillow's limit applies: an image of more than twice `Image.MAX_IMAGE_PIXELS` is an error.
     """
     try:
         with open_image(path) as image:
-            found = {"format": image.format, "width": image.width, "height": image.height}
+            fields = {"format": image.format, "width": image.width, "height": image.height}
             image.load()
             if image.mode[0] == "I":
-                found["largest"] = float(image.getextrema()[1])  # pyright: ignore
+                fields["largest"] = float(image.getextrema()[1])  # pyright: ignore
             grey_or_rgb(eight_bits(image))
-            return found
+            return fields
     except MemoryError:
         raise
     except UnidentifiedImageError:
         return {"error": "not an image of a known format"}
-    except Exception as error:  # whatever a decoder makes of a damaged file
+    except Exception as error:  # decoders raise all kinds of errors for damaged files
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -369,7 +370,7 @@ def _cache_file(root: Path) -> Path:
 
 
 def _read_cache(path: Path) -> dict[str, Checked]:
-    """What an earlier scan found; nothing, if the file is missing, damaged or of another kind."""
+    """The findings of an earlier scan; empty if the file is missing, damaged or incompatible."""
     try:
         stored = json.loads(path.read_bytes())
         if stored["format"] != FORMAT or stored["pillow"] != PIL.__version__:
@@ -379,9 +380,9 @@ def _read_cache(path: Path) -> dict[str, Checked]:
         return {}
 
 
-def _write_cache(path: Path, found: Mapping[str, Checked]) -> None:
-    images = {name: image for name, image in found.items() if image.format or image.error}
-    text = json.dumps({"format": FORMAT, "pillow": PIL.__version__, "images": images})
+def _write_cache(path: Path, images: Mapping[str, Checked]) -> None:
+    known = {name: image for name, image in images.items() if image.format or image.error}
+    text = json.dumps({"format": FORMAT, "pillow": PIL.__version__, "images": known})
     with contextlib.suppress(OSError, FileError):  # a scan without a cache is only slower
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)

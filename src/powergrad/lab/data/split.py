@@ -1,4 +1,4 @@
-"""What all splits share: the order of examples, the part of each process, mixing."""
+"""The common parts of all splits: the order of examples, the part of each process, mixing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from powergrad.lab.data.streams import Stream, permutation, uniform
 
 
 class Batch(NamedTuple):
-    """Normalised images (B, C, H, W) and labels (B,), or probabilities (B, K) if mixed."""
+    """Normalised images (B, C, H, W), and labels (B,) or, if mixed, probabilities (B, K)."""
 
     images: Tensor
     labels: Tensor
 
 
 class Mixing(NamedTuple):
-    """mixup's or cutmix's Beta parameter (0 is off), and the number of classes."""
+    """The Beta parameters of mixup and cutmix (0 is off), and the number of classes."""
 
     mixup: float
     cutmix: float
@@ -30,7 +30,7 @@ class Mixing(NamedTuple):
 
 
 class Split(ABC):
-    """Labelled images, in batches that are functions of (seed, epoch, index) alone."""
+    """Labelled images, in batches that depend only on (seed, epoch, index)."""
 
     def __init__(self, labels: Tensor, mixing: Mixing) -> None:
         self.labels, self.mixing = labels, mixing
@@ -39,10 +39,10 @@ class Split(ABC):
         return len(self.labels)
 
     def steps(self, batch_size: int) -> int:
-        """The number of batches of a training epoch.
+        """The number of batches in a training epoch.
 
         Raises:
-            ValueError: If `batch_size` is more than the examples.
+            ValueError: If `batch_size` is larger than the number of examples.
         """
         if batch_size > len(self):
             raise ValueError(
@@ -61,22 +61,22 @@ class Split(ABC):
         world: int = 1,
         start: int = 0,
     ) -> Iterator[Batch]:
-        """The augmented batches of an epoch from number `start` on, without an incomplete last one.
+        """The augmented batches of an epoch, without an incomplete last one.
 
         Args:
             batch_size: Examples per batch, over all processes.
             seed: The seed of order and augmentation, which are separate streams.
-            epoch: Counted from 0.
+            epoch: The epoch, from 0.
             rank: Which contiguous part of each batch to return.
             world: The number of parts.
-            start: The first batch's number within the epoch.
+            start: The number of the first batch within the epoch.
 
         Returns:
-            This rank's part of each batch.
+            The part of each batch that belongs to `rank`.
 
         Raises:
-            ValueError: If `batch_size` is more than the examples or not a multiple of `world`, if a
-                part is odd and mixed, or if `start` is beyond the epoch.
+            ValueError: If `batch_size` is larger than the number of examples or not a multiple of
+                `world`, if a part with mixing has an odd size, or if `start` is beyond the epoch.
         """
         steps, part = self.steps(batch_size), batch_size // world
         is_mixed = self.mixing.mixup or self.mixing.cutmix
@@ -89,8 +89,8 @@ class Split(ABC):
             raise ValueError(f"Expected `start` to be in [0, {steps}], but got {start}.")
         if is_mixed and part % 2:
             raise ValueError(
-                "Expected an even number of examples in each process's part of a batch, since "
-                f"mixup and cutmix mix neighbours, but got {part}."
+                "Expected an even number of examples per batch and process, because mixup and "
+                f"cutmix mix neighbours, but got {part}."
             )
         order = permutation(len(self), seed, epoch)[: steps * batch_size]
         rows = order.reshape(steps, batch_size)[start:, rank * part : (rank + 1) * part]
@@ -100,11 +100,10 @@ class Split(ABC):
     def test_batches(
         self, batch_size: int, *, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Batch, Tensor]]:
-        """Every example once, in order and unaugmented, with its index in this split.
+        """Every example once, in order and without augmentation, with its index in this split.
 
-        Ranks have contiguous ranges of the whole split, so their numbers of batches may differ by
-        one. The last batch may be smaller, and so may be batches with unreadable images, which are
-        left out.
+        Each rank has a contiguous range of the split, so the numbers of batches may differ by one.
+        The last batch may be smaller, and so may batches with unreadable images, which are skipped.
 
         Args:
             batch_size: Examples per batch, over all processes.
@@ -144,8 +143,8 @@ class Split(ABC):
 def mixup(batch: Batch, lam: float) -> Batch:
     """``lam x_i + (1 - lam) x_j`` of images and of probabilities, with ``j = i ^ 1``.
 
-    Neighbours mix, so that processes can mix their parts of a batch; since the order is random, so
-    are the partners. There is one ``lam ~ Beta(a, a)`` per batch, as in the paper.
+    Neighbours are mixed, so that each process can mix its own part of a batch. The order is random,
+    so the partners are random too. There is one ``lam ~ Beta(a, a)`` per batch, as in the paper.
 
     References:
         Zhang, Cisse, Dauphin, Lopez-Paz, *mixup: Beyond Empirical Risk Minimization*, ICLR 2018.
@@ -154,10 +153,11 @@ def mixup(batch: Batch, lam: float) -> Batch:
 
 
 def cutmix(batch: Batch, lam: float, centre: tuple[float, float]) -> Batch:
-    """Paste a box of image ``j = i ^ 1``, of ``1 - lam`` of the area, into image ``i``.
+    """Paste a box of image ``j = i ^ 1`` with ``1 - lam`` of the area into image ``i``.
 
-    Probabilities mix in proportion to the areas, after the box is cut at the border. There is one
-    ``lam`` and one box per batch, its `centre` (y, x) uniform, as in the paper's code.
+    Probabilities are mixed in proportion to the areas, after the box is clipped at the border.
+    There is one ``lam`` and one box per batch; its `centre` (y, x) is uniform, as in the paper's
+    code.
 
     References:
         Yun et al., *CutMix: Regularization Strategy to Train Strong Classifiers with Localizable
@@ -179,7 +179,7 @@ def _partners(values: Tensor) -> Tensor:
 
 
 def _side(length: int, lam: float, centre: float) -> tuple[int, int]:
-    """The ends of a side of ``sqrt(1 - lam)`` of `length`, cut at the border."""
+    """The ends of a side of ``sqrt(1 - lam)`` times `length`, clipped at the border."""
     half = int(length * (1 - lam) ** 0.5) // 2
     middle = int(length * centre)
     return max(middle - half, 0), min(middle + half, length)

@@ -1,8 +1,8 @@
-"""What a run is, and the queue that executes runs on one machine or several.
+"""Runs, and the queue that executes them on one or several machines.
 
-A :class:`Program` makes the :class:`Job` of an arm and a seed. Queue, study, statistics and page
-know no more of a run than what `Job` promises. To add a kind of run, write a subclass of each and
-add it to `KINDS` and `PROGRAMS`.
+A :class:`Program` creates the :class:`Job` of an arm and a seed. Queue, study, statistics and page
+use only the interface of `Job`. To add a kind of run, write a subclass of each and add it to
+`KINDS` and `PROGRAMS`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ PROGRAMS: dict[str, type[Program]] = {
 
 
 def job_from_dict(values: Mapping[str, Any]) -> Job:
-    """The job that :meth:`Job.to_dict` described; a kind is named since format 2 of a study."""
+    """The inverse of :meth:`Job.to_dict`; studies of format 1 have no kind."""
     return KINDS[values.get("kind", "recipe")].from_dict(values)
 
 
 def program_from_dict(values: Mapping[str, Any]) -> Program:
-    """The program that :meth:`Program.to_dict` described, from a study of any format."""
+    """The inverse of :meth:`Program.to_dict`, for a study of any format."""
     return PROGRAMS[values.get("program", "recipe")].from_dict(values)

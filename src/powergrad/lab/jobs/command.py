@@ -1,11 +1,11 @@
-"""Runs of a command: somebody's own training program, unchanged.
+"""Runs of a command: a user's training program, unmodified.
 
-out/                what the program writes where it is told ``{out}``
+out/                the folder ``{out}``, for the files of the program
 output.txt          its standard output and standard error
-report.json         what it told by ``powergrad.report``
-powergrad.json      what ``powergrad run`` altered in it
-environment.json    versions, hardware and the whole command
-result.json         the final metrics: the run is finished
+report.json         the metrics that it reported with ``powergrad.report``
+powergrad.json      the summary of ``powergrad run``
+environment.json    versions, hardware and the complete command
+result.json         the final metrics; it exists if the run is finished
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from powergrad.reporting import VARIABLE
 
 __all__ = ["FLAGS", "OWN", "CommandJob", "CommandProgram", "placeholders"]
 
-FLAGS = "flags"  # the key of what an arm adds to the command; its other keys are of `powergrad run`
-OWN = ("seed", "out", "arm")  # placeholders that every run fills
+FLAGS = "flags"  # the key of the flags that an arm adds; its other keys are of `powergrad run`
+OWN = ("seed", "out", "arm")  # the placeholders of every run
 PYTHON = re.compile(r"(python|pypy)\d*(\.\d+)*t?")
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 TAKES_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # options of Python
@@ -52,7 +52,7 @@ def placeholders(tokens: Sequence[str]) -> list[str]:
     """The names in braces in some tokens.
 
     Raises:
-        RecipeError: If a brace is neither that of a placeholder nor doubled.
+        RecipeError: If a brace is neither part of a placeholder nor doubled.
 
     Example:
         >>> placeholders(["train.py", "--seed={seed}", "--set={{a: 1}}"])
@@ -69,8 +69,8 @@ def placeholders(tokens: Sequence[str]) -> list[str]:
                 continue
             if spec or conversion or not name.isidentifier():
                 raise RecipeError(
-                    "Expected placeholders as {seed}, and {{ and }} for braces themselves, but got "
-                    f"{token!r}."
+                    "Expected placeholders such as {seed}, and {{ and }} for literal braces, but "
+                    f"got {token!r}."
                 )
             names.append(name)
     return list(dict.fromkeys(names))
@@ -81,7 +81,7 @@ def _fill(token: str, values: Mapping[str, Any]) -> str:
 
 
 def _quoted(token: str) -> str:
-    """A token as a shell takes it; braces are left as they are, so that a command can be read."""
+    """Quote a token for a shell; braces are not quoted, so that a command stays readable."""
     return token if re.fullmatch(r"[\w@%+=:,./{}-]+", token) else shlex.quote(token)
 
 
@@ -90,8 +90,8 @@ class _Parts:
     """A command that can run under ``powergrad run``.
 
     Attributes:
-        before: What comes before ``-m powergrad run``: the interpreter, or torchrun, and options.
-        program: What comes after it: the script or module with its arguments.
+        before: The part before ``-m powergrad run``: the interpreter or torchrun, with options.
+        program: The part after it: the script or module with its arguments.
         is_distributed: Whether it is run by torchrun.
     """
 
@@ -101,7 +101,7 @@ class _Parts:
 
     @classmethod
     def of(cls, command: Sequence[str]) -> _Parts | None:
-        """The parts of a command; None where its beginning is not known."""
+        """The parts of a command; None if it does not start with a known program."""
         first, *rest = command
         if Path(first).name in TORCHRUN:
             return cls._of_torchrun((first,), rest)
@@ -152,9 +152,9 @@ class CommandJob(Job):
 
     Attributes:
         command: Program and arguments, with placeholders.
-        values: What fills them, but for ``{out}``, which differs between machines.
-        options: The options of ``powergrad run``; None where the command does not run under it.
-        sources: Where its metrics are.
+        values: The values of the placeholders, except ``{out}``, which differs between machines.
+        options: The options of ``powergrad run``; None if the command cannot run under it.
+        sources: The sources of its metrics.
     """
 
     is_foreign: ClassVar[bool] = True
@@ -176,7 +176,7 @@ class CommandJob(Job):
     def _execute(self, run: Run) -> dict[str, Any]:
         report, output = run.folder / "report.json", run.folder / "output.txt"
         summary, out = run.folder / "powergrad.json", run.folder / "out"
-        end_leftovers(VARIABLE, str(report))  # of a worker that was killed
+        end_leftovers(VARIABLE, str(report))  # from a worker that was killed
         run.clear()
         out.mkdir()
         fill = partial(_fill, values={**self.values, "out": str(out)})
@@ -205,18 +205,18 @@ class CommandJob(Job):
         """The first loss and the optimizers, from the summary of ``powergrad run``.
 
         Raises:
-            RunFailed: If the program was not altered as asked, or nobody knows.
+            RunFailed: If the program was not altered as requested, or this is not known.
         """
         if self.options is None:
             return {}
         summary = json.loads(path.read_text()) if path.is_file() else None
-        if code and summary and summary["problems"]:  # torchrun ends with a code of its own
+        if code and summary and summary["problems"]:  # torchrun has its own exit code
             problems = " ".join(summary["problems"])
-            raise RunFailed(f"the program was not altered as asked: {problems}", stops=True)
+            raise RunFailed(f"the program was not altered as requested: {problems}", stops=True)
         if code == 0 and summary is None and self.options:
             raise RunFailed(
-                "the program ended without a summary of `powergrad run` (by os._exit or exec), so "
-                "it is not known whether it was altered.",
+                "the program ended without a summary of `powergrad run` (with os._exit or exec), "
+                "so it is not known whether it was altered.",
                 stops=True,
             )
         if summary is None:
@@ -254,17 +254,17 @@ class CommandJob(Job):
 
 @dataclass(frozen=True)
 class CommandProgram(Program):
-    """A command that every arm runs with other options of ``powergrad run``, or other flags.
+    """A command that each arm runs with its own options of ``powergrad run``, or its own flags.
 
-    An arm's changes are options of ``powergrad run`` (``--alpha``), flags that are added to the
-    command (`FLAGS`), and values of placeholders that are tuned.
+    The changes of an arm are options of ``powergrad run`` (``--alpha``), flags that are added to
+    the command (`FLAGS`), and values of tuned placeholders.
 
     Attributes:
         command: Program and arguments, with placeholders.
-        sources: Where its metrics are.
-        head: The name of the head, where ``powergrad run`` does not find it.
-        tuned: The placeholders that are tuned.
-        fingerprint: Of the script: runs of a changed script are other runs.
+        sources: The sources of its metrics.
+        head: The name of the head, if ``powergrad run`` cannot find it.
+        tuned: The tuned placeholders.
+        fingerprint: The fingerprint of the script; runs of a changed script are not reused.
     """
 
     is_foreign: ClassVar[bool] = True
@@ -284,10 +284,10 @@ class CommandProgram(Program):
         head: str | None = None,
         tuned: Iterable[str] = (),
     ) -> Self:
-        """The program of a command, with the fingerprint that its script has now.
+        """The program of a command, with the current fingerprint of its script.
 
         Raises:
-            RecipeError: If the program does not exist, or placeholders are wrong.
+            RecipeError: If the program does not exist, or placeholders are invalid.
         """
         parts = _Parts.of(command)
         first = command[0] if parts is None else parts.before[0]
@@ -306,8 +306,8 @@ class CommandProgram(Program):
         program = cls(tuple(command), sources, head, tuple(tuned), fingerprint)
         if "seed" not in placeholders(command):
             raise RecipeError(
-                "Expected the placeholder {seed} in the command, as `-- python train.py --seed "
-                f"{{seed}}`, but got {program.title!r}."
+                "Expected the placeholder {seed} in the command, such as `-- python train.py "
+                f"--seed {{seed}}`, but got {program.title!r}."
             )
         for _, path, _ in sources.files:
             program._check_placeholders(placeholders([path]))
@@ -317,15 +317,15 @@ class CommandProgram(Program):
         known = [*OWN, *self.tuned]
         for name in names:
             if name not in known:
-                listed = ", ".join(f"{{{each}}}" for each in known)
+                listed = ", ".join(f"{{{placeholder}}}" for placeholder in known)
                 raise RecipeError(
-                    f"Expected placeholders of {listed}, or one that --tune names, but got "
+                    f"Expected placeholders among {listed}, or a key of --tune, but got "
                     f"{{{name}}}{did_you_mean(name, known)} Write {{{{ and }}}} for braces."
                 )
 
     @property
     def parts(self) -> _Parts | None:
-        """The parts of the command, where it can run under ``powergrad run``."""
+        """The parts of the command, if it can run under ``powergrad run``."""
         return _Parts.of(self.command)
 
     @property
@@ -335,7 +335,7 @@ class CommandProgram(Program):
 
     @property
     def _places(self) -> dict[str, Any]:
-        """Where metrics are; which of them is compared is not a matter of the program."""
+        """The sources of metrics, without the metrics that are compared."""
         return {name: value for name, value in self.sources.to_dict().items() if name != "wanted"}
 
     @property
@@ -360,7 +360,7 @@ class CommandProgram(Program):
     @property
     @override
     def changing(self) -> str:
-        return f"{self.parts.script if self.parts else 'The script'} changed"
+        return f"{self.parts.script if self.parts else 'The script'} has changed"
 
     @override
     def job(self, arm: str, changes: Changes, seed: int) -> CommandJob:
@@ -373,8 +373,8 @@ class CommandProgram(Program):
             needs_head = given.keys() & {"--agc", "--head-lr-scale"}
             head = {"--head": self.head} if self.head and needs_head else {}
             options = tuple(str(t) for pair in {**given, **head}.items() for t in pair)
-        words = json.dumps([arm, command, tuned, options, self._places, self.fingerprint])
-        digest = hashlib.sha256(words.encode()).hexdigest()[:10]
+        identity = json.dumps([arm, command, tuned, options, self._places, self.fingerprint])
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
         name = f"{slug(arm)[:40]}-seed{seed}-{digest}"
         return CommandJob(name, command, values, options, self.sources)
 
@@ -389,36 +389,37 @@ class CommandProgram(Program):
             job = self.job("", changes, 0)
             if any(name.startswith("--") for name in changes) and self.parts is None:
                 raise RecipeError(
-                    f"Expected a command that begins with python, a .py file or torchrun, because "
+                    f"Expected a command that starts with python, a .py file or torchrun, because "
                     f"the arm {arm!r} alters gradients, but got {self.title!r}. Arms that only add "
-                    'flags, as --arm "wide: --width 64", work with every command.'
+                    'flags, such as --arm "wide: --width 64", work with every command.'
                 )
             names = placeholders(job.command)
             self._check_placeholders(names)
             other = arm_by_run.setdefault(job.name, arm)
             if other != arm and "arm" not in names:
                 raise RecipeError(
-                    f"Expected arms that differ, but {other!r} and {arm!r} are the same run."
+                    f"Expected arms that differ, but got {other!r} and {arm!r}, which are the same "
+                    "run."
                 )
 
     def check_tuned(self, arm: str, changes: Changes, keys: Sequence[str]) -> None:
-        """Check that the command of an arm has a place for every key that is tuned for it.
+        """Check that the command of an arm has a placeholder for every key that is tuned for it.
 
         Raises:
-            RecipeError: If it has none, or has a placeholder that is not tuned.
+            RecipeError: If one is missing, or a placeholder is not tuned.
         """
         names = placeholders([*self.command, *changes.get(FLAGS, ())])
         for key in keys:
             if key not in names:
                 raise RecipeError(
-                    f"Expected the placeholder {{{key}}} in the command, because --tune names "
-                    f"{key!r} for the arm {arm!r}, but got {self.title!r}."
+                    f"Expected the placeholder {{{key}}} in the command, because {key!r} is tuned "
+                    f"for the arm {arm!r}, but got {self.title!r}."
                 )
         for name in names:
             if name not in (*OWN, *keys):
                 raise RecipeError(
-                    f"Expected --tune to name {name!r} for the arm {arm!r}, because the command "
-                    f"has {{{name}}}, but it names {', '.join(keys)}."
+                    f"Expected --tune for {name!r} of the arm {arm!r}, because the command has "
+                    f"{{{name}}}, but got only {', '.join(keys)}."
                 )
 
     @override

@@ -1,4 +1,4 @@
-"""What is said of runs that failed: one message per cause, and a full disk by its name."""
+"""Messages about failed runs: one per cause, with a special one for a full disk."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = [
     "same_failure",
 ]
 
-DISK_FULL = 28  # the exit code of a worker that can write nothing any more
-SHOWN = 8  # causes, at most
+DISK_FULL = 28  # the exit code of a worker that cannot write any more
+SHOWN = 8  # the maximal number of causes to show
 
 
 class RunsFailed(JobError):  # noqa: N818
@@ -35,9 +35,9 @@ class RunsFailed(JobError):  # noqa: N818
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is that the disk is full.
+    """Whether an error or its cause is a full disk.
 
-    SQLite, through which runs are queued, says so in words only.
+    SQLite, which holds the queue, reports it only in its message.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -52,29 +52,29 @@ def disk_full_error(folder: Path) -> JobError:
     """The error of a study whose disk is full."""
     return JobError(
         f"The disk is full: nothing more can be written to {str(folder)!r}, so the study stops. "
-        "What is finished stays. Free some space, and the same command continues."
+        "Finished runs are kept. Free some space and run the same command to continue."
     )
 
 
 def same_failure(failed: Mapping[str, str]) -> str | None:
-    """The reason for which all runs failed; None if there are several."""
+    """The reason why all runs failed; None if there are several reasons."""
     reasons = _by_reason(failed)
     return next(iter(failed.values())) if len(reasons) == 1 else None
 
 
 def describe_failures(failed: Mapping[str, str], total: int) -> str:
-    """Which of `total` runs failed and why, each reason once.
+    """A message about failed runs, with each reason once.
 
     Args:
-        failed: The reason for each run that failed, by its name.
-        total: How many runs there are.
+        failed: The reason of each failed run, by name.
+        total: The total number of runs.
 
     Example:
         >>> print(describe_failures({"a-seed0": "no memory", "a-seed1": "no memory"}, 8))
-        2 of 8 runs could not be done:
+        2 of 8 runs failed:
           a-seed0 and 1 more: no memory
     """
-    lines = [f"{len(failed)} of {total} runs could not be done:"]
+    lines = [f"{len(failed)} of {total} runs failed:"]
     reasons = _by_reason(failed)
     for names in list(reasons.values())[:SHOWN]:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -85,7 +85,7 @@ def describe_failures(failed: Mapping[str, str], total: int) -> str:
 
 
 def _by_reason(failed: Mapping[str, str]) -> dict[str, list[str]]:
-    """The runs of each reason, in which the name of the run itself does not count."""
+    """The runs by reason, ignoring the name of the run in it."""
     reasons: dict[str, list[str]] = {}
     for name, reason in failed.items():
         reasons.setdefault(reason.replace(name, ""), []).append(name)

@@ -1,4 +1,4 @@
-"""Runs of a Python function: somebody's own training, called with a seed and an arm."""
+"""Runs of a Python function: a user's training, called with a seed and an arm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from powergrad.lab.words import slug
 __all__ = ["FunctionJob", "FunctionProgram", "place_of"]
 
 Train = Callable[..., Any]
-LINES = 20  # of a traceback that are shown
+LINES = 20  # the number of lines of a traceback to show
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class FunctionJob(Job):
     """One call of a function.
 
     Attributes:
-        place: Where another process finds the function: see :func:`place_of`.
+        place: The import location of the function, see :func:`place_of`.
         arm: The name of the arm.
         seed: The seed.
         settings: Its other arguments.
-        metric: The name of what it returns, where that is a number.
-        function: The function, in the process that was given it.
+        metric: The name of the returned value, if it is a number.
+        function: The function itself, in the process of the caller.
     """
 
     is_foreign: ClassVar[bool] = True
@@ -107,7 +107,7 @@ class FunctionJob(Job):
 
 
 def _number(name: Any, value: Any) -> float:
-    """A metric as a number; tensors and numpy's scalars are."""
+    """A metric as a number; 0-d tensors and numpy scalars are converted."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number and not (hasattr(value, "item") and getattr(value, "ndim", 1) == 0):
         raise RunFailed(
@@ -120,13 +120,13 @@ def _number(name: Any, value: Any) -> float:
 
 @dataclass(frozen=True)
 class FunctionProgram(Program):
-    """A function that every arm calls with other settings.
+    """A function that is called with the settings of each arm.
 
     Attributes:
         place: See :func:`place_of`.
-        metric: The name of what it returns, where that is a number.
-        fingerprint: Of its source: runs of a changed function are other runs.
-        function: The function, in the process that was given it.
+        metric: The name of the returned value, if it is a number.
+        fingerprint: The fingerprint of its source; runs of a changed function are not reused.
+        function: The function itself, in the process of the caller.
     """
 
     is_foreign: ClassVar[bool] = True
@@ -138,7 +138,7 @@ class FunctionProgram(Program):
 
     @classmethod
     def of(cls, function: Train, metric: str) -> Self:
-        """The program of a function, with the fingerprint that its source has now."""
+        """The program of a function, with the current fingerprint of its source."""
         name = getattr(function, "__qualname__", type(function).__qualname__)
         place = place_of(function) or f"{getattr(function, '__module__', '')}:{name}"
         return cls(place, metric, _fingerprint(function), function)
@@ -161,14 +161,14 @@ class FunctionProgram(Program):
     @property
     @override
     def changing(self) -> str:
-        return f"{self.title} changed"
+        return f"{self.title} has changed"
 
     @override
     def job(self, arm: str, changes: Changes, seed: int) -> FunctionJob:
-        words = json.dumps(
+        identity = json.dumps(
             [arm, self.place, self.metric, dict(changes), self.fingerprint], default=repr
         )
-        digest = hashlib.sha256(words.encode()).hexdigest()[:10]
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
         name = f"{slug(arm)[:40]}-seed{seed}-{digest}"
         return FunctionJob(name, self.place, arm, seed, changes, self.metric, self.function)
 
@@ -179,7 +179,7 @@ class FunctionProgram(Program):
 
     @override
     def check_arms(self, arms: Mapping[str, Changes]) -> None:
-        pass  # names differ, and the function gets the name
+        pass  # the arms have different names, which the function gets
 
     @override
     def to_dict(self) -> dict[str, Any]:
@@ -193,10 +193,10 @@ class FunctionProgram(Program):
 
 
 def place_of(function: Train) -> str | None:
-    """Where another process finds a function, as ``module:name`` or ``file.py:name``.
+    """The import location of a function, ``module:name`` or ``file.py:name``.
 
-    None for what it cannot find: lambdas, functions inside of functions, methods, and those of an
-    interactive session, such as a notebook.
+    None for functions that other processes cannot import: lambdas, nested functions, methods, and
+    functions of an interactive session such as a notebook.
     """
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     name = getattr(function, "__qualname__", "")
@@ -216,13 +216,12 @@ def place_of(function: Train) -> str | None:
 
 @functools.cache
 def _load(place: str) -> Train:
-    """The function at a place."""
+    """Import the function at a location."""
     where, _, name = place.rpartition(":")
     if where.endswith(".py"):
         scope = runpy.run_path(where, run_name="__mp_main__")
         first, _, rest = name.partition(".")
-        found = scope[first]
-        return operator.attrgetter(rest)(found) if rest else found
+        return operator.attrgetter(rest)(scope[first]) if rest else scope[first]
     return operator.attrgetter(name)(importlib.import_module(where))
 
 

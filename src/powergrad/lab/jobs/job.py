@@ -1,4 +1,4 @@
-"""What queue, study, statistics and page know of a run: a job, and the program that makes jobs."""
+"""The interface of runs: a job, and the program that creates jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from powergrad.lab.run import Run, RunError
 
 __all__ = ["Changes", "Job", "JobError", "Metrics", "Program", "RunFailed"]
 
-Changes = Mapping[str, Any]  # what an arm changes, by dotted key
+Changes = Mapping[str, Any]  # the changes of an arm, by dotted key
 Metrics = dict[str, Any]
 
 
@@ -24,10 +24,10 @@ class JobError(RunError):
 
 
 class RunFailed(RunError):  # noqa: N818
-    """A run of somebody's own program that failed.
+    """The run of a user's program failed.
 
     Attributes:
-        stops: Whether no other run can be of use, so that the study must end.
+        stops: Whether all other runs would fail too, so that the study must stop.
     """
 
     def __init__(self, message: str, *, stops: bool = False) -> None:
@@ -40,8 +40,8 @@ class Job(ABC):
     """One run of a study.
 
     Attributes:
-        name: The name of its folder in the study's folder.
-        is_foreign: Whether it runs somebody's own program: see :class:`Program`.
+        name: The name of its folder in the folder of the study.
+        is_foreign: Whether it runs a user's program, see :class:`Program`.
     """
 
     is_foreign: ClassVar[bool] = False
@@ -49,19 +49,19 @@ class Job(ABC):
 
     @abstractmethod
     def execute(self, folder: Path) -> Metrics:
-        """Do the run in the study's `folder`, or continue it; returns the final metrics.
+        """Execute or continue the run in the `folder` of the study; return the final metrics.
 
         Raises:
-            Interrupted: If it was asked to stop. What it did is saved.
-            RunFailed: If it is somebody's own program, and failed.
+            Interrupted: If it was asked to stop; its state is saved.
+            RunFailed: If it is a user's program and failed.
         """
 
     def result(self, folder: Path) -> Metrics | None:
-        """The final metrics; None while the run is not finished."""
+        """The final metrics; None if the run is not finished."""
         return Run(folder / self.name).result()
 
     def progress(self, folder: Path) -> float:
-        """The fraction of the run that is done, from 0 to 1; by default nothing before its end."""
+        """The finished fraction of the run, from 0 to 1; by default only 0 or 1."""
         return float(self.result(folder) is not None)
 
     @abstractmethod
@@ -71,16 +71,16 @@ class Job(ABC):
     @classmethod
     @abstractmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The job that :meth:`to_dict` described."""
+        """The inverse of :meth:`to_dict`."""
 
 
 class Program(ABC):
-    """What a study runs: it makes the job of every arm and seed.
+    """The program of a study: creates the job of every arm and seed.
 
     Attributes:
-        is_foreign: Whether it is somebody's own program. Then nothing is known of it before its
-            first run, its metrics have any name, and a run that fails is left out of the study.
-        hold_out: The fraction of the training data on which trials of a tuning are judged.
+        is_foreign: Whether it is a user's program. Then its metrics are unknown before its first
+            run and may have any name, and failed runs are excluded from the study.
+        hold_out: The fraction of the training data on which trials of a tuning are tested.
     """
 
     is_foreign: ClassVar[bool] = False
@@ -89,21 +89,21 @@ class Program(ABC):
     @property
     @abstractmethod
     def key(self) -> str:
-        """What tells this program from every other, for the name of a study's folder."""
+        """A unique key of this program, for the name of the study's folder."""
 
     @property
     @abstractmethod
     def data_name(self) -> str:
-        """The name of the data, for the name of a study's folder."""
+        """The name of the data, for the name of the study's folder."""
 
     @property
     @abstractmethod
     def title(self) -> str:
-        """What is trained, in a few words."""
+        """A short description of the training."""
 
     @property
     def changing(self) -> str:
-        """What ``data_fingerprint`` in :meth:`to_dict` is of, with its verb."""
+        """A clause that says that ``data_fingerprint`` in :meth:`to_dict` has changed."""
         return f"The data of {self.title} have changed"
 
     @abstractmethod
@@ -118,35 +118,35 @@ class Program(ABC):
     def check_arms(self, arms: Mapping[str, Changes]) -> None:
         """Raise RecipeError for arms that cannot be compared with each other."""
 
-    # Tuning: by default a point is what an arm changes, and a trial is a run like every other.
+    # Tuning: by default a point is used as changes of an arm, and a trial is an ordinary run.
 
     def check_tuning(self, *, by_identity: bool) -> None:
-        """Raise RecipeError where keys cannot be tuned, or not with ``--tune-map identity``."""
+        """Raise RecipeError if keys cannot be tuned, or not with ``--tune-map identity``."""
         if by_identity:
             raise RecipeError(
-                "Expected --tune-map none, because the optimizer of your own program is not known, "
+                "Expected --tune-map none, because the optimizer of your own program is unknown, "
                 "but got identity."
             )
 
     def at_point(self, changes: Changes, point: Changes, shared: Collection[str]) -> Metrics:
-        """What an arm changes at a point of a tuning, beside its own `changes`.
+        """The changes of an arm at a point of a tuning, in addition to its own `changes`.
 
         Args:
-            changes: What the arm changes.
+            changes: The changes of the arm.
             point: The values of the tuned keys.
-            shared: Those that are tuned for every arm.
+            shared: The keys that are tuned for every arm.
         """
         return dict(point)
 
     def in_trial(self, changes: Changes) -> Changes:
-        """The same changes for a trial, which must not see the test data."""
+        """The changes for a trial, which must not use the test data."""
         return changes
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """What ``study.yaml`` says of it."""
+        """The description of the program in ``study.yaml``."""
 
     @classmethod
     @abstractmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The program that :meth:`to_dict` described."""
+        """The inverse of :meth:`to_dict`."""

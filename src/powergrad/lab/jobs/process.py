@@ -1,4 +1,4 @@
-"""A program of somebody's own as a process: started, watched, and ended with all its children."""
+"""A user's program as a process: started, watched, and ended with all its children."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from powergrad.lab.signals import Interrupted, watching_signals
 __all__ = ["describe_exit", "end_leftovers", "last_lines", "lines_of", "run_process"]
 
 PATIENCE = 8  # seconds from SIGTERM to SIGKILL
-LONGEST = 1 << 20  # characters of a line that are looked at together
+LONGEST = 1 << 20  # the maximal length of a line; longer lines are split
 
 
 def run_process(command: Sequence[str], output: Path, environment: Mapping[str, str]) -> int:
-    """Run a command to its end, without a shell; returns its exit code.
+    """Run a command without a shell until it ends; return its exit code.
 
     Args:
         command: The program and its arguments.
-        output: The file that gets standard output and standard error.
-        environment: Variables beside those of this process.
+        output: The file for standard output and standard error.
+        environment: Environment variables in addition to those of this process.
 
     Raises:
-        Interrupted: If SIGINT or SIGTERM came. The program and its children are ended: by SIGTERM,
-            and by SIGKILL if they ignore that.
-        RunFailed: If it cannot be started.
+        Interrupted: On SIGINT or SIGTERM. The program and its children are ended by SIGTERM, and
+            by SIGKILL if they ignore it.
+        RunFailed: If the program cannot be started.
     """
     with open(output, "wb") as file, watching_signals(second_interrupts=False) as stopped:
         try:
@@ -43,17 +43,17 @@ def run_process(command: Sequence[str], output: Path, environment: Mapping[str, 
                 start_new_session=True,
             )
         except OSError as error:
-            raise RunFailed(f"it cannot be started: {error}") from None
+            raise RunFailed(f"the program cannot be started: {error}") from None
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=0.1)
             if stopped():
                 _end(process)
-                raise Interrupted("the run was stopped, and will be done again")
+                raise Interrupted("the run was stopped and will be repeated")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and everything in its group."""
+    """End a process and its process group."""
     for number, seconds in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -76,8 +76,8 @@ def _is_group(number: int) -> bool:
 def end_leftovers(name: str, value: str) -> None:
     """Kill the processes whose environment has the variable `name` with this value.
 
-    A worker that was killed leaves its program running. The next one to do that run must end it
-    before it empties the folder. Where there is no ``/proc``, nothing is found.
+    A worker that was killed leaves its program running. The next worker with the same run must end
+    that program before it empties the folder. Without ``/proc``, nothing is found.
     """
     wanted = os.fsencode(f"{name}={value}")
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -101,14 +101,14 @@ def describe_exit(code: int) -> str:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """The lines of an output of any size; those that a progress bar overwrites are lines too."""
+    """The lines of an output of any size, including lines that a progress bar overwrites."""
     with open(path, encoding="utf-8", errors="replace", newline=None) as file:
         while line := file.readline(LONGEST):
             yield line.rstrip("\n")
 
 
 def last_lines(path: Path, count: int = 20, width: int = 400) -> str:
-    """The last lines of an output that are not empty, indented."""
+    """The last non-empty lines of an output, indented."""
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 2 * count * width))
         text = file.read().decode("utf-8", "replace")

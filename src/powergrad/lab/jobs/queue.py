@@ -1,9 +1,9 @@
-"""Many runs at once: over the cores of a machine, or over several machines.
+"""Executes many runs at a time, on the cores of one machine or on several machines.
 
-The wanted runs are trials in a storage of Optuna (SQLite in the study's folder, or any database by
-its URL). Workers take one after another; each shows by a heartbeat that it is alive. The run of a
-worker that was killed is taken up by another, from its last checkpoint. Only one process can open a
-run's folder, and a finished run is returned as it is, so no run is done twice.
+The runs are trials in an Optuna storage (SQLite in the folder of the study, or any database by its
+URL). Workers take one run after another, and send heartbeats. If a worker is killed, another one
+continues its run from the last checkpoint. Only one process can open the folder of a run, and
+finished runs are returned directly, so no run is executed twice.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from powergrad.lab.signals import Interrupted, watching_signals
 __all__ = ["InlineQueue", "JobQueue", "Snapshot", "enqueue", "local_storage", "open_queue"]
 
 HEARTBEAT = 2  # seconds
-GRACE = 12  # seconds without a heartbeat after which a worker is taken for dead
-RETRIES = 20  # of one run: a run that kills its worker every time must end some time
+GRACE = 12  # after this many seconds without a heartbeat, a worker counts as dead
+RETRIES = 20  # the maximal number of retries of a run that kills its worker
 ALIVE = ("WAITING", "RUNNING")
-DEATHS = 20  # of workers, with no run finished in between
+DEATHS = 20  # the maximal number of dead workers without a finished run in between
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """How far the runs are.
+    """The progress of the runs.
 
     Attributes:
-        done: The fraction of each run that is done, by name.
-        results: The final metrics of those that are finished.
-        seconds: How long it has taken since it was started this time.
-        left: The estimated seconds that are left; None while there is no estimate.
-        failed: Why runs failed, by name.
+        done: The finished fraction of each run, by name.
+        results: The final metrics of the finished runs.
+        seconds: The time since this start.
+        left: The estimated remaining time in seconds; None if there is no estimate yet.
+        failed: The reasons of failed runs, by name.
     """
 
     done: Mapping[str, float]
@@ -64,18 +64,18 @@ class Snapshot:
 
 
 class JobQueue:
-    """Does runs on this machine, in several batches if asked to, with the same workers.
+    """Executes runs on this machine, in one or several batches with the same workers.
 
     Args:
-        folder: The study's folder, which holds the folder of each run.
+        folder: The folder of the study, which contains the folder of each run.
         study: The name of the study in the storage.
-        workers: How many runs at a time on this machine.
-        storage: The URL of a database that several machines reach; a file in `folder` by default.
-        known: Final metrics of runs that were made elsewhere, by name; they are not done again.
-        deadline: When to be done, as `time.monotonic` has it: no run is started that would end
-            later. Runs that were never started are then missing from the results.
-        run_seconds: How long a run takes, as far as that is known before one is finished.
-        environments: Environment variables of each worker, in turn.
+        workers: The number of runs at a time on this machine.
+        storage: The URL of a database that several machines share; by default a file in `folder`.
+        known: The final metrics of runs made elsewhere, by name; they are not repeated.
+        deadline: The time at which to finish, as of `time.monotonic`: no run is started that would
+            end later. Runs that were not started are then missing from the results.
+        run_seconds: The estimated time of a run, if known before one is finished.
+        environments: The environment variables of each worker.
     """
 
     def __init__(
@@ -112,18 +112,18 @@ class JobQueue:
         jobs: Sequence[Job],
         watch: Callable[[Snapshot], None] = lambda snapshot: None,
     ) -> dict[str, dict[str, Any]]:
-        """Do the runs that are not done yet; returns the final metrics of all, by name.
+        """Execute the unfinished runs; return the final metrics of all, by name.
 
-        Where there is a deadline, runs that could not be started are left out.
+        With a deadline, runs that could not be started are missing.
 
         Args:
             jobs: The runs.
-            watch: Called about twice a second.
+            watch: Called about twice per second.
 
         Raises:
-            Interrupted: If SIGINT or SIGTERM came. Every run is saved.
+            Interrupted: On SIGINT or SIGTERM; every run is saved.
             RunsFailed: If some runs failed.
-            JobError: If a run says that no other can be of use, or workers die all the time.
+            JobError: If a run reports that all others would fail, or workers keep dying.
         """
         results = {job.name: result for job in jobs if (result := self._result(job)) is not None}
         missing = [job for job in jobs if job.name not in results]
@@ -133,15 +133,15 @@ class JobQueue:
         queue = open_queue(self.url, self.study)
         if self._is_too_late(queue):
             return results
-        # A run that is done has its folder here, unless several machines share the queue. One
-        # whose folder was deleted is done again.
+        # A finished run has its folder here, unless several machines share the queue. If its
+        # folder was deleted, it is repeated.
         enqueue(queue, missing, done_too=not self.is_shared)
         if self.crew is None:
             arguments = [self.url, self.study, str(self.folder)]
             self.crew = _Crew(self.workers, arguments, self.environments)
         self.crew.grow(len(missing))
         clock = _Clock()
-        is_closed = False  # once the time is over
+        is_closed = False  # True after the deadline
         at_start = len(results)
         lost_since: dict[str, float] = {}
         with watching_signals(second_interrupts=False) as stopped:
@@ -171,13 +171,13 @@ class JobQueue:
                             self.crew.stop()
                             raise JobError(f"{job.name}: {failed[job.name]}")
                     elif len(tried) > RETRIES:
-                        failed[job.name] = "its worker was killed each time"
+                        failed[job.name] = "its worker was killed every time"
                     elif is_closed:
                         left.add(job.name)
                     elif time.monotonic() - lost_since.setdefault(job.name, time.monotonic()) > (
                         HEARTBEAT
                     ):
-                        # The worker that should have done so was killed as well.
+                        # The worker that should have enqueued it again was killed, too.
                         enqueue(queue, [job], done_too=not self.is_shared)
                 done = {
                     job.name: 1.0 if job.name in results else job.progress(self.folder)
@@ -210,7 +210,7 @@ class JobQueue:
         return results
 
     def _is_too_late(self, queue: Any) -> bool:
-        """Whether a run that is started now would end after the deadline."""
+        """Whether a run started now would end after the deadline."""
         if self.deadline == math.inf:
             return False
         took = [
@@ -222,14 +222,14 @@ class JobQueue:
         return time.monotonic() + longest > self.deadline
 
     def _result(self, job: Job) -> dict[str, Any] | None:
-        """The final metrics of a run that has its folder here, or is known from elsewhere."""
+        """The final metrics of a run, from its folder or from `known`."""
         if job.name in self.known:
             return dict(self.known[job.name])
         return job.result(self.folder)
 
 
 class InlineQueue(JobQueue):
-    """Does runs in this process, one after another: for what other processes cannot find."""
+    """Executes runs one after another in this process, if other processes cannot import them."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, study="", workers=1)
@@ -252,7 +252,7 @@ class InlineQueue(JobQueue):
                 failed[job.name] = str(error)
             ended = results.keys() | failed.keys()
             clock.update(len(ended))
-            done = {each.name: float(each.name in ended) for each in jobs}
+            done = {name: float(name in ended) for name in (planned.name for planned in jobs)}
             watch(Snapshot(done, dict(results), clock.seconds, clock.left(len(jobs)), failed))
         if failed:
             raise RunsFailed(failed, results)
@@ -260,7 +260,7 @@ class InlineQueue(JobQueue):
 
 
 class _Clock:
-    """Estimates the time left by the pace since the first progress."""
+    """Estimates the remaining time from the pace since the first progress."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
@@ -287,12 +287,12 @@ class _Clock:
 
 
 def local_storage(folder: Path) -> str:
-    """The URL of the queue of a study that one machine does alone."""
+    """The URL of the queue of a study on a single machine."""
     return f"sqlite:///{folder.resolve() / 'jobs.db'}"
 
 
 def open_queue(url: str, study: str, attempts: int = 3) -> Any:
-    """The study of Optuna that holds the queue, made if missing."""
+    """Open the Optuna study that holds the queue; create it if missing."""
     import optuna
 
     if url.startswith("postgresql://") and not importlib.util.find_spec("psycopg2"):
@@ -316,19 +316,19 @@ def open_queue(url: str, study: str, attempts: int = 3) -> Any:
                 sampler=optuna.samplers.RandomSampler(),
             )
         except ImportError as error:
-            raise RunError(f"Expected a driver for the storage {url!r}: {error}") from None
+            raise RunError(f"Expected a driver for the storage {url!r}, but got: {error}") from None
         except Exception as error:
             if type(error).__module__.partition(".")[0] not in ("sqlalchemy", "optuna"):
                 raise
             reason = str(error).splitlines()[0]
     if attempts == 1:
         raise RunError(f"Expected to reach the storage {url!r}, but got: {reason}")
-    time.sleep(1)  # two machines that make the tables at the same moment get in each other's way
+    time.sleep(1)  # another machine may be creating the tables at the same moment
     return open_queue(url, study, attempts - 1)
 
 
 def enqueue(queue: Any, jobs: Sequence[Job], *, done_too: bool = False) -> None:
-    """Add the jobs that are neither waiting nor running; those that are done if `done_too`."""
+    """Enqueue jobs that are neither waiting nor running; with `done_too`, also finished ones."""
     states = ALIVE if done_too else (*ALIVE, "COMPLETE")
     known = {
         trial.user_attrs.get("name")
@@ -341,18 +341,18 @@ def enqueue(queue: Any, jobs: Sequence[Job], *, done_too: bool = False) -> None:
 
 
 def _cancel_waiting(queue: Any) -> None:
-    """Take the waiting runs out of the queue; those that are running go on."""
+    """Remove the waiting runs from the queue; running ones continue."""
     import optuna
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that `ask` sends no heartbeat
+        warnings.simplefilter("ignore", UserWarning)  # `ask` sends no heartbeat
         for trial in queue.get_trials(deepcopy=False):
             if trial.state.name == "WAITING":
                 queue.tell(queue.ask(), state=optuna.trial.TrialState.FAIL)
 
 
 class _Crew:
-    """The worker processes of this machine. They wait for work until they are dismissed."""
+    """The worker processes of this machine, which wait for work until they are dismissed."""
 
     def __init__(
         self, most: int, arguments: list[str], environments: Sequence[Mapping[str, str]]
@@ -362,15 +362,15 @@ class _Crew:
         self.deaths = self.finished = 0
 
     def grow(self, jobs: int) -> None:
-        """Have as many workers as there are jobs, at most the number that was asked for."""
+        """Start workers until there is one per job, up to the maximal number."""
         while len(self.members) < min(self.most, jobs):
             self.members.append(self._hire(len(self.members)))
 
     def _hire(self, place: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "powergrad.lab.jobs.worker", *self.arguments]
         own = self.environments[place % len(self.environments)] if self.environments else {}
-        # A group of its own: Ctrl-C reaches the parent alone, which then asks the workers to stop.
-        # A worker leaves when its standard input ends and nothing is left to do.
+        # In its own session, so that Ctrl-C reaches only the parent, which then stops the workers.
+        # A worker exits when its standard input is closed and there is nothing left to do.
         return subprocess.Popen(
             command,
             start_new_session=True,
@@ -385,7 +385,7 @@ class _Crew:
         if finished > self.finished:
             self.finished, self.deaths = finished, 0
         for place, member in enumerate(self.members):
-            if member.poll() is not None:  # none leaves by itself before it is dismissed
+            if member.poll() is not None:  # a worker does not exit before it is dismissed
                 _close(member)
                 if member.returncode == DISK_FULL:
                     self.stop()
@@ -393,8 +393,8 @@ class _Crew:
                 self.deaths += 1
                 if self.deaths > DEATHS:
                     raise JobError(
-                        f"{DEATHS} workers died one after another with no run finished; the last "
-                        f"with exit code {member.returncode}."
+                        f"{DEATHS} workers died in a row without finishing a run; the last one had "
+                        f"exit code {member.returncode}."
                     )
                 self.members[place] = self._hire(place)
 
@@ -406,7 +406,7 @@ class _Crew:
         self._join()
 
     def dismiss(self) -> None:
-        """Tell the workers that nothing more will come, and wait for them; kill who stays."""
+        """Tell the workers that there is no more work, wait for them, and kill the remaining."""
         for member in self.members:
             _close(member)
         self._join()
@@ -422,7 +422,7 @@ class _Crew:
 
 
 def _close(member: subprocess.Popen[str]) -> None:
-    """End the standard input of a worker."""
+    """Close the standard input of a worker."""
     assert member.stdin is not None
     with contextlib.suppress(OSError):
         member.stdin.close()

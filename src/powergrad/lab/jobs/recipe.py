@@ -53,7 +53,7 @@ class RecipeProgram(Program):
 
     Attributes:
         base: The recipe.
-        fingerprint: Of the data, where they are a folder: runs of changed data are other runs.
+        fingerprint: The fingerprint of a folder of images; runs with changed data are not reused.
     """
 
     hold_out: ClassVar[float] = 0.2
@@ -63,7 +63,7 @@ class RecipeProgram(Program):
 
     @classmethod
     def of(cls, base: Recipe) -> Self:
-        """The program of a recipe, with the fingerprint that its data have now.
+        """The program of a recipe, with the current fingerprint of its data.
 
         Raises:
             FileNotFoundError: If the data are missing.
@@ -88,7 +88,7 @@ class RecipeProgram(Program):
     @property
     @override
     def changing(self) -> str:
-        return f"The images of {self.title} changed"
+        return f"The images of {self.title} have changed"
 
     def recipe(self, changes: Changes, seed: int) -> Recipe:
         """The recipe of one run."""
@@ -113,7 +113,8 @@ class RecipeProgram(Program):
             other = arm_by_key.setdefault(recipe.key, arm)
             if other != arm:
                 raise RecipeError(
-                    f"Expected arms that differ, but {other!r} and {arm!r} are the same run."
+                    f"Expected arms that differ, but got {other!r} and {arm!r}, which are the same "
+                    "run."
                 )
             tested_on.add((recipe.data.name, recipe.data.hold_out))
         if len(tested_on) > 1:
@@ -127,19 +128,19 @@ class RecipeProgram(Program):
         clip = self.base.clip
         if by_identity and (clip.norm is not None or clip.value is not None):
             raise RecipeError(
-                "Expected no clipping by norm or value with --tune-map identity, which cannot keep "
-                "the backbone then, but got some."
+                "Expected no clipping by norm or value with --tune-map identity, because it does "
+                "not preserve the training of the backbone, but got some."
             )
         if self.base.data.hold_out:
             raise RecipeError(
-                "Expected data.hold_out to be 0 where arms are tuned, which holds out data of its "
-                f"own, but got {self.base.data.hold_out:g}."
+                "Expected data.hold_out to be 0 with --tune, which holds out its own data, but got "
+                f"{self.base.data.hold_out:g}."
             )
 
     @override
     def at_point(self, changes: Changes, point: Changes, shared: Collection[str]) -> dict[str, Any]:
-        # A key of every arm that this arm sets itself, such as the decay of less-decay, is scaled
-        # as the recipe's.
+        # If an arm sets a shared key itself, such as less-decay the decay, its value is scaled by
+        # the same factor as that of the recipe.
         chosen: dict[str, Any] = {}
         for key, value in point.items():
             own = self.base.value(key)

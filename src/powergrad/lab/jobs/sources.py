@@ -1,4 +1,4 @@
-"""Where the metrics of somebody's own program come from: its output, its files, its reports."""
+"""The metrics of a user's program: from its output, its files and its reports."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ RESERVED = frozenset(
 
 
 class Missing(Exception):  # noqa: N818
-    """A metric that is not where it was looked for."""
+    """A metric was not found."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where metrics are looked for, besides what the program reports by ``powergrad.report``.
+    """The sources of metrics, in addition to ``powergrad.report``.
 
     Attributes:
-        regexes: Regular expressions for lines of the output, by the name of the metric where they
-            have no named groups: the last match counts.
-        files: Pairs of a file and a key in it, by the name of the metric: the dotted path in a
-            JSON file, or the column of a CSV, of which the last row counts.
+        regexes: Regular expressions for lines of the output, with the name of the metric if they
+            have no named groups; the last match counts.
+        files: The name of a metric, a file, and a key in it: the dotted path in a JSON file, or the
+            column of a CSV, whose last row counts.
         wanted: The metrics that every run must have.
     """
 
@@ -54,17 +54,16 @@ class Sources:
         metric: str | None = None,
         tune_metric: str | None = None,
     ) -> Self:
-        """The sources of ``--metric-regex`` and ``--metric-file``.
+        """Parse ``--metric-regex`` and ``--metric-file``.
 
         Args:
             regexes: The regular expressions.
-            files: As ``FILE:KEY``.
-            metric: The metric that is compared, if it is named; a single source that does not name
-                its own gets this name.
+            files: Values such as ``FILE:KEY``.
+            metric: The value of ``--metric``, if given; it names a single source without a name.
             tune_metric: The metric by which points of a tuning are chosen.
 
         Raises:
-            RecipeError: If one is not of that form, or a name occurs twice.
+            RecipeError: If a value has another form, or a name occurs twice.
         """
         compiled = [(text, _compile(text)) for text in regexes]
         is_single = len(regexes) + len(files) == 1 and not tune_metric
@@ -74,7 +73,7 @@ class Sources:
             path, colon, key = text.rpartition(":")
             if not colon or not path or not key:
                 raise RecipeError(
-                    f"Expected --metric-file as FILE:KEY, such as results.json:val.acc, but got "
+                    f"Expected --metric-file to be FILE:KEY, such as results.json:val.acc, but got "
                     f"{text!r}."
                 )
             placed.append((metric if metric and is_single else key, path, key))
@@ -90,7 +89,7 @@ class Sources:
 
     @property
     def names(self) -> list[str]:
-        """The metrics that are known before the first run; those of `report` are not."""
+        """The metrics known before the first run, which does not include those of `report`."""
         grouped = [name for _, text in self.regexes for name in re.compile(text).groupindex]
         return [
             *(name for name, _ in self.regexes if name),
@@ -106,11 +105,11 @@ class Sources:
         Args:
             output: The file with its output.
             report: The file that ``powergrad.report`` writes.
-            out: The folder of the run in which relative files are.
-            fill: Fills the placeholders in the name of a file.
+            out: The folder to which file names are relative.
+            fill: Replaces the placeholders in the name of a file.
 
         Raises:
-            Missing: If a metric is nowhere; the message says where it was looked for.
+            Missing: If a metric is not found; the message lists the sources.
         """
         metrics = _reported(report) | self._matched(output)
         for name, path, key in self.files:
@@ -125,13 +124,13 @@ class Sources:
         return metrics
 
     def _where(self) -> str:
-        """Where `read` has looked."""
+        """The sources that were searched, as a sentence."""
         places = [f"--metric-regex {text!r}" for _, text in self.regexes]
         places += [f"--metric-file {path}:{key}" for _, path, key in self.files]
-        return f" Looked at {', '.join([*places, 'powergrad.report(...)'])}."
+        return f" Searched: {', '.join([*places, 'powergrad.report(...)'])}."
 
     def _matched(self, output: Path) -> dict[str, float]:
-        """The last matches in the output, which may be of any size."""
+        """The last matches in the output, which may have any size."""
         compiled = [(name, re.compile(text)) for name, text in self.regexes]
         last: list[re.Match[str] | None] = [None] * len(compiled)
         for line in lines_of(output) if compiled else ():
@@ -161,7 +160,7 @@ class Sources:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """What :meth:`to_dict` gave."""
+        """The inverse of :meth:`to_dict`."""
         return cls(
             tuple((name, text) for name, text in values["regexes"]),
             tuple((name, path, key) for name, path, key in values["files"]),
@@ -173,13 +172,13 @@ def check_metrics(names: Sequence[str] | Mapping[str, Any]) -> None:
     """Check the names of metrics.
 
     Raises:
-        RecipeError: If one is that of a column with another meaning.
+        RecipeError: If a name is reserved.
     """
     for name in names:
         if name in RESERVED:
             raise RecipeError(
-                f"Expected another name for the metric {name!r}, which results use for something "
-                "else."
+                f"Expected the name of a metric not to be reserved, but got {name!r}; use another "
+                "name."
             )
 
 
@@ -192,14 +191,14 @@ def _compile(text: str) -> re.Pattern[str]:
         ) from None
     if regex.groups != (len(regex.groupindex) or 1):
         raise RecipeError(
-            "Expected --metric-regex with one group in parentheses, as 'acc ([\\d.]+)', or with "
-            f"named groups only, but got {text!r}."
+            "Expected --metric-regex with one group in parentheses, such as 'acc ([\\d.]+)', or "
+            f"with named groups only, but got {text!r}."
         )
     return regex
 
 
 def _name_of(regex: re.Pattern[str], metric: str | None) -> str:
-    """The name of an unnamed group: the word before it; empty where groups have names."""
+    """The name of an unnamed group, which is the word before it; empty if groups have names."""
     if regex.groupindex:
         return ""
     plain = re.sub(r"\(\?:|\)\?", "", re.sub(r"\\.", " ", regex.pattern))
@@ -207,8 +206,8 @@ def _name_of(regex: re.Pattern[str], metric: str | None) -> str:
     name = metric or (word[1] if word else None)
     if name is None:
         raise RecipeError(
-            "Expected a name for what --metric-regex finds: --metric NAME, or a named group as "
-            f"(?P<accuracy>...), but got {regex.pattern!r}."
+            "Expected a name for the metric of --metric-regex (--metric NAME, or a named group "
+            f"such as (?P<accuracy>...)), but got {regex.pattern!r}."
         )
     return name
 

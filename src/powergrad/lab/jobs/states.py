@@ -1,4 +1,4 @@
-"""How far the runs in a queue are, for those who only watch: nothing is written."""
+"""The progress of the runs in a queue, read without writing anything."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from powergrad.lab.run import RunError
 __all__ = ["JobState", "QueueReader"]
 
 UNREADABLE = (RunError, RecipeError, OSError, ValueError, KeyError, TypeError)  # half-written files
-OUTPUT = "output.txt"  # of a program, in the folder of its run
-TAIL = 2000  # characters of it that are shown
+OUTPUT = "output.txt"  # the output of a program, in the folder of its run
+TAIL = 2000  # the number of its last characters to show
 
 
 @dataclass(frozen=True)
 class JobState:
-    """Where a run is.
+    """The state of a run.
 
     Attributes:
         name: The name of its folder.
         state: ``waiting``, ``running``, ``finished`` or ``failed``.
-        done: The fraction that is done, from 0 to 1.
-        note: Why it failed; of a program that is running, the end of its output.
-        seconds: How long it took, where that is known.
+        done: The finished fraction, from 0 to 1.
+        note: Why it failed; for a running program, the end of its output.
+        seconds: The time that it took, if known.
     """
 
     name: str
@@ -45,9 +45,9 @@ class QueueReader:
     """Reads the queue of a study.
 
     Args:
-        folder: The study's folder.
-        study: The name of the study in a storage that several machines share.
-        storage: The URL of that storage; by default the file in `folder`, and all that is in it.
+        folder: The folder of the study.
+        study: The name of the study in a shared storage.
+        storage: The URL of that storage; by default all studies of the file in `folder`.
     """
 
     def __init__(self, folder: Path, study: str, storage: str | None = None) -> None:
@@ -64,10 +64,10 @@ class QueueReader:
                 if name := trial.user_attrs.get("name"):
                     is_stale = trial._trial_id in stale
                     trials.setdefault(name, []).append((trial, is_stale))
-        return {name: self._state(name, of_run) for name, of_run in trials.items()}
+        return {name: self._state(name, attempts) for name, attempts in trials.items()}
 
     def _open(self) -> list[Any]:
-        """The studies of Optuna, opened so that nothing is made or changed."""
+        """The Optuna studies, opened read-only."""
         path = self.folder.resolve() / "jobs.db"
         if self.queues or (self.url is None and not path.is_file()):
             return self.queues
@@ -76,7 +76,7 @@ class QueueReader:
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         url = self.url or f"sqlite:///file:{quote(str(path))}?mode=ro&uri=true"
-        expected = (SQLAlchemyError, optuna.exceptions.OptunaError, KeyError)  # it is being made
+        expected = (SQLAlchemyError, optuna.exceptions.OptunaError, KeyError)  # being created
         with warnings.catch_warnings(), contextlib.suppress(*expected):
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             storage = optuna.storages.RDBStorage(
@@ -107,11 +107,11 @@ class QueueReader:
     def _is_finished(self, job: Job, trials: list[tuple[Any, bool]]) -> bool:
         if job.result(self.folder) is not None:
             return True
-        is_shared = self.url is not None  # then its folder may be on another machine
+        is_shared = self.url is not None  # its folder may be on another machine
         return is_shared and any(trial.state.name == "COMPLETE" for trial, _ in trials)
 
     def _output(self, name: str) -> str:
-        """The end of what a program has written, from the first whole line on."""
+        """The end of the output of a program, starting with a complete line."""
         with contextlib.suppress(OSError):
             path = self.folder / name / OUTPUT
             with path.open("rb") as file:

@@ -21,30 +21,30 @@ __all__ = ["work"]
 
 
 class _Failed(Exception):  # noqa: N818
-    """A run that raised: the parent reports it, and the worker continues."""
+    """A run failed: the parent reports it, and the worker continues."""
 
 
 def work(url: str, study: str, folder: Path) -> None:
-    """Take runs from the queue until none is waiting or running, and nobody will add one.
+    """Take runs from the queue until none is waiting or running, and none will be added.
 
-    The parent holds the other end of the standard input as long as it may add runs.
+    The parent keeps the standard input of this process open as long as it may add runs.
 
     Args:
         url: The storage.
-        study: The name of the study in it.
-        folder: Where the runs' folders are made.
+        study: The name of the study in the storage.
+        folder: The folder in which the folders of the runs are created.
     """
     import optuna
 
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     queue = open_queue(url, study)
-    is_shared = url != local_storage(folder)  # then runs may be done whose folder is elsewhere
+    is_shared = url != local_storage(folder)  # finished runs may have their folder elsewhere
 
     def do_one(trial: Any) -> float:
-        if "name" not in trial.user_attrs:  # another worker was faster: there was nothing left
+        if "name" not in trial.user_attrs:  # another worker took the last run
             raise optuna.TrialPruned
         job = job_from_dict(trial.user_attrs)
-        for other in queue.get_trials(deepcopy=False):  # two machines may have asked for it
+        for other in queue.get_trials(deepcopy=False):  # two machines may have enqueued it
             is_same = other.user_attrs.get("name") == job.name and other.number < trial.number
             is_done = other.state.name == "COMPLETE" and (
                 is_shared or job.result(folder) is not None
@@ -53,13 +53,13 @@ def work(url: str, study: str, folder: Path) -> None:
                 raise optuna.TrialPruned
         try:
             trial.set_user_attr("result", job.execute(folder))
-            return 0.0  # Optuna wants a value; the metrics are in the attribute
+            return 0.0  # Optuna needs a value; the metrics are in the attribute
         except Interrupted:
             queue.enqueue_trial({}, user_attrs=dict(trial.user_attrs))
             raise
         except (optuna.exceptions.UpdateFinishedTrialError, RunBusyError):
-            # A worker whose heartbeat was late: one of the two does the run, and whoever asks
-            # again finds it finished.
+            # The heartbeat of a worker was late: one of the two workers continues the run, and the
+            # retry finds it finished.
             time.sleep(HEARTBEAT)
             queue.enqueue_trial({}, user_attrs=dict(trial.user_attrs))
             raise _Failed from None
@@ -68,7 +68,7 @@ def work(url: str, study: str, folder: Path) -> None:
             trial.set_user_attr("error", str(error))
             raise _Failed from error
         except Exception as error:
-            if is_disk_full(error):  # the parent says so, and nothing can be written here
+            if is_disk_full(error):  # nothing can be written here; the parent reports it
                 raise
             trial.set_user_attr("error", f"{type(error).__name__}: {error}")
             raise _Failed from error
@@ -80,7 +80,7 @@ def work(url: str, study: str, folder: Path) -> None:
                 queue.optimize(do_one, n_trials=1, catch=(_Failed,))
             except optuna.exceptions.UpdateFinishedTrialError:
                 pass
-            except ValueError as error:  # Optuna's error where another worker was faster
+            except ValueError as error:  # Optuna's error if another worker was faster
                 if "Cannot tell a" not in str(error):
                     raise
         elif "RUNNING" in states:
@@ -93,14 +93,14 @@ def work(url: str, study: str, folder: Path) -> None:
 
 
 def _is_dismissed() -> bool:
-    """Whether the standard input has ended: the parent adds no more runs, or was killed."""
+    """Whether the standard input is closed: the parent adds no more runs, or was killed."""
     readable, _, _ = select.select([sys.stdin], [], [], 0)
     return bool(readable) and not sys.stdin.readline()
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    warnings.filterwarnings("ignore", "Skipped ")  # images that were named before the first run
+    warnings.filterwarnings("ignore", "Skipped ")  # such images are listed before the first run
     try:
         with contextlib.suppress(Interrupted):
             work(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -1,1 +1,1 @@
-"""The paper, whole: every table row and figure, its recipe, its published numbers, its command."""
+"""The paper: every table row and figure with its recipe, published numbers and command."""

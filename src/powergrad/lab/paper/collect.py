@@ -1,4 +1,4 @@
-"""From folders of runs to ``results/paper``: the one writer of what `evidence` reads."""
+"""Collects runs into ``results/paper``, from which `evidence` reads."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from powergrad.monitor import Recording, census
 
 __all__ = ["collect", "record_runs"]
 
-ABOUT = "paper.json"  # in a folder of runs: which experiment, and which run is which
-NORMS_BYTES = 400_000  # of one run, before compression
-POINTS = 200  # rows of one run's metrics or norms, at the most
-FATES = ("filters", "died", "came_back")  # of the runs that recorded norms
+ABOUT = "paper.json"  # in a folder of runs: the experiment, and the arm and seed of each run
+NORMS_BYTES = 400_000  # the maximal size of the norms of one run, before compression
+POINTS = 200  # the maximal number of rows of metrics or norms per run
+FATES = ("filters", "died", "came_back")  # counts for runs with recorded norms
 CURVE = (
     *("epoch", "step", "lr", "train_loss", "train_accuracy", "test_accuracy", "nll"),
     *("logit_norm", "dead_units", "loss_scale"),
@@ -35,16 +35,16 @@ def record_runs(
     conditions: Conditions,
     runs: Mapping[str, tuple[str, int]],
 ) -> None:
-    """Write which runs of an experiment a folder holds; runs recorded earlier stay.
+    """Record the runs of an experiment in a folder; earlier entries are kept.
 
     Args:
-        folder: The folder that has the runs' folders.
+        folder: The folder that contains the folders of the runs.
         experiment: The experiment.
-        conditions: How the runs are made.
+        conditions: The conditions of the runs.
         runs: Arm and seed of each run, by the name of its folder.
 
     Raises:
-        RunError: If the folder holds runs of another experiment.
+        RunError: If the folder contains runs of another experiment.
     """
     path = folder / ABOUT
     before: dict[str, Any] = read_json(path) if path.exists() else {"experiment": experiment.id}
@@ -67,15 +67,15 @@ def record_runs(
 
 
 def collect(folder: Path, out: Path, label: str | None = None) -> list[Path]:
-    """Extract from a folder of finished runs what figures and pages need.
+    """Extract the data for figures and pages from a folder of finished runs.
 
     Args:
-        folder: What ``powergrad paper run`` made.
-        out: Where the files go: ``results/paper``.
-        label: What tells this study from others of the experiment; by default its data.
+        folder: A folder that ``powergrad paper run`` created.
+        out: The folder for the files, ``results/paper``.
+        label: A label to distinguish studies of the experiment; by default the name of the data.
 
     Returns:
-        The files written.
+        The written files.
 
     Raises:
         RunError: If the folder has no finished run of an experiment.
@@ -83,7 +83,8 @@ def collect(folder: Path, out: Path, label: str | None = None) -> list[Path]:
     path = folder / ABOUT
     if not path.exists():
         raise RunError(
-            f"Expected {str(folder)!r} to be made by `powergrad paper run`, but got no {ABOUT}."
+            f"Expected {str(folder)!r} to be a folder of `powergrad paper run`, but got no {ABOUT} "
+            "in it."
         )
     values = read_json(path)
     experiment = load_paper().find(values["experiment"])
@@ -141,7 +142,7 @@ def _collect_run(run: Run, stem: str) -> list[Path]:
 
 
 def _fates(run: Run) -> dict[str, int]:
-    """How many filters there are, how many died at some time, how many of these came back."""
+    """The numbers of filters, of those that died at some time, and of those that came back."""
     if not Recording.exists(run.folder):
         return {}
     recorded = {layer.name for layer in Recording(run.folder).layers}
@@ -154,7 +155,7 @@ def _fates(run: Run) -> dict[str, int]:
 
 
 def thinned_norms(recording: Recording) -> dict[str, NDArray[Any]]:
-    """The weights' norms of every layer, and the features', thinned to `NORMS_BYTES`."""
+    """The norms of the weights of every layer, and of the features, thinned to `NORMS_BYTES`."""
     columns = [c for c in recording.columns if c.quantity in ("weight", "feature")]
     units = sum(column.count for column in columns)
     steps, rows = zip(*((step, values.numpy()) for step, values in recording), strict=True)
@@ -168,7 +169,7 @@ def thinned_norms(recording: Recording) -> dict[str, NDArray[Any]]:
     for column in columns:
         number = names.index(column.layer) + 1
         name = "feature" if column.quantity == "feature" else f"layer{number}"
-        # Half precision keeps three digits; under 6e-8 a norm is 0.
+        # Half precision keeps three digits; norms below 6e-8 become 0.
         with np.errstate(over="ignore"):
             arrays[name] = table[:, column.place].astype(np.float16)
     return arrays

@@ -1,4 +1,4 @@
-"""What a row costs at full scale, from published training speeds."""
+"""The cost of a row at full scale, from published training speeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Cost", "cost", "examples_of", "total_hours"]
 
 
 def examples_of(recipe: Recipe) -> int:
-    """The training images of a row at full scale."""
+    """The number of training images of a row at full scale."""
     return 50_000 if recipe.data.name == "cifar10" else 1_281_167
 
 
@@ -22,10 +22,10 @@ class Cost:
 
     Attributes:
         gpu: The GPU.
-        hours: GPU hours: four GPUs together use as many, in a quarter of the time.
-        images_per_second: The training speed that the hours are computed from.
+        hours: GPU hours; four GPUs use the same number in a quarter of the time.
+        images_per_second: The training speed from which the hours are computed.
         how: How that speed was measured, and what was estimated.
-        source: Where it was published.
+        source: The source of the speed.
     """
 
     gpu: str
@@ -36,17 +36,17 @@ class Cost:
 
 
 def cost(recipe: Recipe) -> list[Cost]:
-    """GPU hours of training for every GPU with a source, without tests and reading of images.
+    """GPU hours of training for every GPU with a source, without tests and image loading.
 
-    Where a publisher has ResNet-50 only, the speed of another network is estimated by its ratio to
-    ResNet-50 in the table that has both. Networks without normalisation are taken to be as fast as
-    those with it, which is an upper bound of their cost.
+    If a source has only ResNet-50, the speed of another network is estimated by its ratio to
+    ResNet-50 in the table that has both. Networks without normalisation are assumed to be as fast
+    as those with it, which gives an upper bound of their cost.
 
     Args:
-        recipe: What is trained, on ImageNet or CIFAR-10.
+        recipe: The recipe, on ImageNet or CIFAR-10.
 
     Returns:
-        One cost per GPU; none for a network or a data set that no source has.
+        One cost per GPU; empty for a network or data set without a source.
 
     Example:
         >>> recipe = load_paper().find("T1.2").baseline.recipe

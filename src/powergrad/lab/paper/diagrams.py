@@ -1,4 +1,4 @@
-"""The paper's figures that need no run: from its equations and its networks."""
+"""The paper's figures that need no runs, from its equations and networks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from powergrad.monitor.layers import named_units
 __all__ = ["code", "gradient_altering", "prob_plots", "resnet18", "simplenn"]
 
 ORANGE, GREEN, PURPLE, RED = COLOURS[1:5]
-# The paper's colours of Figure 1, from the palette that colour-blind people can tell apart.
+# The colours of the paper's Figure 1, from a palette that is safe for colour blindness.
 FORWARD, BACKWARD, TRANSFORM, ALTERED = "#9CC9E8", "#F5CE85", "#8FD6BD", "#EFA07A"
 EDGE = {"edgecolor": "0.2", "lw": 0.8}
 
@@ -175,7 +175,7 @@ def simplenn() -> Any:
 
 
 def resnet18() -> Any:
-    """The layers as the package numbers them, read off the network itself."""
+    """The layers with the numbers of the package, read from the network itself."""
     units_of = named_units(create_model("resnet18", num_classes=1000, norm="none"))
     numbers = {layer.name: (layer.number, layer.units) for layer, _ in units_of}
     figure, axes = plt.subplots(figsize=(11, 2.9), layout="constrained")
@@ -225,7 +225,7 @@ def resnet18() -> Any:
 
 
 def code() -> Any:
-    """What the listing computes: the size of its gradient over the equation's, by loss scale."""
+    """The ratio of the listing's gradient to that of the equation, by loss scale."""
     rows, classes = 256, 1000
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(rows, classes, generator=generator, dtype=torch.float64)

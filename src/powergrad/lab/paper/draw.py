@@ -34,19 +34,19 @@ def draw(
 
     Args:
         figure: The figure.
-        evidence: What was measured.
-        out: The folder that the files go to, made if missing.
-        formats: Which of the three.
+        evidence: The measured results.
+        out: The folder for the files, created if missing.
+        formats: The formats.
 
     Returns:
         The files.
 
     Raises:
-        MissingRunsError: If it needs runs that were not made.
+        MissingRunsError: If runs are missing.
     """
     drawn = plot(figure, evidence)
     drawn.get_layout_engine().execute(drawn)
-    drawn.set_layout_engine(None)  # it is laid out now, and need not be for every format
+    drawn.set_layout_engine(None)  # do not repeat the layout for every format
     out.mkdir(parents=True, exist_ok=True)
     files = [out / f"{figure.name}.{kind}" for kind in formats]
     for file in files:
@@ -55,7 +55,7 @@ def draw(
 
 
 def plot(figure: Figure, evidence: Evidence) -> Any:
-    """A figure as matplotlib has it."""
+    """The matplotlib figure of a figure of the paper."""
     if figure.uses:
         return MEASURED[figure.name](evidence, figure.uses)
     return DIAGRAMS[figure.name]()
@@ -100,7 +100,7 @@ def _metrics(evidence: Evidence, uses: Uses) -> Any:
 
 
 def _log_percent(axes: Any) -> None:
-    """Ticks of a logarithmic axis of accuracies as plain numbers, as many as have room."""
+    """Plain numbers as ticks of a logarithmic axis of accuracies, as many as fit."""
     low, high = np.log(axes.get_ylim())
     ticks: list[int] = []
     for tick in (100, 95, 90, 80, 70, 60, 50, 40, 30, 20, 10, 5, 2, 1):
@@ -116,11 +116,11 @@ def _log_percent(axes: Any) -> None:
 
 
 def _filters(axes: Any, norms: Norms, layer: int | None, title: str, size: int = 9) -> None:
-    """One line per filter, each in a colour of its own."""
+    """One line per filter, each in its own colour."""
     values = norms.values(layer)
     colours = plt.get_cmap("hsv")(np.random.default_rng(7).random(values.shape[1]))
     lines = [np.column_stack([norms.steps, unit]) for unit in values.T]
-    # As pixels also in SVG and PDF: a page has thousands of lines.
+    # Rasterised also in SVG and PDF, because a page has thousands of lines.
     axes.add_collection(LineCollection(lines, colors=colours, linewidths=0.6, rasterized=True))
     shown = values[np.isfinite(values)]
     axes.set_ylim(0, 1.05 * shown.max() if shown.size else 1)
@@ -131,13 +131,13 @@ def _filters(axes: Any, norms: Norms, layer: int | None, title: str, size: int =
 
 
 def dead_in_words(norms: Norms, layer: int | None) -> str:
-    """How many units are dead at the end."""
+    """The number of dead units at the end, as text."""
     dead = norms.dead(layer)
     return "diverged" if dead is None else f"{int(dead.sum())} of {dead.size} dead"
 
 
 def _norm_panels(evidence: Evidence, columns: int, panels: Sequence[Panel]) -> Any:
-    """Panels of filter norms: which run, which layer, and the method's name."""
+    """Panels of filter norms, given the run, the layer and the name of the method."""
     runs = {use: evidence.kept_run(use) for use, _, _ in panels}
     norms = {use: run.norms() for use, run in runs.items()}
     rows = len(panels) // columns
@@ -195,7 +195,7 @@ def _norm_page(evidence: Evidence, uses: Uses) -> Any:
 
 
 def _over_alpha(study: Measurement, metric: str) -> list[tuple[float, list[float]]]:
-    """Each alpha with the metric of its seeds."""
+    """The metric of the seeds for each alpha."""
     values = {arm: list(study.results.values(arm, metric).values()) for arm in study.results.arms}
     return sorted((study.alpha(arm), seeds) for arm, seeds in values.items() if seeds)
 

@@ -1,14 +1,14 @@
-"""What was measured of the paper: the one reader of ``results/paper/``.
+"""Reads the measured results of the paper from ``results/paper/``.
 
-For a study of an experiment that is called LABEL there are these files:
+The study LABEL of an experiment has these files:
 
     EXPERIMENT-LABEL.csv           one row per run: arm, seed, run, commit, final metrics
-    EXPERIMENT-LABEL.json          recipe, arms, decay exponents, what is lost, machine, commands
-    EXPERIMENT-LABEL--ARM.csv      metrics over the epochs of the arm's first seed  } of the arms
-    EXPERIMENT-LABEL--ARM.npz      filter norms over its steps, thinned             } in figures
+    EXPERIMENT-LABEL.json          recipe, arms, decay exponents, departures, machine, commands
+    EXPERIMENT-LABEL--ARM.csv      metrics by epoch of the arm's first seed       } for the arms
+    EXPERIMENT-LABEL--ARM.npz      filter norms by step of that run, thinned out  } in figures
 
-`powergrad.lab.paper.collect` makes them from finished run folders; figures and pages read nothing
-else.
+`powergrad.lab.paper.collect` writes them from finished run folders. Figures and pages read only
+these files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MARGIN = METRIC.margin
 
 
 class MissingRunsError(RunError):
-    """A figure needs runs that nobody has made here; the message says which command makes them."""
+    """A figure needs runs that are missing; the message names the command that makes them."""
 
 
 def small_command(use: Use) -> str:
@@ -54,7 +54,7 @@ def small_command(use: Use) -> str:
 
 
 def file_part(text: str) -> str:
-    """`text` as part of a file's name in ``results/paper``.
+    """`text` as part of a file name in ``results/paper``.
 
     Example:
         >>> file_part("AGC + PGT")
@@ -65,17 +65,17 @@ def file_part(text: str) -> str:
 
 @dataclass(frozen=True)
 class Conditions:
-    """How the runs of an experiment were made.
+    """The conditions of the runs of an experiment.
 
     Attributes:
-        data: The data set, as a recipe names it.
+        data: The name of the data set, as in a recipe.
         examples: The number of training examples.
-        scale: As the paper did it, or scaled down.
+        scale: Full scale, or scaled down.
         exponents: The decay exponent of every arm.
-        lost: What is not as in the paper, in words.
-        commands: The commands that made the runs.
-        arms: What every arm changes in the recipe; empty at full scale.
-        tuning: How the arms were tuned, if they were.
+        lost: The departures from the paper, in words.
+        commands: The commands of the runs.
+        arms: The changes of every arm; empty at full scale.
+        tuning: The tuning of the arms, if any.
     """
 
     data: str
@@ -93,7 +93,7 @@ class Conditions:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """What :meth:`to_dict` wrote; other keys are ignored."""
+        """The inverse of :meth:`to_dict`; other keys are ignored."""
         known = {key.name: values[key.name] for key in fields(cls) if key.name in values}
         if "tuning" in known:
             known["tuning"] = Tuning.from_dict(known["tuning"])
@@ -101,18 +101,18 @@ class Conditions:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of this format; RunError if only a newer powergrad reads it."""
+    """Read a JSON file; raise RunError if it has a newer format."""
     values = json.loads(path.read_text(encoding="utf-8"))
     if values.get("format", 0) > FORMAT:
         raise RunError(
-            f"Expected {str(path)!r} to be of format {FORMAT} or earlier, but got "
-            f"{values['format']}; a newer powergrad reads it."
+            f"Expected {str(path)!r} to have format {FORMAT} or earlier, but got "
+            f"{values['format']}; a newer version of powergrad can read it."
         )
     return values
 
 
 class Outcome(NamedTuple):
-    """A comparison in words; with too few seeds for any verdict there is no interval and no p."""
+    """A comparison as text; without interval and p if there are too few seeds for a verdict."""
 
     difference: str
     interval: str
@@ -135,7 +135,7 @@ class Outcome(NamedTuple):
 
 
 def describe_runs(recipe: Recipe, steps: Iterable[float]) -> str:
-    """What runs of a recipe were made on: network, data, batch size, steps."""
+    """A description of the runs of a recipe: network, data, batch size, steps."""
     model = recipe.model
     data = recipe.data.name.rpartition("/")[2].removeprefix("folder:")
     if recipe.data.limit:
@@ -143,7 +143,7 @@ def describe_runs(recipe: Recipe, steps: Iterable[float]) -> str:
     network = model.name + (f" of width {model.width}" if model.width else "")
     network += {"none": " without normalisation", "group": ", group norm"}.get(model.norm, "")
     lengths = [f"{int(length):,}" for length in sorted(set(steps))]
-    if len(lengths) > 3:  # runs that diverged, each at its own time
+    if len(lengths) > 3:  # runs that diverged at different times
         lengths = [f"{lengths[0]} to {lengths[-1]}"]
     return f"{network} on {data}, batch {recipe.train.batch_size}, {' or '.join(lengths)} steps"
 
@@ -155,7 +155,7 @@ class Norms:
     Attributes:
         steps: ``(points,)``.
         layers: By the number of a layer, ``(points, units)``.
-        features: Those of the features after pooling, ``(points, features)``, if recorded.
+        features: The features after pooling, ``(points, features)``, if recorded.
     """
 
     steps: NDArray[np.int64]
@@ -170,7 +170,7 @@ class Norms:
         return values
 
     def dead(self, layer: int | None) -> NDArray[np.bool_] | None:
-        """Which units are dead at the end, as the census has it; None where the run diverged."""
+        """Which units are dead at the end, as in the census; None if the run diverged."""
         first, last = self.values(layer)[[0, -1]]
         if not np.isfinite(last).all():
             return None
@@ -183,12 +183,12 @@ class Measurement:
 
     Attributes:
         experiment: The experiment.
-        conditions: How the runs were made.
-        label: What tells it from other studies of the experiment.
+        conditions: The conditions of the runs.
+        label: The label that distinguishes it from other studies of the experiment.
         recipe: The recipe of its first run.
-        torch: The version of PyTorch that made it.
+        torch: The version of PyTorch.
         results: Its runs.
-        stem: Its files' path, without their endings.
+        stem: The path of its files, without suffix.
     """
 
     experiment: Experiment
@@ -201,14 +201,14 @@ class Measurement:
 
     @classmethod
     def load(cls, path: Path) -> Measurement:
-        """The study whose JSON file this is."""
+        """Load the study of a JSON file."""
         values = read_json(path)
         experiment = load_paper().find(values["experiment"])
         stem = path.with_suffix("")
         _, rows = read_rows(stem.with_name(f"{stem.name}.csv"), METRIC.name)
         conditions = Conditions.from_dict(values)
         recipe = Recipe.model_validate(values["recipe"])
-        if classes := CLASSES.get(recipe.data.name):  # what a run that diverged counts as
+        if classes := CLASSES.get(recipe.data.name):  # for the value of diverged runs
             rows = [replace(row, metrics={"classes": classes, **row.metrics}) for row in rows]
         return cls(
             experiment,
@@ -222,12 +222,12 @@ class Measurement:
 
     @property
     def name(self) -> str:
-        """The name of its files, without their endings."""
+        """The name of its files, without suffix."""
         return self.stem.name
 
     @functools.cached_property
     def comparisons(self) -> dict[str, stats.Comparison]:
-        """Every arm with two seeds or more against the baseline, by arm."""
+        """The comparison of every arm with at least two seeds, by arm."""
         comparable = self.results.comparable()
         comparisons = comparable.comparisons if comparable else []
         return {comparison.arm: comparison for comparison in comparisons}
@@ -243,16 +243,16 @@ class Measurement:
         return array[np.isfinite(array).all(1)].T
 
     def describe(self, arm: str | None = None) -> str:
-        """What it, or one arm of it, was measured on: network, data, batch size, steps."""
+        """A description of the study or of one arm: network, data, batch size, steps."""
         rows = self.results.rows if arm is None else self.results.of_arm(arm)
         return describe_runs(self.recipe, (row.metrics["steps"] for row in rows))
 
 
 @dataclass(frozen=True)
 class KeptRun:
-    """The first run of an arm, whose curve and filter norms figures show.
+    """The first run of an arm, whose curve and filter norms are shown in figures.
 
-    Where these were not kept, MissingRunsError says which command makes them.
+    If they were not stored, MissingRunsError names the command that makes them.
     """
 
     study: Measurement
@@ -298,14 +298,14 @@ class KeptRun:
         path = self.file(ending)
         if not path.exists():
             command = small_command(Use(self.study.experiment.id, self.arm))
-            raise MissingRunsError(f"No {path.name} in {path.parent}: `{command}` makes it.")
+            raise MissingRunsError(f"No {path.name} in {path.parent}; run `{command}`.")
         return path
 
 
 class Evidence:
-    """What ``results/paper`` has.
+    """The contents of ``results/paper``.
 
-    Where nothing is found, `best`, `kept_run` and `most_tested` raise MissingRunsError.
+    If nothing is found, `best`, `kept_run` and `most_tested` raise MissingRunsError.
 
     Args:
         results: The folder ``results``.
@@ -316,7 +316,7 @@ class Evidence:
         self.measurements = [Measurement.load(path) for path in paths]
 
     def of(self, use: Use) -> list[Measurement]:
-        """The studies that have an arm, or an experiment; that of the most examples first."""
+        """The studies with an arm or an experiment, sorted by the number of examples."""
         studies = [
             study
             for study in self.measurements
@@ -326,17 +326,17 @@ class Evidence:
         return sorted(studies, key=lambda study: (-study.conditions.examples, study.label))
 
     def missing(self, uses: Iterable[Use]) -> list[Use]:
-        """Those of the uses that no study has."""
+        """The uses that no study has."""
         return [use for use in uses if not self.of(use)]
 
     def best(self, use: Use) -> Measurement:
         """The first of the studies that have a use."""
         for study in self.of(use):
             return study
-        raise MissingRunsError(f"No run of {use} was measured: `{small_command(use)}` makes one.")
+        raise MissingRunsError(f"No run of {use} was measured; run `{small_command(use)}`.")
 
     def kept_run(self, use: Use) -> KeptRun:
-        """The run of the first of these studies that figures show."""
+        """The run of the first of these studies."""
         study = self.best(use)
         return KeptRun(study, use.arm or study.results.baseline)
 

@@ -1,4 +1,4 @@
-"""Rows at full scale: trained as the paper did it, each once."""
+"""Rows at full scale: trained once, as in the paper."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from powergrad.lab.paper.small import decay_exponent
 
 __all__ = ["full_conditions", "full_recipes"]
 
-# What may differ from the paper without being a departure from it.
+# Keys that may differ from the paper without being a departure from it.
 FREE = ("data.name", "seed", "machine.", "monitor.", "train.accumulate")
 
 
@@ -25,18 +25,18 @@ def full_recipes(
 
     Args:
         rows: The rows to train.
-        data: Where ImageNet is, as ``folder:PATH``; None for CIFAR-10.
-        changes: Dotted keys that are changed in every arm.
-        seed: The seed of all.
+        data: The location of ImageNet, ``folder:PATH``; None for CIFAR-10.
+        changes: Dotted keys to change in every arm.
+        seed: The seed of all runs.
     """
     given: dict[str, Any] = {} if data is None else {"data.name": data}
-    if rows[0].recipe.model.norm == "none":  # what the figures of zeroing out show
+    if rows[0].recipe.model.norm == "none":  # for the figures of zeroing out
         given |= {"monitor.every": 1000, "monitor.features": True}
     return {row.arm: row.recipe.override({**given, "seed": seed, **changes}) for row in rows}
 
 
 def full_conditions(rows: Sequence[Row], recipes: Mapping[str, Recipe], command: str) -> Conditions:
-    """How these runs are made; the data is loaded to count it."""
+    """The conditions of these runs; the data are loaded to count them."""
     first = recipes[rows[0].arm]
     examples = len(load_data(first.data, data_dir=first.machine.data_dir).train)
     return Conditions(
@@ -50,7 +50,7 @@ def full_conditions(rows: Sequence[Row], recipes: Mapping[str, Recipe], command:
 
 
 def _departures(stated: Recipe, recipe: Recipe, examples: int) -> list[str]:
-    """In what a run is not the row's: its data, and what was overridden."""
+    """The departures of a run from its row: its data and overrides."""
     changes = changes_of(recipe, stated)
     lost = [f"{key}: {value}" for key, value in changes.items() if not key.startswith(FREE)]
     if examples != examples_of(stated):

@@ -18,17 +18,17 @@ __all__ = ["Experiment", "Figure", "Paper", "Row", "Use", "changes_of", "load_pa
 
 @dataclass(frozen=True)
 class Unstated:
-    """What the paper does not say, and the choice made here."""
+    """A detail that the paper does not state, and the choice made here."""
 
     what: str
     reason: str
     about: tuple[str, ...]
-    choice: Mapping[str, Any] = field(default_factory=dict)  # empty where it is a default
+    choice: Mapping[str, Any] = field(default_factory=dict)  # empty if it is a default
 
 
 @dataclass(frozen=True)
 class Note:
-    """Where the paper disagrees with itself, or with the authors' code."""
+    """A contradiction in the paper, or between the paper and the authors' code."""
 
     id: str
     text: str
@@ -58,7 +58,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Use:
-    """The runs that a figure draws: those of one arm, or of a whole experiment.
+    """The runs in a figure: those of one arm, or of a whole experiment.
 
     Example:
         >>> Use.parse("T2-256/AGC + PGT")
@@ -72,7 +72,7 @@ class Use:
 
     @classmethod
     def parse(cls, text: str) -> Use:
-        """A use as ``published.yaml`` writes it."""
+        """Parse a use as in ``published.yaml``."""
         experiment, _, arm = text.partition("/")
         return cls(experiment, arm or None)
 
@@ -86,10 +86,10 @@ class Row:
 
     Attributes:
         id: The id of its table row, or of its experiment.
-        arm: Its name among those that it is compared with.
-        stated: What the paper says of it, as dotted keys, the common recipe included.
-        chosen: What the paper does not say of it.
-        published: ``train``, ``test`` and ``gap``, as far as they were printed.
+        arm: Its name among the compared rows.
+        stated: The values stated in the paper, as dotted keys, including the common recipe.
+        chosen: The values that the paper does not state.
+        published: ``train``, ``test`` and ``gap``, if printed.
     """
 
     id: str
@@ -105,14 +105,14 @@ class Row:
 
     @property
     def published_text(self) -> str:
-        """The printed numbers in words."""
-        words = [f"{key} {value:g}" for key, value in self.published.items()]
-        return ", ".join(words) or "no number printed"
+        """The printed numbers as text."""
+        numbers = [f"{key} {value:g}" for key, value in self.published.items()]
+        return ", ".join(numbers) or "no number printed"
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Rows that are compared with each other; the first is the baseline of the others."""
+    """Rows that are compared with each other; the first is the baseline."""
 
     id: str
     where: str
@@ -122,7 +122,7 @@ class Experiment:
 
     @property
     def baseline(self) -> Row:
-        """The row that the others are compared with."""
+        """The row with which the others are compared."""
         return self.rows[0]
 
     def row(self, arm: str) -> Row:
@@ -149,9 +149,9 @@ class Figure:
     """A figure of the paper."""
 
     id: str  # F1 to F17, by its place
-    name: str  # its label in the source, or ours where it has none
+    name: str  # its label in the source, or ours if it has none
     title: str
-    uses: tuple[Use, ...]  # the runs that it draws
+    uses: tuple[Use, ...]  # the runs that it shows
 
 
 @dataclass(frozen=True)
@@ -188,20 +188,20 @@ class Paper:
         for experiment in self.experiments:
             if experiment.own_rows(item):
                 return experiment
-        wrong = f"Expected an item of `powergrad paper list` that trains, but got {item!r}"
+        wrong = f"Expected a trainable item of `powergrad paper list`, but got {item!r}"
         if self.figure(item) is not None:
             raise RecipeError(
-                f"{wrong}, a figure: `powergrad paper figure {item} --out DIR` draws it."
+                f"{wrong}, a figure; draw it with `powergrad paper figure {item} --out DIR`."
             )
         known = [name for item, experiment in self.items() for name in (item, experiment.id)]
         raise RecipeError(f"{wrong}{did_you_mean(item, known)}")
 
     def figure(self, item: str) -> Figure | None:
-        """The figure of an id or a name; None where it is neither."""
+        """The figure of an id or a name; None if there is none."""
         return next((figure for figure in self.figures if item in (figure.id, figure.name)), None)
 
     def about(self, item: str) -> tuple[list[Note], list[Unstated]]:
-        """The notes on an item or a figure, and what is unstated of it."""
+        """The notes on an item or a figure, and its unstated details."""
         figure = self.figure(item)
         if figure is not None:
             names = {figure.id, figure.name}
@@ -221,7 +221,7 @@ class Paper:
 
 
 def _names(experiment: str, row: str, arm: str) -> set[str]:
-    """What `about` in ``published.yaml`` may call a row."""
+    """The names of a row in the field `about` of ``published.yaml``."""
     return {"all", experiment, row, str(Use(experiment, arm))}
 
 

@@ -1,4 +1,4 @@
-"""What the terminal shows of the paper: the list of everything in it, and one item in full."""
+"""The paper in the terminal: the list of all items, and one item in full."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["hours_in_words", "item_in_words", "paper_table"]
 
 
 def paper_table(evidence: Evidence) -> Table:
-    """Every table row and figure: its id, its published numbers, what was measured."""
+    """A table of every table row and figure: id, published numbers, measured results."""
     paper = load_paper()
     table = Table(title=paper.title, title_justify="left")
     for name in ("id", "what", "arm", "published (%)", "measured here: test (%)"):
@@ -47,7 +47,7 @@ def paper_table(evidence: Evidence) -> Table:
 
 
 def _measured(studies: Sequence[Measurement], row: Row) -> list[str]:
-    """What each study has of a row, in a few words."""
+    """The result of each study for a row, as short text."""
     lines = []
     for study in studies:
         if values := study.results.values(row.arm):
@@ -67,12 +67,12 @@ def hours_in_words() -> str:
 
 
 def item_in_words(item: str, data: str, evidence: Evidence) -> str:
-    """Everything about an item: recipe, published numbers, commands, cost, open questions.
+    """A description of an item: recipe, published numbers, commands, cost, open questions.
 
     Args:
         item: The id of a row, run, grid or figure, or the name of a figure.
-        data: Where ImageNet is, for the commands.
-        evidence: What was measured.
+        data: The location of ImageNet, for the commands.
+        evidence: The measured results.
     """
     paper = load_paper()
     figure = paper.figure(item)
@@ -110,12 +110,12 @@ def _rows(item: str, experiment: Experiment, data: str, evidence: Evidence) -> I
         yield f"  all: {first.published_text}"
     else:
         yield from (f"  {row.arm}: {row.published_text}" for row in rows)
-    whose = f", of {first.arm}" if others else ""
-    yield f"\nRecipe, as the paper states it{whose}:\n{_indented(first.stated)}"
+    first_arm = f", of {first.arm}" if others else ""
+    yield f"\nRecipe, as the paper states it{first_arm}:\n{_indented(first.stated)}"
     if first.chosen:
         yield f"Chosen here, because the paper does not state it:\n{_indented(first.chosen)}"
     if others:
-        yield "What the others change:"
+        yield "Changes of the others:"
         yield from (f"  {row.arm}: {_pairs(changes_of(row.recipe, base))}" for row in others)
     total = total_hours(row.recipe for row in rows)
     yield f"\nCost of training ({len(rows)} run{'s' if others else ''}), in GPU hours:"
@@ -123,7 +123,7 @@ def _rows(item: str, experiment: Experiment, data: str, evidence: Evidence) -> I
         yield f"  {part.gpu}: {total[part.gpu]:.1f}"
         yield f"    at {part.images_per_second:,.0f} images/s: {part.how}\n    {part.source}"
     if not total:
-        yield "  not known: no published training speed of this network on this data was found"
+        yield "  unknown: there is no published training speed of this network on this data"
     where = "" if base.data.name == "cifar10" else f" --data {data}"
     parts = base.train.batch_size // 256
     spread = f" --train.accumulate {parts}" if parts > 1 else ""

@@ -1,9 +1,9 @@
-"""Scaled-down replicas: what a small machine can do of a row, and what is lost on the way.
+"""Scaled-down replicas of rows for small machines, and their departures from the paper.
 
-A filter whose gradient has stopped shrinks by weight decay alone, as ``exp(-x)`` with
-``x = sum(lr * wd) / (1 - momentum)``. The paper's recipe takes ``x`` to about 125. A replica is
-planned so that ``x`` passes 7 in every arm: below that, neither zeroing out nor the equilibrium of
-weight norms can be seen.
+A filter without gradient shrinks by weight decay alone, as ``exp(-x)`` with
+``x = sum(lr * wd) / (1 - momentum)``. In the paper's recipe ``x`` reaches about 125. A replica is
+planned so that ``x`` exceeds 7 in every arm: below that, neither zeroing out nor the equilibrium of
+weight norms can be observed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from powergrad.lab.study import Tuning
 
 __all__ = ["DATA", "Replica", "decay_exponent", "plan_replica"]
 
-LEAST = 7.0  # the decay exponent that a replica must pass
-GOAL = 7.5  # what it is planned for
-RECORDS = 400  # of filter norms over a run
+LEAST = 7.0  # the decay exponent that a replica must exceed
+GOAL = 7.5  # the decay exponent for which it is planned
+RECORDS = 400  # records of filter norms per run
 # The peak rate at batch 128, other batches in proportion, and the decay. Without normalisation a
 # ResNet-18 of width 8 diverges on digits with PGT at alpha 0.25 and twice this rate.
 RATES = {"batch": (0.1, 0.005), "group": (0.1, 0.005), "none": (0.08, 0.01)}
@@ -41,12 +41,12 @@ FOLDER = {"data.flip": True, "data.size": 64}
 
 @dataclass(frozen=True)
 class Replica:
-    """The plan of a replica of some rows of an experiment, on data of so many examples."""
+    """The plan of a replica of some rows of an experiment."""
 
     experiment: Experiment
     rows: Sequence[Row]  # the baseline first
-    base: Recipe  # of the first arm
-    arms: Mapping[str, Changes]  # what every arm changes in it
+    base: Recipe  # the recipe of the first arm
+    arms: Mapping[str, Changes]  # the changes of every arm
     examples: int
     classes: int
 
@@ -62,7 +62,7 @@ class Replica:
 
     @property
     def kept(self) -> list[str]:
-        """What is as in the paper."""
+        """The properties that are as in the paper."""
         base, full = self.base, self.rows[0].recipe
         warm_up = 100 * base.schedule.warmup_epochs / base.train.epochs
         norm = f"normalisation: {base.model.norm}"
@@ -81,31 +81,31 @@ class Replica:
 
     @property
     def lost(self) -> list[str]:
-        """What is not as in the paper."""
+        """The departures from the paper."""
         return list(_lost(self))
 
     def conditions(self, command: str, tuning: Tuning | None) -> Conditions:
-        """How the runs of this replica are made."""
+        """The conditions of the runs of this replica."""
         name = self.base.data.name
         measured = (name, self.examples, "small", self.exponents, self.lost, [command])
         return Conditions(*measured, self.arms, tuning)
 
     def describe(self) -> str:
-        """The plan, in words."""
+        """The plan as text."""
         lines = [f"  kept: {words}" for words in self.kept]
         lines += [f"  lost: {words}" for words in self.lost]
         lines.append(f"Decay exponent sum(lr * wd) / (1 - momentum), at least {LEAST:g} wanted:")
         lines += [f"  {arm}: {exponent:.2f}" for arm, exponent in self.exponents.items()]
         if under := [arm for arm, exponent in self.exponents.items() if exponent < LEAST]:
             lines.append(
-                f"WARNING: {', '.join(under)} stays under {LEAST:g}: dead filters will not reach "
-                "zero, and the run says nothing of the paper's equilibrium."
+                f"WARNING: {', '.join(under)} stays below {LEAST:g}: dead filters will not reach "
+                "zero, and the run cannot show the equilibrium of the paper."
             )
         return "\n".join(lines)
 
 
 def decay_exponent(recipe: Recipe, examples: int) -> float:
-    """How far decay alone shrinks a filter over a run, as ``-log``.
+    """The negative logarithm of the factor by which decay alone shrinks a filter in a run.
 
     Args:
         recipe: The run.
@@ -133,15 +133,14 @@ def plan_replica(
 ) -> Replica:
     """Plan the replica of some rows of an experiment.
 
-    Epochs, warm-up and milestones are multiplied by one factor, the smallest that takes the decay
-    exponent of every arm past 7.
+    Epochs, warm-up and milestones are multiplied by the smallest factor with which the decay
+    exponent of every arm exceeds 7.
 
     Args:
         experiment: The experiment.
         rows: Its rows, the baseline first.
         data: ``digits``, ``fashion-mnist``, ``cifar10`` or ``folder:PATH``.
-        changes: Dotted keys that are changed in every arm; with ``train.epochs``, those of the
-            longest arm.
+        changes: Dotted keys to change in every arm; ``train.epochs`` is for the longest arm.
 
     Raises:
         ValueError: If there is no such data set.
@@ -163,7 +162,7 @@ def plan_replica(
         factor = epochs / longest
     else:
         factor = max(GOAL / least_exponent(1.0), 10 / longest)
-        while least_exponent(factor) < LEAST:  # rounding to whole epochs may cost a little
+        while least_exponent(factor) < LEAST:  # rounding to whole epochs may reduce it a little
             factor *= 1.05
     recipes = recipes_at(factor)
     most_epochs = max(recipe.train.epochs for recipe in recipes)
@@ -208,15 +207,15 @@ def _scaled(row: Row, data: str, given: Mapping[str, Any], factor: float) -> Rec
     if full.model.name == "resnet20":
         small.pop("model.stem", None)
     if full.clip.agc is not None:
-        # AGC lets a gradient through up to its threshold times the weight; decay takes away the
-        # decay times the weight. What can be held against decay is the ratio of the two.
+        # AGC limits a gradient to its threshold times the weight; decay subtracts the decay times
+        # the weight. So the ratio of threshold to decay is preserved.
         ratio = full.clip.agc / full.optimizer.weight_decay
         small.setdefault("clip.agc", ratio * small["optimizer.weight_decay"])
     return full.override(small)
 
 
 def _small_batch(full: Recipe) -> int:
-    """An eighth, except for the one on CIFAR-10, which is small already."""
+    """An eighth of the batch, except on CIFAR-10, where it is already small."""
     return full.train.batch_size // (8 if full.train.batch_size > 128 else 1)
 
 

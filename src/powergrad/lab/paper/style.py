@@ -1,4 +1,4 @@
-"""How the paper's figures look."""
+"""The style of the paper's figures."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def panel_title(axes: Any, letter: str, text: str) -> None:
 
 
 def plain(axes: Any) -> None:
-    """Axes without a frame on top and on the right."""
+    """Remove the frame at the top and on the right."""
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def note(figure: Any, lines: Sequence[str]) -> None:
-    """What the figure was drawn from, below it."""
-    width = int(figure.get_figwidth() * 18)  # characters of this size in an inch
+    """Add a note below the figure about its data."""
+    width = int(figure.get_figwidth() * 18)  # characters of this size per inch
     wrapped = [part for line in dict.fromkeys(lines) for part in textwrap.wrap(line, width)]
     figure.supxlabel("\n".join(wrapped), fontsize=7, color=GREY)

@@ -1,8 +1,8 @@
-"""The page: one HTML file for any browser that shows the results of studies and runs.
+"""The page: one HTML file that shows the results of studies and runs in any browser.
 
-It is made from results and run folders, and needs no network: style, script and data are in the
-file, and its content security policy forbids every request. The drawing is a script of our own over
-SVG and canvas: a plotting library would weigh more than all the data.
+It is created from results and run folders, and works offline: style, script and data are in the
+file, and its content security policy forbids every request. Our own script draws with SVG and
+canvas, because a plotting library would be larger than all the data.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["write_report"]
 def write_report(sources: Sequence[Path | Results], out: Path) -> Path:
     """Write the page of runs and studies.
 
-    A study that is not finished, or whose runs diverged, has a page that says so. Runs that are not
-    of a study are shown together, without a verdict.
+    The page states if a study is not finished or runs have diverged. Runs that do not belong to a
+    study are shown together, without a verdict.
 
     Args:
-        sources: Results of studies; or folders of runs, of studies, or that hold some.
-        out: The file to write; its folder is made if missing.
+        sources: Results of studies; or folders of runs or studies, or folders that contain some.
+        out: The file to write; its folder is created if missing.
 
     Returns:
         `out`.

@@ -1,6 +1,6 @@
-// What alpha does: the metric, the logits, the loss and the calibration against it.
+// The effect of alpha: metric, logits, loss and calibration as functions of alpha.
 
-/** The arms that differ in `key` alone, one line per group: {index, name, arms}, by growing value. */
+/** Groups of arms that differ only in `key`, one line per group: {index, name, arms}, by value. */
 function linesOver(study, key, value) {
   const lines = new Map();
   study.arms.forEach((arm, index) => {
@@ -11,7 +11,7 @@ function linesOver(study, key, value) {
   });
   for (const line of lines.values()) {
     line.arms.sort((a, b) => value(a.arm) - value(b.arm));
-    // The line has the colour of its arm at alpha 1, where there is one.
+    // The line has the colour of its arm at alpha 1, if there is one.
     line.index = line.arms.at(-1).index;
     const rest = line.rest.map(([name, value]) => `${name.split(".").at(-1)} ${value}`).join(", ");
     const names = line.arms.map(({ arm }) => arm.name).reverse().join(", ");
@@ -46,8 +46,8 @@ function alphaSection(study) {
     }), 260));
     plots.append(host);
   };
-  add(`${capital(words(study.metric))} against ${label}, with 95% intervals`, study.metric);
-  add(`Norm of the logits against ${label}`, "logit_norm");
+  add(`${capital(words(study.metric))} over ${label}, with 95% intervals`, study.metric);
+  add(`Norm of the logits over ${label}`, "logit_norm");
   add("Test loss (NLL); dashed: at temperature 1/α", "nll", "nll_scaled");
   add("Calibration error (ECE); dashed: at temperature 1/α", "ece", "ece_scaled");
   const change = (kind) => {
@@ -67,8 +67,8 @@ function alphaSection(study) {
   };
   if (kept.length) showArm(first);
   return section("alpha", "Alpha and calibration",
-    h("p", { class: "soft" }, "Training with PGT at α fits softmax(αz), so logits grow towards 1/α "
-      + "times, and probabilities are read at temperature 1/α."),
+    h("p", { class: "soft" }, "Training with PGT at α fits softmax(αz), so logits become up to 1/α "
+      + "times as large, and calibrated probabilities are obtained at temperature 1/α."),
     charts.length > 0 && [
       lines.length > 1 && h("p", { class: "readout" }, lines.map((line) =>
         h("span", { class: `key ${colour(line.index)}` }, named(line.name)))),
@@ -76,19 +76,19 @@ function alphaSection(study) {
         segmented(label, [["linear", "linear"], ["log", "log"]], "linear", change)),
       plots,
     ],
-    h("h3", {}, "Reliability: are predictions right as often as they say?"),
+    h("h3", {}, "Reliability: are predictions correct as often as their confidence says?"),
     kept.length ? [
       h("div", { class: "controls" },
         choice("arm", kept.map((index) => [index, study.arms[index].name]), first, showArm)),
       pair,
-    ] : h("p", { class: "soft" }, "No run kept the logits of its test set."));
+    ] : h("p", { class: "soft" }, "No run stored the logits of its test set."));
 }
 
 function reliabilityDiagram(host, title, { count, confidence, accuracy, ece }) {
   const stage = h("div", { class: "chart" });
   host.append(h("figure", { class: "reliability" },
     h("figcaption", {}, `${title}: ECE ${fmt(ece, 3)}`), stage,
-    h("p", { class: "readout" }, "All seeds together. Bars: accuracy. Orange: its distance "
+    h("p", { class: "readout" }, "All seeds together. Bars: accuracy. Orange: difference "
       + "from the confidence. Larger dots: more predictions.")));
   const most = Math.max(...count);
   responsive(stage, (width) => {

@@ -1,4 +1,4 @@
-"""What the page shows of arms: summaries, reliability diagrams, test examples, environments."""
+"""The data of the arms for the page: summaries, reliability, test examples, environments."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from powergrad.lab.run import Run
 
 __all__ = ["describe_arms"]
 
-ROWS = 400  # of metrics.csv that are shown per run, at most
-BINS = 15  # of a reliability diagram
-EXAMPLE_ARMS = 6  # whose test examples the playground offers
+ROWS = 400  # the maximal number of rows of metrics.csv to show per run
+BINS = 15  # bins of a reliability diagram
+EXAMPLE_ARMS = 6  # the number of arms with test examples in the playground
 
 Array = NDArray[np.float64]
 
@@ -32,9 +32,9 @@ def describe_arms(
     notes: list[str],
     metrics: Sequence[str],
 ) -> dict[str, Any]:
-    """Everything that the page shows of the runs, arm by arm; `notes` gets what is to be said."""
+    """The data of the runs for the page, by arm; remarks are appended to `notes`."""
     order = list(arms)
-    for status in ("missing", "unfinished", "diverged"):  # the results say what failed
+    for status in ("missing", "unfinished", "diverged"):  # failed runs are in the notes already
         if affected := [run for run in runs if run.status == status]:
             listed = ", ".join(f"{run.arm} seed {run.seed} ({run.note})" for run in affected[:8])
             more = f" and {len(affected) - 8} more" if len(affected) > 8 else ""
@@ -44,7 +44,7 @@ def describe_arms(
     norms, faults = encode_norms([run.folder for run in started])
     notes += faults
     if any(len(run.rows) > ROWS for run in runs):
-        notes.append(f"Curves show {ROWS} of each run's epochs.")
+        notes.append(f"Curves show {ROWS} epochs of each run.")
     return {
         "arms": [
             _arm(arm, changes, [run for run in runs if run.arm == arm], notes, metrics)
@@ -102,7 +102,7 @@ def _arm(
 
 
 def _curve(rows: list[dict[str, float | None]]) -> dict[str, list[float | None]]:
-    """The columns of metrics.csv that are not empty, thinned, with six digits."""
+    """The non-empty columns of metrics.csv, thinned out, with six digits."""
     kept = [rows[place] for place in evenly_spaced(len(rows), ROWS)]
     return {
         name: [_six_digits(row.get(name)) for row in kept]
@@ -112,14 +112,14 @@ def _curve(rows: list[dict[str, float | None]]) -> dict[str, list[float | None]]
 
 
 def _reliability(runs: Sequence[ShownRun], notes: list[str]) -> dict[str, Any] | None:
-    """The reliability diagrams of an arm's test examples, all seeds together."""
+    """The reliability diagrams of the test examples of an arm, over all seeds."""
     sums = {"plain": np.zeros((3, BINS)), "scaled": np.zeros((3, BINS))}
     for run in runs:
         outputs = run.outputs(notes)
         if outputs is None:
             continue
         for name, factor in (("plain", 1.0), ("scaled", run.alpha)):
-            if factor == 0:  # every prediction would be as sure as any other
+            if factor == 0:  # all predictions would have the same confidence
                 continue
             bins = calibration.reliability(*outputs, bins=BINS, temperature=1 / factor)
             sums[name] += [
@@ -142,7 +142,7 @@ def _diagram(count: Array, confidence: Array, accuracy: Array) -> dict[str, Any]
 
 
 def _examples(runs: Sequence[ShownRun], order: list[str]) -> list[dict[str, Any]]:
-    """A few test examples of each arm's first run: from surely right to surely wrong."""
+    """Some test examples of the first run of each arm, from correct to confidently wrong."""
     examples = []
     for arm in order[:EXAMPLE_ARMS]:
         run = next((run for run in runs if run.arm == arm and run.status == "finished"), None)
@@ -156,10 +156,10 @@ def _examples(runs: Sequence[ShownRun], order: list[str]) -> list[dict[str, Any]
         wrong = ranked[(answer != labels)[ranked]].tolist()
         middle = len(right) // 2
         picks = {
-            "typical, right": right[middle : middle + 1],
-            "barely right": right[:1],
+            "typical, correct": right[middle : middle + 1],
+            "barely correct": right[:1],
             "barely wrong": wrong[:1],
-            "surely wrong": wrong[-1:],
+            "confidently wrong": wrong[-1:],
         }
         examples += [
             {
@@ -177,7 +177,7 @@ def _examples(runs: Sequence[ShownRun], order: list[str]) -> list[dict[str, Any]
 
 
 def _classes(runs: Sequence[ShownRun], notes: list[str]) -> list[str] | None:
-    """The names of the classes, where a run has kept them."""
+    """The names of the classes, if a run has stored them."""
     for run in runs:
         path = run.folder / "classes.json"
         if path.is_file():
@@ -187,7 +187,7 @@ def _classes(runs: Sequence[ShownRun], notes: list[str]) -> list[str] | None:
 
 
 def _environments(runs: Sequence[ShownRun], notes: list[str]) -> list[dict[str, Any]]:
-    """The machines and versions of the runs, each once."""
+    """The distinct machines and versions of the runs."""
     counts: Counter[str] = Counter()
     for run in runs:
         environment = try_read(Run(run.folder).environment, {}, notes)
@@ -199,5 +199,5 @@ def _environments(runs: Sequence[ShownRun], notes: list[str]) -> list[dict[str, 
 
 
 def _six_digits(value: float | None) -> float | None:
-    """`value` in six digits: the page is smaller, and no eye sees more."""
+    """`value` with six digits, which keeps the page small."""
     return None if value is None else float(f"{value:.6g}")

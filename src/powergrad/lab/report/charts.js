@@ -1,7 +1,7 @@
-// Scales, axes and line charts, in SVG whose colours are those of the style sheet.
+// Scales, axes and line charts, in SVG with the colours of the style sheet.
 
 function linear(low, high, from, to) {
-  // A range that is only rounding would have ticks without end.
+  // A range as small as rounding errors would have endless ticks.
   if (!(high - low > 1e-12 * Math.max(Math.abs(low), Math.abs(high)))) {
     const room = 0.5 * (Math.abs(low) || 1);
     [low, high] = [low - room, high + room];
@@ -37,7 +37,7 @@ function logarithmic(low, high, from, to) {
   return at;
 }
 
-/** Calls `draw(width)` whenever the width of `host` changes; returns a way to draw again. */
+/** Calls `draw(width)` whenever the width of `host` changes; returns a function that redraws. */
 function responsive(host, draw) {
   let last = 0;
   new ResizeObserver(() => {
@@ -63,7 +63,7 @@ function frame(width, height, x, y, label) {
   let edge = -Infinity;
   for (const [value, text] of X.ticks(Math.max(3, Math.min(8, width / 80)), x.whole)) {
     const place = X(value);
-    if (place - edge < 9 + 6.5 * text.length) continue; // it would touch the last one
+    if (place - edge < 9 + 6.5 * text.length) continue; // it would touch the previous label
     edge = place;
     svg.append(s("text", { x: place, y: floor + 18, "text-anchor": "middle" }, text));
   }
@@ -76,7 +76,7 @@ function frame(width, height, x, y, label) {
 const path = (points) =>
   points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 
-/** A mark whose form, as well as its colour, tells lines apart. */
+/** A mark that distinguishes lines by shape as well as by colour. */
 function mark(index, x, y, open) {
   const attributes = { class: `dot ${open ? "open" : ""}` };
   const kind = index % 4;
@@ -88,8 +88,8 @@ function mark(index, x, y, open) {
   return s("path", { ...attributes, d: path(corners.map(([a, b]) => [x + a, y + b])) + "Z" });
 }
 
-/** What of y is shown: all of it, but for the widest intervals of marked points, those of few
-    seeds, which leave the drawing rather than flatten it. */
+/** The range of y: all values, except that very wide intervals of marked points (with few seeds)
+    are cut off, because they would flatten the drawing. */
 function rangeOf(series, y) {
   const values = series.flatMap((curve) => curve.points.flatMap((point) => point.slice(1)));
   const shown = values.filter((value) => isNumber(value) && (!y.log || value > 0));
@@ -135,10 +135,10 @@ function drawSeries(curve, { X, Y }, [low, high]) {
   return group;
 }
 
-/** Lines with bands or whiskers; what is under the pointer, or the arrow keys, is read out.
+/** Lines with bands or whiskers; the values at the pointer or the arrow-key cursor are shown below.
 
-    `describe()` gives {title, x, y, series}; of a series, `points` are [x, y, low, high], `index`
-    is its colour, `thin` leaves it out of the reading, `marks` puts a mark on each point. */
+    `describe()` returns {title, x, y, series}; in a series, `points` are [x, y, low, high], `index`
+    is its colour, `thin` excludes it from the values shown, `marks` puts a mark on each point. */
 function lineChart(host, describe, height = 300) {
   const readout = h("p", { class: "readout", role: "status" });
   const stage = h("div", { class: "chart", tabindex: 0 });
@@ -183,7 +183,7 @@ function lineChart(host, describe, height = 300) {
     at = null;
     if (!range) {
       places = [];
-      stage.replaceChildren(h("p", { class: "soft" }, "Nothing was measured yet."));
+      stage.replaceChildren(h("p", { class: "soft" }, "There are no measurements yet."));
       return;
     }
     const xs = series.flatMap((curve) => curve.points.map((point) => point[0]));

@@ -1,4 +1,4 @@
-"""The data of the page, from results and run folders. Nothing here trains."""
+"""Collects the data of the page from results and run folders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["collect"]
 
 FORMAT = 1
 NO_VERDICT = "No verdict yet: too few runs are finished."
-# What a study need not have.
+# Defaults of the optional fields of a study.
 NOT_KNOWN: dict[str, Any] = {
     **dict.fromkeys(("grid", "tuning", "decomposition", "source", "provisional")),
     "columns": [],
@@ -42,14 +42,14 @@ def collect(
     """The data of the page of some runs and studies.
 
     Args:
-        sources: Results of studies; or folders of runs, of studies, or that hold some.
-        states: Of a study that is running: where the runs in its queue are, by name.
+        sources: Results of studies; or folders of runs or studies, or folders that contain some.
+        states: For a running study, the states of the runs in its queue, by name.
 
     Returns:
-        Plain values, for JSON.
+        JSON values.
 
     Raises:
-        RunError: If a path holds neither a run nor a study.
+        RunError: If a path contains neither a run nor a study.
     """
     studies: list[dict[str, Any]] = []
     folders: dict[Path, None] = {}
@@ -60,8 +60,7 @@ def collect(
         below = _find(Path(source))
         if not below:
             raise RunError(
-                f"Expected {str(source)!r} to be the folder of a run or of a study, but got "
-                "neither."
+                f"Expected {str(source)!r} to be the folder of a run or a study, but got neither."
             )
         folders |= dict.fromkeys(below)
     runs = [folder for folder in folders if (folder / "config.yaml").is_file()]
@@ -81,9 +80,9 @@ def collect(
 
 
 def _find(path: Path, deeper: bool = True) -> list[Path]:
-    """The runs and studies at `path`; where it is neither, those right below it.
+    """The run or study at `path`; if it is neither, those directly below it.
 
-    The runs of a study's tuning are not among them, unless `path` is that of the tuning.
+    The runs of a tuning are included only if `path` is the folder of the tuning.
     """
     if (path / "study.yaml").is_file() or (path / "config.yaml").is_file() or _is_table(path):
         return [path]
@@ -94,7 +93,7 @@ def _find(path: Path, deeper: bool = True) -> list[Path]:
 
 
 def _is_table(folder: Path) -> bool:
-    """Whether `folder` has results of a table."""
+    """Whether `folder` contains the results of a table."""
     try:
         return (folder / "study.json").is_file() and Results.load(folder).source is not None
     except UNREADABLE:
@@ -105,7 +104,7 @@ def _is_table(folder: Path) -> bool:
 
 
 def _load(folder: Path, *, is_running: bool) -> tuple[Results, list[str]]:
-    """The results of a study's folder, and what is to be said of them."""
+    """The results in the folder of a study, and notes about them."""
     notes: list[str] = []
     if not (folder / "study.yaml").exists():
         return Results.load(folder), notes
@@ -114,15 +113,15 @@ def _load(folder: Path, *, is_running: bool) -> tuple[Results, list[str]]:
     try:
         results = Results.load(folder)
     except UNREADABLE as error:
-        study = Study.load(folder)  # raises where there is no study at all
-        notes.append(f"Something could not be read: {error}")
+        study = Study.load(folder)  # raises if there is no study at all
+        notes.append(f"A file could not be read: {error}")
         results = Results.of_runs(study, folder)
     assert results.study is not None
     names = {job.name for job in results.study.jobs().values()}
     names |= {row.run for row in results.rows}
     for config in sorted(folder.glob("*/config.yaml")):
         if config.parent.name not in names:
-            notes.append(f"{config.parent.name} is of none of the arms, and is left out.")
+            notes.append(f"{config.parent.name} belongs to none of the arms and is left out.")
     return results, notes
 
 
@@ -171,7 +170,7 @@ def _study(results: Results, notes: list[str], states: Mapping[str, str] | None)
 
 
 def _table(results: Results, notes: list[str]) -> dict[str, Any]:
-    """Runs that were made elsewhere: nothing is known of them but what the table says."""
+    """The data of runs made elsewhere, for which only the table is known."""
     source, folder = results.source, results.folder
     assert source is not None
     place = folder or Path()
@@ -230,7 +229,7 @@ def _heading(name: str, kind: str, what: str, metric: Metric) -> dict[str, Any]:
 
 
 def _runs(results: Results, study: Study, folder: Path, notes: list[str]) -> list[ShownRun]:
-    """Every run of the study, arm by arm, also those that are missing."""
+    """Every run of the study by arm, including missing ones."""
     names = {(row.arm, row.seed): row.run for row in results.rows}
     jobs = {} if results.has_repeats else study.jobs()
     settled = {c.arm: c for c in _comparisons(results) if not c.is_open}
@@ -261,7 +260,7 @@ def _runs(results: Results, study: Study, folder: Path, notes: list[str]) -> lis
 
 
 def _foreign_run(path: Path, arm: str, seed: int, alpha: float, row: RunRow | None) -> ShownRun:
-    """A run of somebody's own program, of which only its final metrics are known."""
+    """The run of a user's program, for which only the final metrics are known."""
     if row is None:
         if not path.is_dir():
             return ShownRun.missing(path, arm, seed, alpha)
@@ -281,7 +280,7 @@ def _comparisons(results: Results) -> list[Comparison]:
 
 
 def _size(arm: str, settled: Mapping[str, Comparison], study: Study) -> int:
-    """How many runs an arm is to have: no more once it is settled."""
+    """The planned number of runs of an arm; a settled arm gets no more."""
     if arm in settled:
         return settled[arm].done
     others = [other for other in study.arms if other != study.baseline]
@@ -291,7 +290,7 @@ def _size(arm: str, settled: Mapping[str, Comparison], study: Study) -> int:
 
 
 def _usable(results: Results, runs: Sequence[ShownRun], notes: list[str]) -> Results | None:
-    """The results that can be compared; `notes` gets what is left out."""
+    """The results that can be compared; exclusions are appended to `notes`."""
     counted = [row.arm for row in results.rows if not row.failed]
     if len(counted) < len(runs):
         notes.append(f"Only {len(counted)} of {len(runs)} runs count: the others have no result.")
@@ -301,11 +300,11 @@ def _usable(results: Results, runs: Sequence[ShownRun], notes: list[str]) -> Res
     return results.comparable()
 
 
-# Runs that are not of a study ---------------------------------------------------------------------
+# Runs without a study -----------------------------------------------------------------------------
 
 
 def _loose_runs(folders: list[Path]) -> dict[str, Any]:
-    """Runs that are not of a study: those that differ in their seed only are one arm."""
+    """The data of runs without a study; runs that differ only in their seed form one arm."""
     notes: list[str] = []
     recipes: dict[Path, Recipe] = {}
     for folder in folders:
@@ -324,8 +323,8 @@ def _loose_runs(folders: list[Path]) -> dict[str, Any]:
     names, arms = {}, {}
     for recipe in alike.values():
         changes = {key: values[recipe.key][key] for key in varied}
-        words = ", ".join(f"{short_key(key)}={value}" for key, value in changes.items())
-        names[recipe.key] = words or recipe.model.name
+        name = ", ".join(f"{short_key(key)}={value}" for key, value in changes.items())
+        names[recipe.key] = name or recipe.model.name
         arms[names[recipe.key]] = changes
     runs = [
         ShownRun.read(folder, names[alike[folder].key], recipe, notes)
@@ -335,7 +334,7 @@ def _loose_runs(folders: list[Path]) -> dict[str, Any]:
     runs.sort(key=lambda run: (order.index(run.arm), run.seed))
     is_alone = len(runs) == 1
     recipe = recipes[runs[0].folder]
-    headline = "These runs are not of one study: they are shown together, without a verdict."
+    headline = "These runs do not belong to one study, so they are shown without a verdict."
     return {
         **describe_arms(runs, arms, notes, COLUMNS),
         **_heading(

@@ -1,7 +1,7 @@
 "use strict";
-// Elements, numbers in words, controls, tables and downloads.
+// Elements, number formatting, controls, tables and downloads.
 //
-// What users named (arms, runs, classes, paths) reaches the page as text nodes and attributes only.
+// Names given by users (arms, runs, classes, paths) are only used as text nodes and attributes.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 
@@ -41,7 +41,7 @@ const colour = (index) => `c${index % COLOURS}`;
 const dash = (index) => (index >= COLOURS ? "dashed" : "");
 const swatch = (index) => h("span", { class: `swatch ${colour(index)}` });
 
-/** A sentence with names in it: those that are not plain are kept from turning the rest around. */
+/** A sentence with names; non-ASCII names are isolated so that they cannot reorder the text. */
 const prose = (study, text) =>
   study.arms
     .map((arm) => arm.name)
@@ -53,7 +53,7 @@ const prose = (study, text) =>
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 
-/** The mean, and one standard deviation to either side where there are several values. */
+/** The mean, and one standard deviation to either side if there are several values. */
 function meanAndSpread(values) {
   const centre = mean(values);
   if (values.length < 2) return [centre, null, null];
@@ -101,7 +101,7 @@ function choice(label, options, value, change) {
   return h("label", { class: "field" }, label, select);
 }
 
-/** A button for each arm of `indices`; those pressed are in `shown`. */
+/** One toggle button per arm of `indices`; the pressed ones are in `shown`. */
 function armButtons(study, label, indices, shown, change) {
   return h("div", { class: "legend", role: "group", "aria-label": label }, indices.map((index) => {
     const button = h("button", {
@@ -120,7 +120,7 @@ function armButtons(study, label, indices, shown, change) {
 
 // Tables ------------------------------------------------------------------------------------------
 
-/** Columns are [heading, row => value, row => what is shown, class]. A heading sorts. */
+/** Columns are [heading, row => value, row => cell content, class]. Clicking a heading sorts. */
 function sortable(columns, rows, label) {
   const lines = rows.map((row) => ({
     row,
@@ -136,7 +136,7 @@ function sortable(columns, rows, label) {
       head.setAttribute("aria-sort", up ? "ascending" : "descending");
       lines.sort((a, b) => {
         const [x, y] = [value(a.row), value(b.row)];
-        if (x == null || y == null) return (x == null) - (y == null); // the missing stay below
+        if (x == null || y == null) return (x == null) - (y == null); // missing values come last
         const order = typeof x === "string" ? x.localeCompare(y) : x - y;
         return up ? order : -order;
       });

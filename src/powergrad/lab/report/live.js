@@ -1,16 +1,16 @@
-// A study that is running: its progress, and a page that keeps itself up to date.
+// A running study: its progress, and automatic updates of the page.
 
 const EVERY = 2000; // milliseconds
 const STATES = {
   running: "Running", idle: "No run is in progress", finished: "Finished",
-  lost: "The server has ended: this is what it knew last",
+  lost: "The server has stopped; this is the last known state",
 };
 
 function liveParts({ state, sentence, finished, total, runs, more }) {
   return [
     h("p", { class: `live ${state}` }, h("strong", {}, STATES[state]), ". ", sentence),
-    h("progress", { value: finished, max: Math.max(total, 1), "aria-label": "Runs that are finished" }),
-    runs.length > 0 && scrolling("Runs that are not finished", plainHeads(["run", "state", "done", ""]),
+    h("progress", { value: finished, max: Math.max(total, 1), "aria-label": "Finished runs" }),
+    runs.length > 0 && scrolling("Unfinished runs", plainHeads(["run", "state", "done", ""]),
       h("tbody", {}, runs.map((run) => h("tr", {},
         h("th", { scope: "row", class: "words" }, named(run.name)),
         h("td", { class: run.state }, run.state),
@@ -34,7 +34,7 @@ function showProgress(progress) {
   document.title = `${counts}${DATA.studies[0].name} · powergrad`;
 }
 
-/** Everything anew, at the same place of the page, with the same parts unfolded. */
+/** Redraw everything, at the same scroll position and with the same details open. */
 function showAgain(fresh) {
   const { scrollX, scrollY } = window;
   const title = (part) => part.querySelector("summary").textContent.replace(/\d+/g, "");
@@ -47,7 +47,7 @@ function showAgain(fresh) {
 
 async function ask(path) {
   const answer = await fetch(path, { cache: "no-store" });
-  if (answer.status === 503) return null; // a file that is being written
+  if (answer.status === 503) return null; // a file is being written
   if (!answer.ok) throw new Error(answer.statusText);
   return answer.json();
 }

@@ -1,4 +1,4 @@
-"""The page of a study that is running: the same page, its progress, and a provisional verdict."""
+"""The page of a running study, with its progress and a provisional verdict."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from powergrad.lab.words import duration
 
 __all__ = ["LiveStudy"]
 
-SHOWN = 60  # runs in the list of those that are not finished
+SHOWN = 60  # the maximal number of unfinished runs to list
 ORDER = ("running", "failed", "waiting")
 ENDS = ("finished", "failed")
 
 
 class LiveStudy:
-    """A study's folder while others write to it. It is only read.
+    """Reads the folder of a study while other processes write to it.
 
     Args:
         folder: The folder.
-        storage: The URL of the storage, where the study was given one.
+        storage: The URL of the storage, if the study has one.
 
     Raises:
-        RunError: If the folder holds no study.
+        RunError: If the folder contains no study.
     """
 
     def __init__(self, folder: Path, storage: str | None = None) -> None:
-        arms = folder / "arms"  # where a decomposition has its runs, once cross-entropy is tuned
+        arms = folder / "arms"  # the runs of a decomposition, after cross-entropy is tuned
         self.folder = arms if not _has_study(folder) and _has_study(arms) else folder
         if not _has_study(self.folder):
             raise RunError(
@@ -48,15 +48,15 @@ class LiveStudy:
             )
         study = Study.load(self.folder)
         self.queue = QueueReader(self.folder, queue_name(self.folder, study), storage)
-        self.lock = threading.Lock()  # the queue's reader is used by one thread at a time
+        self.lock = threading.Lock()  # only one thread at a time may use the queue reader
         self.version, self.is_finished = "", False
 
     def page(self) -> str:
-        """The whole page."""
+        """The complete page."""
         return make_page(self.data(), is_live=True)
 
     def data(self) -> dict[str, Any]:
-        """The data of the page, as far as the runs are.
+        """The current data of the page.
 
         Raises:
             RunError: If the study cannot be read at the moment.
@@ -71,7 +71,7 @@ class LiveStudy:
         return {**data, "live": progress}
 
     def progress(self) -> dict[str, Any]:
-        """What is asked for every other second: how far the runs are, and whether data changed."""
+        """The progress of the runs and a version of the data, which the page polls."""
         with self.lock:
             return self._progress(self.queue.states())
 
@@ -94,7 +94,7 @@ class LiveStudy:
         }
 
     def _version(self, states: Mapping[str, JobState]) -> str:
-        """What differs when the page has something else to show than progress."""
+        """A string that changes when the page has new data besides progress."""
         parts = [f"{run.name} {run.state}" for run in states.values() if run.state in ENDS]
         for path in (self.folder / "study.yaml", self.folder / "study.json"):
             with contextlib.suppress(OSError):
@@ -128,14 +128,14 @@ def _provisional(study: Study) -> str:
     else:
         when = f"at the planned looks, at {', '.join(looks[:-1])} and {looks[-1]} {what} per arm"
     return (
-        "Provisional: the study is not finished. A false verdict has a chance of "
-        f"{100 * study.design.level:g}% only {when}. Do not stop the study because of what is "
-        "shown before."
+        "Provisional: the study is not finished. The probability of a false verdict is "
+        f"{100 * study.design.level:g}% only {when}. Do not stop the study because of earlier "
+        "results."
     )
 
 
 def _sentence(states: Mapping[str, JobState], counts: Mapping[str, int]) -> str:
-    """How many runs are where, and how long those in the queue may take."""
+    """A sentence with the number of runs per state and the remaining time."""
     if not states:
         return "No run is in the queue."
     parts = [f"{counts['finished']} of {len(states)} runs in the queue are finished"]

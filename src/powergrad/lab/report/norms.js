@@ -1,4 +1,4 @@
-// The norms of filters: heat maps, a slider through time, and the census.
+// Filter norms: heat maps, a time slider, and the census.
 
 async function inflate(text) {
   const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
@@ -6,8 +6,8 @@ async function inflate(text) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-/** A run's recording, unpacked once: `codes[column]` has a byte for each filter and time, filter by
-    filter; `lives[column]` maps a unit to what happened to it, a list of [step, what]. */
+/** The recording of a run, unpacked once: `codes[column]` has one byte per filter and time, filter
+    by filter; `lives[column]` maps a unit to its events, a list of [step, what]. */
 function unpack(norms) {
   norms.unpacked ||= (async () => {
     const times = norms.steps.length;
@@ -28,7 +28,7 @@ function unpack(norms) {
   return norms.unpacked;
 }
 
-// As powergrad/lab/report/norms.py has them.
+// The same as in powergrad/lab/report/norms.py.
 const [DIED, REVIVED, BORN, UNBORN] = [0, 1, 2, 3];
 const [ZERO, NOT_FINITE] = [0, 255];
 const CENSUS = ["layer", "kind", "units", "dead", "recoverable", "unborn", "died", "revived"];
@@ -46,7 +46,7 @@ function isDead(life, step) {
 }
 const upTo = (steps, step) => Math.max(0, steps.findLastIndex((recorded) => recorded <= step));
 
-// From pale to deep blue: its lightness falls evenly, and the orange of the dead stands out of it
+// From pale to deep blue, with evenly decreasing lightness. The orange of dead filters stands out
 // for every kind of colour blindness.
 const RAMP = [
   [236, 241, 246], [190, 213, 233], [130, 178, 217], [67, 137, 193], [23, 91, 153], [8, 48, 100],
@@ -56,18 +56,18 @@ function shade(fraction) {
   const i = Math.min(RAMP.length - 2, Math.floor(place));
   return RAMP[i].map((from, k) => Math.round(from + (RAMP[i + 1][k] - from) * (place - i)));
 }
-const PURPLE = [127, 0, 127]; // what is not finite
+const PURPLE = [127, 0, 127]; // not finite
 
 /** The heat map of one layer of one run, and its filters at one time.
-    `view` is {low, high, steps, sorted, pick}: what all maps share. */
+    `view` is {low, high, steps, sorted, pick}, which all maps share. */
 function heatMap(study, { run, column, code, life }, view) {
   const { units } = column, steps = run.norms.steps, times = steps.length;
   const at = (filter, time) => code[filter * times + time];
   const order = [...Array(units).keys()];
-  if (view.sorted) // what is not finite comes last
+  if (view.sorted) // filters that are not finite come last
     order.sort((a, b) => (at(b, times - 1) % 255) - (at(a, times - 1) % 255) || a - b);
 
-  // A record stands for the time up to the next one, the last for as long as the one before.
+  // A record is drawn up to the next one; the last has the same width as the one before.
   const { steps: all } = view;
   const last = all.length > 1 ? all.at(-1) - all.at(-2) : 1, span = all.at(-1) - all[0] + last;
   const part = (step) => (step - all[0]) / span;
@@ -75,7 +75,7 @@ function heatMap(study, { run, column, code, life }, view) {
   const name = study.arms[run.arm].name;
   const canvas = h("canvas", {
     role: "img",
-    "aria-label": `Norms of the ${units} filters of ${column.layer} over the steps to `
+    "aria-label": `Norms of the ${units} filters of ${column.layer} up to step `
       + `${steps.at(-1)}: ${name}, seed ${run.seed}`,
   });
   const under = h("span", {}, `step ${all[0]}`);
@@ -83,7 +83,7 @@ function heatMap(study, { run, column, code, life }, view) {
   const height = Math.max(130, Math.min(300, units * 5)), cell = height / units;
   canvas.style.height = `${height}px`;
 
-  // One pixel per filter and time, to be stretched.
+  // One pixel per filter and time, which is stretched when drawn.
   const picture = h("canvas", { width: times, height: units });
   const image = new ImageData(times, units);
   const log = Math.log(view.high / view.low) || 1;
@@ -193,10 +193,10 @@ function normsSection(study) {
   const title = "Filter norms";
   if (!recorded.length)
     return section("norms", title, h("p", { class: "soft" },
-      "No run recorded the norms of its filters. A recipe with monitor.every above 0 does."));
+      "No run recorded filter norms. To record them, set monitor.every above 0 in the recipe."));
   if (typeof DecompressionStream === "undefined")
     return section("norms", title, h("p", { class: "error" },
-      "This browser is too old to unpack the norms; any of 2023 or later can."));
+      "This browser is too old to unpack the norms; use one from 2023 or later."));
 
   const seeds = [...new Set(recorded.map((run) => run.seed))].sort((a, b) => a - b);
   const arms = [...new Set(recorded.map((run) => run.arm))];
@@ -214,10 +214,10 @@ function normsSection(study) {
   async function rebuild() {
     const mine = ++turn, runs = chosen();
     const unpacked = await Promise.all(runs.map((run) => unpack(run.norms)));
-    if (mine !== turn) return; // another choice was made meanwhile
+    if (mine !== turn) return; // the selection has changed in the meantime
     shown = [];
     if (!runs.length) {
-      maps.replaceChildren(h("p", { class: "soft" }, "Of these nothing was recorded."));
+      maps.replaceChildren(h("p", { class: "soft" }, "There is no recording for this selection."));
       return;
     }
     const { columns } = runs[0].norms;
@@ -309,7 +309,7 @@ function normsSection(study) {
   repaint = () => shown.forEach((map) => map.paint());
   rebuild();
   return section("norms", title,
-    h("p", { class: "soft" }, "The norm of every filter over the training, one row per filter. A "
+    h("p", { class: "soft" }, "The norm of every filter during training, one row per filter. A "
       + "filter whose norm has vanished is dead: nothing passes through it."),
     h("div", { class: "controls" },
       seeds.length > 1 && choice("seed", seeds.map((seed) => [seed, String(seed)]), state.seed,
@@ -317,7 +317,7 @@ function normsSection(study) {
           state.seed = Number(seed);
           rebuild();
         }),
-      checkbox("largest at the end first", true, (on) => {
+      checkbox("sort by final norm", true, (on) => {
         state.sorted = on;
         rebuild();
       }),
@@ -329,33 +329,33 @@ function normsSection(study) {
     maps, censusPart(study, recorded, arms));
 }
 
-/** Draws anew what takes its colours from the style sheet, but is no SVG. */
+/** Redraws canvases that take their colours from the style sheet. */
 let repaint = () => {};
 
 function censusPart(study, recorded, arms) {
-  const of = (arm) => recorded.filter((run) => run.arm === arm);
+  const runsOf = (arm) => recorded.filter((run) => run.arm === arm);
   const field = (row, name) => row[CENSUS.indexOf(name)];
-  const average = (name) => (arm) => mean(of(arm).map((run) =>
+  const average = (name) => (arm) => mean(runsOf(arm).map((run) =>
     run.norms.census.reduce((sum, row) => sum + field(row, name), 0)));
-  const lost = (arm) => mean(of(arm).map((run) => run.norms.census.filter((row) =>
+  const lost = (arm) => mean(runsOf(arm).map((run) => run.norms.census.filter((row) =>
     field(row, "dead") + field(row, "recoverable") === field(row, "units")).length));
   const column = (heading, value, digits = 1) =>
     [heading, value, (arm) => fmt(value(arm), digits)];
   const table = sortable([
     ["arm", (arm) => study.arms[arm].name, (arm) => [swatch(arm), named(study.arms[arm].name)]],
-    column("recorded runs", (arm) => of(arm).length, 0),
+    column("recorded runs", (arm) => runsOf(arm).length, 0),
     column("units", average("units"), 0),
     column("dead at the end", average("dead")),
     column("died", average("died")),
     column("came back", average("revived")),
-    column("never lived", average("unborn")),
-    column("whole layers dead", lost),
+    column("never alive", average("unborn")),
+    column("dead layers", lost),
   ], arms, "Census");
 
   const chart = h("div");
   const series = () => arms.map((index) => {
     const at = new Map();
-    for (const { norms } of of(index))
+    for (const { norms } of runsOf(index))
       norms.steps.forEach((step, i) => at.set(step, [...(at.get(step) || []), norms.dead[i]]));
     const points = [...at].sort((a, b) => a[0] - b[0])
       .map(([step, counts]) => [step, ...meanAndSpread(counts)]);
@@ -364,13 +364,13 @@ function censusPart(study, recorded, arms) {
   const any = recorded.some((run) => run.norms.dead.some((count) => count > 0));
   if (any)
     lineChart(chart, () => ({
-      title: "Dead filters over the training", series: series(),
+      title: "Dead filters during training", series: series(),
       x: { label: "step", whole: true }, y: { decimals: 1, least: 0 },
     }), 240);
 
   const layers = recorded[0].norms.census.map((row) => field(row, "layer"));
   const hit = layers.map((layer) => [layer, arms.map((arm) => {
-    const rows = of(arm).flatMap((run) =>
+    const rows = runsOf(arm).flatMap((run) =>
       run.norms.census.filter((row) => field(row, "layer") === layer));
     return rows.length ? [mean(rows.map((row) => field(row, "dead"))), field(rows[0], "units")]
       : [null, null];
@@ -383,7 +383,7 @@ function censusPart(study, recorded, arms) {
     h("p", { class: "soft small" }, "Means over the recorded runs of an arm."), table,
     any ? chart : h("p", { class: "soft" }, "No filter died in a recorded run."),
     hit.length > 0 && h("details", { open: hit.length <= 12 },
-      h("summary", {}, "Dead at the end, layer by layer"),
+      h("summary", {}, "Dead at the end, by layer"),
       scrolling("Dead by layer",
         plainHeads(["layer", ...arms.map((arm) => named(study.arms[arm].name))]),
         h("tbody", {}, hit.map(([layer, counts]) =>

@@ -1,9 +1,9 @@
-"""Recordings of filter norms, small enough for a page.
+"""Encodes recordings of filter norms, small enough for a page.
 
-A value is a byte: 0 where the norm is zero (or under a ten-thousandth of the layer's largest), 255
-where it is not finite, and between them its logarithm in 254 even steps from the layer's smallest
-to its largest. Bytes are differences from the one before, filter by filter, then deflated: norms
-move slowly, so most of them are 0.
+A value is one byte: 0 if the norm is zero (or below a ten-thousandth of the layer's largest), 255
+if it is not finite, otherwise its logarithm in 254 equal steps from the layer's smallest to its
+largest norm. For each filter, the differences of consecutive bytes are deflated; norms change
+slowly, so most differences are 0.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from powergrad.monitor import Census, Recording, census
 
 __all__ = ["encode_norms", "evenly_spaced"]
 
-POINTS = 100  # times that are shown of a recording, at the most
+POINTS = 100  # the maximal number of times to show of a recording
 LEAST_POINTS = 12
-BUDGET = 8_000_000  # characters of all recordings together
-FLOOR = 1e-4  # of a layer's largest norm, under which it is shown as zero
+BUDGET = 8_000_000  # the maximal number of characters of all recordings together
+FLOOR = 1e-4  # norms below this fraction of the layer's largest are shown as zero
 ZERO, SMALLEST, LARGEST, NOT_FINITE = 0, 1, 254, 255
 CENSUS = ("layer", "kind", "units", "dead", "recoverable", "unborn", "died", "revived")
 EVENTS = {"died": 0, "revived": 1, "born": 2}
@@ -35,10 +35,10 @@ UNBORN = 3  # the state of a unit at the first step, among the events
 
 
 def encode_norms(folders: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]], list[str]]:
-    """The recordings of the runs that have one, in as many points of time as there is room for.
+    """Encode the recordings of some runs, with as many points in time as fit.
 
     Returns:
-        By run folder, what the page shows; and what could not be read.
+        The encoded recordings by run folder, and messages about unreadable ones.
     """
     recordings: dict[Path, Recording] = {}
     counts: dict[Path, Census] = {}
@@ -64,7 +64,7 @@ def encode_norms(folders: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]], l
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """A row of norms is too small to share: threads that wait for each other take far longer."""
+    """Use one thread, because synchronising threads takes longer than processing a row."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -105,7 +105,7 @@ def _encode(recording: Recording, counts: Census, points: int) -> dict[str, Any]
 
 
 def evenly_spaced(count: int, most: int) -> list[int]:
-    """At most so many places of `count`, evenly, the first and the last among them.
+    """Up to `most` evenly spaced indices of `count`, including the first and the last.
 
     Example:
         >>> evenly_spaced(10, 4), evenly_spaced(3, 4)
@@ -115,7 +115,7 @@ def evenly_spaced(count: int, most: int) -> list[int]:
 
 
 def quantise(values: NDArray[np.float32]) -> tuple[NDArray[np.uint8], float, float]:
-    """Norms as bytes, and the norms that the bytes 1 and 254 stand for.
+    """Norms as bytes, and the norms represented by the bytes 1 and 254.
 
     Example:
         >>> codes, low, high = quantise(np.float32([0.0, 0.5, 2.0, np.nan]))
@@ -134,7 +134,7 @@ def quantise(values: NDArray[np.float32]) -> tuple[NDArray[np.uint8], float, flo
 
 
 def _events(recording: Recording, counts: Census, start: int) -> list[list[int]]:
-    """Step, column, unit and what happened; first the units that had not lived at the start."""
+    """The events (step, column, unit, kind), after the units that were zero at the start."""
     places = {(c.quantity, c.layer): i for i, c in enumerate(recording.columns)}
     happened = [
         [event.step, places[event.quantity, event.layer], event.unit, EVENTS[event.what]]
@@ -149,7 +149,7 @@ def _events(recording: Recording, counts: Census, start: int) -> list[list[int]]
 
 
 def _dead_over_time(recording: Recording, events: list[list[int]], steps: list[int]) -> list[int]:
-    """How many filters have vanished at each of `steps`."""
+    """The number of dead filters at each of `steps`."""
     dead: set[tuple[int, int]] = set()
     counts, ahead = [], 0
     for step in steps:
@@ -165,6 +165,6 @@ def _dead_over_time(recording: Recording, events: list[list[int]], steps: list[i
 
 
 def _pack(body: bytes) -> str:
-    """Deflated for runs of one byte only: of noisy norms that is smaller, and 40 times faster."""
+    """Deflate with run-length encoding only: smaller for noisy norms, and 40 times faster."""
     packer = zlib.compressobj(strategy=zlib.Z_RLE)
     return base64.b64encode(packer.compress(body) + packer.flush()).decode()

@@ -1,4 +1,4 @@
-// What produced it, and the page as a whole.
+// The provenance of the results, and the page as a whole.
 
 function provenanceSection(study) {
   const copy = (text) => h("button", {
@@ -8,20 +8,20 @@ function provenanceSection(study) {
         await navigator.clipboard.writeText(text);
         target.textContent = "Copied";
       } catch {
-        target.textContent = "Select it, and copy by hand";
+        target.textContent = "Select and copy it by hand";
       }
     },
   }, "Copy");
   const assigned = (changes) => Object.entries(changes)
     .map(([key, value]) => `${key} = ${value}`).join(", ") || "nothing";
   const several = study.environments.length > 1;
-  return section("provenance", "What produced it",
+  return section("provenance", "Provenance",
     study.command ? [
-      h("h3", {}, "To repeat it"), h("pre", { class: "wrap", id: "command" }, study.command),
+      h("h3", {}, "Command"), h("pre", { class: "wrap", id: "command" }, study.command),
       copy(study.command),
-    ] : h("p", { class: "soft" }, "The command is known when the study is finished."),
+    ] : h("p", { class: "soft" }, "The command is shown when the study is finished."),
     study.arms.length > 1 && [
-      h("h3", {}, "What each arm changes"),
+      h("h3", {}, "Changes of each arm"),
       scrolling("Changes", h("tbody", {}, study.arms.map((arm, index) => h("tr", {},
         h("th", { scope: "row" }, swatch(index), named(arm.name)),
         h("td", { class: "words" }, assigned(arm.changes)))))),
@@ -36,7 +36,7 @@ function provenanceSection(study) {
     study.environments.map(({ runs, ...environment }) => [
       several && h("p", { class: "small soft" }, count(runs, "run")), environmentPart(environment),
     ]),
-    study.recipe && h("details", {}, h("summary", {}, study.foreign ? "The program" : "The recipe, complete"),
+    study.recipe && h("details", {}, h("summary", {}, study.foreign ? "Program" : "Complete recipe"),
       h("pre", { id: "recipe" }, study.recipe)),
     h("h3", {}, "Data"), h("div", { class: "downloads" }, downloads(study)));
 }
@@ -44,7 +44,7 @@ function provenanceSection(study) {
 function environmentPart(environment) {
   const names = { python: "Python", torch: "PyTorch", platform: "system" };
   const shown = (value) => {
-    if (value == null) return "not known";
+    if (value == null) return "unknown";
     return Array.isArray(value) ? value.join(", ") || "none" : String(value);
   };
   return h("dl", { class: "facts" }, Object.entries(environment).map(([key, value]) =>
@@ -74,8 +74,10 @@ function tuningPart({ keys, hold_out, seeds, repeats, is_unit, metric }) {
   return [
     h("h3", {}, `Tuning of ${keys.map(short).join(" and ")}`),
     h("p", { class: "soft small" },
-      metric ? `By ${metric} of the program` : `On ${100 * hold_out}% of the training data, held out`,
-      `, with ${count(seeds, "seed")} per point. Lead: how far the chosen point is ahead of the next.`),
+      metric ? `Points were chosen by ${metric} of the program`
+        : `Points were tested on ${100 * hold_out}% of the training data, held out`,
+      `, with ${count(seeds, "seed")} per point. Lead: the difference between the best and the `
+        + "second-best point."),
     scrolling("Tuning", plainHeads(heads), h("tbody", {}, repeats.flatMap((choices, repeat) =>
       Object.entries(choices).map(([arm, choice]) => row(arm, choice, repeat))))),
   ];
@@ -151,9 +153,9 @@ function showStudy(place) {
     h("nav", { "aria-label": "Sections" }, sections.map((section) =>
       h("a", { href: `#${section.id}` }, section.querySelector("h2").textContent))),
     ...sections,
-    h("footer", {}, `Made by powergrad ${DATA.version} on ${DATA.made.slice(0, 10)}. `
-      + (DATA.live ? "It asks nothing of anybody but powergrad watch on this machine."
-        : "This file asks nothing of any network.")));
+    h("footer", {}, `Created by powergrad ${DATA.version} on ${DATA.made.slice(0, 10)}. `
+      + (DATA.live ? "This page only connects to powergrad watch on this machine."
+        : "This file works offline and sends no requests.")));
   markTerms(document.getElementById("main"));
 }
 

@@ -1,4 +1,4 @@
-"""The HTML around the data: one file, whose policy lets the browser ask nobody for anything."""
+"""The HTML page around the data: one file, whose policy forbids all requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["as_json", "make_page"]
 
 SCRIPTS = ("elements", "terms", "charts", "study", "norms", "alpha", "playground", "page")
 LIVE = "; connect-src 'self'"
-# A browser that is given no icon asks the server for one.
+# Without an icon, browsers request one from the server.
 ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
     "%3Crect width='16' height='16' rx='3' fill='%230072b2'/%3E%3Cpath d='M2.5 13C9 13 5 4 13.5 3'"
@@ -48,11 +48,11 @@ PAGE = """<!DOCTYPE html>
 
 
 def make_page(data: Mapping[str, Any], *, is_live: bool = False) -> str:
-    """The page that shows `data`, as :func:`powergrad.lab.report.collect.collect` gives it.
+    """The page for the `data` of :func:`powergrad.lab.report.collect.collect`.
 
     Args:
-        data: What it shows.
-        is_live: Whether it may ask its own server, and nobody else, for newer data.
+        data: The data.
+        is_live: Whether the page may request newer data from its own server.
     """
     scripts = (*SCRIPTS[:-1], "live", SCRIPTS[-1]) if is_live else SCRIPTS
     style, script = _asset("page.css"), "".join(_asset(f"{name}.js") for name in scripts)
@@ -73,10 +73,10 @@ def make_page(data: Mapping[str, Any], *, is_live: bool = False) -> str:
 
 
 def as_json(value: Any) -> str:
-    r"""`value` as JSON that can stand in a script element; NaN and infinity become null.
+    r"""`value` as JSON for a script element; NaN and infinity become null.
 
-    The parser of HTML would end the element at ``</script``, so ``<``, ``>`` and ``&`` are written
-    as ``\u003c`` and so on, and so are the two line separators that JavaScript once refused.
+    An HTML parser would end the element at ``</script``, so ``<``, ``>`` and ``&`` are escaped as
+    ``\u003c`` and so on, and so are the two line separators that old JavaScript does not accept.
 
     Example:
         >>> as_json({"arm": "</script>", "loss": float("nan")})
@@ -93,13 +93,13 @@ def _asset(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """The name by which a content security policy allows one script or style."""
+    """The hash by which a content security policy allows a script or style."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def _without_script(data: Mapping[str, Any]) -> str:
-    """The text that is shown where no script runs, as in the preview of a mail."""
+    """The text for readers without scripts, such as in the preview of an email."""
     lines = []
     for study in data["studies"]:
         lines.append(f'<h1 dir="auto">{html.escape(study["name"])}</h1>')
@@ -107,5 +107,5 @@ def _without_script(data: Mapping[str, Any]) -> str:
         notes = [*study["notes"], *study["advice"]]
         texts = [study["provisional"], study["headline"], *sentences, *notes]
         lines += [f'<p dir="auto">{html.escape(text)}</p>' for text in texts if text]
-    lines.append("<p>Curves, tables and figures are drawn by this page's own script.</p>")
+    lines.append("<p>The script of this page draws curves, tables and figures.</p>")
     return "\n".join(lines)

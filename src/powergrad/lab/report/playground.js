@@ -1,18 +1,18 @@
-// PGT on logits that one types, worked out here as the library does.
+// PGT on typed logits, computed in the page in the same way as in the library.
 
-/** What `powergrad.stationary_threshold` and the gradient of `powergrad.cross_entropy` give. */
+/** The same as `powergrad.stationary_threshold` and the gradient of `powergrad.cross_entropy`. */
 function powerGrad(logits, label, alpha) {
   const top = Math.max(...logits);
   const total = logits.reduce((sum, z) => sum + Math.exp(z - top), 0);
   const logP = logits.map((z) => z - top - Math.log(total));
   const softmax = (factor) => {
-    // A masked class stays so at factor 0, where 0 * -Infinity would be NaN.
+    // A masked class stays masked at factor 0, where 0 * -Infinity would be NaN.
     const parts = logits.map((z) => (z === -Infinity ? 0 : Math.exp(factor * (z - top))));
     const sum = parts.reduce((a, b) => a + b, 0);
     return parts.map((part) => part / sum);
   };
   const p = softmax(1), powered = softmax(alpha);
-  // log sum p^alpha = log(1 + sum(p^alpha - p)), which keeps its digits as alpha tends to 1.
+  // log sum p^alpha = log(1 + sum(p^alpha - p)), which stays accurate as alpha tends to 1.
   const excess = p.reduce((sum, value, i) => {
     const exponent = (alpha - 1) * logP[i];
     if (Math.abs(exponent) < 1) return sum + value * Math.expm1(exponent);
@@ -29,12 +29,12 @@ function powerGrad(logits, label, alpha) {
 
 const MADE_UP = [
   { words: "three classes", logits: [2, 1, 0], label: 0 },
-  { words: "sure and right", logits: [8, 0, -1, -2], label: 0 },
-  { words: "sure and wrong", logits: [8, 0, -1, -2], label: 3 },
-  { words: "a class far away", logits: [0, -110], label: 1 },
+  { words: "confident and correct", logits: [8, 0, -1, -2], label: 0 },
+  { words: "confident and wrong", logits: [8, 0, -1, -2], label: 3 },
+  { words: "a very unlikely class", logits: [0, -110], label: 1 },
   { words: "one class masked", logits: [1, 2, -Infinity, 0.5], label: 1 },
 ];
-const MOST_CLASSES = 20; // that are shown
+const MOST_CLASSES = 20; // the maximal number of classes to show
 
 function parseLogit(text) {
   if (/^[-−](inf(inity)?|∞)$/i.test(text)) return -Infinity;
@@ -42,13 +42,13 @@ function parseLogit(text) {
   return number === Infinity ? NaN : number;
 }
 
-/** What is wrong with what was typed, if anything is. */
+/** An error message for the typed values; empty if they are valid. */
 function complaint(parts, logits, alpha) {
   const wrong = logits.findIndex(Number.isNaN);
   if (wrong >= 0) return `“${parts[wrong]}” is not a logit: a number, or -inf.`;
-  if (logits.length < 2) return "Type two logits or more, separated by commas or spaces.";
+  if (logits.length < 2) return "Type at least two logits, separated by commas or spaces.";
   if (logits.every((z) => z === -Infinity)) return "At least one logit must be finite.";
-  return alpha >= 0 && alpha <= 1 ? "" : "Alpha is a number from 0 to 1.";
+  return alpha >= 0 && alpha <= 1 ? "" : "Alpha must be a number from 0 to 1.";
 }
 
 function playgroundSection(study) {
@@ -113,12 +113,12 @@ function playgroundSection(study) {
       relabel(logits.length, Math.min(Number(label.value), logits.length - 1));
     const target = Number(label.value);
     result = { target, ...powerGrad(logits, target, alpha) };
-    // The true class and the likeliest, in their own order.
+    // The true class and the most likely others, in the order of the classes.
     const likely = [...logits.keys()].sort((a, b) =>
       (b === target) - (a === target) || result.p[b] - result.p[a]);
     result.shown = likely.slice(0, MOST_CLASSES).sort((a, b) => a - b);
     more.textContent = logits.length > MOST_CLASSES
-      ? `The true class and the ${MOST_CLASSES - 1} likeliest others of ${logits.length}.` : "";
+      ? `The true class and the ${MOST_CLASSES - 1} most likely others of ${logits.length}.` : "";
     showNumbers();
     redraw();
   }
@@ -128,7 +128,7 @@ function playgroundSection(study) {
       h("div", {}, h("dt", {}, term), h("dd", { id, "data-value": value }, fmt(value, 4)));
     facts.replaceChildren(
       fact("stationary threshold", "threshold", result.threshold),
-      fact("loss, whatever α", "loss", result.loss),
+      fact("loss, for any α", "loss", result.loss),
       fact("gradient norm, plain", "norm-plain", Math.hypot(...result.plain)),
       fact("gradient norm, PGT", "norm-pgt", Math.hypot(...result.altered)));
     const cell = (kind, i) => {
@@ -175,12 +175,12 @@ function playgroundSection(study) {
 
   choose(examples[0]);
   return section("playground", "Playground",
-    h("p", { class: "soft" }, "Worked out in this page, as the library does. In the backward pass "
-      + "PGT puts p′ = softmax(αz) in the place of p: probabilities above the stationary threshold "
-      + "shrink, those below it grow. The loss stays as it is."),
+    h("p", { class: "soft" }, "Computed in this page, in the same way as in the library. In the "
+      + "backward pass, PGT uses p′ = softmax(αz) instead of p: probabilities above the stationary "
+      + "threshold decrease, those below it increase. The loss does not change."),
     h("div", { class: "play" },
       h("form", { onsubmit: (event) => event.preventDefault() },
-        h("label", { class: "block" }, "an example", h("br"), pick),
+        h("label", { class: "block" }, "example", h("br"), pick),
         h("label", { class: "block" }, "logits", text),
         h("label", { class: "block" }, "true class", h("br"), label),
         h("div", { class: "slider" }, h("span", { class: "soft small" }, "α"), range, number),

@@ -1,4 +1,4 @@
-"""A run as the page shows it, read from its folder."""
+"""Reads a run from its folder for the page."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ T = TypeVar("T")
 
 
 def try_read(read: Callable[[], T], otherwise: T, notes: list[str]) -> T:
-    """What `read` returns; where the file cannot be read, `otherwise`, and a note that says why."""
+    """The result of `read`; if it fails, `otherwise`, with a note about the reason."""
     try:
         return read()
     except UNREADABLE as error:
-        notes.append(f"Something could not be read: {error}")
+        notes.append(f"A file could not be read: {error}")
         return otherwise
 
 
 def is_finite(value: Any) -> bool:
-    """Whether `value` is a number, and neither infinite nor NaN."""
+    """Whether `value` is a finite number."""
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 @dataclass
 class ShownRun:
-    """A run as the page shows it.
+    """A run on the page.
 
     Attributes:
-        folder: Where it is.
+        folder: Its folder.
         arm: Its arm.
         seed: Its seed.
-        alpha: The alpha that it ended with.
+        alpha: The alpha at the end.
         status: ``finished``, ``unfinished``, ``diverged``, ``failed`` or ``missing``.
         note: The reason for the status.
         final: Its last metrics.
@@ -67,7 +67,7 @@ class ShownRun:
 
     @classmethod
     def read(cls, folder: Path, arm: str, recipe: Recipe, notes: list[str]) -> ShownRun:
-        """The run in `folder`, as far as it can be read; `notes` gets what cannot."""
+        """Read the run in `folder`; messages about unreadable files are appended to `notes`."""
         run = Run(folder)
         rows = try_read(run.metrics, [], notes)
         result = try_read(run.result, None, notes)
@@ -83,7 +83,7 @@ class ShownRun:
         return shown
 
     def outputs(self, notes: list[str]) -> tuple[Tensor, Tensor] | None:
-        """Logits and labels of the test set, if they were kept, are finite and can be read."""
+        """Logits and labels of the test set, if they were stored, are finite and can be read."""
         outputs = try_read(Run(self.folder).test_outputs, None, notes)
         if outputs is None or not bool(outputs["logits"].isfinite().all()):
             return None

@@ -1,4 +1,4 @@
-"""The live page over HTTP, for this machine alone."""
+"""Serves the live page over HTTP, for this machine only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from powergrad.lab.report.runs import UNREADABLE
 __all__ = ["ADDRESS", "LiveServer"]
 
 ADDRESS = "127.0.0.1"
-# A page of another site may have its own name lead to this machine; its requests carry that name.
+# Another site may resolve its name to this machine (DNS rebinding); its requests carry that name.
 HOSTS = (ADDRESS, "localhost")
 HEADERS = {
     "Cache-Control": "no-store",
@@ -32,14 +32,14 @@ HTML, JSON, TEXT = (
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Serves the page of a study at :attr:`url`, and what the page asks for.
+    """Serves the page of a study at :attr:`url`, and its data.
 
     Args:
         live: The study.
-        port: The port; 0 for any that is free.
+        port: The port; 0 chooses a free one.
 
     Raises:
-        OSError: If the port is taken.
+        OSError: If the port is in use.
     """
 
     daemon_threads = True
@@ -55,7 +55,7 @@ class LiveServer(ThreadingHTTPServer):
 
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that has gone is no error."""
+        """Ignore closed connections."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -65,7 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "powergrad", ""
 
     def do_GET(self) -> None:
-        """The page, its data, or its progress."""
+        """Answer with the page, its data, or its progress."""
         live = self.server.live
         answers = {
             "/": (HTML, live.page),
@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
             kind, make = answers[self.path]
             try:
                 text = make()
-            except UNREADABLE as error:  # a file that is being written: the next request reads it
+            except UNREADABLE as error:  # a file is being written; the next request can read it
                 self._answer(HTTPStatus.SERVICE_UNAVAILABLE, TEXT, f"{error}\n", Refresh="2")
             else:
                 self._answer(HTTPStatus.OK, kind, text)
@@ -99,4 +99,4 @@ class _Handler(BaseHTTPRequestHandler):
 
     @override
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: the page makes one every other second."""
+        """Do not log requests: the page sends one every two seconds."""

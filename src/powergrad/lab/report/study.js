@@ -1,11 +1,11 @@
-// What a study came to: the verdict, the parts of PGT, the numbers and the curves.
+// The results of a study: the verdict, the parts of PGT, the numbers and the curves.
 
 const finished = (study, index) =>
   study.runs.filter((run) => run.arm === index && run.status === "finished");
 
 const verdictClass = (comparison) => `verdict ${comparison.verdict.replace(" ", "-")}`;
 
-/** A table whose cells are drawn: of each comparison its mean, its interval and its seeds.
+/** A table with drawn cells: the mean, the interval and the seeds of each comparison.
     `groups` are [title, comparisons]. */
 function forest(study, groups) {
   const place = (arm) => study.arms.findIndex((candidate) => candidate.name === arm);
@@ -20,7 +20,7 @@ function forest(study, groups) {
   const known = ends.filter(isNumber);
   const low = Math.min(0, -study.margin, ...known), high = Math.max(0, study.margin, ...known);
   const digits = Math.max(0, Math.min(4, 2 - Math.floor(Math.log10(high - low))));
-  // In percent of the cell's width, so that it needs no drawing again when that changes.
+  // In percent of the width of the cell, so that no redrawing is needed when the width changes.
   const X = linear(low, high, 4, 96);
   const percent = (value) => `${X(value).toFixed(2)}%`;
   const ground = (height) => [
@@ -33,7 +33,7 @@ function forest(study, groups) {
 
   const changes = (index) => {
     const all = Object.entries(study.arms[index].changes);
-    if (all.length > 2) return `${all.length} changes at once`;
+    if (all.length > 2) return `${all.length} changes`;
     return all.map(([key, value]) =>
       `${key} = ${isNumber(value) ? Number(value.toPrecision(4)) : value}`).join(", ");
   };
@@ -88,14 +88,14 @@ function verdictSection(study) {
       forest(study, [["", study.comparisons]]),
       h("p", { class: "soft small" },
         "Large dots: mean difference from ", named(study.baseline), ", with its 95% interval, ",
-        "corrected for all arms and looks. Small dots: each run, less the mean of ",
+        "corrected for all arms and looks. Small dots: each run minus the mean of ",
         named(study.baseline), ". Shaded: the margin of ", String(study.margin),
         ", within which a difference does not matter. ",
-        study.higher ? "More is better." : "Less is better."),
-      h("details", {}, h("summary", {}, "In full sentences"), h("ul", {},
+        study.higher ? "Higher is better." : "Lower is better."),
+      h("details", {}, h("summary", {}, "As sentences"), h("ul", {},
         study.comparisons.map((comparison) => h("li", {}, prose(study, comparison.sentence))))),
     ],
-    study.advice.length > 0 && h("div", { class: "advice" }, h("h3", {}, "What next"),
+    study.advice.length > 0 && h("div", { class: "advice" }, h("h3", {}, "Next steps"),
       study.advice.map((line) => h("p", {}, prose(study, line)))));
 }
 
@@ -105,12 +105,12 @@ function decompositionSection(study) {
   const byArm = (names) => study.comparisons.filter((comparison) => names.includes(comparison.arm));
   const whole = byArm(["PGT", "two-group CE"]), instead = byArm(["CE(alpha z)", "CE at lr / alpha"]);
   const parts = study.comparisons.filter((comparison) => ![...whole, ...instead].includes(comparison));
-  return section("decomposition", "What PGT is made of",
+  return section("decomposition", "The parts of PGT",
     h("p", { class: "soft" },
-      "Training with PGT at a constant α is the same trajectory as plain cross-entropy with two ",
-      "parameter groups. So its effect can be taken apart, one factor at a time.",
+      "Training with PGT at a constant α is equivalent to training with plain cross-entropy and two ",
+      "parameter groups. So its effect can be tested one factor at a time.",
       ` ${decomposition.identity}`),
-    forest(study, [["the whole", whole], ["each part alone", parts], ["instead of it", instead]]),
+    forest(study, [["the whole", whole], ["each part alone", parts], ["alternatives", instead]]),
     decomposition.explanation.split("\n").map((line) => h("p", {}, line)));
 }
 
@@ -157,12 +157,12 @@ function tableSection(study) {
   ], study.runs, "Runs");
   const alone = study.runs.length === 1;
   return section("table", "Numbers",
-    h("p", { class: "soft" }, study.source ? ["As ", named(study.source.file), " has them. "]
-      : study.foreign ? "As the program gave them. "
-        : "At the end of training, never at the best epoch. ", !alone &&
-      "Means over the seeds, ± one standard deviation. A heading sorts its column."),
+    h("p", { class: "soft" }, study.source ? ["As in ", named(study.source.file), ". "]
+      : study.foreign ? "As reported by the program. "
+        : "Values at the end of training, not at the best epoch. ", !alone &&
+      "Means over the seeds, ± one standard deviation. Click a heading to sort."),
     alone ? runs : [arms(),
-      h("details", {}, h("summary", {}, `Every run (${study.runs.length})`), runs)]);
+      h("details", {}, h("summary", {}, `All runs (${study.runs.length})`), runs)]);
 }
 
 function curvesSection(study) {
@@ -215,18 +215,18 @@ function curvesSection(study) {
     redraw();
   };
   return section("curves", "Curves",
-    h("p", { class: "soft" }, alone ? "Every epoch." :
-      "Lines: the mean over the seeds. Bands: one standard deviation to either side. Click an arm "
-      + "to hide it."),
+    h("p", { class: "soft" }, alone ? "One point per epoch." :
+      "Lines: mean over the seeds. Bands: one standard deviation to either side. Click an arm to "
+      + "hide it."),
     armButtons(study, "Arms", [...study.arms.keys()], state.shown, redraw),
     h("div", { class: "controls" },
-      !alone && checkbox("every seed", false, set("seeds")),
+      !alone && checkbox("show every seed", false, set("seeds")),
       segmented("epochs", [["linear", "linear"], ["log", "log"]], "linear", set("epochs"))),
     h("div", { class: "two" },
       h("div", {}, h("div", { class: "controls" },
         segmented("accuracy", [["test_accuracy", "test"], ["train_accuracy", "train"]],
           state.accuracy, set("accuracy")),
-        checkbox("log scale of the error", false, set("accuracyLog"))), accuracy),
+        checkbox("error on a log scale", false, set("accuracyLog"))), accuracy),
       h("div", {}, h("div", { class: "controls" },
         segmented("loss", [["train_loss", "train"], ["nll", "test"], ["nll_scaled", "test at 1/α"]],
           state.loss, set("loss")),

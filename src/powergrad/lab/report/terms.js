@@ -1,4 +1,4 @@
-// What words mean: an explanation on hover and focus, and a glossary at the end of the page.
+// Definitions of terms: a tooltip on hover and focus, and a glossary at the end of the page.
 
 const TERMS = DATA.glossary.flatMap(({ name, words, meaning, alone }) =>
   [name, ...words].map((word) => ({ word, name, meaning, alone: alone && word === name })));
@@ -6,7 +6,7 @@ const slug = (name) => `term-${name.toLowerCase().replace(/[^a-z0-9]+/g, "-")}`;
 const literal = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
 const ANY_TERM = new RegExp(`(?<![\\w-])(?:${TERMS.map(({ word }) => literal(word))
   .sort((a, b) => b.length - a.length).join("|")})(?![\\w-])`, "gi");
-// A word in capitals, such as ECE, is a term in capitals only.
+// A term in capitals, such as ECE, matches only in capitals.
 const termOf = (text) => TERMS.find(({ word }) =>
   word === text || (word.toLowerCase() === text.toLowerCase() && word !== word.toUpperCase()));
 
@@ -46,7 +46,7 @@ function markTerms(root) {
     const seen = new Set();
     for (const button of part.querySelectorAll("th button")) {
       const term = [...button.textContent.matchAll(ANY_TERM)].map(([text]) => termOf(text))
-        .filter(Boolean).pop(); // "NLL at 1/α" is explained by its end
+        .filter(Boolean).pop(); // for "NLL at 1/α", the last term
       if (term) button.dataset.term = term.name;
     }
     const walker = document.createTreeWalker(part, NodeFilter.SHOW_TEXT);

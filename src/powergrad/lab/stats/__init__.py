@@ -1,7 +1,7 @@
-"""The statistics of a comparison: what decides, when to look, and how many runs it takes.
+"""The statistics of a comparison: tests, sequential looks, verdicts and power.
 
-tests      two samples of runs: Welch's t test, and what checks its assumptions
-looks      designs: at how many runs a study looks, and the error each look may spend
+tests      tests for two samples of runs: Welch's t test, and checks of its assumptions
+looks      designs: the numbers of runs at which a study is tested, and the error per look
 verdict    better, worse, equivalent or not settled, with one interval and one p-value
 power      simulated studies, noise, and plans
 """

@@ -1,13 +1,13 @@
-r"""How often a study may look at its results, and what each look costs.
+r"""Group-sequential designs: how often a study may test its results, and at which levels.
 
-A study that stops as soon as its answer is clear tests several times, and each test may err. So the
-allowed error is divided over the looks in advance: by the look at ``n`` of at most ``N`` runs per
-arm, ``level * n / N`` of it is spent (Lan and DeMets' spending in proportion to the information).
-The *nominal* level of a look, at which its own test is made, follows from that by the joint normal
-distribution of the looks, by numerical integration (Armitage, McPherson and Rowe). The nominal
-level is then applied to the p-value of a t test, so few runs are accounted for look by look.
+A study that stops as soon as its result is clear tests several times, and each test may be wrong.
+So the allowed error is divided over the looks in advance: by the look at ``n`` of at most ``N``
+runs per arm, ``level * n / N`` of it is spent (Lan and DeMets' spending in proportion to the
+information). The *nominal* level of a look, which is the level of its own test, follows from the
+joint normal distribution of the looks by numerical integration (Armitage, McPherson and Rowe). The
+nominal level is then applied to the p-value of a t test, which accounts for small numbers of runs.
 
-Several arms share the error by Sidak's inequality: each has ``1 - (1 - level)^(1/m)``. That holds
+Several arms share the error by Sidak's inequality: each has ``1 - (1 - level)^(1/m)``. This holds
 for any correlation of the comparisons, which share the baseline.
 
 References:
@@ -30,17 +30,17 @@ from numpy.typing import NDArray
 
 __all__ = ["DEFAULT", "LEAST", "Design", "error_of_looks", "parse_runs"]
 
-LEAST = 6  # runs per arm below which no verdict is given
-NODES = 96  # of the quadrature over the region in which a study continues
+LEAST = 6  # with fewer runs per arm, no verdict is given
+NODES = 96  # quadrature nodes over the region in which a study continues
 
 
 @dataclass(frozen=True)
 class Design:
-    """At how many runs per arm a study looks at its results.
+    """The numbers of runs per arm at which a study tests its results.
 
     Attributes:
-        looks: Runs per arm at each look, ascending; a single number is a fixed size.
-        level: The chance of any false verdict, over all looks and arms.
+        looks: The number of runs per arm at each look, ascending; a single number is a fixed size.
+        level: The probability of any false verdict, over all looks and arms.
 
     Example:
         >>> Design((8, 12, 16, 20, 24)).nominal(0, comparisons=1)  # doctest: +ELLIPSIS
@@ -56,7 +56,7 @@ class Design:
         rising = all(a < b for a, b in zip(self.looks, self.looks[1:], strict=False))
         if not self.looks or self.looks[0] < 1 or not rising:
             raise ValueError(
-                "Expected the looks to be rising numbers of runs per arm, but got "
+                "Expected the looks to be increasing numbers of runs per arm, but got "
                 f"{', '.join(map(str, self.looks)) or 'none'}."
             )
         if not 0 < self.level < 1:
@@ -64,26 +64,26 @@ class Design:
 
     @property
     def last(self) -> int:
-        """The most runs that an arm can have."""
+        """The maximal number of runs per arm."""
         return self.looks[-1]
 
     @property
     def is_fixed(self) -> bool:
-        """Whether there is one look only."""
+        """Whether there is only one look."""
         return len(self.looks) == 1
 
     def nominal(self, look: int, comparisons: int) -> float:
-        """The level at which the test of one look is made, for each of `comparisons` arms."""
-        return _nominal_level(self.looks, look, _each(self.level, comparisons))
+        """The level of the test at one look, for each of `comparisons` arms."""
+        return _nominal_level(self.looks, look, _sidak(self.level, comparisons))
 
     def overall(self, p: float, look: int, comparisons: int) -> float:
         """The p-value of a test at one look, corrected for all looks and comparisons.
 
-        It is the smallest `level` of a design with these looks that would reject here. So it is
-        below `level` exactly where `p` is below :meth:`nominal`.
+        It is the smallest `level` of a design with these looks that would reject at this look. So
+        it is below `level` exactly if `p` is below :meth:`nominal`.
         """
         if self.is_fixed or p <= 0 or p >= 1:
-            each = p
+            alone = p
         else:
             low, high = math.log(min(p, 1e-12)) - 12, math.log1p(-1e-9)
 
@@ -92,11 +92,11 @@ class Design:
 
             if above(high) <= 0:
                 return 1.0
-            each = math.exp(_root(above, low, high))
-        return -math.expm1(comparisons * math.log1p(-each)) if each < 1 else 1.0
+            alone = math.exp(_root(above, low, high))
+        return -math.expm1(comparisons * math.log1p(-alone)) if alone < 1 else 1.0
 
     def __str__(self) -> str:
-        """As the option ``--seeds`` takes it.
+        """The design as a value of the option ``--seeds``.
 
         Example:
             >>> str(Design((8, 12, 16, 20, 24))), str(Design((12,))), str(Design((8, 20)))
@@ -109,10 +109,10 @@ class Design:
 
 
 def parse_runs(text: str) -> tuple[int, ...]:
-    """The looks of ``12`` (one), ``8..24`` (every four) or ``8,16,24``.
+    """Parse the looks of ``12`` (one look), ``8..24`` (a look every four runs) or ``8,16,24``.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If `text` has another form.
 
     Example:
         >>> parse_runs("8..24"), parse_runs("12"), parse_runs("8,20")
@@ -128,29 +128,29 @@ def parse_runs(text: str) -> tuple[int, ...]:
         return Design(tuple(looks)).looks
     except ValueError:
         raise ValueError(
-            f"Expected a number of runs per arm, as 12, 8..24 or 8,16,24, but got {text!r}."
+            f"Expected a number of runs per arm such as 12, 8..24 or 8,16,24, but got {text!r}."
         ) from None
 
 
 def error_of_looks(looks: Sequence[int], comparisons: int, level: float = 0.05) -> float:
-    """The chance of any false verdict if every look is made as if it were the only one.
+    """The probability of any false verdict if every look is made as if it were the only one.
 
-    This is what happens where runs are added to a finished study because it was not settled.
+    This happens if runs are added to a finished study because it was not settled.
 
     Example:
         >>> round(error_of_looks([8, 16], comparisons=1), 3)
         0.083
     """
-    each = _each(level, comparisons)
-    crossed = _crossings(tuple(looks), (each,) * len(looks))
+    alone = _sidak(level, comparisons)
+    crossed = _crossings(tuple(looks), (alone,) * len(looks))
     return -math.expm1(comparisons * math.log1p(-crossed))
 
 
 DEFAULT = Design((8, 12, 16, 20, 24))
 
 
-def _each(level: float, comparisons: int) -> float:
-    """Sidak's level of each of some comparisons."""
+def _sidak(level: float, comparisons: int) -> float:
+    """Sidak's level for each of several comparisons."""
     if comparisons < 1:
         raise ValueError(f"Expected `comparisons` to be at least 1, but got {comparisons}.")
     return -math.expm1(math.log1p(-level) / comparisons)
@@ -158,7 +158,7 @@ def _each(level: float, comparisons: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _nominal_level(looks: tuple[int, ...], look: int, level: float) -> float:
-    """The two-sided level of a look, where ``level * n / N`` is spent by each look at n."""
+    """The two-sided level of a look, if ``level * n / N`` is spent by the look at n."""
     from scipy.special import ndtri  # slow to import
 
     if len(looks) == 1:
@@ -172,7 +172,7 @@ def _nominal_level(looks: tuple[int, ...], look: int, level: float) -> float:
         def excess(bound: float, n: int = n, spend: float = spend) -> float:
             return path.crossing(n, bound) - spend
 
-        # If this were the first look, the bound would be the upper end; it is never larger.
+        # The upper end of the bracket is the bound of a first look; the bound is never larger.
         bound = _root(excess, 0.0, 1e-9 - float(ndtri(spend / 2)))
         path.go_on(n, bound)
     return 2 * float(_tail(bound))
@@ -186,7 +186,7 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
 
 
 def _crossings(looks: tuple[int, ...], levels: tuple[float, ...]) -> float:
-    """The chance that one of the looks rejects at its nominal level, without any effect."""
+    """The probability that one of the looks rejects at its nominal level, without any effect."""
     from scipy.special import ndtri  # slow to import
 
     path = _Path()
@@ -199,7 +199,7 @@ def _crossings(looks: tuple[int, ...], levels: tuple[float, ...]) -> float:
 
 
 class _Path:
-    """A sum of n standard normal numbers, over the studies that go on after each look."""
+    """The distribution of a sum of n standard normal numbers, over studies that continue."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -207,7 +207,7 @@ class _Path:
         self.mass: NDArray[np.float64] = np.ones(1)  # density times quadrature weight
 
     def crossing(self, n: int, bound: float) -> float:
-        """The chance of going on until n and then being beyond `bound` standard deviations."""
+        """The probability of continuing until n and then exceeding `bound` standard deviations."""
         edge, step = bound * math.sqrt(n), math.sqrt(n - self.n)
         beyond = _tail((edge - self.at) / step) + _tail((edge + self.at) / step)
         return float(self.mass @ beyond)

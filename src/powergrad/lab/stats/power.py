@@ -1,9 +1,9 @@
-r"""How many runs a claim needs: what the verdict's own procedure finds, by simulation.
+r"""How many runs a claim needs, by simulating the procedure of the verdict.
 
-Simulated studies have normal noise and, where the number of test images is given, accuracies in
-steps of one image. They are judged by the same intervals as real ones, so a plan promises what
-:mod:`powergrad.lab.stats.verdict` does. The correction for several arms is the same whatever the
-other arms do, so one arm is simulated.
+Simulated studies have normal noise and, if the number of test images is given, accuracies in steps
+of one image. They are judged by the same intervals as real studies, so a plan agrees with
+:mod:`powergrad.lab.stats.verdict`. The correction for several arms does not depend on the results
+of the other arms, so it is enough to simulate one arm.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 STUDIES = 4_000
-MOST = 3_000  # runs per arm of a plan
+MOST = 3_000  # the maximal number of runs per arm in a plan
 
 
 # Simulated studies -------------------------------------------------------------------------------
@@ -43,9 +43,9 @@ class Judged(NamedTuple):
     """The verdicts on many studies.
 
     Attributes:
-        sign: +1 or -1 where the interval excludes 0, else 0.
-        is_equivalent: Whether it lies inside the margin, and not beside 0.
-        n: Runs per arm at which the study stopped.
+        sign: +1 or -1 if the interval excludes 0, otherwise 0.
+        is_equivalent: Whether the interval contains 0 and lies inside the margin.
+        n: The number of runs per arm at which the study stopped.
     """
 
     sign: NDArray[np.int64]
@@ -65,12 +65,12 @@ def judge(
     """Judge many studies as :func:`powergrad.lab.stats.compare` judges one.
 
     Args:
-        arm: Shape (studies, runs), in the order in which they would be done.
-        baseline: The same of the baseline.
-        design: At how many runs per arm each study looks.
+        arm: The metrics, of shape (studies, runs), in the order of the runs.
+        baseline: The same for the baseline.
+        design: The numbers of runs per arm at which each study is tested.
         margin: The largest difference that does not matter.
-        comparisons: Number of arms that share the error.
-        step: The step in which the metric moves.
+        comparisons: The number of arms that share the error.
+        step: The resolution of the metric.
 
     Returns:
         The verdicts.
@@ -81,12 +81,12 @@ def judge(
     n = np.full(studies, design.last)
     is_open = np.ones(studies, bool)
     for look, size in enumerate(design.looks):
-        found = welch(arm[:, :size], baseline[:, :size], step=step)
-        reach = found.reach(design.nominal(look, comparisons))
-        can_speak = is_open & (found.error > 0) & (size >= LEAST)
-        differs = can_speak & (np.abs(found.mean) > reach)
-        equal = can_speak & ~differs & (np.abs(found.mean) + reach < margin)
-        sign[differs] = np.sign(found.mean[differs])
+        difference = welch(arm[:, :size], baseline[:, :size], step=step)
+        reach = difference.reach(design.nominal(look, comparisons))
+        can_judge = is_open & (difference.error > 0) & (size >= LEAST)
+        differs = can_judge & (np.abs(difference.mean) > reach)
+        equal = can_judge & ~differs & (np.abs(difference.mean) + reach < margin)
+        sign[differs] = np.sign(difference.mean[differs])
         is_equivalent |= equal
         n[differs | equal] = size
         is_open &= ~(differs | equal)
@@ -95,12 +95,12 @@ def judge(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a design finds if an arm truly differs by `effect`.
+    """The expected outcome of a design if an arm truly differs by `effect`.
 
     Attributes:
         effect: The true difference.
-        found: The chance that the arm is called different, in the right direction.
-        equivalent: The chance that it is called equivalent.
+        found: The probability that the verdict is "different", in the correct direction.
+        equivalent: The probability that the verdict is "equivalent".
         runs: The expected number of runs per arm.
     """
 
@@ -111,7 +111,7 @@ class Outcome:
 
     @property
     def settled(self) -> float:
-        """The chance of any verdict but *not settled*."""
+        """The probability of any verdict except *not settled*."""
         return self.found + self.equivalent
 
 
@@ -127,17 +127,17 @@ def simulate(
     studies: int = STUDIES,
     seed: int = 0,
 ) -> Outcome:
-    """What a design finds in simulated studies with normal noise.
+    """The outcome of a design in simulated studies with normal noise.
 
     Args:
         effect: The true difference; its sign does not matter.
-        sigma: Standard deviation between runs that differ by their seed alone.
-        design: At how many runs per arm a study looks.
+        sigma: The standard deviation of runs that differ only in their seed.
+        design: The numbers of runs per arm at which a study is tested.
         margin: The largest difference that does not matter.
-        comparisons: Number of arms that share the error.
-        step: The step in which the metric moves; 0 if it is continuous.
-        studies: Number of simulated studies.
-        seed: Seed of the simulation.
+        comparisons: The number of arms that share the error.
+        step: The resolution of the metric; 0 if it is continuous.
+        studies: The number of simulated studies.
+        seed: The seed of the simulation.
 
     Example:
         >>> outcome = simulate(1.0, 0.4, Design((8,)), margin=0.5)
@@ -145,12 +145,12 @@ def simulate(
         (True, 8.0)
     """
     rng = np.random.default_rng(seed)
-    # Rounding adds step^2 / 12 to the variance of a run: the noise before it is smaller by that.
+    # Rounding adds step^2 / 12 to the variance of a run, so the noise before it is smaller.
     noise = math.sqrt(max(0.0, sigma**2 - step**2 / 12))
     arm, baseline = noise * rng.standard_normal((2, studies, design.last))
     arm += abs(effect)
     if step:
-        between = step * rng.random((studies, 1))  # where the baseline lies between two steps
+        between = step * rng.random((studies, 1))  # position of the baseline between two steps
         arm, baseline = (step * np.round((x + between) / step) for x in (arm, baseline))
     judged = judge(arm, baseline, design, margin=margin, comparisons=comparisons, step=step)
     return Outcome(
@@ -164,10 +164,11 @@ def simulate(
 def runs_to_settle(
     sd: float, margin: float, *, comparisons: int = 1, level: float = 0.05, power: float = 0.8
 ) -> int:
-    """Runs per arm at which, with a fixed size, an arm equal to the baseline is called equivalent.
+    """The fixed number of runs per arm at which an arm equal to the baseline is equivalent.
 
-    A true difference of the margin is then found with more than that power. By the normal
-    distribution: the half-width of the interval and the reach of the estimate must fit the margin.
+    The verdict is "equivalent" with probability `power`; a true difference of the margin is found
+    with a higher probability. By the normal distribution, the half-width of the interval plus the
+    deviation of the estimate must be smaller than the margin.
 
     Example:
         >>> runs_to_settle(0.4, 0.5)
@@ -178,9 +179,9 @@ def runs_to_settle(
     check_positive(margin, "margin")
     if not sd > 0:
         return LEAST
-    each = -math.expm1(math.log1p(-level) / comparisons)
-    reach = -float(ndtri(each / 2)) - float(ndtri((1 - power) / 2))
-    # One more run makes up for the t distribution's wider tails.
+    alone = -math.expm1(math.log1p(-level) / comparisons)  # Sidak's level of one comparison
+    reach = -float(ndtri(alone / 2)) - float(ndtri((1 - power) / 2))
+    # One more run compensates for the wider tails of the t distribution.
     return max(LEAST, math.ceil(2 * (reach * sd / margin) ** 2) + 1)
 
 
@@ -189,13 +190,13 @@ def runs_to_settle(
 
 @dataclass(frozen=True)
 class Noise:
-    """The scatter between runs that differ by their seed alone.
+    """The variation of runs that differ only in their seed.
 
     Attributes:
-        sigma: Standard deviation of a run.
-        runs: Number of runs that it was estimated from; 0 if it was simply given.
-        source: Where it comes from.
-        df: Degrees of freedom of the estimate.
+        sigma: The standard deviation of a run.
+        runs: The number of runs from which it was estimated; 0 if it was given.
+        source: The source of the estimate.
+        df: The degrees of freedom of the estimate.
     """
 
     sigma: float
@@ -204,7 +205,7 @@ class Noise:
     df: int = 0
 
     def interval(self, level: float = 0.05) -> tuple[float, float]:
-        """Where the true sigma may be, by the chi-square distribution of a normal variance."""
+        """The confidence interval of sigma, by the chi-square distribution of a normal variance."""
         from scipy.special import chdtri  # slow to import
 
         df = self.df or self.runs - 1
@@ -217,10 +218,10 @@ _JORDAN = (
     "Distributions, ICLR 2024, arXiv:2304.01910"
 )
 KNOWN_NOISE = {
-    "imagenet-resnet18": Noise(0.118, 1_000, f"{_JORDAN}, appendix C: top-1 accuracy in per cent"),
-    "cifar10-resnet": Noise(0.149, 60_000, f"{_JORDAN}, section 3.2: 64 epochs, in per cent"),
+    "imagenet-resnet18": Noise(0.118, 1_000, f"{_JORDAN}, appendix C: top-1 accuracy in percent"),
+    "cifar10-resnet": Noise(0.149, 60_000, f"{_JORDAN}, section 3.2: 64 epochs, in percent"),
 }
-"""Published figures, in points of test accuracy."""
+"""Published values, in points of test accuracy."""
 
 
 def estimate_noise(samples: Sequence[Sequence[float]]) -> Noise:
@@ -240,7 +241,7 @@ def estimate_noise(samples: Sequence[Sequence[float]]) -> Noise:
     usable = [np.asarray(sample, float) for sample in samples if len(sample) > 1]
     df = sum(len(sample) - 1 for sample in usable)
     if not df:
-        raise ValueError("Expected an arm with 2 runs or more to estimate the noise, but got none.")
+        raise ValueError("Expected an arm with 2 or more runs to estimate the noise, but got none.")
     variance = sum(float(sample.var(ddof=1)) * (len(sample) - 1) for sample in usable) / df
     runs = df + len(usable)
     sigma = check_positive(math.sqrt(variance), "standard deviation of the runs")
@@ -252,22 +253,22 @@ def estimate_noise(samples: Sequence[Sequence[float]]) -> Noise:
 
 @dataclass(frozen=True)
 class Plan:
-    """What :func:`plan` finds.
+    """The result of :func:`plan`.
 
     Attributes:
-        difference: The difference to be found.
-        noise: The noise that it is to be found in.
-        comparisons: Number of arms compared with the baseline.
-        power: The chance of finding it that was asked for.
+        difference: The difference to detect.
+        noise: The noise of the runs.
+        comparisons: The number of arms compared with the baseline.
+        power: The requested probability of detecting the difference.
         margin: The largest difference that does not matter.
-        images: Number of test images; None for a continuous metric.
-        seeds: Runs per arm of a fixed size that has that power.
+        images: The number of test images; None for a continuous metric.
+        seeds: The fixed number of runs per arm that has this power.
         seeds_interval: The same at the two ends of the interval of sigma.
-        fixed: What that fixed size finds.
+        fixed: The outcome with this fixed number.
         design: A design with looks.
-        sequential: What it finds if the arms do not differ, differ by the margin, by twice the
+        sequential: Its outcomes if the arms do not differ, differ by the margin, by twice the
             margin, and by the difference.
-        hours: How long the fixed size takes; None if the time of a run is not known.
+        hours: The time of the fixed number of runs; None if the time of a run is not known.
     """
 
     difference: float
@@ -285,20 +286,20 @@ class Plan:
 
     @property
     def runs(self) -> int:
-        """Number of runs of the fixed size, the baseline's included."""
+        """The total number of runs with the fixed number per arm, including the baseline."""
         return self.seeds * (self.comparisons + 1)
 
     @property
     def sentence(self) -> str:
-        """The fixed size in plain words."""
+        """The fixed number of runs as a sentence."""
         low, high = self.seeds_interval
         between = f" ({low} to {high}, because sigma is uncertain)" if low < high else ""
         on = f" on {self.images} test images" if self.images else ""
-        words = (
+        text = (
             f"{self.seeds} runs per arm{between} find a difference of {self.difference:g} at sigma "
             f"{self.noise.sigma:.3g}{on} with {100 * self.fixed.found:.0f}% power: {self.runs} runs"
         )
-        return words + (f", {_duration(self.hours)}." if self.hours is not None else ".")
+        return text + (f", {_duration(self.hours)}." if self.hours is not None else ".")
 
 
 def plan(
@@ -314,20 +315,20 @@ def plan(
     seconds: float | None = None,
     workers: int = 1,
 ) -> Plan:
-    r"""How many runs find a difference, with a fixed size and with looks.
+    r"""The number of runs that detect a difference, with a fixed number and with looks.
 
     Args:
-        difference: The difference to be found, in the unit of the noise.
-        noise: Standard deviation of a run; the name of a published figure, a key of
-            ``KNOWN_NOISE``; or what :func:`estimate_noise` found in a study.
-        comparisons: Number of arms compared with the baseline.
-        power: The chance of finding the difference.
-        level: The chance of any false verdict.
+        difference: The difference to detect, in the unit of the noise.
+        noise: The standard deviation of a run; the name of a published value, a key of
+            ``KNOWN_NOISE``; or the result of :func:`estimate_noise`.
+        comparisons: The number of arms compared with the baseline.
+        power: The probability of detecting the difference.
+        level: The probability of any false verdict.
         margin: The largest difference that does not matter; `difference` by default.
-        images: Number of test images, where the metric is an accuracy in per cent.
+        images: The number of test images, if the metric is an accuracy in percent.
         design: The design with looks; 8, 12, 16, 20 and 24 runs by default.
-        seconds: Seconds that one run takes.
-        workers: Number of runs at a time.
+        seconds: The time of one run in seconds.
+        workers: The number of runs at a time.
 
     Raises:
         ValueError: If ``noise`` is an unknown name, or an argument is out of range.
@@ -362,7 +363,7 @@ def plan(
         return _fewest(lambda n: at(n, sigma).found >= power, LEAST)
 
     seeds = fewest(noise.sigma)
-    # A sigma that was simply given is taken as it is.
+    # A given sigma has no uncertainty.
     low, high = noise.interval() if noise.runs else (noise.sigma, noise.sigma)
     hours = None
     if seconds is not None:
@@ -389,14 +390,14 @@ def plan(
 
 
 def _fewest(holds: Callable[[int], bool], start: int) -> int:
-    """The smallest n from `start` on at which `holds`, which stays true from there on."""
+    """The smallest n >= `start` for which `holds`, which must be monotonic."""
     if holds(start):
         return start
     low, high = start, 2 * start
     while not holds(high):
         if high > MOST:
             raise ValueError(
-                f"Expected a difference that {MOST:,} runs per arm can find, but got less."
+                f"Expected a difference that {MOST:,} runs per arm can find, but got a smaller one."
             )
         low, high = high, 2 * high
     while high - low > 1:
@@ -406,7 +407,7 @@ def _fewest(holds: Callable[[int], bool], start: int) -> int:
 
 
 def _at_most(fewest: Callable[[], int]) -> int:
-    """What `fewest` finds, or the most runs that are planned."""
+    """The result of `fewest`, or the maximal number of runs."""
     try:
         return fewest()
     except ValueError:

@@ -1,9 +1,9 @@
-r"""The tests of a difference between two samples of runs.
+r"""Tests for the difference between two samples of runs.
 
-Runs are not paired: two runs that share a seed hardly agree more than two that do not (correlation
-0.08 over the studies in ``results/``), so a test of pairs would only lose degrees of freedom. The
-verdict uses Welch's t test, which lets the arms vary differently. Where its assumption is doubtful,
-the sentence of a verdict also says what a permutation test and a test of ranks find.
+Runs are not paired: two runs with the same seed are hardly more similar than two with different
+seeds (correlation 0.08 over the studies in ``results/``), so a paired test would only lose degrees
+of freedom. The verdict uses Welch's t test, which allows different variances. If its assumptions
+are doubtful, the sentence of a verdict also reports a permutation test and a rank test.
 
 References:
     Welch, *The generalization of Student's problem when several different population variances are
@@ -35,14 +35,14 @@ Array = NDArray[np.float64]
 
 
 class Difference(NamedTuple):
-    """A mean difference, its standard error and the degrees of freedom, one per study."""
+    """A mean difference, its standard error and degrees of freedom, one of each per study."""
 
     mean: Array
     error: Array
     df: Array
 
     def p(self) -> Array:
-        """The two-sided p-value; 1 where neither sample varies."""
+        """The two-sided p-value; 1 if neither sample varies."""
         from scipy.special import stdtr  # slow to import
 
         t = np.divide(self.mean, self.error, out=np.zeros_like(self.mean), where=self.error > 0)
@@ -56,21 +56,21 @@ class Difference(NamedTuple):
 
 
 def welch(arm: ArrayLike, baseline: ArrayLike, *, step: float = 0.0) -> Difference:
-    r"""Welch's comparison of two means, where variances may differ.
+    r"""Welch's comparison of two means with different variances.
 
     Args:
         arm: Shape (..., n): one study, or many.
         baseline: Shape (..., k).
-        step: The step in which the metric moves, as 100 / 360 for the accuracy in per cent on 360
-            images. Rounding to steps has the variance ``step^2 / 12``; a sample is not taken to
-            vary less than that.
+        step: The resolution of the metric, such as 100 / 360 for the accuracy in percent on 360
+            images. Rounding to steps has the variance ``step^2 / 12``, which is used as a lower
+            bound of the variance of a sample.
 
     Returns:
         The difference of the means, with the shape of the arguments without their last dimension.
 
     Example:
-        >>> found = welch([0.9, 1.1, 1.0], [0.5, 0.7, 0.6])
-        >>> round(float(found.mean), 3), round(float(found.p()), 4)
+        >>> difference = welch([0.9, 1.1, 1.0], [0.5, 0.7, 0.6])
+        >>> round(float(difference.mean), 3), round(float(difference.p()), 4)
         (0.4, 0.008)
     """
     a, b = np.asarray(arm, float), np.asarray(baseline, float)
@@ -78,14 +78,14 @@ def welch(arm: ArrayLike, baseline: ArrayLike, *, step: float = 0.0) -> Differen
     floor = step**2 / 12
     va, vb = (np.maximum(_variance(x), floor) / x.shape[-1] for x in (a, b))
     squared = va + vb
-    # Welch and Satterthwaite; where nothing varies any number of degrees will do.
+    # Welch and Satterthwaite; if nothing varies, the degrees of freedom do not matter.
     below = va**2 / (n - 1) + vb**2 / (k - 1)
     df = np.divide(squared**2, below, out=np.ones_like(squared), where=below > 0)
     return Difference(a.mean(-1) - b.mean(-1), np.sqrt(squared), df)
 
 
 def _variance(x: Array) -> Array:
-    """The variance of each sample; one that is only rounding is none."""
+    """The variance of each sample; 0 if it is only rounding error."""
     variance = np.var(x, axis=-1, ddof=1)
     return np.where(variance > (1e-12 * np.abs(x).max(-1)) ** 2, variance, 0.0)
 
@@ -108,7 +108,7 @@ def t_interval(values: Sequence[float], level: float = 0.05) -> tuple[float, flo
 def permutation_p(arm: ArrayLike, baseline: ArrayLike) -> float:
     """The two-sided p-value of a permutation test of the means.
 
-    All divisions of the runs into two groups are counted where they are few, else 9,999 random
+    All divisions of the runs into two groups are counted if there are few, otherwise 9,999 random
     ones.
 
     Example:
@@ -120,18 +120,18 @@ def permutation_p(arm: ArrayLike, baseline: ArrayLike) -> float:
     def statistic(a: Array, b: Array, axis: int) -> Array:
         return np.abs(a.mean(axis) - b.mean(axis))
 
-    found = permutation_test(
+    result = permutation_test(
         (np.asarray(arm, float), np.asarray(baseline, float)),
         statistic,
         alternative="greater",
         n_resamples=9_999,
         rng=np.random.default_rng(0),
     )
-    return float(found.pvalue)
+    return float(result.pvalue)
 
 
 def rank_p(arm: ArrayLike, baseline: ArrayLike) -> float:
-    """The two-sided p-value of Mann and Whitney's test of ranks.
+    """The two-sided p-value of the Mann-Whitney rank test.
 
     Example:
         >>> round(rank_p([5.0, 6.0, 7.0, 8.0], [1.0, 2.0, 3.0, 4.0]), 3)
@@ -143,12 +143,10 @@ def rank_p(arm: ArrayLike, baseline: ArrayLike) -> float:
 
 
 def failure_bound(failures: int, runs: int, level: float = 0.05) -> float:
-    """The largest failure rate with which so few failures are not yet unlikely.
-
-    Clopper and Pearson's one-sided bound.
+    """The one-sided upper confidence bound of Clopper and Pearson for a failure rate.
 
     Example:
-        >>> round(failure_bound(0, 8), 2)  # none of 8: up to 31%
+        >>> round(failure_bound(0, 8), 2)  # no failure in 8 runs: up to 31%
         0.31
     """
     from scipy.special import betaincinv  # slow to import
@@ -157,7 +155,7 @@ def failure_bound(failures: int, runs: int, level: float = 0.05) -> float:
 
 
 def step_of(values: Sequence[float]) -> float:
-    """The largest step of which all differences are multiples; 0 if there is none to speak of.
+    """The largest step of which all differences are multiples; 0 for a continuous metric.
 
     Example:
         >>> step_of([97.5, 98.0, 99.5]), step_of([0.1, 2**0.5, 3**0.5])
@@ -174,14 +172,14 @@ def step_of(values: Sequence[float]) -> float:
 
 
 def check_positive(value: float, name: str) -> float:
-    """`value`, if it is positive and finite."""
+    """Return `value`; raise ValueError if it is not positive and finite."""
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"Expected `{name}` to be positive and finite, but got {value}.")
     return value
 
 
 def check_fraction(value: float, name: str) -> float:
-    """`value`, if it is between 0 and 1."""
+    """Return `value`; raise ValueError if it is not between 0 and 1."""
     if not 0 < value < 1:
         raise ValueError(f"Expected `{name}` to be between 0 and 1, but got {value}.")
     return value

@@ -2,15 +2,15 @@ r"""The verdict on each arm: better, worse, equivalent, or not settled.
 
 One procedure gives interval, p-value and verdict, so they cannot contradict each other. At each
 look of the study's design, every arm has a *repeated confidence interval* for its mean difference
-from the baseline: Welch's t interval at the look's nominal level, corrected for the other arms.
-With 95% confidence all intervals, of all arms at all looks, contain the true differences. So
+from the baseline: Welch's t interval at the nominal level of the look, corrected for the other
+arms. With 95% confidence, all intervals of all arms at all looks contain the true differences. So
 
 1. an arm is *better* or *worse* as soon as its interval excludes 0;
-2. else it is *equivalent* as soon as its interval lies inside the margin;
-3. else it is *not settled*, and gets more runs until the last look.
+2. otherwise it is *equivalent* as soon as its interval lies inside the margin;
+3. otherwise it is *not settled*, and gets more runs until the last look.
 
-The p-value is the smallest error at which the interval would exclude 0: it is below 0.05 exactly
-where the verdict is *better* or *worse*.
+The p-value is the smallest error at which the interval would exclude 0. It is below 0.05 exactly if
+the verdict is *better* or *worse*.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ VERDICTS: tuple[Verdict, ...] = ("better", "worse", "equivalent", "not settled")
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` finds about one arm.
+    """The comparison of one arm with the baseline.
 
     Attributes:
-        arm: Name of the arm.
-        baseline: Name of what it is compared with.
-        unit: A difference in words, as "points of test accuracy".
-        n: Runs of the arm that are compared.
-        n_baseline: Runs of the baseline that they are compared with.
-        looks: Runs per arm at each look of the design.
-        comparisons: Number of arms that share the error.
-        level: The chance of any false verdict, over all looks and arms.
-        difference: Mean of the arm minus mean of the baseline.
+        arm: The name of the arm.
+        baseline: The name of the baseline.
+        unit: The unit of a difference, such as "points of test accuracy".
+        n: The number of compared runs of the arm.
+        n_baseline: The number of compared runs of the baseline.
+        looks: The number of runs per arm at each look of the design.
+        comparisons: The number of arms that share the error.
+        level: The probability of any false verdict, over all looks and arms.
+        difference: The mean of the arm minus the mean of the baseline.
         interval: Its interval, corrected for all looks and arms; infinite before the first look.
-        p: The p-value, corrected likewise.
-        p_alone: The p-value of Welch's test alone, uncorrected.
-        sd: Standard deviation of one run, pooled over both arms.
+        p: The p-value, corrected in the same way.
+        p_alone: The uncorrected p-value of Welch's test.
+        sd: The standard deviation of one run, pooled over both arms.
         margin: The largest difference that does not matter.
-        step: The step in which the metric moves; 0 if it is continuous.
-        diverged: How many runs of the arm diverged.
-        diverged_baseline: How many runs of the baseline diverged.
+        step: The resolution of the metric; 0 if it is continuous.
+        diverged: The number of diverged runs of the arm.
+        diverged_baseline: The number of diverged runs of the baseline.
         verdict: "better", "worse", "equivalent" or "not settled".
         withheld: Why a verdict of "better" is withheld; empty if it is not.
-        doubt: Where tests with other assumptions disagree, a sentence; else empty.
-        counted: What one of the numbers that are compared is: "runs", or "repeats".
-        failed: How many runs of the arm failed: they are of the plan, but have no value.
-        failed_baseline: How many runs of the baseline failed.
+        doubt: A sentence if tests with other assumptions disagree; otherwise empty.
+        counted: What is compared, "runs" or "repeats".
+        failed: The number of failed runs of the arm: planned runs without a value.
+        failed_baseline: The number of failed runs of the baseline.
     """
 
     arm: str
@@ -97,7 +97,7 @@ class Comparison:
 
     @property
     def done(self) -> int:
-        """Runs of the arm that are finished, also those that failed."""
+        """The number of finished runs of the arm, including failed ones."""
         return self.n + self.failed
 
     @property
@@ -107,45 +107,43 @@ class Comparison:
 
     @functools.cached_property
     def runs_needed(self) -> int:
-        """Runs per arm that would probably settle it: see :func:`runs_to_settle`."""
+        """The number of runs per arm that would probably settle it, see :func:`runs_to_settle`."""
         from powergrad.lab.stats.power import runs_to_settle
 
         return runs_to_settle(self.sd, self.margin, comparisons=self.comparisons, level=self.level)
 
     @property
     def sentence(self) -> str:
-        """The verdict in plain words, with its numbers."""
+        """The verdict as a sentence, with its numbers."""
         unit = f" {self.unit}" if self.unit else ""
         numbers = f"{self._number}{unit} ({self._evidence})"
         if self.done < self.looks[0]:
             finished = f"{self.done} of {self.looks[0]} {self.counted} are finished"
-            words = f"{self.arm} has no verdict yet: {finished}."
+            text = f"{self.arm} has no verdict yet: {finished}."
         elif not math.isfinite(self.interval[0]):
-            words = self._why_none
+            text = self._why_none
         elif self.withheld:
-            words = f"{self.arm} against {self.baseline}: {numbers}. {self.withheld}"
+            text = f"{self.arm} against {self.baseline}: {numbers}. {self.withheld}"
         elif self.verdict == "equivalent":
-            words = (
-                f"{self.arm} is equivalent to {self.baseline} within {self.margin:g}: {numbers}."
-            )
+            text = f"{self.arm} is equivalent to {self.baseline} within {self.margin:g}: {numbers}."
         elif self.verdict != "not settled":
-            words = f"{self.arm} is {self.verdict} than {self.baseline}: {numbers}."
+            text = f"{self.arm} is {self.verdict} than {self.baseline}: {numbers}."
             if max(map(abs, self.interval)) < self.margin:
-                words += f" The difference is smaller than the margin of {self.margin:g}."
+                text += f" The difference is smaller than the margin of {self.margin:g}."
         else:
-            words = (
+            text = (
                 f"{self.n} {self.counted} per arm cannot tell whether {self.arm} differs from "
                 f"{self.baseline}: {numbers}."
             )
-        return " ".join(filter(None, [words, self.doubt, self._failures]))
+        return " ".join(filter(None, [text, self.doubt, self._failures]))
 
     @property
     def _why_none(self) -> str:
         """Why there is no interval."""
         least = min(self.n, self.n_baseline)
         if least < 2:
-            one = f"one {self.counted[:-1]} says nothing about the noise"
-            return f"{self.arm} has no verdict yet: {one}."
+            reason = f"the noise cannot be estimated from one {self.counted[:-1]}"
+            return f"{self.arm} has no verdict yet: {reason}."
         if self.sd == 0 and (self.step == 0 or self.difference == 0):
             return (
                 f"{self.arm} has no verdict: all {self.n} {self.counted} of each arm give the same "
@@ -163,7 +161,7 @@ class Comparison:
 
     @property
     def _digits(self) -> int:
-        """How many decimals show two digits of the interval's width, at least one of the margin."""
+        """The decimals for two digits of the interval's width, and at least one of the margin."""
         half = (self.interval[1] - self.interval[0]) / 2
         size = half if math.isfinite(half) else abs(self.difference)
         return max(0, 1 - math.floor(math.log10(max(size, self.margin / 10))))
@@ -179,15 +177,15 @@ class Comparison:
 
     @property
     def _failures(self) -> str:
-        """How many runs diverged, and how many might; empty where it does not matter."""
+        """The number of diverged runs and a bound of the rate; empty if it does not matter."""
         if not self.diverged and not self.diverged_baseline and self.verdict != "equivalent":
             return ""
         bound = failure_bound(self.diverged, self.n)
-        words = f"{self.diverged} of {self.n} {self.counted} diverged"
-        words += f", so up to {100 * bound:.0f}% might (95% confidence)."
+        text = f"{self.diverged} of {self.n} {self.counted} diverged"
+        text += f", so up to {100 * bound:.0f}% might (95% confidence)."
         if self.diverged_baseline:
-            words += f" Of {self.baseline}: {self.diverged_baseline} of {self.n_baseline}."
-        return words
+            text += f" Of {self.baseline}, {self.diverged_baseline} of {self.n_baseline} diverged."
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         """Every field and the sentence, for JSON."""
@@ -210,30 +208,30 @@ def compare(
 ) -> list[Comparison]:
     r"""Compare every arm with the baseline.
 
-    The rule is at the head of this module. An arm is judged at the first look at which it is
-    settled: runs that it has beyond that do not count, so a verdict does not change afterwards.
+    The docstring of this module explains the procedure. An arm is judged at the first look at which
+    it is settled. Later runs do not count, so a verdict does not change afterwards.
 
     Args:
-        values: For each arm, the metric of each run, by seed (or by repeat). The runs of a look are
-            those of the smallest seeds.
-        baseline: Name of the arm that the others are compared with.
+        values: For each arm, the metric of each run by seed (or by repeat). A look uses the runs
+            with the smallest seeds.
+        baseline: The name of the arm with which the others are compared.
         margin: The largest difference that does not matter, in the unit of the metric.
-        design: At how many runs per arm the study looks; by default once, at what there is.
+        design: The numbers of runs per arm at which to test; by default once, with all runs.
         higher_is_better: Whether a larger metric is better.
-        unit: What the metric is, for the sentence: "points of test accuracy".
-        step: The step in which the metric moves, as 100 / 360 for the accuracy in per cent on 360
-            images; 0 if it is continuous. None: as the values have it.
-        diverged: For each arm, the seeds of the runs that diverged.
-        failed: For each arm, the seeds of the runs that failed: they count for the size of a look,
-            and have no value.
-        withhold: For some arms, why they cannot be called better.
-        counted: What one value of an arm is, for the sentence: "runs", or "repeats".
+        unit: The unit of the metric for the sentence, such as "points of test accuracy".
+        step: The resolution of the metric, such as 100 / 360 for the accuracy in percent on 360
+            images; 0 if it is continuous. None infers it from the values.
+        diverged: For each arm, the seeds of the diverged runs.
+        failed: For each arm, the seeds of the failed runs. They count toward the size of a look,
+            but have no value.
+        withhold: For some arms, the reason why they cannot be called better.
+        counted: What the values are, for the sentence: "runs" or "repeats".
 
     Returns:
         One comparison per arm, in the order of ``values``.
 
     Raises:
-        ValueError: If there is no other arm, ``baseline`` is not among them, an arm has no runs, a
+        ValueError: If there is no other arm, ``baseline`` is not an arm, an arm has no runs, a
             metric is not finite, or another argument is out of range.
         TypeError: If a metric is not a number.
 
@@ -253,7 +251,7 @@ def compare(
     check_positive(margin, "margin")
     arms = [arm for arm in runs if arm != baseline]
     if step is None:
-        step = step_of([value for of_arm in runs.values() for value in of_arm.values()])
+        step = step_of([value for metrics in runs.values() for value in metrics.values()])
     lost = {arm: set(seeds) for arm, seeds in (diverged or {}).items()}
     planned = {arm: sorted({*runs[arm], *(failed or {}).get(arm, ())}) for arm in runs}
     results = []
@@ -281,7 +279,7 @@ def compare(
             if judged.verdict != "not settled":
                 break
         assert judged is not None  # there is always one look
-        of_arm, of_baseline = set(first), set(first_baseline)  # of the look that was judged
+        seeds, seeds_baseline = set(first), set(first_baseline)  # of the look that was judged
         withheld = (withhold or {}).get(arm, "") if judged.verdict == "better" else ""
         results.append(
             Comparison(
@@ -300,14 +298,14 @@ def compare(
                 sd=judged.sd,
                 margin=float(margin),
                 step=step,
-                diverged=len(lost.get(arm, set()) & of_arm),
-                diverged_baseline=len(lost.get(baseline, set()) & of_baseline),
+                diverged=len(lost.get(arm, set()) & seeds),
+                diverged_baseline=len(lost.get(baseline, set()) & seeds_baseline),
                 verdict="not settled" if withheld else judged.verdict,
                 withheld=withheld,
                 doubt=judged.doubt(),
                 counted=counted,
-                failed=len(of_arm - runs[arm].keys()),
-                failed_baseline=len(of_baseline - runs[baseline].keys()),
+                failed=len(seeds - runs[arm].keys()),
+                failed_baseline=len(seeds_baseline - runs[baseline].keys()),
             )
         )
     return results
@@ -316,7 +314,7 @@ def compare(
 def _sizes(
     plan: Design, design: Design | None, arm: Sized, baseline: Sized
 ) -> Iterator[tuple[int, int]]:
-    """Runs of the arm and of the baseline at each look that has its runs; at least one."""
+    """The numbers of runs of arm and baseline at each look that is reached; at least one."""
     least = min(len(arm), len(baseline))
     if design is None:
         yield len(arm), len(baseline)
@@ -327,7 +325,7 @@ def _sizes(
 
 
 class _Judged(NamedTuple):
-    """What is found at one look."""
+    """The result of one look."""
 
     arm: Array
     baseline: Array
@@ -373,11 +371,11 @@ class _Judged(NamedTuple):
         return cls(arm, baseline, look, difference, sd, verdict, nominal, (low, high), p)
 
     def doubt(self) -> str:
-        """Where tests with other assumptions disagree with the means, in words."""
+        """A sentence if tests with other assumptions disagree; otherwise empty."""
         if not self.nominal or len(self.arm) < LEAST:
             return ""
         samples = self.arm, self.baseline
-        others = {"a permutation test": permutation_p(*samples), "ranks": rank_p(*samples)}
+        others = {"a permutation test": permutation_p(*samples), "a rank test": rank_p(*samples)}
         is_different = self.verdict in ("better", "worse")
         which = " and ".join(
             f"{name} (p = {p:.2g})"
@@ -387,8 +385,8 @@ class _Judged(NamedTuple):
         if not which:
             return ""
         if is_different:
-            return f"But {which} would not call it different: a few extreme runs may decide."
-        return f"But {which}, uncorrected, would call it different: the noise is not symmetric."
+            return f"But {which} would not find a difference: it may depend on a few extreme runs."
+        return f"But {which}, uncorrected, would find a difference: the noise is not symmetric."
 
 
 def _values(runs: Mapping[int, float], seeds: Sequence[int]) -> Array:
@@ -396,7 +394,7 @@ def _values(runs: Mapping[int, float], seeds: Sequence[int]) -> Array:
 
 
 def signed(value: float, digits: int = 2) -> str:
-    """A difference with its sign, and zero always as +0.
+    """Format a difference with its sign; zero is always +0.
 
     Example:
         >>> signed(0.524), signed(-0.004)
@@ -406,7 +404,7 @@ def signed(value: float, digits: int = 2) -> str:
 
 
 def span(interval: Sequence[float], digits: int = 2) -> str:
-    """An interval in words. Its ends keep their signs: whether it contains 0 must be seen.
+    """Format an interval. Its ends keep their signs, to show whether it contains 0.
 
     Example:
         >>> span((-0.003, 2.01)), span((-math.inf, math.inf))
@@ -419,10 +417,10 @@ def span(interval: Sequence[float], digits: int = 2) -> str:
 
 
 def by_arm_and_seed(rows: Iterable[tuple[str, int, float]]) -> dict[str, dict[int, float]]:
-    """Gather rows of (arm, seed, metric), as a CSV file has them, into what `compare` takes.
+    """Convert rows of (arm, seed, metric), such as those of a CSV file, for `compare`.
 
     Raises:
-        ValueError: If an arm has a seed twice.
+        ValueError: If an arm has the same seed twice.
 
     Example:
         >>> by_arm_and_seed([("pgt", 0, 0.9), ("pgt", 1, 0.8), ("baseline", 0, 0.7)])
@@ -430,12 +428,12 @@ def by_arm_and_seed(rows: Iterable[tuple[str, int, float]]) -> dict[str, dict[in
     """
     values: dict[str, dict[int, float]] = {}
     for arm, seed, value in rows:
-        of_arm = values.setdefault(arm, {})
-        if seed in of_arm:
+        metrics = values.setdefault(arm, {})
+        if seed in metrics:
             raise ValueError(
                 f"Expected each seed once per arm, but got seed {seed} twice in {arm!r}."
             )
-        of_arm[seed] = value
+        metrics[seed] = value
     return values
 
 
@@ -451,10 +449,10 @@ def _checked(
         names = ", ".join(map(repr, values))
         raise ValueError(f"Expected `baseline` to be one of {names}, but got {baseline!r}.")
     runs: dict[str, dict[int, float]] = {}
-    for arm, of_arm in values.items():
-        if not of_arm:
+    for arm, metrics in values.items():
+        if not metrics:
             raise ValueError(f"Expected runs of every arm, but got none of {arm!r}.")
-        runs[arm] = {seed: _metric(value, arm, seed) for seed, value in of_arm.items()}
+        runs[arm] = {seed: _metric(value, arm, seed) for seed, value in metrics.items()}
     return runs
 
 

@@ -1,4 +1,4 @@
-"""A study: arms x seeds, the runs of all of them, and what they say together."""
+"""Studies: the runs of several arms over several seeds, and their comparison."""
 
 from powergrad.lab.study.definition import Study, StudyKind
 from powergrad.lab.study.execute import Execution, run_study

@@ -1,4 +1,4 @@
-"""What to try next, from the numbers of a study."""
+"""Advice on what to try next, from the results of a study."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from powergrad.lab.words import short_key
 
 __all__ = ["advise", "missing_control"]
 
-LINES = 2  # of advice, at most
-WIDER = 4  # times as far a range reaches that is to be widened
+LINES = 2  # the maximal number of lines
+WIDER = 4  # the factor by which a range is widened
 
 
 def advise(
@@ -24,13 +24,13 @@ def advise(
     *,
     accuracy: float = math.nan,
 ) -> list[str]:
-    """What to do next, the most important first.
+    """Advice on what to do next, the most important first.
 
     Args:
-        study: What was studied; None for runs made elsewhere.
-        comparisons: Every arm against the baseline.
-        tuning: How the arms were tuned.
-        accuracy: The baseline's mean, if an accuracy in per cent is compared.
+        study: The study; None for runs made elsewhere.
+        comparisons: The comparison of each arm with the baseline.
+        tuning: The tuning of the arms.
+        accuracy: The mean of the baseline, if an accuracy in percent is compared.
     """
     better = [comparison.arm for comparison in comparisons if comparison.verdict == "better"]
     lines = [
@@ -43,7 +43,7 @@ def advise(
 
 
 def _at_an_edge(tuning: Tuning | None) -> str | None:
-    """How to widen a range at whose edge a value was chosen."""
+    """Advice to widen a range, if a value at its edge was chosen."""
     if tuning is None:
         return None
     for arm in tuning.arms:
@@ -62,19 +62,19 @@ def _at_an_edge(tuning: Tuning | None) -> str | None:
             is_upper = chosen * chosen > low * high
             low, high = (low, high * WIDER) if is_upper else (low / WIDER, high)
             return (
-                f"Next: widen the tuning. {arm}'s {short_key(key)} was chosen at the edge of what "
-                f"was tried, so the best value may lie beyond: --tune {short_key(key)}={low:.2g}:"
-                f"{high:.2g}."
+                f"Next: widen the tuning range. The chosen {short_key(key)} of {arm} is at the "
+                "edge of the values that were tried, so the best value may lie beyond: --tune "
+                f"{short_key(key)}={low:.2g}:{high:.2g}."
             )
     return None
 
 
 def missing_control(study: Study, better: Collection[str]) -> str | None:
-    """What to try before PGT is kept, if it came out better and its controls were not tried.
+    """Advice to run a control, if PGT is better and no control was run.
 
     Args:
-        study: What was studied.
-        better: The arms that came out better than the baseline.
+        study: The study.
+        better: The arms that are better than the baseline.
     """
     if study.kind is not StudyKind.COMPARE or not isinstance(study.program, RecipeProgram):
         return None
@@ -89,22 +89,23 @@ def missing_control(study: Study, better: Collection[str]) -> str | None:
     if not gained:
         return None
     is_tuned = "optimizer.weight_decay" in study.tuned
-    has_decay = base.optimizer.name != "adamw" and decay({}) > 0  # AdamW's PGT leaves alone
+    has_decay = base.optimizer.name != "adamw" and decay({}) > 0  # PGT does not affect AdamW's
     if has_decay and not is_tuned and not any(decay(c) < decay({}) for c in others):
         return (
-            f"Before you keep {gained[0]}: PGT leaves the backbone alpha times its weight decay, "
-            "and that alone may gain as much. Add less-decay to --arms, with --tune lr, to tell."
+            f"Before you keep {gained[0]}: PGT multiplies the weight decay of the backbone by "
+            "alpha, and that alone may help as much. To find out, add less-decay to --arms, with "
+            "--tune lr."
         )
     if not any("optimizer.head.lr" in changes for changes in others):
         return (
-            f"Before you keep {gained[0]}: PGT lowers the learning rate of the last layer against "
-            "that of the others, and that alone may gain as much. Add head-lr to --arms to tell."
+            f"Before you keep {gained[0]}: PGT lowers the learning rate of the last layer relative "
+            "to the others, and that alone may help as much. To find out, add head-lr to --arms."
         )
     return None
 
 
 def _untuned(study: Study) -> str | None:
-    """That all arms ran at one learning rate."""
+    """Advice to tune the learning rate, if all arms used the same."""
     if study.kind is not StudyKind.COMPARE or not isinstance(study.program, RecipeProgram):
         return None
     alphas = [study.program.alpha(changes) for changes in study.arms.values()]
@@ -112,15 +113,16 @@ def _untuned(study: Study) -> str | None:
         return None
     rate, alpha = study.base.optimizer.lr, min(alphas)
     return (
-        f"Next: tune the learning rate. All arms ran at the recipe's, {rate:g}, which may suit one "
-        f"better than another: --tune lr={rate * alpha:.2g}:{rate / alpha:.2g} tunes it for each."
+        f"Next: tune the learning rate. All arms used that of the recipe, {rate:g}, which may suit "
+        f"one arm better than another. To tune it for each arm: --tune lr={rate * alpha:.2g}:"
+        f"{rate / alpha:.2g}."
     )
 
 
 def _unsettled(
     study: Study | None, comparisons: Sequence[Comparison], accuracy: float
 ) -> Iterator[str]:
-    """What would settle the arms that are not settled, once all planned runs are done."""
+    """Advice on how to settle the open arms, after all planned runs."""
     unsettled = [
         comparison
         for comparison in comparisons
@@ -136,32 +138,33 @@ def _unsettled(
     if study is not None and study.design.is_fixed and worst.n < most and needed <= 2 * most:
         yield (
             f"Next: more {what}. About {needed} per arm would probably settle it; --{what} "
-            f"{DEFAULT} --fresh plans for as many as are needed. Adding them to this study would "
-            "raise the chance of a false verdict."
+            f"{DEFAULT} --fresh starts a new study with as many as needed. Adding them to this "
+            "study would increase the probability of a false verdict."
         )
         return
     if images := _images_needed(worst, needed, accuracy):
         now, more = images
         yield (
-            f"Next: a larger test set. With {now} test images, chance alone explains the "
-            f"differences between runs; about {more} images would settle it with as many {what}."
+            f"Next: a larger test set. With {now} test images, the differences between runs are no "
+            f"larger than chance; about {more} images would settle it with the same number of "
+            f"{what}."
         )
     margin = worst.margin * math.sqrt(needed / max(worst.n, most))
     if margin > worst.margin:
         digits = 1 - math.floor(math.log10(margin))
         rounded = math.ceil(margin * 10**digits) / 10**digits
         yield (
-            "Next: a larger margin, if you can accept it. Runs of one arm scatter by "
-            f"{worst.sd:.2g} (standard deviation), so {max(worst.n, most)} {what} can settle a "
-            f"margin of about {rounded:g} (--margin {rounded:g}), not {worst.margin:g}."
+            "Next: a larger margin, if you can accept it. The standard deviation of the runs of "
+            f"one arm is {worst.sd:.2g}, so {max(worst.n, most)} {what} can settle a margin of "
+            f"about {rounded:g} (--margin {rounded:g}), not {worst.margin:g}."
         )
 
 
 def _images_needed(comparison: Comparison, needed: int, accuracy: float) -> tuple[int, int] | None:
-    """The number of test images, and a sufficient one, where too few images are the noise.
+    """The number of test images and a sufficient number, if the noise is due to too few images.
 
-    If every answer were a toss of its own, an accuracy p on N images would scatter by
-    sqrt(p (1 - p) / N). Where runs scatter no more than that, more images reduce it.
+    If all predictions were independent, an accuracy p on N images would have the standard deviation
+    sqrt(p (1 - p) / N). If runs vary no more than that, more images reduce the variation.
     """
     if not (comparison.step > 0 and 0 < accuracy < 100):
         return None

@@ -1,4 +1,4 @@
-"""Arms of a comparison: names for what they change in a recipe."""
+"""The arms of a comparison: their names, and their changes of a recipe or command."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHORT = {
 
 
 def expand_key(key: str) -> str:
-    """The dotted key that a short one stands for.
+    """The dotted key of a short name.
 
     Example:
         >>> expand_key("lr"), expand_key("clip.agc")
@@ -54,23 +54,24 @@ def expand_key(key: str) -> str:
 
 
 def _agc(recipe: Recipe, alpha: float) -> Changes:
-    # The paper states no threshold; Brock et al.'s is 0.01. AGC keeps a unit's gradient under
-    # `clip` times its weight, while decay takes `weight_decay` times its weight, so with a clip
-    # below the decay every weight would vanish. Eight times the decay leaves room: 0.16, the
-    # largest clip that Brock et al. tried, is eight times 0.02.
+    # The paper states no threshold; Brock et al. use 0.01. AGC limits the gradient of a unit to
+    # `clip` times its weight, while decay subtracts `weight_decay` times its weight, so with a clip
+    # below the decay every weight would vanish. Eight times the decay is enough: 0.16, the largest
+    # clip that Brock et al. tried, is eight times 0.02.
     return {"clip.agc": max(AGC, 8 * recipe.optimizer.weight_decay)}
 
 
 def _less_decay(recipe: Recipe, alpha: float) -> Changes:
-    # By the identity, PGT leaves the backbone alpha times the decay (not with AdamW).
+    # By the identity, PGT multiplies the decay of the backbone by alpha (not with AdamW).
     if recipe.optimizer.weight_decay == 0:
         raise RecipeError("Expected optimizer.weight_decay above 0 for less-decay, but got 0.")
     return {"optimizer.weight_decay": alpha * recipe.optimizer.weight_decay}
 
 
-# By the identity, PGT is plain cross-entropy with two groups. SGD: the head's rate is lr * alpha,
-# the backbone's lr / alpha, a ratio of alpha^2. Adam and AdamW: the head's is lr * alpha, the
-# backbone's lr, because a factor of the gradient does not change the step; a ratio of alpha.
+# By the identity, PGT is plain cross-entropy with two parameter groups. With SGD, the learning rate
+# of the head is lr * alpha and that of the backbone lr / alpha, a ratio of alpha^2. With Adam and
+# AdamW they are lr * alpha and lr (a factor of the gradient does not change the step), a ratio of
+# alpha.
 HEAD_RATE_EXPONENT = {"sgd": 2, "adam": 1, "adamw": 1}
 
 
@@ -78,31 +79,31 @@ def _head_lr(recipe: Recipe, alpha: float) -> Changes:
     if recipe.optimizer.name not in HEAD_RATE_EXPONENT:
         raise RecipeError(
             f"Expected optimizer.name to be one of {', '.join(HEAD_RATE_EXPONENT)} for head-lr, "
-            f"but got {recipe.optimizer.name!r}, for which PGT's ratio of rates is not known."
+            f"but got {recipe.optimizer.name!r}, for which the ratio of learning rates is unknown."
         )
     ratio = alpha ** HEAD_RATE_EXPONENT[recipe.optimizer.name]
     return {"optimizer.head.lr": ratio * recipe.optimizer.head.lr}
 
 
-# By name: what an arm changes in a recipe, given alpha. The paper's methods, and PGT's controls.
+# The changes of a recipe for each method, given alpha: the paper's methods, and PGT's controls.
 METHODS: dict[str, Callable[[Recipe, float], Changes]] = {
     "baseline": lambda recipe, alpha: {},
     "pgt": lambda recipe, alpha: {"loss.alpha": alpha},
-    "gc": lambda recipe, alpha: {"clip.norm": 1.0},  # the usual one: the paper states none
+    "gc": lambda recipe, alpha: {"clip.norm": 1.0},  # a common value; the paper states none
     "agc": _agc,
     "label-smoothing": lambda recipe, alpha: {"loss.label_smoothing": 0.1},
     "less-decay": _less_decay,
     "head-lr": _head_lr,
 }
-OF_ALPHA = {"pgt", "less-decay", "head-lr"}  # those that depend on alpha
+OF_ALPHA = {"pgt", "less-decay", "head-lr"}  # the methods that depend on alpha
 
 
 def parse_arm(text: str, recipe: Recipe, alpha: float) -> tuple[str, Changes]:
-    """An arm's name and what it changes.
+    """Parse an arm into its name and its changes.
 
     Args:
-        text: Methods joined by ``+`` (``agc+pgt``), or ``key=value,key=value``, with ``NAME:``
-            before it if it is to be called otherwise.
+        text: Methods joined by ``+`` (``agc+pgt``), or ``key=value,key=value``; optionally with
+            ``NAME:`` before it.
         recipe: The recipe that it changes.
         alpha: The alpha of the methods that depend on it.
 
@@ -128,17 +129,17 @@ def parse_arm(text: str, recipe: Recipe, alpha: float) -> tuple[str, Changes]:
             changes |= METHODS[part](recipe, alpha)
         else:
             raise RecipeError(
-                f"Expected an arm of {', '.join(METHODS)}, joined by +, or key=value, but got "
+                f"Expected an arm made of {', '.join(METHODS)}, joined by +, or key=value, but got "
                 f"{part!r}{did_you_mean(part, METHODS)}"
             )
     name = name.strip()
     if not name:
-        raise RecipeError(f"Expected a name before the colon of an arm, but got {text!r}.")
+        raise RecipeError(f"Expected a name before the colon in --arm, but got {text!r}.")
     return name, changes
 
 
 def arms_of(texts: Sequence[str], recipe: Recipe, alphas: Sequence[float]) -> dict[str, Changes]:
-    """The arms of a comparison; with several alphas, one that depends on alpha once for each.
+    """The arms of a comparison. With several alphas, arms that depend on alpha occur once for each.
 
     Example:
         >>> list(arms_of(["baseline", "agc+pgt"], Recipe(), [0.1, 0.3]))
@@ -152,20 +153,21 @@ def arms_of(texts: Sequence[str], recipe: Recipe, alphas: Sequence[float]) -> di
             if parts & OF_ALPHA and len(alphas) > 1:
                 name = f"{name}({alpha:g})"
             if name in arms:
-                raise RecipeError(f"Expected arms of different names, but got {name!r} twice.")
+                raise RecipeError(f"Expected arms with different names, but got {name!r} twice.")
             arms[name] = changes
     return arms
 
 
-# Arms of somebody's own program ------------------------------------------------------------------
+# Arms of a user's program ------------------------------------------------------------------------
 
 
 class Given(NamedTuple):
-    """What the options of ``powergrad run`` depend on.
+    """The values from which the options of ``powergrad run`` are computed.
 
     Attributes:
-        alpha: PGT's.
-        exponent: PGT's ratio of the head's learning rate to the backbone's is alpha to this power.
+        alpha: The alpha of PGT.
+        exponent: With PGT, the ratio of the head's learning rate to the backbone's is alpha to this
+            power.
         agc: The threshold of adaptive gradient clipping.
     """
 
@@ -174,7 +176,7 @@ class Given(NamedTuple):
     agc: float
 
 
-# By name: the options of `powergrad run`.
+# The options of `powergrad run` for each method.
 RUN_METHODS: dict[str, Callable[[Given], Changes]] = {
     "baseline": lambda given: {},
     "pgt": lambda given: {"--alpha": given.alpha},
@@ -188,17 +190,18 @@ RUN_METHODS: dict[str, Callable[[Given], Changes]] = {
 def command_arms(
     texts: Sequence[str], alphas: Sequence[float], *, exponent: int = 2, agc: float | None = None
 ) -> dict[str, Changes]:
-    """The arms of a comparison of somebody's own program.
+    """The arms of a comparison of a user's program.
 
     Args:
-        texts: Methods joined by ``+``; or ``NAME: METHODS FLAGS``, of which the flags are added to
-            the command, and the methods may be missing.
+        texts: Methods joined by ``+``; or ``NAME: METHODS FLAGS``, where the flags are added to the
+            command, and the methods are optional.
         alphas: The alphas of the methods that depend on it; with several, one arm for each.
-        exponent: PGT's ratio of the head's learning rate to the backbone's is alpha to this power.
+        exponent: With PGT, the ratio of the head's learning rate to the backbone's is alpha to this
+            power.
         agc: The threshold of agc; by default 0.01.
 
     Raises:
-        RecipeError: If a part is not a method, no arm has the threshold, or a name occurs twice.
+        RecipeError: If a part is not a method, no arm uses `agc`, or a name occurs twice.
 
     Example:
         >>> command_arms(["baseline", "agc+pgt", "wide: pgt --width '6 4'"], [0.5])["wide"]
@@ -211,10 +214,10 @@ def command_arms(
             words = shlex.split(rest) if colon else [name]
         except ValueError as error:
             raise RecipeError(
-                f"Expected --arm as a shell takes it, but got {text!r}: {error}."
+                f"Expected --arm to be quoted as in a shell, but got {text!r}: {error}."
             ) from None
         if not name or not words:
-            raise RecipeError(f'Expected an arm as "name: --flag value", but got {text!r}.')
+            raise RecipeError(f'Expected an arm such as "name: --flag value", but got {text!r}.')
         methods = [part.strip() for part in words[0].split("+")]
         flags = words[1:]
         if colon and not set(methods) <= RUN_METHODS.keys():
@@ -222,9 +225,9 @@ def command_arms(
         for method in methods:
             if method not in RUN_METHODS:
                 raise RecipeError(
-                    f"Expected an arm of {', '.join(RUN_METHODS)}, joined by +, but got {method!r}"
-                    f"{did_you_mean(method, RUN_METHODS)} Flags of your own program are given as "
-                    '--arm "name: --flag value".'
+                    f"Expected an arm made of {', '.join(RUN_METHODS)}, joined by +, but got "
+                    f"{method!r}{did_you_mean(method, RUN_METHODS)} To pass flags to your own "
+                    'program, use --arm "name: --flag value".'
                 )
         depends = bool(OF_ALPHA & set(methods))
         for alpha in alphas if depends else alphas[:1]:
@@ -233,33 +236,34 @@ def command_arms(
                 changes |= RUN_METHODS[method](Given(alpha, exponent, AGC if agc is None else agc))
             full = f"{name}({alpha:g})" if depends and len(alphas) > 1 else name
             if full in arms:
-                raise RecipeError(f"Expected arms of different names, but got {full!r} twice.")
+                raise RecipeError(f"Expected arms with different names, but got {full!r} twice.")
             arms[full] = {**changes, **({FLAGS: flags} if flags else {})}
     if agc is not None and not any("--agc" in changes for changes in arms.values()):
-        raise RecipeError(f"Expected --agc with an arm that has agc, but got {', '.join(arms)}.")
+        raise RecipeError(f"Expected --agc only with an agc arm, but got {', '.join(arms)}.")
     return arms
 
 
 def head_exponent(optimizers: Iterable[str]) -> int:
-    """The power of alpha that is PGT's ratio of rates, for the optimizers of a program.
+    """The exponent of alpha in the ratio of learning rates, for the optimizers of a program.
 
     Raises:
-        RecipeError: If it is not known for one of them, or differs between them.
+        RecipeError: If it is unknown for one of them, or differs between them.
     """
     names = list(dict.fromkeys(optimizers))
-    found = {HEAD_RATE_EXPONENT.get(name.lower()) for name in names}
-    exponent = found.pop() if len(found) == 1 else None
+    exponents = {HEAD_RATE_EXPONENT.get(name.lower()) for name in names}
+    exponent = exponents.pop() if len(exponents) == 1 else None
     if exponent is None:
         known = ", ".join(HEAD_RATE_EXPONENT)
         raise RecipeError(
             f"Expected a program that trains with one of {known} for head-lr, but got "
-            f"{', '.join(names) or 'no optimizer'}, for which PGT's ratio of rates is not known."
+            f"{', '.join(names) or 'no optimizer'}, for which the ratio of learning rates is "
+            "unknown."
         )
     return exponent
 
 
 def parse_grid(texts: Iterable[str]) -> Grid:
-    """Keys and the values each takes.
+    """Parse the keys of a grid and their values.
 
     Example:
         >>> parse_grid(["alpha=0.1,0.3", "lr=0.1"])
@@ -269,7 +273,7 @@ def parse_grid(texts: Iterable[str]) -> Grid:
     for text in texts:
         key, equals, values = text.partition("=")
         if not equals or not values:
-            raise RecipeError(f"Expected a grid as key=value,value,..., but got {text!r}.")
+            raise RecipeError(f"Expected a grid such as key=value,value,..., but got {text!r}.")
         items = parse_values(key, values)
         dotted = expand_key(key.strip())
         if dotted in grid:
@@ -279,7 +283,7 @@ def parse_grid(texts: Iterable[str]) -> Grid:
 
 
 def parse_values(key: str, text: str) -> tuple[Any, ...]:
-    """Different values of a key, separated by commas."""
+    """Parse distinct values of a key, separated by commas."""
     items = [parse_overrides([f"x={value.strip()}"])["x"] for value in text.split(",")]
     if len(set(map(repr, items))) < len(items):
         raise RecipeError(f"Expected different values of {key!r}, but got {text!r}.")
@@ -287,15 +291,15 @@ def parse_values(key: str, text: str) -> tuple[Any, ...]:
 
 
 def decomposition(recipe: Recipe, alpha: float) -> dict[str, Changes]:
-    """The arms that take PGT apart, by the identity of `powergrad.equivalent_training`.
+    """The arms that decompose PGT, by the identity of `powergrad.equivalent_training`.
 
     Args:
-        recipe: Cross-entropy, as tuned.
-        alpha: PGT's alpha, above 0 and below 1.
+        recipe: The recipe with cross-entropy, already tuned.
+        alpha: The alpha of PGT, above 0 and below 1.
 
     Returns:
-        Cross-entropy; PGT; the equal training with two groups; each factor of it alone;
-        cross-entropy of alpha times the logits; and cross-entropy at ``lr / alpha``.
+        Cross-entropy; PGT; the equivalent training with two parameter groups; each of its factors
+        alone; cross-entropy of alpha times the logits; and cross-entropy at ``lr / alpha``.
     """
     if not 0 < alpha < 1:
         raise RecipeError(f"Expected `alpha` to be above 0 and below 1, but got {alpha:g}.")
@@ -310,7 +314,7 @@ def decomposition(recipe: Recipe, alpha: float) -> dict[str, Changes]:
         "optimizer.head.weight_decay": 1 / alpha,
         "model.head_scale": alpha,
     }
-    words = {
+    names = {
         "optimizer.backbone.lr": "backbone lr / alpha",
         "optimizer.backbone.eps": "backbone eps * alpha",
         "optimizer.backbone.weight_decay": "backbone decay * alpha",
@@ -327,7 +331,7 @@ def decomposition(recipe: Recipe, alpha: float) -> dict[str, Changes]:
         "CE": {},
         "PGT": {"loss.alpha": alpha},
         "two-group CE": factors,
-        **{words[key]: {key: value} for key, value in factors.items()},
+        **{names[key]: {key: value} for key, value in factors.items()},
         "CE(alpha z)": {"loss.logit_scale": alpha},
         "CE at lr / alpha": faster,
     }

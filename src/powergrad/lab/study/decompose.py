@@ -1,4 +1,4 @@
-"""Taking PGT apart by its identity with a two-group training."""
+"""The decomposition of PGT into the parts of the equivalent two-group training."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from powergrad.lab.study.results import Results
 
 __all__ = ["check_identity", "describe_identity", "explain_decomposition"]
 
-ROUNDING = 1e-6  # a relative difference of float64 that has other causes
-MARKS = (1, 10, 50, 200)  # steps at which the identity is looked at
+ROUNDING = 1e-6  # a relative difference in float64 above this is not rounding
+MARKS = (1, 10, 50, 200)  # steps at which the identity is checked
 
 
 def check_identity(recipe: Recipe, alpha: float) -> dict[int, float]:
-    """How far PGT and the equal two-group training are apart over their first steps, in float64.
+    """The difference between PGT and the equivalent two-group training over the first steps.
 
     Returns:
-        By the number of steps: the largest difference of a weight (the head's times alpha), over
-        the largest weight of its tensor. It is rounding, about 1e-15, which then grows: slowly in
-        a stable training, by a factor at each step in one that is not.
+        For each number of steps, the largest difference of a weight (of the head: times alpha),
+        relative to the largest weight of its tensor, in float64. At first it is rounding, about
+        1e-15. Then it grows: slowly in a stable training, exponentially in an unstable one.
     """
     arms = decomposition(recipe, alpha)
     data = load_data(recipe.data, data_dir=recipe.machine.data_dir)
@@ -58,22 +58,22 @@ def check_identity(recipe: Recipe, alpha: float) -> dict[int, float]:
 
 
 def describe_identity(gaps: Mapping[int, float]) -> str:
-    """What :func:`check_identity` measured, in a sentence."""
+    """The result of :func:`check_identity` as a sentence."""
     early = max(step for step in gaps if step <= 10)
     last = max(gaps)
-    words = (
-        f"In float64, PGT and the two-group CE are {gaps[early]:.0e} apart after {early} steps and "
-        f"{gaps[last]:.0e} after {last}: "
+    text = (
+        f"In float64, the weights of PGT and the two-group CE differ by {gaps[early]:.0e} after "
+        f"{early} steps and by {gaps[last]:.0e} after {last}: "
     )
     if not gaps[early] < ROUNDING:
-        return f"WARNING: {words}they are not the same training here."
+        return f"WARNING: {text}they are not the same training here."
     if not gaps[last] < ROUNDING:
-        return f"{words}the same training, though one so unstable that rounding grows."
-    return f"{words}they are the same training."
+        return f"{text}they are the same training, but it is unstable, so rounding errors grow."
+    return f"{text}they are the same training."
 
 
 def explain_decomposition(results: Results, alpha: float) -> str:
-    """What PGT's gain is made of, in a paragraph from the numbers."""
+    """The decomposition of PGT's gain, as a paragraph."""
     by_arm = {comparison.arm: comparison for comparison in results.comparisons}
     pgt, same, faster = by_arm["PGT"], by_arm["two-group CE"], by_arm["CE at lr / alpha"]
 
@@ -85,25 +85,26 @@ def explain_decomposition(results: Results, alpha: float) -> str:
     better = [arm for arm in parts if by_arm[arm].verdict == "better"]
     worse = [arm for arm in parts if by_arm[arm].verdict == "worse"]
     lines = [
-        f"At alpha {alpha:g}, {with_interval('PGT')}: {pgt.verdict}. The equal two-group CE, the "
-        f"same training up to rounding: {same.difference:+.2f}, {same.verdict}."
+        f"At alpha {alpha:g}, {with_interval('PGT')}: {pgt.verdict}. The equivalent two-group CE, "
+        f"the same training up to rounding: {same.difference:+.2f}, {same.verdict}."
     ]
     if better:
-        lines.append(f"Alone, these parts of it help: {'; '.join(map(with_interval, better))}.")
+        lines.append(f"These parts help on their own: {'; '.join(map(with_interval, better))}.")
     if worse:
-        lines.append(f"These do harm: {'; '.join(map(with_interval, worse))}.")
+        lines.append(f"These parts do harm: {'; '.join(map(with_interval, worse))}.")
     if not better and not worse:
         largest = max(parts, key=lambda arm: abs(by_arm[arm].difference))
         lines.append(f"No part alone is better or worse; the largest is {with_interval(largest)}.")
     lines.append(
         f"Without PGT, at the learning rate divided by alpha: {with_interval('CE at lr / alpha')}, "
-        f"{faster.verdict}. The loss of alpha times the logits: {with_interval('CE(alpha z)')}."
+        f"{faster.verdict}. With alpha times the logits in the loss: "
+        f"{with_interval('CE(alpha z)')}."
     )
     if pgt.verdict != "better":
-        lines.append("PGT itself is not shown to help here, so there is no gain to take apart.")
+        lines.append("PGT itself is not shown to help here, so there is no gain to decompose.")
     elif simpler := [*better, *(["CE at lr / alpha"] if faster.verdict == "better" else [])]:
         best = max(simpler, key=lambda arm: by_arm[arm].difference)
-        lines.append(f"Instead of PGT one could change this here: {best}.")
+        lines.append(f"Instead of PGT, this single change could be used here: {best}.")
     else:
-        lines.append("No single change does the same here: PGT, or its two groups, are needed.")
+        lines.append("No single change does the same here: PGT or its two groups are needed.")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What is studied: a program, arms, seeds and a metric."""
+"""The definition of a study: a program, arms, seeds and a metric."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILE = "study.yaml"
 
 
 class StudyKind(str, enum.Enum):
-    """What a study is for."""
+    """The kind of a study."""
 
     COMPARE = "compare"
     SWEEP = "sweep"
@@ -42,31 +42,32 @@ def again(job: Job) -> Job:
 
 
 def read_kind(values: Mapping[str, Any]) -> tuple[StudyKind, tuple[str, ...]]:
-    """Kind and tuned keys of a study's file; format 1 had both in one string."""
+    """The kind and the tuned keys in the file of a study; format 1 had both in one string."""
     kind, _, tuned = str(values["kind"]).partition("-tuned-")
     return StudyKind(kind), (tuned,) if tuned else tuple(values.get("tuned", ()))
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is studied.
+    """The definition of a study.
 
-    The unit that is compared is a run of one seed, or, with `finals`, a repeat: one independent
-    tuning, whose winner is run on so many fresh seeds.
+    A unit of the comparison is a run with one seed. With `finals`, it is a repeat: one independent
+    tuning, whose best settings are then run with `finals` new seeds.
 
     Attributes:
-        kind: What it is for.
-        program: What every run does.
-        arms: What each arm changes; the first is the baseline that the others are compared with.
-        design: At how many units per arm the results are looked at.
-        metric: What is compared at the end of each run.
+        kind: The kind of study.
+        program: The program of every run.
+        arms: The changes of each arm; the first is the baseline.
+        design: The numbers of units per arm at which the results are tested.
+        metric: The metric that is compared at the end of each run.
         margin: The largest difference that does not matter.
         first_seed: The first seed.
-        finals: Seeds per repeat; 0 if a unit is a run.
+        finals: The number of seeds per repeat; 0 if a unit is a run.
         tuned: The keys that are tuned for every arm.
-        tuning: How they are tuned, as plain values: a study is not continued with another tuning.
-        chosen: What a single tuning chose for each arm.
-        earlier: Sizes at which its results were looked at before without a plan for it.
+        tuning: The settings of the tuning, as plain values. A study cannot be continued with
+            another tuning.
+        chosen: The values that a single tuning chose for each arm.
+        earlier: The sizes at which the results were looked at before without planning it.
     """
 
     kind: StudyKind
@@ -84,13 +85,13 @@ class Study:
 
     def __post_init__(self) -> None:
         check_positive(self.margin, "margin")
-        # Arms with a tuned key of their own differ in that.
+        # Arms with their own tuned keys may have equal changes.
         own = self.tuning.get("own", {})
         self.program.check_arms({arm: c for arm, c in self.arms.items() if arm not in own})
 
     @property
     def baseline(self) -> str:
-        """The arm that the others are compared with."""
+        """The arm with which the others are compared."""
         return next(iter(self.arms))
 
     @property
@@ -106,10 +107,10 @@ class Study:
 
     @property
     def name(self) -> str:
-        """A folder name that differs for other kinds and programs."""
-        words = [self.kind.value, *(["tuned", *map(short_key, self.tuned)] if self.tuned else [])]
-        words += ["repeats"] if self.finals else []
-        kind = "-".join(words)
+        """A folder name that depends on the kind and the program."""
+        parts = [self.kind.value, *(["tuned", *map(short_key, self.tuned)] if self.tuned else [])]
+        parts += ["repeats"] if self.finals else []
+        kind = "-".join(parts)
         digest = hashlib.sha256(f"{kind}:{self.program.key}".encode()).hexdigest()[:8]
         data = "".join(c if c.isalnum() else "-" for c in self.program.data_name)
         return f"{kind}-{data}-{digest}"
@@ -121,19 +122,19 @@ class Study:
 
     def seeds_of(self, units: range) -> range:
         """The seeds of some units."""
-        each = self.finals or 1
-        return range(self.first_seed + each * units.start, self.first_seed + each * units.stop)
+        size = self.finals or 1
+        return range(self.first_seed + size * units.start, self.first_seed + size * units.stop)
 
     def unit_of(self, seed: int) -> int:
         """The unit that a seed belongs to: the seed itself, or the number of its repeat."""
         return (seed - self.first_seed) // self.finals if self.finals else seed
 
     def settings(self, arm: str) -> dict[str, Any]:
-        """What an arm changes, with the values that were chosen for it."""
+        """The changes of an arm, with the values that were chosen for it."""
         return {**self.arms[arm], **self.chosen.get(arm, {})}
 
     def jobs(self, units: range | None = None) -> dict[tuple[str, int], Job]:
-        """The runs of every arm; seeds in the outer loop, so that arms fill evenly."""
+        """The runs of every arm; seeds are the outer loop, so that all arms advance together."""
         return {
             (arm, seed): self.program.job(arm, self.settings(arm), seed)
             for seed in (self.seeds if units is None else self.seeds_of(units))
@@ -141,13 +142,13 @@ class Study:
         }
 
     def claim(self, folder: Path) -> Study:
-        """Write the definition into `folder`, or continue the study that it holds.
+        """Write the definition to `folder`, or continue the study in it.
 
-        Arms may be added, and are then compared together with the earlier ones. Another number of
-        seeds is possible too; the results say what that does to their error.
+        Arms may be added; they are then compared together with the earlier ones. The number of
+        seeds may change too; the notes of the results state how this affects the error.
 
         Returns:
-            The study, with what it takes over from an earlier start.
+            The study, merged with its earlier definition.
 
         Raises:
             RecipeError: If the folder holds another study.
@@ -194,20 +195,20 @@ class Study:
         if not is_same or before != now:
             raise RecipeError(
                 f"Expected {str(folder)!r} to hold this study, but got one of another program "
-                "or tuning; give another --name."
+                "or tuning; choose another --name."
             )
         for arm, changes in self.arms.items():
             if arm in earlier.arms and dict(earlier.arms[arm]) != dict(changes):
                 raise RecipeError(
                     f"Expected the arm {arm!r} of {str(folder)!r} to change {dict(changes)}, but "
-                    f"got {dict(earlier.arms[arm])}; give another --name."
+                    f"got {dict(earlier.arms[arm])}; choose another --name."
                 )
         looked, design = set(earlier.earlier), self.design
         was_shown = (folder / "study.json").exists()
-        if data_before and data_before != data_now:  # nothing was seen of these data yet
+        if data_before and data_before != data_now:  # there are no results for these data yet
             self._put_aside(folder, data_before)
             looked = set()
-        elif earlier.design.last == design.last:  # with the looks that were, as when time was over
+        elif earlier.design.last == design.last:  # keep earlier looks, such as at a time limit
             looks = tuple(sorted({*earlier.design.looks, *design.looks}))
             design = replace(design, looks=looks)
         elif was_shown:
@@ -221,28 +222,30 @@ class Study:
         )
 
     def _put_aside(self, folder: Path, earlier: str) -> None:
-        """Keep the results of data that were changed since under another name, and say so."""
+        """Rename the results of data that have changed since, and tell the user."""
         for name in ("study.json", "study.csv"):
             path = folder / name
             if path.exists():
                 path.rename(path.with_stem(f"study-{earlier.partition(':')[2][:8]}"))
         print(
-            f"{self.program.changing} since the runs in {folder} were made: all runs are done "
-            "anew, and the earlier ones are not used.",
+            f"{self.program.changing} since the runs in {folder} were made: all runs are repeated, "
+            "and the earlier ones are not used.",
             file=sys.stderr,
         )
 
     @classmethod
     def load(cls, folder: Path) -> Study:
-        """The study that `folder` holds, as far as it was started.
+        """Load the study in `folder`.
 
         Raises:
-            RunError: If it holds none, or one that only a newer powergrad reads.
+            RunError: If there is none, or it has a newer format.
         """
         try:
             values = yaml.safe_load((folder / FILE).read_text(encoding="utf-8"))
             if values.get("format", 1) > FORMAT:
-                raise ValueError(f"format {values['format']}, which a newer powergrad reads")
+                raise ValueError(
+                    f"format {values['format']}, which needs a newer version of powergrad"
+                )
             kind, tuned = read_kind(values)
             name = values.get("metric", "test_accuracy")
             margin = values.get("margin", METRICS[name].margin if name in METRICS else None)
@@ -253,7 +256,7 @@ class Study:
                 seeds = values["seeds"] if "seeds" in values else _seeds_of_runs(folder)
                 first, design = min(seeds, default=0), Design((max(2, len(seeds)),))
             arms, chosen = values["arms"], values.get("chosen", {})
-            if "chosen" not in values:  # formats 1 and 2: among what the arm changes
+            if "chosen" not in values:  # formats 1 and 2: among the changes of the arm
                 chosen = {a: {key: c[key] for key in tuned if key in c} for a, c in arms.items()}
                 arms = {a: {k: v for k, v in c.items() if k not in tuned} for a, c in arms.items()}
             return cls(
@@ -280,5 +283,5 @@ def _seeds_of_runs(folder: Path) -> list[int]:
         try:
             seeds.add(Run(config.parent).recipe().seed)
         except (RunError, RecipeError):
-            continue  # the page says what cannot be read
+            continue  # the page lists unreadable runs
     return sorted(seeds)

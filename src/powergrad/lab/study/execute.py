@@ -1,4 +1,4 @@
-"""Doing a study: the runs of each look, until every arm is settled or the last look is made."""
+"""Executes a study: the runs of each look, until all arms are settled or the last look is made."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from powergrad.lab.words import short_key
 
 __all__ = ["Execution", "Watching", "queue_name", "run_study", "tune_once"]
 
-# Makes what shows the progress of some jobs: a title, the jobs by arm and seed, and the metric.
+# Creates the progress display of some jobs from a title, the jobs by arm and seed, and the metric.
 Watching = Callable[
     [str, Mapping[tuple[str, int], Job], str], AbstractContextManager[Callable[[Snapshot], None]]
 ]
@@ -32,18 +32,18 @@ Watching = Callable[
 
 @dataclass(frozen=True)
 class Execution:
-    """How the runs of a study are done.
+    """Options for the execution of a study.
 
     Attributes:
-        workers: Runs at a time on this machine.
+        workers: The number of runs at a time on this machine.
         storage: See :class:`powergrad.lab.jobs.queue.JobQueue`.
-        known: A CSV file of an earlier start, as study.csv: its runs are not done again.
-        watching: Makes what shows the progress.
+        known: A study.csv of an earlier start, whose runs are not repeated.
+        watching: Creates the progress display.
         saved: Called with the results after every look, and after every repeat.
-        deadline: When to be done, as `time.monotonic` has it; see :class:`JobQueue`.
-        run_seconds: How long a run takes, as far as that is known before one is finished.
+        deadline: The time at which to finish, as of `time.monotonic`; see :class:`JobQueue`.
+        run_seconds: The estimated time of a run, if known before one is finished.
         environments: See :class:`powergrad.lab.jobs.queue.JobQueue`.
-        opened: A queue that is used for everything, and stays open.
+        opened: An open queue to use instead of a new one; it stays open.
     """
 
     workers: int
@@ -73,7 +73,7 @@ class Execution:
 
     @property
     def known_runs(self) -> dict[str, Mapping[str, Any]]:
-        """The final metrics of the runs that are known, by name."""
+        """The final metrics of the known runs, by name."""
         if self.known is None:
             return {}
         _, rows = read_rows(self.known, all_phases=True)
@@ -81,29 +81,28 @@ class Execution:
 
 
 def queue_name(folder: Path, study: Study) -> str:
-    """The name of a study in a storage, which may hold studies of one name."""
+    """The name of a study in a storage, unique even if several studies have the same name."""
     return f"{folder.name}-{study.name}"
 
 
 def run_study(
     study: Study, folder: Path, execution: Execution, *, tuner: Tuner | None = None, **records: Any
 ) -> Results:
-    """Do the runs of a study that are not done yet, in `folder`.
+    """Execute the missing runs of a study in `folder`.
 
     Args:
-        study: What is studied. If it was tuned once, its arms have their chosen values.
-        folder: The study's folder.
-        execution: How.
-        tuner: Tunes every repeat, where the study has repeats.
-        records: ``tuning``, ``trials``, ``grid`` and ``decomposition``, as :class:`Results` has
-            them.
+        study: The study. If it was tuned once, its arms have their chosen values.
+        folder: The folder of the study.
+        execution: The options.
+        tuner: Tunes every repeat, if the study has repeats.
+        records: ``tuning``, ``trials``, ``grid`` and ``decomposition`` for :class:`Results`.
 
     Returns:
         The results after the last look.
     """
     study = study.claim(folder)
     if tuner is not None:
-        tuner = replace(tuner, study=study)  # with the arms of an earlier start
+        tuner = replace(tuner, study=study)  # includes the arms of an earlier start
     environment = describe_machine()
     results = Results(
         study.metric,
@@ -120,7 +119,7 @@ def run_study(
         for look in study.design.looks:
             steps = range(done, look) if tuner else [look - 1]
             if study.program.is_foreign and not done:
-                steps = sorted({0, *steps})  # the first seed alone: what fails, fails there
+                steps = sorted({0, *steps})  # the first seed alone, to detect failures early
             for last in steps:
                 if tuner is not None:
                     arms = {arm: study.arms[arm] for arm in _open_arms(results)}
@@ -141,7 +140,7 @@ def run_study(
 
 
 def _run_units(results: Results, units: range, queue: JobQueue, execution: Execution) -> Results:
-    """The results with the runs of some more units, of the arms that are still open."""
+    """The results with the runs of additional units, for the arms that are still open."""
     study = results.study
     assert study is not None
     jobs: dict[tuple[str, int], Job] = {}
@@ -152,33 +151,33 @@ def _run_units(results: Results, units: range, queue: JobQueue, execution: Execu
             jobs[arm, seed] = study.program.job(arm, {**study.settings(arm), **chosen}, seed)
     title = study.program.title
     if not study.design.is_fixed or study.finals:
-        title += f", {'repeats' if study.finals else 'seeds'} up to {units.stop} of "
-        title += f"{study.design.last} at most"
+        what = "repeats" if study.finals else "seeds"
+        title += f", {what} up to {units.stop} of at most {study.design.last}"
     finished, failed = _do(title, jobs, study.metric.name, study, queue, execution)
     rows = []
     for (arm, seed), job in jobs.items():
         unit = study.unit_of(seed) if study.finals else None
         if job.name in failed:
             rows.append(RunRow(arm, seed, {"failed": failed[job.name]}, job.name, unit=unit))
-        elif job.name in finished:  # else the time was over
+        elif job.name in finished:  # otherwise there was no time left
             metrics = judged(finished[job.name], study)
             rows.append(_row(arm, seed, job, metrics, queue, unit))
     return replace(results, rows=[*results.rows, *rows])
 
 
 def _missing(results: Results, units: int) -> dict[str, int]:
-    """How many units each open arm lacks of `units`, where it lacks any."""
+    """The number of units that each open arm lacks of `units`, if any."""
     finals = results.study.finals if results.study else 0
     counts = {arm: len(results.of_arm(arm)) // (finals or 1) for arm in _open_arms(results)}
     return {arm: units - count for arm, count in counts.items() if count < units}
 
 
 def _cut_short(results: Results, missing: Mapping[str, int]) -> Results:
-    """The results of a study whose time is over in the middle of a look.
+    """The results of a study whose time ran out before a look was complete.
 
-    The runs that every open arm has are judged by one more look. Its time does not depend on the
-    results, and the error is spent in proportion to the runs (Lan and DeMets), so the looks after
-    it, if the study is continued, are as they would be.
+    The runs that every open arm has are tested in one additional look. Its time does not depend on
+    the results, and the error is spent in proportion to the runs (Lan and DeMets), so later looks
+    remain valid if the study is continued.
     """
     study = results.study
     assert study is not None
@@ -193,8 +192,8 @@ def _cut_short(results: Results, missing: Mapping[str, int]) -> Results:
         design = replace(study.design, looks=tuple(sorted({*looks, least})))
         study = replace(study, design=design).claim(results.folder)
     remark = (
-        f"The time was over before all runs were done: {listed} could not be run. What is finished "
-        "is judged; the same command continues."
+        f"The time ran out before all runs were finished: {listed} could not be run. The verdict "
+        "uses the finished runs; the same command continues the study."
     )
     return replace(results, study=study, remarks=[*results.remarks, remark])
 
@@ -207,10 +206,10 @@ def _do(
     queue: JobQueue,
     execution: Execution,
 ) -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, str]]:
-    """The final metrics of some runs, and why others failed, by name.
+    """The final metrics of the finished runs, and the reasons of the failed ones, by name.
 
     Raises:
-        JobError: If a run of ours failed, or one that no other can replace.
+        JobError: If a run of a recipe failed.
     """
     try:
         with execution.watching(title, jobs, metric) as watch:
@@ -222,10 +221,10 @@ def _do(
 
 
 def _is_constant(results: Results) -> bool:
-    """Whether somebody's own program gives one number per arm, whatever its seed."""
+    """Whether a user's program gives the same number for all seeds of an arm."""
     assert results.study is not None
     values = [set(results.values(arm).values()) for arm in results.arms]
-    return results.study.program.is_foreign and all(len(of_arm) <= 1 for of_arm in values)
+    return results.study.program.is_foreign and all(len(distinct) <= 1 for distinct in values)
 
 
 def _open_arms(results: Results) -> list[str]:
@@ -249,7 +248,7 @@ def _chosen(results: Results, arm: str, unit: int) -> Mapping[str, Any]:
 def _row(
     arm: str, seed: int, job: Job, metrics: Mapping[str, Any], queue: JobQueue, unit: int | None
 ) -> RunRow:
-    """The row of a finished run; its commit is in its folder, or came with its metrics."""
+    """The row of a finished run; its commit is in its folder or among its metrics."""
     values = dict(metrics)
     commit = str(values.pop("commit", ""))
     is_here = (queue.folder / job.name).is_dir()
@@ -264,21 +263,21 @@ def _row(
 def _tune_repeat(
     tuner: Tuner, repeat: int, results: Results, queue: JobQueue, execution: Execution
 ) -> Results:
-    """The results with one more tuning: its trials, and what they chose."""
+    """The results with one more tuning: its trials and its choices."""
     study = tuner.study
     jobs = tuner.jobs(repeat)
     shown = {(arm, 1000 * place + seed): job for (arm, place, seed), job in jobs.items()}
     title = f"tuning {', '.join(map(short_key, tuner.space.keys))}"
-    title += f", repeat {repeat + 1} of {study.design.last} at most" if study.finals else ""
+    title += f", repeat {repeat + 1} of at most {study.design.last}" if study.finals else ""
     finished, failed = _do(title, shown, tuner.judging.name, study, queue, execution)
     if len(finished) + len(failed) < len(jobs):
         raise Interrupted(
-            f"the time was over with {len(finished)} of {len(jobs)} runs of the tuning finished"
+            f"the time ran out with {len(finished)} of {len(jobs)} tuning runs finished"
         )
     rows = []
     for (arm, place, seed), job in jobs.items():
         if job.name in failed:
-            continue  # `choose` says so
+            continue  # `choose` reports it
         unit = repeat if study.finals else None
         row = _row(arm, seed, job, judged(finished[job.name], study), queue, unit)
         point = tuner.changes(arm, tuner.space.points(arm, repeat)[place])
@@ -290,7 +289,7 @@ def _tune_repeat(
 
 
 def tune_once(tuner: Tuner, folder: Path, execution: Execution) -> tuple[Study, Results]:
-    """The study with one choice for every arm, and empty results that say how it was made."""
+    """Tune every arm once; return the study with the choices, and results with the tuning only."""
     study = tuner.study
     empty = Results(study.metric, study.margin, study.baseline, [], study, folder)
     with execution.queue(folder, study) as queue:

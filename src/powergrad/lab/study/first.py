@@ -1,4 +1,4 @@
-"""The first run of somebody's own program: what it measures, how long it takes, if it repeats."""
+"""The first run of a user's program: its metrics, its duration, and whether it is repeatable."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ __all__ = ["FirstRun", "announce", "run_first"]
 
 @dataclass(frozen=True)
 class FirstRun:
-    """The first run, which is done twice.
+    """The first run, which is executed twice.
 
     Attributes:
-        repeated: The final metrics of both, or of the one that did not fail.
+        repeated: The final metrics of both runs, or of the one that did not fail.
     """
 
     repeated: Sequence[Mapping[str, Any]]
 
     @property
     def seconds(self) -> float:
-        """How long a run takes."""
+        """The time of a run."""
         return max(float(metrics.get("seconds", 0.0)) for metrics in self.repeated)
 
     @property
     def optimizers(self) -> list[str]:
-        """The classes of the optimizers, as far as ``powergrad run`` has seen them."""
+        """The classes of the optimizers that ``powergrad run`` has seen."""
         return self.repeated[0].get("optimizers", [])
 
     def metric(
@@ -50,23 +50,24 @@ class FirstRun:
         """The metric to compare.
 
         Args:
-            name: Its name, if it was given.
-            usual: What is compared where no name is given and the run has several metrics.
+            name: Its name, if given.
+            usual: The metric to compare if no name is given and the run has several metrics.
             margin: See :func:`powergrad.lab.study.metrics.guess_metric`.
-            better: The same.
+            better: See :func:`powergrad.lab.study.metrics.guess_metric`.
 
         Raises:
-            RecipeError: If there is none of that name, or none was named and there are several.
+            RecipeError: If there is no metric of that name, or if no name is given and there are
+                several.
         """
-        found = [
+        names = [
             key
             for key, value in self.repeated[0].items()
             if isinstance(value, (int, float)) and key not in RESERVED
         ]
-        candidates = [name] if name else found if len(found) == 1 else list(usual)
-        if len(candidates) != 1 or candidates[0] not in found:
+        candidates = [name] if name else names if len(names) == 1 else list(usual)
+        if len(candidates) != 1 or candidates[0] not in names:
             raise RecipeError(
-                f"Expected --metric, one of {', '.join(found) or 'none'}, but got "
+                f"Expected --metric, one of {', '.join(names) or 'none'}, but got "
                 f"{name if name else 'none'}."
             )
         values = [float(metrics[candidates[0]]) for metrics in self.repeated]
@@ -74,7 +75,7 @@ class FirstRun:
 
 
 def run_first(study: Study, tuner: Tuner | None, folder: Path, execution: Execution) -> FirstRun:
-    """Do the first run of the baseline twice; where arms are tuned, its first trial.
+    """Execute the first run of the baseline twice; if arms are tuned, its first trial.
 
     Raises:
         JobError: If both fail.
@@ -94,17 +95,17 @@ def run_first(study: Study, tuner: Tuner | None, folder: Path, execution: Execut
                 reason = next(iter(error.failed.values()))
                 raise JobError(f"the first run failed: {reason}") from None
             done = error.results
-    return FirstRun([done[each.name] for each in jobs.values() if each.name in done])
+    return FirstRun([done[job.name] for job in jobs.values() if job.name in done])
 
 
 def announce(study: Study, tuner: Tuner | None, seconds: float, workers: int) -> str:
-    """How many runs there are, and how long they will take.
+    """A sentence with the number of runs and their expected time.
 
     Args:
-        study: What is studied.
-        tuner: What tunes its arms.
-        seconds: How long a run takes.
-        workers: Runs at a time.
+        study: The study.
+        tuner: The tuner of its arms, if any.
+        seconds: The time of a run.
+        workers: The number of runs at a time.
     """
     finals = len(study.arms) * (study.finals or 1)
     fixed, per_unit = 0, finals
@@ -115,4 +116,4 @@ def announce(study: Study, tuner: Tuner | None, seconds: float, workers: int) ->
     counts = list(dict.fromkeys(fixed + per_unit * units for units in (looks[0], looks[-1])))
     runs = " to ".join(map(str, counts))
     times = " to ".join(duration(seconds * -(-count // workers)) for count in counts)
-    return f"{runs} runs, about {times} with {workers} at a time; Ctrl-C saves."
+    return f"{runs} runs, about {times} with {workers} at a time; Ctrl-C stops and saves."

@@ -1,4 +1,4 @@
-"""The metrics that runs end with and arms are compared by."""
+"""The metrics of runs, by which arms are compared."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric that arms are compared by.
+    """A metric by which arms are compared.
 
     Attributes:
         name: Its name in results and files.
         higher_is_better: Whether a larger value is better.
-        unit: A difference in words, as "points of test accuracy".
-        margin: The largest difference that does not matter, unless the user says otherwise.
+        unit: The unit of a difference, such as "points of test accuracy".
+        margin: The default of the largest difference that does not matter.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Metric:
 
     @property
     def title(self) -> str:
-        """The metric in words, for axes and table headings."""
+        """The name for axes and table headings."""
         return self.name.replace("_", " ")
 
     @property
     def better(self) -> Literal["higher", "lower"]:
-        """Which is better."""
+        """Whether a higher or a lower value is better."""
         return "higher" if self.higher_is_better else "lower"
 
 
@@ -60,7 +60,7 @@ METRICS = {
         Metric("dead_units", False, "dead units", 1.0),
     )
 }
-# What study.csv has of each run, after arm, seed and run.
+# The columns of study.csv after arm, seed and run.
 COLUMNS = (
     "train_loss",
     "train_accuracy",
@@ -80,7 +80,7 @@ COLUMNS = (
 
 
 def metric_names(runs: Iterable[Mapping[str, object]], first: str) -> list[str]:
-    """The names of the metrics that runs have, of which one comes first.
+    """The names of the metrics of some runs, starting with `first`.
 
     Example:
         >>> metric_names([{"seconds": 1, "loss": 2, "acc": 3}], "acc")
@@ -93,7 +93,7 @@ def metric_names(runs: Iterable[Mapping[str, object]], first: str) -> list[str]:
 
 
 def chance_of(metric: str, classes: int) -> float | None:
-    """What guessing reaches: the value of a run that diverged. None where that is not known.
+    """The value of random guessing, for runs that diverged; None if it is not known.
 
     Example:
         >>> chance_of("test_accuracy", 10), chance_of("dead_units", 10)
@@ -107,7 +107,7 @@ def chance_of(metric: str, classes: int) -> float | None:
 
 
 def metric_named(name: str) -> Metric:
-    """The known metric of a name.
+    """The known metric with a name.
 
     Raises:
         RecipeError: If there is none.
@@ -118,7 +118,7 @@ def metric_named(name: str) -> Metric:
 
 
 def saved_metric(name: str, better: str | None, margin: float) -> Metric:
-    """The metric that a study has saved; files of earlier formats do not say which is better."""
+    """The metric of a saved study; files of earlier formats have no `better`."""
     known = METRICS.get(name)
     if known is not None and better in (None, known.better):
         return known
@@ -128,33 +128,33 @@ def saved_metric(name: str, better: str | None, margin: float) -> Metric:
 def guess_metric(
     name: str, values: Sequence[float], *, margin: float | None, better: str | None
 ) -> Metric:
-    """The metric of a column that somebody else named.
+    """The metric of a user-defined name.
 
     Args:
-        name: The column.
-        values: What is in it, as far as it is known.
+        name: The name, such as that of a column.
+        values: The known values.
         margin: The largest difference that does not matter; by default that of a known metric, or
-            0.5 where the values are percentages.
-        better: ``higher`` or ``lower``; by default as the name has it.
+            0.5 if the values are percentages.
+        better: ``higher`` or ``lower``; by default guessed from the name.
 
     Raises:
-        RecipeError: If it cannot be known which is better, or what margin is meant.
+        RecipeError: If `better` or `margin` is needed and not given.
     """
     known = METRICS.get(name)
-    words = name.lower()
-    is_percentage = name == "metric" or "acc" in words
+    lower_name = name.lower()
+    is_percentage = name == "metric" or "acc" in lower_name
     if better is not None:
         higher = better == "higher"
     elif known is not None:
         higher = known.higher_is_better
-    elif any(word in words for word in ("loss", "err", "nll", "perplexity", "ppl")):
+    elif any(word in lower_name for word in ("loss", "err", "nll", "perplexity", "ppl")):
         higher = False
     elif is_percentage:
         higher = True
     else:
         raise RecipeError(
-            f"Expected --better higher or --better lower, because {name!r} does not say which is "
-            "better."
+            f"Expected --better higher or --better lower, because the name {name!r} does not show "
+            "which is better, but got none."
         )
     if margin is None:
         if is_percentage and any(abs(value) > 1 for value in values if value == value):
@@ -163,10 +163,12 @@ def guess_metric(
             margin = known.margin
         else:
             reason = (
-                "fractions, not per cent" if is_percentage else f"{name!r}, of which none is usual"
+                "the values are fractions, not percentages"
+                if is_percentage
+                else f"{name!r} has no default"
             )
             raise RecipeError(
                 "Expected --margin, the largest difference that does not matter to you, because "
-                f"these are {reason}."
+                f"{reason}, but got none."
             )
     return Metric(name, higher, known.unit if known else name, margin)

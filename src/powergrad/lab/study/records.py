@@ -1,4 +1,4 @@
-"""What a study records: the end of each run, how arms were tuned, a grid, a decomposition."""
+"""The records of a study: final metrics of runs, tuning, grid, decomposition."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["Choice", "Decomposition", "Grid", "RunRow", "Trial", "Tuning", "desc
 
 @dataclass(frozen=True)
 class RunRow:
-    """The end of one run.
+    """The final metrics of one run.
 
     Attributes:
         arm: Its arm.
         seed: Its seed.
         metrics: The final metrics.
         run: The name of its folder; empty for runs made elsewhere.
-        commit: The commit that made it, where that was kept.
-        unit: What it is compared as: the number of its repeat, or else None.
+        commit: The commit of the code, if known.
+        unit: The number of its repeat; None if the study has no repeats.
         is_elsewhere: Whether its folder is on another machine, or was not kept.
     """
 
@@ -38,7 +38,7 @@ class RunRow:
     is_elsewhere: bool = False
 
     def value(self, metric: str) -> float | None:
-        """A metric as a number; None where the run does not have it, or it is not a number."""
+        """A metric as a number; None if the run does not have it, or if it is NaN."""
         value = self.metrics.get(metric)
         return float(value) if isinstance(value, (int, float)) and value == value else None
 
@@ -49,7 +49,7 @@ class RunRow:
 
     @property
     def failed(self) -> str:
-        """Why a run of somebody's own program failed: it has no metrics; empty if it did not."""
+        """Why the run of a user's program failed; empty if it did not. It then has no metrics."""
         return str(self.metrics.get("failed") or "")
 
     def is_lost(self, metric: str) -> bool:
@@ -58,7 +58,7 @@ class RunRow:
         return self.diverged or (value is not None and math.isinf(value))
 
     def to_dict(self) -> dict[str, Any]:
-        """One flat mapping, as study.json and study.csv have it."""
+        """One flat mapping, as in study.json and study.csv."""
         kept = {
             "run": self.run,
             "commit": self.commit,
@@ -70,7 +70,7 @@ class RunRow:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunRow:
-        """What :meth:`to_dict` wrote."""
+        """The inverse of :meth:`to_dict`."""
         names = {"arm": "arm", "seed": "seed", "run": "run", "commit": "commit"}
         names |= {"repeat": "unit", "elsewhere": "is_elsewhere"}
         about = {name: values[key] for key, name in names.items() if key in values}
@@ -83,9 +83,9 @@ class Trial:
     """A point that was tried for an arm.
 
     Attributes:
-        point: The values of the tuned keys, before they are mapped to the arm's own.
-        changes: What the arm changed there.
-        mean: The mean of the metric on the held-out data; NaN where it cannot be used.
+        point: The values of the tuned keys, before they are mapped to those of the arm.
+        changes: The changes of the arm at this point.
+        mean: The mean of the metric on the held-out data; NaN if it cannot be used.
         note: Why it cannot be used; empty if it can.
     """
 
@@ -97,12 +97,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for an arm in one tuning.
+    """The choice for an arm in one tuning.
 
     Attributes:
-        trials: What was tried.
-        chosen: The place of the winner among the trials.
-        edges: The tuned keys whose chosen value is at the edge of what was tried.
+        trials: The points that were tried.
+        chosen: The index of the best trial.
+        edges: The tuned keys whose chosen value is the smallest or largest that was tried.
     """
 
     trials: tuple[Trial, ...]
@@ -111,7 +111,7 @@ class Choice:
 
     @property
     def winner(self) -> Trial:
-        """The trial that won."""
+        """The best trial."""
         return self.trials[self.chosen]
 
     @property
@@ -121,7 +121,7 @@ class Choice:
 
     @property
     def lead(self) -> float:
-        """How far the winner is ahead of the second; NaN where there is none."""
+        """The difference between the best and the second-best trial; NaN without a second."""
         others = [t.mean for i, t in enumerate(self.trials) if i != self.chosen]
         usable = [mean for mean in others if mean == mean]
         return min((abs(self.winner.mean - mean) for mean in usable), default=math.nan)
@@ -129,17 +129,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How keys were tuned for every arm.
+    """The tuning of keys for every arm.
 
     Attributes:
         keys: The dotted keys.
-        seeds: Seeds per point.
-        hold_out: The fraction of the training data on which the points were judged.
-        repeats: One independent tuning each: what was tried and chosen, by arm.
-        is_unit: Whether each repeat's winner is one unit of the comparison. If not, there is one
-            tuning, and the comparison holds for the chosen values only.
-        metric: The metric of somebody's own program by which points were chosen; empty where it is
-            the one that is compared, on held-out data.
+        seeds: The number of seeds per point.
+        hold_out: The fraction of the training data on which the points were tested.
+        repeats: The independent tunings: for each, the choice of each arm.
+        is_unit: Whether the best settings of each repeat are one unit of the comparison. If not,
+            there is one tuning, and the comparison holds only for the chosen values.
+        metric: The metric of a user's program by which points were chosen; empty if it is the
+            compared metric on held-out data.
     """
 
     keys: tuple[str, ...]
@@ -151,11 +151,11 @@ class Tuning:
 
     @property
     def arms(self) -> Mapping[str, Choice]:
-        """What was chosen for every arm in the first tuning."""
+        """The choice for every arm in the first tuning."""
         return self.repeats[0] if self.repeats else {}
 
     def describe(self, arm: str) -> str:
-        """The choices of an arm in a line."""
+        """The choices for an arm in one line."""
         choices = [repeat[arm] for repeat in self.repeats if arm in repeat]
         if len(choices) == 1:
             digits = ".4g" if self.metric else ".2f"
@@ -170,10 +170,11 @@ class Tuning:
         return f"{arm}: {points} ({edges} of {len(choices)} at an edge)"
 
     def doubts(self, baseline: str) -> dict[str, str]:
-        """For each arm, why it cannot be called better than the baseline yet, if so.
+        """For some arms, the reason why they cannot be called better than the baseline yet.
 
-        A choice at the edge of what was tried may have its best value beyond. Where every repeat
-        has its own tuning, this counts if more than half of an arm's choices are at one edge.
+        If a chosen value is at the edge of the values that were tried, the best value may lie
+        beyond. With one tuning per repeat, this counts if it holds for more than half of an arm's
+        choices.
         """
         edges = {arm: self.edges(arm) for arm in self.arms}
         doubts = {}
@@ -182,13 +183,13 @@ class Tuning:
                 if edges.get(name) and arm != baseline:
                     key = short_key(edges[name][0])
                     doubts[arm] = (
-                        f"Not called better, because {name}'s {key} was chosen at the edge of what "
-                        f"was tried: widen the range of --tune {key}."
+                        f"Not called better, because the chosen {key} of {name} is at the edge of "
+                        f"the values that were tried: widen the range of --tune {key}."
                     )
         return doubts
 
     def edges(self, arm: str) -> list[str]:
-        """The keys that more than half of an arm's tunings chose at the edge of what was tried."""
+        """The keys whose chosen value is at the edge in more than half of an arm's tunings."""
         choices = [repeat[arm] for repeat in self.repeats if arm in repeat]
         return [key for key in self.keys if 2 * sum(key in c.edges for c in choices) > len(choices)]
 
@@ -198,7 +199,7 @@ class Tuning:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """What :meth:`to_dict` wrote, now or in an earlier format."""
+        """The inverse of :meth:`to_dict`; it also reads earlier formats."""
         if "key" in values:
             return cls._from_one_key(values)
         repeats = tuple(
@@ -235,7 +236,7 @@ class Tuning:
 
 
 def describe_point(point: Mapping[str, Any], keys: Sequence[str] | None = None) -> str:
-    """Values of some keys, by short names.
+    """Format the values of some keys, by short names.
 
     Example:
         >>> describe_point({"optimizer.lr": 0.1, "optimizer.weight_decay": 0.0005})
@@ -255,7 +256,7 @@ def _number(value: float | None) -> float:
 
 @dataclass(frozen=True)
 class Grid:
-    """Keys and the values that each takes."""
+    """Keys and their values."""
 
     values: Mapping[str, tuple[Any, ...]]
 
@@ -277,17 +278,17 @@ class Grid:
 
     @property
     def is_numeric(self) -> bool:
-        """Whether the first key takes numbers only, so that it can be an axis."""
+        """Whether all values of the first key are numbers, so that it can be an axis."""
         return all(isinstance(value, (int, float)) for value in next(iter(self.values.values())))
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """That PGT and the equal two-group training are the same, as far as was checked.
+    """The check that PGT and the equivalent two-group training agree.
 
     Attributes:
-        alpha: PGT's alpha.
-        gaps: By the number of steps, how far the weights of the two are apart.
+        alpha: The alpha of PGT.
+        gaps: For each number of steps, the relative difference of the weights.
     """
 
     alpha: float

@@ -1,14 +1,14 @@
-"""The results of a study: the one reader and the one writer of what a study leaves.
+"""The results of a study: reads and writes the files of a study.
 
-study.yaml     what is studied (see `powergrad.lab.study.definition`)
-<run>/         every run (see `powergrad.lab.run`)
-tuning/        the runs by which arms were tuned
+study.yaml     the definition (see `powergrad.lab.study.definition`)
+<run>/         one folder per run (see `powergrad.lab.run`)
+tuning/        the runs of the tuning
 jobs.db        which runs are waiting, running, done
-study.csv      one row per run, those of the tuning included: arm, seed, final metrics
+study.csv      one row per run, including the tuning: arm, seed, final metrics
 study.json     the definition, all rows, and the comparisons
 
-The comparisons are always computed from the rows: what terminal, figures, page and files show is
-one object, :class:`Results`.
+The comparisons are always computed from the rows. Terminal, figures, page and files all show the
+same object, :class:`Results`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from powergrad.lab.words import hide_folders, short_key, slug
 __all__ = ["Results", "judged"]
 
 FORMAT = 3
-CLASSES = {"digits": 10, "fashion-mnist": 10, "cifar10": 10}  # where a row does not have it
+CLASSES = {"digits": 10, "fashion-mnist": 10, "cifar10": 10}  # for rows without a class count
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,20 @@ class Results:
     """The final metrics of every run, and the comparisons.
 
     Attributes:
-        metric: What is compared.
+        metric: The metric that is compared.
         margin: The largest difference that does not matter.
-        baseline: The arm that the others are compared with.
-        rows: One per run.
-        study: What was studied; None for runs made elsewhere.
-        folder: Where the runs are; None for results without run folders.
-        tuning: How the arms were tuned, if they were.
+        baseline: The arm with which the others are compared.
+        rows: One row per run.
+        study: The definition; None for runs made elsewhere.
+        folder: The folder of the runs; None for results without run folders.
+        tuning: The tuning of the arms, if any.
         trials: The runs of the tuning.
         grid: The grid of a sweep.
-        decomposition: What a decomposition checked.
-        repeated: The metrics of the first run of somebody's own program, and of the same run again.
+        decomposition: The check of a decomposition.
+        repeated: The metrics of the first run of a user's program, and of its repetition.
         environment: Versions, hardware and command of the process that wrote the results.
-        remarks: What else a reader must know, such as what could not be run in the given time.
-        source: The table that they were read from, if they were.
+        remarks: Further notes for the reader, such as runs that did not fit into the given time.
+        source: The table from which they were read, if any.
     """
 
     metric: Metric
@@ -95,16 +95,17 @@ class Results:
         return [row for row in self.rows if row.arm == arm]
 
     def values(self, arm: str, metric: str | None = None) -> dict[int, float]:
-        """A metric of every seed of an arm that has it; by default the one that is compared.
+        """A metric of an arm by seed; by default the compared metric.
 
-        A run that diverged has what guessing would reach, or else the worst of all runs.
+        A run that diverged has the value of random guessing or, if that is not known, the worst
+        value of all runs.
         """
         name = metric or self.metric.name
         values = {row.seed: self._value(row, name) for row in self.of_arm(arm)}
         return {seed: value for seed, value in values.items() if value is not None}
 
     def units(self, arm: str) -> dict[int, float]:
-        """What is compared: the metric of every seed, or its mean over each repeat."""
+        """The compared values: the metric of each seed, or its mean over each repeat."""
         units: dict[int, list[float]] = {}
         counts: Counter[int] = Counter()
         for row in self.of_arm(arm):
@@ -114,11 +115,11 @@ class Results:
             if value is not None or row.failed:
                 counts[row.seed if row.unit is None else row.unit] += 1
         finals = self.study.finals if self.study else 0
-        whole = finals or max(counts.values(), default=0)  # an unfinished repeat waits
+        whole = finals or max(counts.values(), default=0)  # unfinished repeats are excluded
         return {unit: sum(v) / len(v) for unit, v in units.items() if counts[unit] == whole}
 
     def _failed_units(self, arm: str) -> set[int]:
-        """The units of an arm of which every run failed."""
+        """The units of an arm whose runs all failed."""
         rows = [(row.seed if row.unit is None else row.unit, row) for row in self.of_arm(arm)]
         return {unit for unit, row in rows if row.failed} - {
             unit for unit, row in rows if not row.failed
@@ -131,7 +132,7 @@ class Results:
 
     @functools.cached_property
     def _lost(self) -> Mapping[str, float | None]:
-        """What a run that diverged counts as, by metric."""
+        """The value of a run that diverged, by metric."""
         classes = next((c for row in self.rows if (c := row.value("classes"))), None)
         if classes is None and self.study and isinstance(self.study.program, RecipeProgram):
             classes = CLASSES.get(self.study.base.data.name)
@@ -151,13 +152,13 @@ class Results:
         return (min if higher else max)(values) if values else None
 
     def mean(self, arm: str, metric: str | None = None) -> float:
-        """The mean over an arm's seeds; NaN where no run has it."""
+        """The mean over the seeds of an arm; NaN if no run has the metric."""
         values = self.values(arm, metric).values()
         return sum(values) / len(values) if values else math.nan
 
     @functools.cached_property
     def columns(self) -> tuple[str, ...]:
-        """The metrics that tables show: of runs made elsewhere, what differs within an arm."""
+        """The metrics in tables; for runs made elsewhere, the columns that vary within an arm."""
         if self.source is None:
             return COLUMNS
         names = dict.fromkeys((self.metric.name, *(n for row in self.rows for n in row.metrics)))
@@ -174,7 +175,7 @@ class Results:
         )
 
     def settings(self, arm: str) -> dict[str, Any]:
-        """What an arm changes; in a table, the columns that differ between arms alone."""
+        """The changes of an arm; in a table, the columns that differ only between arms."""
         if self.study is not None:
             return self.study.settings(arm)
         changes = {}
@@ -187,32 +188,32 @@ class Results:
 
     @property
     def has_repeats(self) -> bool:
-        """Whether repeats are compared, not single runs."""
+        """Whether repeats are compared instead of single runs."""
         return any(row.unit is not None for row in self.rows)
 
     @property
     def design(self) -> stats.Design | None:
-        """At how many units per arm the study looks; None where that is not known."""
+        """The design of the study; None if it is not known."""
         return self.study.design if self.study else None
 
     @functools.cached_property
     def comparisons(self) -> list[stats.Comparison]:
-        """Every arm against the baseline.
+        """The comparison of each arm with the baseline.
 
         Raises:
-            ValueError: If there are too few runs, or none has a number to compare.
+            ValueError: If there are too few runs, or a run has no number to compare.
         """
         name = self.metric.name
-        stats.by_arm_and_seed((row.arm, row.seed, 0.0) for row in self.rows)  # each seed once
-        # An arm of which every run failed is not compared; the notes say so.
+        stats.by_arm_and_seed((row.arm, row.seed, 0.0) for row in self.rows)  # checks the seeds
+        # An arm whose runs all failed is not compared; the notes mention it.
         arms = [arm for arm in self.arms if not all(row.failed for row in self.of_arm(arm))]
         values = {arm: self.units(arm) for arm in arms}
         without = [row for row in self.rows if not row.failed and self._value(row, name) is None]
         if without:
             row = without[0]
             raise ValueError(
-                f"Expected a number as {name} of every run, but got {row.metrics.get(name)!r} of "
-                f"{row.arm!r} at seed {row.seed}."
+                f"Expected {name} of every run to be a number, but got {row.metrics.get(name)!r} "
+                f"for {row.arm!r} at seed {row.seed}."
             )
         diverged = {
             arm: {
@@ -241,7 +242,7 @@ class Results:
         return next((c for c in self.comparisons if c.arm == arm), None)
 
     def with_verdict(self, verdict: str) -> list[str]:
-        """The arms that a verdict was given to."""
+        """The arms with a given verdict."""
         return [c.arm for c in self.comparisons if c.verdict == verdict]
 
     @property
@@ -269,20 +270,20 @@ class Results:
         return f"Here {'; '.join(phrases)}."
 
     def notes(self) -> list[str]:
-        """What a reader must know beside the verdict: every place that shows it shows these too."""
+        """Notes for the reader; they are shown wherever the verdict is shown."""
         about = [*self.remarks, *(self.source.notes() if self.source else ())]
         notes = [*about, self.diverged(), *self._about_runs()]
         notes += [*self._about_design(), *self._about_tuning()]
         return [note for note in notes if note]
 
     def advice(self) -> list[str]:
-        """What to do next, in one or two lines that follow from the numbers."""
+        """Advice on what to do next, in one or two lines."""
         is_accuracy = self.metric.name in ("test_accuracy", "train_accuracy")
         accuracy = self.mean(self.baseline) if is_accuracy else math.nan
         return advise(self.study, self.comparisons, self.tuning, accuracy=accuracy)
 
     def diverged(self) -> str:
-        """Which arms lost runs, in a sentence; empty if none did."""
+        """A sentence about the arms with diverged runs; empty if there are none."""
         counts = []
         for arm in self.arms:
             runs = self.of_arm(arm)
@@ -295,14 +296,14 @@ class Results:
         return f"Diverged: {', '.join(counts)}. A run that diverged counts as {counts_as}."
 
     def _about_runs(self) -> list[str]:
-        """What the runs of somebody's own program show about it."""
+        """Notes about the runs of a user's program."""
         notes, name = [], self.metric.name
         for arm in self.arms:
             runs = self.of_arm(arm)
             if failed := [row for row in runs if row.failed]:
                 seeds = ", ".join(str(row.seed) for row in failed[:6])
                 more = ", ..." if len(failed) > 6 else ""
-                rest = "" if len(failed) < len(runs) else " It is not compared."
+                rest = "" if len(failed) < len(runs) else " This arm is not compared."
                 notes.append(
                     f"{len(failed)} of {len(runs)} runs of {arm} failed and do not count (seed "
                     f"{seeds}{more}): {failed[0].failed.splitlines()[0]}{rest}"
@@ -313,20 +314,20 @@ class Results:
             values = [value for row in self.of_arm(arm) if (value := row.value(name)) is not None]
             if len(values) > 1 and len(set(values)) == 1:
                 notes.append(
-                    f"All {len(values)} seeds of {arm} give the same {name} ({values[0]:g}): your "
-                    "script does not use {seed}."
+                    f"All {len(values)} seeds of {arm} give the same {name} ({values[0]:g}), so "
+                    "your script does not use {seed}."
                 )
         if len(self.repeated) == 2:
             first, second = (metrics.get(name) for metrics in self.repeated)
             if first != second and not (first != first and second != second):
                 notes.append(
                     f"Runs are not repeatable: the first run gave {name} {first}, and the same run "
-                    f"again {second}. The noise between runs is then more than that of the seeds."
+                    f"again {second}. So the noise between runs is not only due to the seeds."
                 )
         return [*notes, *self._about_first_losses()]
 
     def _about_first_losses(self) -> list[str]:
-        """Arms whose first loss is not the baseline's, at the same seed."""
+        """Notes about arms whose first loss differs from the baseline's at the same seed."""
         assert self.study is not None
         base = {row.seed: row.value("first_loss") for row in self.of_arm(self.baseline)}
         own = self.study.settings(self.baseline)
@@ -343,14 +344,14 @@ class Results:
                     for key in (settings.keys() | own.keys()) - altered
                 )
                 why = (
-                    "data order or initialisation differs, since altered gradients and scaled "
-                    "rates do not change it"
+                    "the data order or the initialisation differs, because altered gradients and "
+                    "scaled learning rates do not change the first loss"
                     if is_altered_only
                     else "its flags change the network, the data or their order"
                 )
                 notes.append(
-                    f"The first loss of {arm} is not that of {self.baseline} (seed {row.seed}: "
-                    f"{loss:.6g} and {other:.6g}): {why}."
+                    f"The first loss of {arm} differs from that of {self.baseline} (seed "
+                    f"{row.seed}: {loss:.6g} and {other:.6g}): {why}."
                 )
                 break
         return notes
@@ -365,7 +366,7 @@ class Results:
         notes = []
         if study.earlier:
             note = self._unplanned({*study.earlier, study.design.last}, what)
-            notes.append(f"{note} --{what} 8..24 plans the looks.")
+            notes.append(f"{note} To plan the looks, use --{what} 8..24.")
         if not study.design.is_fixed and self.arms:
             most = max((comparison.n for comparison in self.comparisons), default=0)
             stopped = [
@@ -383,14 +384,14 @@ class Results:
             spare = sorted(_existing_seeds(study, self.folder) - used)
             if spare:
                 notes.append(
-                    f"Seeds {study.seeds[0]} to {study.seeds[-1]} are used; "
-                    f"{len(spare)} more exist in the folder and are not."
+                    f"Seeds {study.seeds[0]} to {study.seeds[-1]} are used; the folder contains "
+                    f"{len(spare)} more, which are not."
                 )
         return notes
 
     @property
     def size(self) -> int:
-        """Units of the baseline."""
+        """The number of units of the baseline."""
         return len(self.units(self.baseline))
 
     def _unplanned(self, sizes: Collection[int], what: str) -> str:
@@ -401,8 +402,8 @@ class Results:
         else:
             chance = f"up to {100 * design.level * len(looks):g}%"
         return (
-            f"The results were looked at with {' and '.join(map(str, looks))} {what} without a "
-            f"plan for it, so the chance of any false verdict is {chance}, not 5%."
+            f"The results were looked at with {' and '.join(map(str, looks))} {what} without "
+            f"planning it, so the probability of any false verdict is {chance}, not 5%."
         )
 
     def _about_tuning(self) -> list[str]:
@@ -412,8 +413,8 @@ class Results:
         if not self.tuning.is_unit:
             return [
                 f"Every arm was tuned once, so the verdict holds for the chosen values of {keys}, "
-                "not for the methods: another tuning may choose others. --repeats 8 compares the "
-                "methods."
+                "not for the methods: another tuning may choose other values. To compare the "
+                "methods, use --repeats 8."
             ]
         edges = {
             arm: sum(repeat[arm].at_edge for repeat in self.tuning.repeats if arm in repeat)
@@ -421,12 +422,12 @@ class Results:
         }
         listed = ", ".join(f"{arm} {count}" for arm, count in edges.items())
         return [
-            f"Every repeat tuned {keys} anew. Of {len(self.tuning.repeats)} choices at the edge of "
-            f"the range: {listed}."
+            f"Every repeat tuned {keys} independently. Choices at the edge of the range, out of "
+            f"{len(self.tuning.repeats)}: {listed}."
         ]
 
     def comparable(self) -> Results | None:
-        """The arms with two units or more; None if none is left to compare.
+        """The results of the arms with at least two units; None if there is nothing to compare.
 
         For a study that is not finished.
         """
@@ -445,7 +446,7 @@ class Results:
     # Writing -------------------------------------------------------------------------------------
 
     def to_csv(self) -> str:
-        """One row per run; those of the tuning have the phase ``tuning``."""
+        """A CSV with one row per run; the runs of the tuning have the phase ``tuning``."""
         rows = [row for row in self.rows if not row.failed]
         all_rows = [*rows, *self.trials]
         kept = {name: None for row in all_rows for name in row.metrics}
@@ -477,7 +478,7 @@ class Results:
         return {key: chosen[key] for key in keys if key in chosen}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """All results as JSON values."""
         values: dict[str, Any] = {
             "format": FORMAT,
             "metric": self.metric.name,
@@ -529,17 +530,16 @@ class Results:
 
     @classmethod
     def load(cls, path: Path, metric: str | None = None) -> Results:
-        """The results of a study's folder, of a study.json, or of a CSV with one row per run.
+        """Load the results of the folder of a study, of a study.json, or of a CSV.
 
-        In a folder the runs themselves count, finished or not yet; study.json adds how they were
-        tuned, and the comparisons if they are of the same runs.
+        For a folder, the finished runs are read; study.json adds the tuning.
 
         Args:
             path: The folder or the file.
-            metric: For a CSV: the column to compare.
+            metric: The column to compare, for a CSV.
 
         Raises:
-            RunError: If it cannot be read, or only by a newer powergrad.
+            RunError: If it cannot be read, or has a newer format.
             RecipeError: If a CSV lacks a column, or a number.
         """
         if path.is_dir() and (path / FILE).is_file():
@@ -557,13 +557,13 @@ class Results:
 
     @classmethod
     def of_runs(cls, study: Study, folder: Path) -> Results:
-        """The runs of a study that are finished, from their folders."""
+        """The results of the finished runs of a study, from their folders."""
         rows = []
         for (arm, seed), job in study.jobs().items():
             try:
                 result = job.result(folder)
             except RunError:
-                continue  # the page says what cannot be read
+                continue  # the page lists unreadable runs
             if result is not None:
                 rows.append(RunRow(arm, seed, judged(result, study), job.name))
         return cls(study.metric, study.margin, study.baseline, rows, study, folder)
@@ -584,13 +584,13 @@ class Results:
         Args:
             path: The file.
             metric: The column to compare; see :func:`powergrad.lab.study.tables.read_table`.
-            columns: Those of arm and seed; the same.
-            baseline: The arm to compare with; ``baseline`` or the first one by default.
+            columns: The columns of arm and seed; see the same function.
+            baseline: The arm to compare with; by default ``baseline`` or the first arm.
             margin: See :func:`powergrad.lab.study.metrics.guess_metric`.
-            better: The same.
+            better: See :func:`powergrad.lab.study.metrics.guess_metric`.
 
         Raises:
-            RecipeError: If columns or numbers are missing, or the metric is not known.
+            RecipeError: If columns or numbers are missing, or the metric is unknown.
             ValueError: If there is nothing to compare.
         """
         table = read_table(path, metric, columns=columns)
@@ -598,18 +598,18 @@ class Results:
         chosen = guess_metric(table.metric, values, margin=margin, better=better)
         arm = baseline or _usual_baseline(table.rows)
         results = cls(chosen, chosen.margin, arm, table.rows, source=table.source)
-        _ = results.comparisons  # raises where they cannot be made
+        _ = results.comparisons  # raises if there is nothing to compare
         return results
 
 
 def _shared(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """What others may read of a machine: its command without the paths."""
+    """The environment for shared files: its command without paths."""
     command = environment.get("command")
     return {**environment, **({"command": hide_folders(command)} if command else {})}
 
 
 def _load_folder(folder: Path) -> Results:
-    """What a study's folder holds: the runs count; study.json adds what they do not say."""
+    """The results of the folder of a study: its runs, and further information in study.json."""
     study = Study.load(folder)
     if not (folder / "study.json").is_file():
         return Results.of_runs(study, folder)
@@ -633,9 +633,9 @@ def _load_folder(folder: Path) -> Results:
 
 
 def judged(metrics: Mapping[str, Any], study: Study) -> dict[str, Any]:
-    """The final metrics of a run, with whether it diverged.
+    """The final metrics of a run, including whether it diverged.
 
-    Of somebody's own program, that is whether the metric that is compared is not finite.
+    The run of a user's program has diverged if the compared metric is not finite.
     """
     if not study.program.is_foreign:
         return dict(metrics)
@@ -649,11 +649,11 @@ def _is_finished(folder: Path) -> bool:
     try:
         return Run(folder).result() is not None
     except RunError:
-        return False  # the page says what cannot be read
+        return False  # the page lists unreadable runs
 
 
 def _existing_seeds(study: Study, folder: Path) -> set[int]:
-    """The seeds that runs of the study's arms in its folder have."""
+    """The seeds of the finished runs in the folder of a study."""
     known = {slug(arm)[:40] for arm in study.arms}
     seeds = set()
     for path in folder.glob("*-seed*/result.json"):
@@ -673,8 +673,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise RunError(f"Expected {str(path)!r} to hold a study, but got: {error}") from None
     if values.get("format", 1) > FORMAT:
         raise RunError(
-            f"Expected {str(path)!r} to be of format {FORMAT} or earlier, but got "
-            f"{values['format']}; a newer powergrad reads it."
+            f"Expected {str(path)!r} to have format {FORMAT} or earlier, but got "
+            f"{values['format']}; a newer version of powergrad can read it."
         )
     return values
 
@@ -725,7 +725,7 @@ def _from_json(values: Mapping[str, Any]) -> Results:
 
 
 def _design_of(values: Mapping[str, Any], rows: Sequence[RunRow]) -> stats.Design:
-    """The design that a file names; formats 1 and 2 had as many seeds as the smallest arm."""
+    """The design in a file; in formats 1 and 2, as many seeds as the smallest arm."""
     if "seeds" in values:
         return stats.Design(stats.parse_runs(values["seeds"]))
     counts = [sum(row.arm == arm for row in rows) for arm in {row.arm for row in rows}]

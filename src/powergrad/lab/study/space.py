@@ -1,8 +1,8 @@
-"""What is tried in tuning: keys, and a list or a logarithmic range of values for each.
+"""The search space of a tuning: keys, and a list or a logarithmic range of values for each.
 
-One grammar in every command: ``lr=0.1,0.2,0.4`` is a list, ``lr=0.006:0.4`` a range on a
-logarithmic scale, and ``lr`` alone five values around the recipe's own. ``ARM: key=...`` adds a key
-for one arm only.
+All commands use the same grammar: ``lr=0.1,0.2,0.4`` is a list, ``lr=0.006:0.4`` is a range on a
+logarithmic scale, and ``lr`` alone means five values around that of the recipe. ``ARM: key=...``
+adds a key for one arm only.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from powergrad.lab.words import did_you_mean
 
 __all__ = ["Axis", "Point", "Space", "split_overrides"]
 
-OUTER = 0.1  # of a range, at either end, that counts as its edge
-TRIALS = 6  # points per arm where a range is tuned and nothing else is said
+OUTER = 0.1  # the fraction at either end of a range that counts as its edge
+TRIALS = 6  # the default number of points per arm if a range is tuned
 
 Point = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A key, and the values that are tried for it.
+    """A key and the values to try for it.
 
     Attributes:
         key: The dotted key.
@@ -46,15 +46,15 @@ class Axis:
 
     @classmethod
     def parse(cls, text: str, own: Any = None, expand: Callable[[str], str] = expand_key) -> Axis:
-        """The axis of ``lr=0.006:0.4``, ``lr=0.1,0.2`` or ``lr``.
+        """Parse an axis such as ``lr=0.006:0.4``, ``lr=0.1,0.2`` or ``lr``.
 
         Args:
-            text: What the user wrote.
-            own: The program's own value, around which values are tried if `text` has none.
-            expand: Gives the key that a short one stands for.
+            text: The text of the option.
+            own: The value of the program, around which values are tried if `text` has none.
+            expand: Returns the key of a short name.
 
         Raises:
-            RecipeError: If it is none of these.
+            RecipeError: If `text` has another form.
 
         Example:
             >>> Axis.parse("lr=0.006:0.4")
@@ -67,14 +67,14 @@ class Axis:
         if not equals:
             if not isinstance(own, (int, float)) or isinstance(own, bool) or own == 0:
                 raise RecipeError(
-                    f"Expected the values to try for {key!r}, as {key}=0.1,0.2 or {key}=0.01:1, "
-                    f"because its own value is {own!r}."
+                    f"Expected the values to try for {key!r}, such as {key}=0.1,0.2 or "
+                    f"{key}=0.01:1, because its default is {own!r}, but got none."
                 )
             return cls(key, tuple(own * factor for factor in (0.25, 0.5, 1, 2, 4)))
         first, colon, last = given.partition(":")
         if not colon:
             if not given:
-                raise RecipeError(f"Expected values as {name}=0.1,0.2, but got {text!r}.")
+                raise RecipeError(f"Expected values such as {name}=0.1,0.2, but got {text!r}.")
             return cls(key, parse_values(name.strip(), given))
         try:
             low, high = float(first), float(last)
@@ -82,17 +82,17 @@ class Axis:
             low = high = math.nan
         if not 0 < low < high < math.inf:
             raise RecipeError(
-                f"Expected a range as {name}=low:high with 0 < low < high, but got {given!r}."
+                f"Expected a range {name}=low:high with 0 < low < high, but got {given!r}."
             )
         return cls(key, (), low, high)
 
     @property
     def is_range(self) -> bool:
-        """Whether it is a range, not a list."""
+        """Whether it is a range instead of a list."""
         return not self.values
 
     def at(self, place: float) -> Any:
-        """The value at a place from 0 to 1.
+        """The value at a position from 0 to 1.
 
         Example:
             >>> Axis("wd", (), 1e-4, 1e-2).at(0.5)
@@ -101,7 +101,7 @@ class Axis:
         if self.values:
             return self.values[min(int(place * len(self.values)), len(self.values) - 1)]
         exact = math.exp(math.log(self.low) + place * math.log(self.high / self.low))
-        return float(f"{exact:.6g}")  # a value that can be typed again
+        return float(f"{exact:.6g}")  # rounded, so that it can be typed
 
     def is_edge(self, value: Any) -> bool:
         """Whether a value is an end of the list, or in the outer tenth of the range.
@@ -120,13 +120,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class Space:
-    """The keys that are tuned for every arm, and those of single arms.
+    """The keys that are tuned for every arm, and those for single arms.
 
     Attributes:
         shared: The axes of every arm.
         own: Further axes, by arm.
-        trials: Points per arm and repeat; None for all combinations of lists.
-        seed: Seed of the random points.
+        trials: The number of points per arm and repeat; None for all combinations of lists.
+        seed: The seed of the random points.
     """
 
     shared: tuple[Axis, ...]
@@ -144,19 +144,19 @@ class Space:
         seed: int = 0,
         expand: Callable[[str], str] = expand_key,
     ) -> Space:
-        """The space of the texts of ``--tune``.
+        """Parse the values of ``--tune``.
 
         Args:
-            texts: As the user wrote them.
-            values: The program's own values, by dotted key.
+            texts: The values of the option.
+            values: The values of the program, by dotted key.
             arms: The arms of the study.
-            trials: Points per arm; by default all combinations of lists, and 6 where there is a
-                range.
-            seed: Seed of the random points.
-            expand: Gives the key that a short one stands for.
+            trials: The number of points per arm; by default all combinations of lists, or 6 if
+                there is a range.
+            seed: The seed of the random points.
+            expand: Returns the key of a short name.
 
         Raises:
-            RecipeError: If a key is unknown, given twice, or of an unknown arm.
+            RecipeError: If a key is unknown or given twice, or an arm is unknown.
         """
         shared: list[Axis] = []
         own: dict[str, list[Axis]] = {}
@@ -182,7 +182,7 @@ class Space:
             keys = [axis.key for axis in space.axes(arm)]
             if not keys:
                 raise RecipeError(
-                    f"Expected --tune to have a key for every arm, but got none of {arm}."
+                    f"Expected --tune to have a key for every arm, but got none for {arm}."
                 )
             if len(set(keys)) < len(keys):
                 raise RecipeError(f"Expected each key of --tune once, but got {', '.join(keys)}.")
@@ -204,10 +204,11 @@ class Space:
         return tuple(dict.fromkeys(axis.key for axis in axes))
 
     def points(self, arm: str, repeat: int) -> list[Point]:
-        """The points that are tried for an arm in a repeat, without duplicates.
+        """The points to try for an arm in a repeat, without duplicates.
 
-        Arms have the same points in the keys that they share. Random points are Sobol's, scrambled
-        anew for each repeat, so each repeat covers the whole space with other points.
+        All arms have the same points in the keys that they share. Random points are a Sobol
+        sequence with another scrambling per repeat, so each repeat covers the whole space with
+        different points.
         """
         axes = self.axes(arm)
         if self.trials is None:
@@ -224,11 +225,11 @@ class Space:
         return [point for i, point in enumerate(points) if point not in points[:i]]
 
     def _all_axes(self) -> Iterator[Axis]:
-        """Every axis, the shared ones first: each is a dimension of Sobol's sequence."""
+        """Every axis, the shared ones first; each is a dimension of the Sobol sequence."""
         return itertools.chain(self.shared, *self.own.values())
 
     def edges(self, arm: str, point: Mapping[str, Any]) -> tuple[str, ...]:
-        """The keys whose value in `point` is at the edge of what is tried."""
+        """The keys whose value in `point` is at the edge of the values to try."""
         return tuple(axis.key for axis in self.axes(arm) if axis.is_edge(point[axis.key]))
 
     def to_dict(self) -> dict[str, Any]:
@@ -244,16 +245,16 @@ class Space:
 def _sobol(dimensions: int, trials: int, seed: Sequence[int]) -> list[list[float]]:
     from scipy.stats import qmc  # slow to import
 
-    with warnings.catch_warnings():  # that a number of points is not a power of two
+    with warnings.catch_warnings():  # about a number of points that is not a power of two
         warnings.simplefilter("ignore", UserWarning)
         sampler = qmc.Sobol(dimensions, scramble=True, rng=np.random.default_rng(seed))
         return sampler.random(trials).tolist()
 
 
 def split_overrides(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What is to be tuned, and changes of the recipe that stand behind it on the command line.
+    """Separate the values of ``--tune`` from overrides of the recipe that follow it.
 
-    ``--tune lr=0.1:0.4 model.width=8`` tunes one key: a single value is a change.
+    ``--tune lr=0.1:0.4 model.width=8`` tunes one key; a single value is an override.
 
     Example:
         >>> split_overrides(["lr=0.1:0.4", "wd", "model.width=8"])
@@ -264,6 +265,6 @@ def split_overrides(texts: Sequence[str]) -> tuple[list[str], list[str]]:
         name, equals, given = text.partition("=")
         is_change = equals and ": " not in name and not {",", ":"} & set(given)
         if is_change:
-            parse_overrides([text])  # raises where it is none
+            parse_overrides([text])  # raises if it is not an override
         (changes if is_change else tuned).append(text)
     return tuned, changes

@@ -1,9 +1,9 @@
-"""Tables of runs in CSV files: our own study.csv, and what people and other tools export.
+"""Tables of runs in CSV files: our own study.csv, and exports of other tools.
 
-A table has one line per run. Three columns matter: the arm, the seed and the metric. In a file that
-names them otherwise they are looked for, as in the exports of W&B (``Name``, ``Group``, ``seed`` or
-``config.seed``, summary metrics by their name) and of MLflow (``Name``, ``params.seed``,
-``metrics.accuracy``). Whatever was guessed is said, and what is not clear is asked for.
+A table has one line per run and three essential columns: the arm, the seed and the metric. If they
+have other names, they are guessed, as for the exports of W&B (``Name``, ``Group``, ``seed`` or
+``config.seed``, summary metrics by name) and of MLflow (``Name``, ``params.seed``,
+``metrics.accuracy``). Guessed columns are reported; if a column is ambiguous, an error asks for it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from powergrad.lab.words import did_you_mean
 
 __all__ = ["LeftOut", "Source", "Table", "parse_columns", "read_rows", "read_table"]
 
-ROLES = ("arm", "seed")  # what --columns can name; --metric names the metric
-USUAL = ("test_accuracy", "metric")  # metrics that need not be named
+ROLES = ("arm", "seed")  # the columns that --columns can name; --metric names the metric
+USUAL = ("test_accuracy", "metric")  # default metrics
 # The last part of a column's name, after a dot or a slash, in lower case.
 NAMES = {
     "arm": ("arm", "group", "method", "variant"),
@@ -42,7 +42,7 @@ NOT_FINISHED = (
 )
 TIMES = ("runtime", "duration", "start_time", "end_time", "start time", "end time")
 PREFIXES = ("metrics.", "summary.")
-OURS = ("arm", "seed", "run", "commit", "repeat", "phase")  # what study.csv has beside metrics
+OURS = ("arm", "seed", "run", "commit", "repeat", "phase")  # columns of study.csv, except metrics
 SEED_IN_NAME = re.compile(r"[\s_./,:-]*(?<![a-z])seed[\s_=:-]*(\d+)", re.IGNORECASE)
 
 Lines = list[tuple[int, dict[str, str]]]  # the number of each line, and its cells
@@ -54,9 +54,9 @@ class LeftOut:
 
     Attributes:
         line: Its line in the file.
-        arm: Its arm; empty where it has none.
+        arm: Its arm; empty if it has none.
         seed: Its seed.
-        reason: Why, as what follows "runs with".
+        reason: Why it is not compared, such as "without accuracy".
     """
 
     line: int
@@ -67,15 +67,15 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Source:
-    """Where results come from that were read from a table.
+    """The table from which results were read.
 
     Attributes:
         file: The name of the file.
         digest: The SHA-256 of its content.
         columns: The columns of ``arm``, ``seed`` and ``metric``.
-        guessed: Those of the three that were guessed.
+        guessed: Which of these three were guessed.
         left_out: The runs that are not compared.
-        earlier: Runs per arm at which the results of the same file were looked at before.
+        earlier: The numbers of runs per arm at which the same file was analysed before.
     """
 
     file: str
@@ -86,13 +86,13 @@ class Source:
     earlier: tuple[int, ...] = ()
 
     def notes(self) -> list[str]:
-        """What a reader must know: guessed columns, and runs that are left out."""
+        """Notes for the reader: guessed columns, and runs that are not compared."""
         notes = []
         if self.guessed:
             listed = ", ".join(f"{role} = {column!r}" for role, column in self.columns.items())
             notes.append(
-                f"The columns of {self.file} were guessed: {listed}. --columns arm=COLUMN "
-                "seed=COLUMN and --metric COLUMN name others."
+                f"The columns of {self.file} were guessed: {listed}. To choose others, use "
+                "--columns arm=COLUMN seed=COLUMN and --metric COLUMN."
             )
         if self.left_out:
             groups: dict[tuple[str, str], list[LeftOut]] = {}
@@ -100,13 +100,13 @@ class Source:
                 groups.setdefault((run.arm, run.reason), []).append(run)
             counts = []
             for (arm, reason), runs in groups.items():
-                words = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+                number = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
                 places = ", ".join(str(run.seed if arm else run.line) for run in runs)
                 what = ("seed" if arm else "line") + ("s" if len(runs) > 1 else "")
-                counts.append(f"{words}{f' of {arm}' if arm else ''} {reason} ({what} {places})")
+                counts.append(f"{number}{f' of {arm}' if arm else ''} {reason} ({what} {places})")
             notes.append(
                 f"Left out: {'; '.join(counts)}. If such a run diverged, write nan as its "
-                f"{self.columns['metric']}: then it counts."
+                f"{self.columns['metric']}, so that it counts."
             )
         return notes
 
@@ -116,7 +116,7 @@ class Source:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """What :meth:`to_dict` wrote."""
+        """The inverse of :meth:`to_dict`."""
         left_out = tuple(LeftOut(**run) for run in values["left_out"])
         lists = {name: tuple(values[name]) for name in ("guessed", "earlier")}
         return cls(**{**values, **lists, "left_out": left_out})
@@ -124,12 +124,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Table:
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
         metric: The name of the metric.
-        rows: The runs that have it.
-        source: Where they come from.
+        rows: The runs that have the metric.
+        source: The description of the file.
     """
 
     metric: str
@@ -138,10 +138,10 @@ class Table:
 
 
 def parse_columns(texts: Iterable[str]) -> dict[str, str]:
-    """What ``--columns arm=group seed=config.seed`` says.
+    """Parse the values of ``--columns arm=group seed=config.seed``.
 
     Raises:
-        RecipeError: If one is not of that form.
+        RecipeError: If a value has another form.
 
     Example:
         >>> parse_columns(["arm=run group", "seed=config.seed"])
@@ -163,21 +163,21 @@ def parse_columns(texts: Iterable[str]) -> dict[str, str]:
 def read_rows(
     path: Path, metric: str | None = None, *, all_phases: bool = False
 ) -> tuple[str, list[RunRow]]:
-    """The runs of a file in which every run has a number, and the name of the metric.
+    """The name of the metric, and the runs of a file in which every run must have a number.
 
     Args:
         path: The file.
         metric: See :func:`read_table`.
-        all_phases: The same.
+        all_phases: See :func:`read_table`.
 
     Raises:
-        RecipeError: If a run has no number, or as :func:`read_table` raises it.
+        RecipeError: If a run has no number, or as in :func:`read_table`.
     """
     table = read_table(path, metric, all_phases=all_phases)
     for run in table.source.left_out:
         raise RecipeError(
-            f"Expected a number as {table.metric} in line {run.line} of {str(path)!r}, but got a "
-            f"run that {run.reason}."
+            f"Expected {table.metric} in line {run.line} of {str(path)!r} to be a number, but got "
+            f"a run {run.reason}."
         )
     return table.metric, table.rows
 
@@ -189,28 +189,28 @@ def read_table(
     columns: Mapping[str, str] | None = None,
     all_phases: bool = False,
 ) -> Table:
-    """Read a CSV file that has one line per run.
+    """Read a CSV file with one line per run.
 
-    Cells are separated by commas, semicolons or tabs; in the latter two numbers may have a decimal
-    comma. A metric of NaN or infinity is a run that diverged. A run without a metric, or with one
-    that another tool says is not finished, is left out.
+    Cells are separated by commas, semicolons or tabs. With semicolons or tabs, numbers may have a
+    decimal comma. A metric of NaN or infinity means that the run diverged. Runs without a metric,
+    and runs that another tool marks as unfinished, are left out.
 
     Args:
         path: The file.
-        metric: The column to compare; by default ``test_accuracy``, ``metric``, or the only one
-            that it can be.
-        columns: The columns of ``arm`` and ``seed``, where they are not to be looked for.
-        all_phases: Whether the runs of a tuning are read as well.
+        metric: The column to compare; by default ``test_accuracy``, ``metric``, or the only
+            possible column.
+        columns: The columns of ``arm`` and ``seed``; by default they are guessed.
+        all_phases: Whether to read the runs of a tuning as well.
 
     Raises:
-        RecipeError: If a column is missing or not clear, or a cell is not a number.
+        RecipeError: If a column is missing or ambiguous, or a cell is not a number.
     """
     return _Reader(path, all_phases).table(metric, dict(columns or {}))
 
 
 @dataclass
 class _Reader:
-    """A file, and what is found in it."""
+    """A file and its parsed content."""
 
     path: Path
     all_phases: bool
@@ -222,13 +222,13 @@ class _Reader:
     def __post_init__(self) -> None:
         try:
             data = self.path.read_bytes()
-            is_wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")  # as some spreadsheets save text
+            is_wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")  # UTF-16, from some spreadsheets
             text = data.decode("utf-16" if is_wide else "utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"Expected to read {str(self.path)!r}, but got: {error}") from None
         self.digest = hashlib.sha256(data).hexdigest()
         header = text.partition("\n")[0]
-        if header.startswith("sep="):  # how spreadsheets are told the delimiter
+        if header.startswith("sep="):  # declares the delimiter for spreadsheets
             self.delimiter, text = header[4:5], text.partition("\n")[2]
         else:
             self.delimiter = max(",;\t", key=header.count)
@@ -244,7 +244,7 @@ class _Reader:
         self.columns = [name.strip() for name in next(reader, [])]
         twice = [name for name, count in Counter(self.columns).items() if count > 1 and name]
         if twice:
-            raise self._error("to have columns of different names", f"{twice[0]!r} twice")
+            raise self._error("to have columns with different names", f"{twice[0]!r} twice")
         for cells in reader:
             if len(cells) > len(self.columns):
                 raise self._error(
@@ -282,10 +282,10 @@ class _Reader:
         source = Source(self.path.name, self.digest, columns, tuple(guessed), tuple(left_out))
         return Table(names[measured], rows, source)
 
-    # Which column is which -----------------------------------------------------------------------
+    # Finding the columns -------------------------------------------------------------------------
 
     def _find(self, role: str) -> str:
-        """The column of a role: by its own name, by a usual one, or the names of the runs."""
+        """The column of a role: by the name of the role, by a common name, or the run names."""
         if role in self.columns:
             return role
         usual, named = (
@@ -298,7 +298,7 @@ class _Reader:
             return candidates[0]
         if not self.columns:
             raise self._error("to have the columns arm, seed and a metric", "none")
-        ask = f"--columns {role}=COLUMN names it."
+        ask = f"choose it with --columns {role}=COLUMN."
         if distinct:
             raise RecipeError(
                 f"Expected one column of {str(self.path)!r} to be the {role}, but got "
@@ -306,11 +306,11 @@ class _Reader:
             )
         raise RecipeError(
             f"Expected {str(self.path)!r} to have the columns arm, seed and a metric, but got "
-            f"{self._listed(self.columns)}, none of which is surely the {role}; {ask}"
+            f"{self._listed(self.columns)}, none of which is clearly the {role}; {ask}"
         )
 
     def _is_usable(self, role: str, column: str) -> bool:
-        """Whether a column can be what its name says."""
+        """Whether the content of a column fits the role."""
         cells = [line.get(column, "") for _, line in self.lines]
         if role == "seed":
             return bool(cells) and all(_seed(cell, column) is not None for cell in cells)
@@ -321,26 +321,26 @@ class _Reader:
     def _metric(self, name: str | None, roles: Mapping[str, str]) -> str:
         others = [c for c in self.columns if c and c not in roles.values() and c not in OURS]
         if name is not None:
-            found = [c for c in others if c == name] or [c for c in others if _plain(c) == name]
-            if len(found) != 1:
+            named = [c for c in others if c == name] or [c for c in others if _plain(c) == name]
+            if len(named) != 1:
                 raise self._error(
                     f"to have the columns arm, seed and {name}", self._listed(self.columns)
                 )
-            return found[0]
-        found = [c for usual in USUAL for c in others if _plain(c) == usual][:1]
-        found = found or (others if len(others) == 1 else self._measured(others, roles))
-        if len(found) != 1:
-            listed = self._listed(found or others)
+            return named[0]
+        candidates = [c for usual in USUAL for c in others if _plain(c) == usual][:1]
+        candidates = candidates or (others if len(others) == 1 else self._measured(others, roles))
+        if len(candidates) != 1:
+            listed = self._listed(candidates or others)
             raise self._error(
-                "to have the columns arm, seed and a metric (name it with --metric)", listed
+                "to have the columns arm, seed and a metric (choose it with --metric)", listed
             )
-        return found[0]
+        return candidates[0]
 
     def _measured(self, others: Sequence[str], roles: Mapping[str, str]) -> list[str]:
-        """The columns that may be the metric: numbers that differ between the runs of an arm."""
+        """The columns that may be the metric: numbers that vary between the runs of an arm."""
         arms = [_arm(line.get(roles["arm"], ""), roles["arm"]) for _, line in self.lines]
         marked = [c for c in others if c.startswith(PREFIXES)]
-        found = []
+        measured = []
         for column in marked or others:
             cells = [line.get(column, "") for _, line in self.lines]
             name = _last_part(column)
@@ -348,11 +348,11 @@ class _Reader:
                 continue
             is_numeric = any(cells) and all(self._number(c) is not None for c in cells if c)
             if is_numeric and len({*zip(arms, cells, strict=True)}) > len({*arms}):
-                found.append(column)
-        return found
+                measured.append(column)
+        return measured
 
     def _kept_names(self, columns: Mapping[str, str]) -> dict[str, str]:
-        """What each column is called among the metrics of a run."""
+        """The name of each column among the metrics of a run."""
         roles = [columns[role] for role in ROLES]
         kept = [c for c in self.columns if c and c not in roles and c not in OURS]
         kept += [c for c in OURS[:2] if c in self.columns and c not in roles]
@@ -366,7 +366,7 @@ class _Reader:
     def _listed(self, columns: Iterable[str]) -> str:
         return ", ".join(filter(None, columns)) or "none"
 
-    # What is in a line ---------------------------------------------------------------------------
+    # Reading a line ------------------------------------------------------------------------------
 
     def _row(
         self,
@@ -380,7 +380,7 @@ class _Reader:
         seed, value = _seed(cell, columns["seed"]), self._number(text)
         if seed is None or (text and value is None):
             raise RecipeError(
-                f"Expected a whole number as seed and a number as {columns['metric']} in line "
+                f"Expected an integer as the seed and a number as {columns['metric']} in line "
                 f"{number} of {str(self.path)!r}, but got {cell!r} and {text!r}."
             )
         if not arm:
@@ -398,7 +398,7 @@ class _Reader:
         return RunRow(arm, seed, metrics, line.get("run", ""), line.get("commit", ""), unit)
 
     def _state(self, line: Mapping[str, str]) -> str:
-        """The state that another tool gives a run, if that is not finished."""
+        """The state of a run in another tool, if it is not finished."""
         for column, cell in line.items():
             if column.lower() in STATES and cell.lower() in NOT_FINISHED:
                 return cell.lower()
@@ -413,7 +413,7 @@ class _Reader:
             return None
 
     def _cell(self, text: str) -> float | bool | str | None:
-        """A cell: a number, True, False, text, or None where it is empty."""
+        """The value of a cell: a number, True, False, text, or None if it is empty."""
         if text in ("True", "False", ""):
             return text == "True" if text else None
         number = self._number(text)
@@ -429,18 +429,18 @@ def _is_run_name(column: str) -> bool:
 
 
 def _plain(column: str) -> str:
-    """A column's name without what only says that it is a metric."""
+    """The name of a column without a prefix such as ``metrics.``."""
     prefix = next((prefix for prefix in PREFIXES if column.startswith(prefix)), "")
     return column[len(prefix) :] or column
 
 
 def _arm(cell: str, column: str) -> str:
-    """The arm that a cell names; the name of a run without what is its seed."""
+    """The arm in a cell; for the name of a run, without its seed."""
     return SEED_IN_NAME.sub("", cell).strip(" _./,:-") if _is_run_name(column) else cell
 
 
 def _seed(cell: str, column: str) -> int | None:
-    """The whole number in a cell, or in the name of a run behind "seed"; None if there is none."""
+    """The integer in a cell, or after "seed" in the name of a run; None if there is none."""
     match = SEED_IN_NAME.search(cell) if _is_run_name(column) else None
     whole = re.fullmatch(r"([+-]?\d+)(?:\.0*)?", match[1] if match else cell)
     return int(whole[1]) if whole else None

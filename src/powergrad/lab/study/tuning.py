@@ -1,7 +1,7 @@
-"""Tuning: values of some keys for every arm, chosen on data that the verdict does not use.
+"""Tuning: chooses the values of some keys for every arm, on data that the verdict does not use.
 
 Every arm tries the same points, with the same budget. A *repeat* is one independent tuning, with
-points and seeds of its own. The trials of all repeats are in the folder ``tuning`` of the study.
+its own points and seeds. The trials of all repeats are in the folder ``tuning`` of the study.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from powergrad.lab.study.space import Point, Space
 
 __all__ = ["Tuner"]
 
-FOLDER = "tuning"  # of the trials, in the study's folder
-FIRST_SEED = 1000  # of the trials, or later, so that the study's own seeds are fresh
+FOLDER = "tuning"  # the folder of the trials, in the folder of the study
+FIRST_SEED = 1000  # the smallest seed of trials, so that the study has other seeds
 
 Map = Literal["none", "identity"]
 
 
 @dataclass(frozen=True)
 class Tuner:
-    """How every arm of a study is tuned.
+    """Tunes every arm of a study.
 
     Attributes:
-        study: What is studied.
-        space: What is tried.
-        seeds: Seeds per point.
-        map: ``identity`` moves the points of arms with PGT by the identity, so that each point has
-            the backbone that it has without PGT; ``none`` leaves them.
-        metric: The metric by which points are chosen, where it is not the one that is compared
-            on held-out data.
+        study: The study.
+        space: The search space.
+        seeds: The number of seeds per point.
+        map: ``identity`` maps the points of arms with PGT by the identity, so that the backbone is
+            trained as at the same point without PGT; ``none`` does not map them.
+        metric: The metric by which points are chosen, if it is not the compared metric on held-out
+            data.
     """
 
     study: Study
@@ -62,13 +62,13 @@ class Tuner:
         return {**self.space.to_dict(), "seeds": self.seeds, "map": self.map, **chosen_by}
 
     def seeds_of(self, repeat: int) -> range:
-        """The seeds of a repeat's trials."""
+        """The seeds of the trials of a repeat."""
         own = self.study.seeds
         first = max(FIRST_SEED + own.start, own.stop) + repeat * self.seeds
         return range(first, first + self.seeds)
 
     def changes(self, arm: str, point: Point) -> dict[str, Any]:
-        """What an arm changes at a point."""
+        """The changes of an arm at a point."""
         changes = self.study.arms[arm]
         shared = {axis.key for axis in self.space.shared}
         chosen = self.study.program.at_point(changes, point, shared)
@@ -80,7 +80,7 @@ class Tuner:
         return chosen
 
     def jobs(self, repeat: int) -> dict[tuple[str, int, int], Job]:
-        """The trials of a repeat: the run of every arm, point and seed that the recipe allows."""
+        """The trials of a repeat: one run per arm, point and seed, if the recipe is valid."""
         jobs = {}
         for arm in self.study.arms:
             for place, point in enumerate(self.space.points(arm, repeat)):
@@ -90,7 +90,7 @@ class Tuner:
                         program = self.study.program
                         job = program.job(arm, program.in_trial(changes), seed)
                     except RecipeError:
-                        continue  # `choose` says so
+                        continue  # `choose` reports it
                     jobs[arm, place, seed] = replace(job, name=f"{FOLDER}/{job.name}")
         return jobs
 
@@ -100,14 +100,14 @@ class Tuner:
         """The best point of every arm.
 
         Args:
-            repeat: Which tuning.
+            repeat: The number of the tuning.
             results: The final metrics of its jobs.
 
         Raises:
-            RecipeError: If an arm trains at no point.
+            RecipeError: If an arm can be trained at no point.
         """
         metric = self.judging
-        refusal = "failed" if self.study.program.is_foreign else "refused by the recipe"
+        refusal = "failed" if self.study.program.is_foreign else "not a valid recipe"
         choices = {}
         for arm in self.study.arms:
             trials = []
@@ -119,7 +119,8 @@ class Tuner:
             if not usable:
                 tried = "; ".join(f"{describe_point(t.point)}: {t.note}" for t in trials)
                 raise RecipeError(
-                    f"Expected a point of --tune at which {arm!r} trains, but got none: {tried}."
+                    f"Expected a point of --tune at which {arm!r} can be trained, but got none: "
+                    f"{tried}."
                 )
             best = (max if metric.higher_is_better else min)(usable, key=lambda p: trials[p].mean)
             edges = self.space.edges(arm, trials[best].point)
@@ -127,7 +128,7 @@ class Tuner:
         return choices
 
     def record(self, repeats: Sequence[Mapping[str, Choice]]) -> Tuning:
-        """What a study keeps of its tuning."""
+        """The record of the tuning for the results of the study."""
         is_unit = bool(self.study.finals)
         hold_out = self.study.program.hold_out
         chosen_by = self.metric.name if self.metric else ""
@@ -141,14 +142,14 @@ def _trial(
     metric: str,
     refusal: str,
 ) -> Trial:
-    """A point, and the mean over its seeds. A run that diverged counts as it is recorded.
+    """A point and the mean over its seeds. A run that diverged counts with its recorded value.
 
     Args:
         point: The point.
-        changes: What the arm changes there.
-        runs: The final metrics of its runs; None for a run that was not done.
+        changes: The changes of the arm at the point.
+        runs: The final metrics of its runs; None for a run that was not executed.
         metric: The metric by which points are chosen.
-        refusal: Why a run was not done.
+        refusal: Why a run was not executed.
     """
     if any(run is None for run in runs):
         return Trial(point, changes, math.nan, refusal)
@@ -162,13 +163,13 @@ def _trial(
 
 
 def _by_identity(changes: Changes, alpha: float, study: Study) -> dict[str, Any]:
-    """The settings with PGT whose backbone is that of `changes` without it.
+    """The settings with PGT that train the backbone like `changes` without PGT.
 
-    By the identity, SGD with PGT at (lr, wd) moves the backbone as plain cross-entropy at
+    By the identity, SGD with PGT at (lr, wd) updates the backbone like plain cross-entropy at
     (lr / alpha, wd * alpha). Adam: (lr, wd * alpha); AdamW: (lr, wd).
     """
 
-    def value(key: str) -> Any:  # the recipe may refuse them all together
+    def value(key: str) -> Any:  # the changes as a whole may not be a valid recipe
         return changes[key] if key in changes else study.base.value(key)
 
     name = value("optimizer.name")
