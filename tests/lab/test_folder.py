@@ -216,7 +216,7 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path: Path):
     put(tmp_path / "train" / "b" / "1.png")
     assert load(tmp_path).classes == ("a", "b")  # val need not have it
     (tmp_path / "val" / "dragon").mkdir()
-    with pytest.raises(ValueError, match="among those of train/, but got 'dragon' too"):
+    with pytest.raises(ValueError, match="among those of train/, but got also 'dragon'"):
         load(tmp_path)
 
 

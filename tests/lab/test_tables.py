@@ -223,8 +223,8 @@ def test_runs_without_a_number_are_stated(tmp_path, capsys):
     said = capsys.readouterr().out
     stated = (
         "Left out: 1 run of baseline marked as crashed (seed 1); 1 run without Group (line 9); 1 "
-        "run of pgt without val/acc (seed 3). If such a run diverged, write nan as its val/acc: "
-        "then it counts."
+        "run of pgt without val/acc (seed 3). If such a run diverged, write nan as its val/acc, "
+        "so that it counts."
     )
     assert stated in said
     assert "Diverged: 2 of 7 runs of pgt. A run that diverged counts as 89.8." in said
