@@ -330,7 +330,7 @@ def test_hold_out_replaces_the_test_data():
         count = int((labels == digit).sum())
         assert (test_labels == digit).sum() == round(0.25 * count)
         assert (train_labels == digit).sum() == count - round(0.25 * count)
-    with pytest.raises(ValueError, match=r"`data.hold_out` to leave .* got 0.0001: 1438 and 0"):
+    with pytest.raises(ValueError, match=r"`data.hold_out` to leave .* got 0.0001, which leaves 1438 and 0"):
         load_data(Data(hold_out=0.0001))
 
 
@@ -466,7 +466,7 @@ def test_cifar10_is_read_from_either_version(cifar: dict[str, Any], version: str
 @pytest.mark.parametrize(
     ("version", "name", "content", "message"),
     [
-        ("binary", "data_batch_2.bin", b"\0" * 3073 * 11, "of 36876 bytes, .* got 33803"),
+        ("binary", "data_batch_2.bin", b"\0" * 3073 * 11, "to have 36876 bytes .* got 33803"),
         ("sheets", "data_batch_3.png", None, "to be a complete PNG file"),
         ("sheets", "test_lables.json", b"[1, 2", "to be a JSON list"),
         ("sheets", "test_lables.json", b"[1, 2]", "to hold 12 integers"),
@@ -491,7 +491,7 @@ def test_damaged_cifar10_is_refused(
 
 def test_sheet_of_another_size_is_refused(cifar: dict[str, Any]):
     Image.new("RGB", (1024, 11)).save(cifar["sheets"] / "data_batch_1.png")
-    with pytest.raises(ValueError, match=r"data_batch_1.png to be of 1024x12 pixels, .* 1024x11"):
+    with pytest.raises(ValueError, match=r"data_batch_1.png to have 1024x12 pixels, .* 1024x11"):
         load_data(Data(name="cifar10"), data_dir=str(cifar["sheets"]))
 
 
