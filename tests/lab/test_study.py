@@ -186,7 +186,7 @@ def test_the_control_is_named_where_pgt_is_better_without_it(better, changes, mo
     assert bool(advice) == bool(expected)
     if advice:
         assert advice.startswith("Before you keep pgt:")
-        assert f"Add {expected} to --arms" in advice
+        assert f"add {expected} to --arms" in advice
     # These have it themselves.
     assert missing_control(replace(study, kind=StudyKind.DECOMPOSE), better) is None
     tuned = missing_control(replace(study, tuned=("optimizer.weight_decay",)), better)
@@ -428,7 +428,7 @@ def test_a_folder_of_another_recipe_is_refused_and_left_alone(study, capsys):
         (["--tune", "lr=0.1,0.1"], "lr"),
         (["--tune", "lr=0.1,0.2", "optimizer.lr=1,2"], "Expected each key of --tune once"),
         (["--tune", "lr", "nobody: wd=0.1:1"], "Expected an arm before the colon of --tune"),
-        (["--tune", "pgt: lr=0.1:1"], "a key for every arm, but got none of baseline"),
+        (["--tune", "pgt: lr=0.1:1"], "a key for every arm, but got none for baseline"),
         (["--tune", "optimizer.lr=0.1"], "Expected --tune with several values or a range"),
         (["--tune", "clip.agc"], "Expected the values to try for 'clip.agc'"),
         (["--reuse", "nowhere.csv"], "Expected to read 'nowhere.csv'"),
