@@ -277,7 +277,7 @@ UNALTERED = {
     "no decay": (
         "--decay-scale 0.5",
         CE,
-        "--decay-scale changed nothing: no optimizer has a weight",
+        "--decay-scale changed nothing: no torch.optim has a weight",
     ),
     "head elsewhere": (
         "--head-lr-scale 0.5",
@@ -301,12 +301,12 @@ UNALTERED = {
     "not proved": (
         "--alpha 0.3 --strict",
         CE,
-        "could not be verified: there was no second step",
+        "was not confirmed: there was no second step",
     ),
     "another alpha": (
         "--alpha 0.3 --strict",
         "for _ in range(3):\n    step(F.cross_entropy(2 * model(5 * x), y))",
-        "--alpha 0.3 was not proved: PGT at alpha 0.600",
+        "--alpha 0.3 was not confirmed: PGT at alpha 0.600",
     ),
 }
 

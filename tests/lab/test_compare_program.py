@@ -290,8 +290,8 @@ print("accuracy", random.Random(seed).random())
         (NO_LOSS, "pgt", "--alpha 0.25 altered nothing: no cross-entropy"),
         (OWN_KERNEL, "pgt", "Its first backward pass began at LossBackward"),
         (NO_OPTIMIZER, "agc", "--agc changed nothing: no torch.optim.Optimizer"),
-        (NO_OPTIMIZER, "less-decay", "--decay-scale changed nothing: no optimizer"),
-        (NO_LOSS, "less-decay", "--decay-scale changed nothing: no optimizer has a weight decay"),
+        (NO_OPTIMIZER, "less-decay", "--decay-scale changed nothing: no torch.optim"),
+        (NO_LOSS, "less-decay", "--decay-scale changed nothing: no torch.optim has a weight decay"),
         ("print('accuracy', 1); os._exit(0)", "pgt", "not known whether it was altered"),
     ],
 )
@@ -576,7 +576,7 @@ REPORT_SEED = "json.dump({'seed': 1}, open(os.environ['POWERGRAD_REPORT'], 'w'))
     ("text", "sources", "message"),
     [
         ("print('hello')", ACC, "match of --metric-regex 'acc (.)' in the output, but got none"),
-        ("print('hello')", Sources(), "Expected a metric, but got none. Looked at powergrad.rep"),
+        ("print('hello')", Sources(), "Expected a metric, but got none. Searched: powergrad.rep"),
         ("print('acc x')", ACC, "Expected a number from --metric-regex 'acc (.)', but got 'x'"),
         ("", Sources.parse([], ["r.json:acc"]), "r.json:acc, but got: No such file"),
         (WRITE % ("r.json", "{"), Sources.parse([], ["r.json:acc"]), "JSONDecodeError"),
@@ -726,7 +726,7 @@ def test_another_first_loss_is_said(python, in_process, tmp_path, capsys):
     )  # fmt: skip
     assert status == 0
     said = capsys.readouterr().out
-    assert "The first loss of other is not that of baseline (seed 0: " in said
+    assert "The first loss of other differs from that of baseline (seed 0: " in said
     assert "its flags change the network, the data or their order." in said
     assert "The first loss of pgt" not in said
     status = powergrad("compare", "--arms", "baseline,pgt", *common, "--name", "t", "--",
@@ -968,6 +968,6 @@ def test_a_missing_metric_is_told_by_where_it_was_looked_for(tmp_path):
     (tmp_path / "output.txt").write_text("acc 1\n")
     (tmp_path / "r.json").write_text('{"loss": 2}')
     with pytest.raises(
-        Missing, match=r"'acc', 'loss'. Looked at .*regex 'acc \(.*r.json:loss, pow"
+        Missing, match=r"'acc', 'loss'. Searched: .*regex 'acc \(.*r.json:loss, pow"
     ):
         sources.read(tmp_path / "output.txt", tmp_path / "report.json", tmp_path, str)

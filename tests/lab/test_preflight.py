@@ -669,7 +669,7 @@ def test_problems_stop_before_the_first_run(
     assert powergrad(*tokens) == 2
     told = capsys.readouterr().err
     assert "classes of" in told
-    assert "got 'b' too" in told
+    assert "got also 'b'" in told
     assert "but got 1 unreadable ones" in told
     assert "'train/a/003.jpg'" in told
     assert not (tmp_path / "runs").exists()

@@ -1060,7 +1060,7 @@ def test_an_arm_that_trains_at_no_point_is_an_error(made_up, tmp_path, capsys):
     tokens = ["compare", "digits", *TOKENS, "--out", tmp_path, "--arms", "baseline", "--arm",
               "clipped: clip.agc=0.05", "--tune", "wd=0.1,0.2", "--seeds", 2]  # fmt: skip
     assert powergrad(*tokens) == 2
-    assert "Expected a point of --tune at which 'clipped' trains" in capsys.readouterr().err
+    assert "Expected a point of --tune at which 'clipped' can be trained" in capsys.readouterr().err
 
 
 def test_a_key_can_be_tuned_for_one_arm(made_up, tmp_path, capsys):

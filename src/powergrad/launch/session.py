@@ -150,7 +150,7 @@ class _Session:
             return [f"{option} did not reach the model: the gradient of its head is {measured}."]
         if self.options.strict and not self._is_proved():
             why = "there was no second step" if measured is None else str(measured)
-            return [f"{option} could not be verified: {why}."]
+            return [f"{option} was not confirmed: {why}."]
         return []
 
     def _is_proved(self) -> bool:
