@@ -659,7 +659,7 @@ def test_a_decomposition_shows_the_parts(visit: Callable[..., Page], tmp_path: P
     assert texts(page, "#decomposition .group") == [
         "THE WHOLE",
         "EACH PART ALONE",
-        "INSTEAD OF IT",
+        "ALTERNATIVES",
     ]
     names = texts(page, "#decomposition .who bdi")
     assert sorted(names) == sorted(arm for arm in study.arms if arm != "CE")
