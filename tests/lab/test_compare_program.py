@@ -109,9 +109,11 @@ def kill_a_worker(folder: Path, killed: list[int]) -> None:
             for place in Path("/proc").glob("[0-9]*") if not killed else ():
                 with contextlib.suppress(OSError):
                     if report in (place / "environ").read_bytes().split(b"\0"):
+                        os.kill(int(place.name), signal.SIGSTOP)  # so that it does not end first
                         status = (place / "status").read_text()
                         killed.append(int(re.findall(r"PPid:\s+(\d+)", status)[0]))
                         os.kill(killed[0], signal.SIGKILL)
+                        os.kill(int(place.name), signal.SIGCONT)
         time.sleep(0.01)
 
 

@@ -310,6 +310,12 @@ def test_a_second_start_lists_what_it_reuses(capsys: pytest.CaptureFixture[str])
     assert "compare of resnet8 on digits, 3 seeds per arm" in shown
     assert re.search(r"pgt +3 +0-2 ", shown)
     assert powergrad("inspect", "runs/x", "--csv", "units.csv") == 2
+    # The same from its table alone.
+    tokens[tokens.index("x")] = "y"
+    assert powergrad(*tokens, "--seeds", "3", "--reuse", "runs/x/study.csv") == 0
+    told = capsys.readouterr().err
+    assert "Reusing 6 finished runs: baseline seeds 0-2; pgt seeds 0-2." in told
+    assert "of a few seconds" not in told
 
 
 def test_fresh_moves_an_earlier_start_aside(

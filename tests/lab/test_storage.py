@@ -87,6 +87,7 @@ def test_two_machines_share_a_sweep(database, tmp_path):
         assert one == two
 
 
+@pytest.mark.deep
 def test_two_machines_share_the_runs_of_a_program(database, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -11,7 +11,9 @@ import sqlite3
 import subprocess
 import sys
 import tarfile
+import threading
 import time
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -1233,6 +1235,25 @@ def test_a_run_that_another_worker_told_first_is_no_error(tmp_path, monkeypatch)
         monkeypatch.setattr(sys, "stdin", nobody)
         work(url, "x", tmp_path)
     assert [trial.state.name for trial in queue.get_trials()] == ["COMPLETE"]
+
+
+def test_a_worker_killed_before_its_first_heartbeat_is_replaced(tmp_path, monkeypatch):
+    """Its run is marked as running, and Optuna takes no run for stale that has no heartbeat."""
+    url = f"sqlite:///{tmp_path / 'jobs.db'}"
+    monkeypatch.setattr("powergrad.lab.jobs.queue.GRACE", 2)
+    queue = open_queue(url, "x")
+    enqueue(queue, [RecipeJob("a", SMALL)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `ask` sends no heartbeat, as here
+        queue.ask()
+    monkeypatch.setattr(RecipeJob, "execute", lambda job, folder: {"steps": 12})
+    with open(os.devnull) as nobody:
+        monkeypatch.setattr(sys, "stdin", nobody)
+        worker = threading.Thread(target=work, args=(url, "x", tmp_path), daemon=True)
+        worker.start()
+        worker.join(60)
+    assert not worker.is_alive()
+    assert [trial.state.name for trial in queue.get_trials()] == ["FAIL", "COMPLETE"]
 
 
 def kill_a_worker(folder, rng):

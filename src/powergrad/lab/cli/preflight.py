@@ -68,6 +68,7 @@ def prepare(
     budget: str | None = None,
     given: Collection[str] = (),
     seeds_given: bool = False,
+    known: Collection[str] = (),
     ask: bool = True,
 ) -> Ready:
     """Check a study before its first run, and print the findings.
@@ -80,6 +81,7 @@ def prepare(
         budget: The value of --budget.
         given: The keys of the recipe that the user has set.
         seeds_given: Whether the user has set the number of seeds.
+        known: The names of runs that were made elsewhere and are not repeated.
         ask: Whether to ask before a long study, if there is a terminal.
 
     Raises:
@@ -91,7 +93,7 @@ def prepare(
     seconds = 0.0 if budget is None else parse_budget(budget)
     arms = [study.base.override(changes) for changes in study.arms.values()]
     facts = _look_at_data(study.base, arms)
-    done = _reused(study, folder, tuner)
+    done = _reused(study, folder, tuner, known)
     extra = len(tuner.jobs(0)) if tuner else 0
     plan = Plan(study.base, study.arms, study.design, workers, extra, done=done)
     if study.finals:
@@ -206,24 +208,28 @@ def _earlier_choice(folder: Path, seconds: float) -> Budget | None:
     return chosen if chosen.seconds == seconds else None
 
 
-def _reused(study: Study, folder: Path, tuner: Tuner | None) -> int:
+def _reused(study: Study, folder: Path, tuner: Tuner | None, known: Collection[str]) -> int:
     """Print which finished runs are reused; return their number."""
-    if not folder.is_dir():
-        return 0
     if tuner is None:
         jobs = study.jobs()
-        finished = [key for key, job in jobs.items() if job.result(folder) is not None]
+        finished = [
+            key for key, job in jobs.items() if job.name in known or job.result(folder) is not None
+        ]
         trials = 0
     else:  # the chosen values, and so the names of the runs, are not known yet
         names = {slug(arm)[:40]: arm for arm in study.arms}
         paths = [*folder.glob("*/result.json"), *folder.glob("arms/*/result.json")]
-        places = [path.parent.name.rpartition("-seed") for path in paths]
+        runs = {path.parent.name for path in paths}
+        runs |= {name.removeprefix("arms/") for name in known if not name.startswith("tuning/")}
+        places = [name.rpartition("-seed") for name in runs]
         finished = [
             (names[arm], int(rest.partition("-")[0]))
             for arm, _, rest in places
             if arm in names and rest.partition("-")[0].isdigit()
         ]
-        trials = len(list(folder.glob("tuning/*/result.json")))
+        tried = {path.parent.name for path in folder.glob("tuning/*/result.json")}
+        tried |= {name.removeprefix("tuning/") for name in known if name.startswith("tuning/")}
+        trials = len(tried)
     parts = [
         f"{arm} seeds {spans(seeds)}"
         for arm in study.arms
@@ -234,7 +240,9 @@ def _reused(study: Study, folder: Path, tuner: Tuner | None) -> int:
     count = len(finished) + trials
     if count:
         runs = "1 finished run" if count == 1 else f"{count} finished runs"
-        _say(f"Reusing {runs} in {folder}: {'; '.join(parts)}. (To start over, use --fresh.)")
+        remedy = " (To start over, use --fresh.)" if folder.is_dir() else ""
+        where = f" in {folder}" if not known else ""
+        _say(f"Reusing {runs}{where}: {'; '.join(parts)}.{remedy}")
     return count
 
 

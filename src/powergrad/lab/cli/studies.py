@@ -203,6 +203,7 @@ class StudyOptions:
             budget=self.budget,
             given=given,
             seeds_given=self.seeds is not None if seeds_given is None else seeds_given,
+            known=self.execution().known_runs,
             ask=not self.yes,
         )
         values = {field.name: getattr(self, field.name) for field in fields(StudyOptions)}

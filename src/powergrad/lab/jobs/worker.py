@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import sys
 import time
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +75,10 @@ def work(url: str, study: str, folder: Path) -> None:
             trial.set_user_attr("error", f"{type(error).__name__}: {error}")
             raise _Failed from error
 
+    running_since: dict[int, float] = {}
     while True:
-        states = [trial.state.name for trial in queue.get_trials(deepcopy=False)]
+        trials = queue.get_trials(deepcopy=False)
+        states = [trial.state.name for trial in trials]
         if "WAITING" in states:
             try:
                 queue.optimize(do_one, n_trials=1, catch=(_Failed,))
@@ -85,11 +89,27 @@ def work(url: str, study: str, folder: Path) -> None:
                     raise
         elif "RUNNING" in states:
             optuna.storages.fail_stale_trials(queue)
+            _start_heartbeats(queue, trials, running_since)
             time.sleep(1)
         elif _is_dismissed():
             return
         else:
             time.sleep(0.3)
+
+
+def _start_heartbeats(queue: Any, trials: Iterable[Any], running_since: dict[int, float]) -> None:
+    """Send one heartbeat for each run of another worker, so that it can become stale.
+
+    Optuna never fails a run that has no heartbeat, as of a worker that was killed before its first.
+    """
+    now = time.monotonic()
+    for trial in trials:
+        if trial.state.name != "RUNNING":
+            continue
+        since = running_since.setdefault(trial._trial_id, now)
+        if now - since > HEARTBEAT:
+            queue._storage.record_heartbeat(trial._trial_id)
+            running_since[trial._trial_id] = math.inf  # once
 
 
 def _is_dismissed() -> bool:
