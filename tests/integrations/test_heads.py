@@ -153,7 +153,7 @@ def test_an_example_shows_a_cap_that_the_configuration_hides():
     config.final_logit_softcapping = None
     fold_alpha(None, 0.5, model=copy.deepcopy(model), example_inputs=IDS)
     model.forward = capped
-    with pytest.raises(ValueError, match="do not with lm_head"):
+    with pytest.raises(ValueError, match="lm_head, with which they do not scale"):
         equivalent_training(
             model, torch.optim.SGD(model.parameters(), lr=0.1), 0.5, example_inputs=IDS
         )
