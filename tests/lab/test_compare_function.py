@@ -180,7 +180,10 @@ def two(seed, arm):
         ({"train": lambda seed, arm: {"seed": 1}}, "not to be reserved, but got 'seed'"),
         ({"train": lambda *_: two(*_), "metric": None}, "Expected `metric`, one of a, b, but got"),
         ({"metric": None}, "Expected `metric`, the name of the number that `train` returns"),
-        ({"metric": "f1"}, "`better` lower, because the name 'f1' does not"),
+        (
+            {"metric": "f1"},
+            "Expected `better` higher or `better` lower, because the name 'f1' does not",
+        ),
         ({"metric": "loss"}, "Expected `margin`, the largest difference"),
         ({"better": "more"}, "Expected `better` to be 'higher' or 'lower', but got 'more'"),
         ({"seeds": "many"}, "Expected"),

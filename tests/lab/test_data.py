@@ -330,7 +330,9 @@ def test_hold_out_replaces_the_test_data():
         count = int((labels == digit).sum())
         assert (test_labels == digit).sum() == round(0.25 * count)
         assert (train_labels == digit).sum() == count - round(0.25 * count)
-    with pytest.raises(ValueError, match=r"got 0.0001, which leaves 1438 and 0"):
+    with pytest.raises(
+        ValueError, match=r"`data.hold_out` to leave .* got 0.0001, which leaves 1438 and 0"
+    ):
         load_data(Data(hold_out=0.0001))
 
 

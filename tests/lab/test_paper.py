@@ -748,13 +748,19 @@ def test_run_plans_both_scales(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (("T2.8", "--scale", "small", "--arm", "AGC"), r"to be an arm of T2\.8 \(baseline, PGT\)"),
+        (
+            ("T2.8", "--scale", "small", "--arm", "AGC"),
+            r"--arm to be an arm of T2\.8 \(baseline, PGT\)",
+        ),
         (("T2.8", "--data", "folder:x", "--arm", "AGC"), r"--arm to be an arm of T2\.8 \(PGT\)"),
         (("T1.7", "--data", "folder:x", "--tune", "lr"), "--tune only with --scale small"),
         (("T1.7", "--data", "folder:x", "--seeds", "3"), "--seeds only with --scale small"),
         (("T1.7", "--data", "folder:x", "--metric", "nll"), "--metric only with --scale small"),
         (("T1.7", "--data", "folder:x", "--threads", "3"), "--threads only with --scale small"),
-        (("T1.7", "--data", "folder:x", "--tune-seeds", "5"), "seeds only with --scale small"),
+        (
+            ("T1.7", "--data", "folder:x", "--tune-seeds", "5"),
+            "--tune-seeds only with --scale small",
+        ),
         (
             ("T1.7", "--scale", "small", "--as-published", "train.precision=float32"),
             "train.precision to be float16 with --as-published, .* got 'float32'",

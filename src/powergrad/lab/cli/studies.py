@@ -194,16 +194,16 @@ class StudyOptions:
             given: The keys of the recipe that the user has set.
             seeds_given: Whether the user has set the seeds; by default, whether --seeds is set.
         """
-        folder = self.free_folder(study)
+        folder, execution = self.free_folder(study), self.execution()
         ready = prepare(
             study,
             folder,
-            workers=self.execution().workers,
+            workers=execution.workers,
             tuner=tuner,
             budget=self.budget,
             given=given,
             seeds_given=self.seeds is not None if seeds_given is None else seeds_given,
-            known=self.execution().known_runs,
+            known=execution.known_runs,
             ask=not self.yes,
         )
         values = {field.name: getattr(self, field.name) for field in fields(StudyOptions)}
