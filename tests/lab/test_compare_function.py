@@ -101,7 +101,8 @@ def test_a_script_and_its_main_guard(tmp_path, monkeypatch):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.stdout.strip() == "[0.0, 0.0, 0.0, 0.0]", ended.stderr
     monkeypatch.setenv("POWERGRAD_WORKER", "1")  # as where a worker imports a script without it
-    with pytest.raises(RuntimeError, match=r"but got a call while a worker"):
+    message = r"under `if __name__ == '__main__':`, but got a call while a worker"
+    with pytest.raises(RuntimeError, match=message):
         powergrad.compare(noisy, ["a", "b"], 2, metric="accuracy")
 
 
