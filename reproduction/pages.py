@@ -8,7 +8,7 @@ from powergrad.lab.files import write_text
 from powergrad.lab.paper.evidence import Evidence
 from reproduction.benchmarks import benchmark_regions
 from reproduction.claims import claim_regions
-from reproduction.decisive.findings import decisive_regions
+from reproduction.decisive.page import decisive_regions, draw_figures
 from reproduction.marks import Regions, fill, region_names
 from reproduction.pooled import pooled_sentence
 from reproduction.studies import all_trials, read_studies
@@ -45,8 +45,9 @@ def generated_pages() -> list[Path]:
 
 
 def write_pages() -> None:
-    """Fill the regions of all pages."""
+    """Fill the regions of all pages, and draw the figures of the decisive experiment."""
     regions = all_regions()
+    draw_figures(ROOT / "results", ROOT / "docs" / "images")
     for page in generated_pages():
         write_text(page, fill(page.read_text("utf-8"), regions))
         print(f"wrote {page.relative_to(ROOT)}")

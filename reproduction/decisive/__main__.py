@@ -1,4 +1,4 @@
-"""``python -m reproduction.decisive``: what the rule of docs/protocol.md says, and the figure.
+"""``python -m reproduction.decisive``: what the rule of docs/protocol.md says.
 
 python -m reproduction.decisive collect [RUNS]  copies the rows of finished runs to results/
 python -m reproduction.decisive power           simulates what the rule can find
@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from reproduction.decisive.data import REGIMES, collect, read
-from reproduction.decisive.figure import draw
 from reproduction.decisive.findings import Findings
 from reproduction.decisive.rule import power
 
@@ -71,7 +70,8 @@ def power_table(studies: int = 1000) -> str:
 
 def report(findings: Findings) -> str:
     """What the rows say so far."""
-    return "\n\n".join([findings.answer(), findings.table(), findings.null_sentence()])
+    tables = [findings.table(), findings.choices_table()]
+    return "\n\n".join([findings.answer(), *tables, findings.null_sentence()])
 
 
 def main(arguments: list[str]) -> None:
@@ -83,10 +83,7 @@ def main(arguments: list[str]) -> None:
     elif arguments == ["power"]:
         print(power_table())
     else:
-        findings = Findings.read(RESULTS)
-        print(report(findings))
-        if findings.look is not None:
-            draw(findings, ROOT / "docs" / "images" / "decisive.png")
+        print(report(Findings.read(RESULTS)))
 
 
 if __name__ == "__main__":

@@ -3,37 +3,65 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from powergrad.lab.files import write_csv
 from powergrad.lab.run import Run
+from powergrad.lab.study import Study
+from powergrad.lab.words import slug
 
-__all__ = ["REGIMES", "Rows", "collect", "differences", "read", "units"]
+__all__ = [
+    "FURTHER",
+    "RECIPES",
+    "REGIMES",
+    "Rows",
+    "chance",
+    "collect",
+    "differences",
+    "read",
+    "units",
+]
 
 Rows = list[dict[str, str]]
 
+# The regimes that the rule decides on, and those that are only described.
 REGIMES = {"norm": "with batch normalisation", "plain": "without normalisation"}
+FURTHER = {
+    "tiny": "Tiny-ImageNet, with batch normalisation",
+    "cifar": "CIFAR-10, without normalisation",
+}
+FOLDER = Path(__file__).parent
+RECIPES = {
+    "norm": FOLDER / "fashion_norm.yaml",
+    "plain": FOLDER / "fashion_plain.yaml",
+    "tiny": FOLDER / "tiny_norm.yaml",
+    "cifar": FOLDER / "cifar_plain.yaml",
+}
 FINALS = 3  # seeds per repeat
 ABOUT = ("arm", "seed", "run", "repeat", "commit", "phase")
 
 
 def collect(runs: Path, results: Path) -> list[Path]:
-    """Copy the rows of all finished runs to `results`; rows that are there already stay.
+    """Copy the rows of all finished runs to `results`; values that are there already stay.
 
     Runs of a repeat that is not complete yet have no number of a repeat: they are only reused.
     """
     written = []
-    for regime in (*REGIMES, "null", "pilot-norm", "pilot-plain"):
+    for regime in (*REGIMES, *FURTHER, "null", "pilot-norm", "pilot-plain"):
         folder = runs / f"decisive-{regime}"
         if not folder.is_dir():
             continue
         path = results / f"decisive_{regime.replace('-', '_')}.csv"
         rows = {row["run"]: row for row in _csv_rows(path)}
+        arms = {slug(arm): arm for arm in Study.load(folder).arms}
         for result in sorted(folder.glob("**/result.json")):
             name = str(result.parent.relative_to(folder))
-            rows.setdefault(name, _row(name, result.parent))
-        rows |= {row["run"]: row for row in _csv_rows(folder / "study.csv")}
+            rows.setdefault(name, _row(name, result.parent, arms))
+        for row in _csv_rows(folder / "study.csv"):  # adds the repeat and the tuned values
+            known = {key: value for key, value in rows.get(row["run"], {}).items() if value != ""}
+            rows[row["run"]] = {**row, **known, "arm": row["arm"]}
         columns = [*ABOUT, *(key for row in rows.values() for key in row)]
         order = sorted(
             rows.values(), key=lambda r: (r["phase"], int(r["repeat"] or 999), r["arm"], r["run"])
@@ -50,12 +78,12 @@ def _csv_rows(path: Path) -> list[dict[str, Any]]:
         return list(csv.DictReader(file))
 
 
-def _row(name: str, folder: Path) -> dict[str, Any]:
+def _row(name: str, folder: Path, arms: Mapping[str, str]) -> dict[str, Any]:
     run = Run(folder)
     phase, _, last = name.rpartition("/")
     metrics = {key: value for key, value in (run.result() or {}).items() if key != "format"}
     return {
-        "arm": last.rpartition("-seed")[0],
+        "arm": arms[last.rpartition("-seed")[0]],
         "seed": run.recipe().seed,
         "run": name,
         "repeat": "",
@@ -72,12 +100,20 @@ def read(results: Path, regime: str) -> Rows:
     return _csv_rows(results / f"decisive_{regime}.csv")
 
 
+def chance(row: Mapping[str, str]) -> float:
+    """The accuracy of guessing in a run, in per cent."""
+    return 100 / float(row["classes"])
+
+
 def units(rows: Rows, arm: str) -> dict[int, float]:
-    """The mean test accuracy of each complete repeat of an arm; a lost run counts as 10%."""
+    """The mean test accuracy of each complete repeat of an arm.
+
+    A run that diverged counts as chance accuracy.
+    """
     repeats: dict[int, list[float]] = {}
     for row in rows:
         if row["phase"] == "final" and row["arm"] == arm and row["repeat"]:
-            value = 10.0 if row["diverged"] == "True" else float(row["test_accuracy"])
+            value = chance(row) if row["diverged"] == "True" else float(row["test_accuracy"])
             repeats.setdefault(int(row["repeat"]), []).append(value)
     return {n: sum(v) / len(v) for n, v in sorted(repeats.items()) if len(v) == FINALS}
 

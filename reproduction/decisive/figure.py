@@ -31,7 +31,7 @@ def draw(findings: Findings, path: Path) -> None:
     axes.axvline(0, color="0.5", linewidth=0.8)
     for place, (regime, arm) in enumerate(lines):
         pairs = findings.pairs(arm)[regime]
-        named = ("one repeat", "measured, 90% interval", "the paper, ImageNet")
+        named = ("one repeat", "Fashion-MNIST, 90% interval", "the paper, ImageNet")
         labels = named if place == 0 else (None,) * 3
         dots = {"alpha": 0.3, "mec": "none", "color": COLOURS[0]}
         axes.plot(pairs, [place] * len(pairs), "o", label=labels[0], **dots)

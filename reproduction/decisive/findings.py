@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from powergrad.lab.config import load_recipe
+from powergrad.lab.paper.small import decay_exponent
 from powergrad.lab.stats import signed, span
 from powergrad.lab.study.space import Axis
 from powergrad.lab.words import markdown_table
-from reproduction.decisive.data import REGIMES, Rows, differences, read, units
+from reproduction.decisive.data import (
+    FURTHER,
+    RECIPES,
+    REGIMES,
+    Rows,
+    differences,
+    read,
+    units,
+)
 from reproduction.decisive.rule import (
     LEVEL,
     Decision,
@@ -22,16 +32,19 @@ from reproduction.decisive.rule import (
     interval,
     sign_flip,
 )
-from reproduction.marks import Regions
 
-__all__ = ["NAMES", "Findings", "decisive_regions"]
+__all__ = ["AXES", "NAMES", "Findings", "chosen_settings"]
 
 ALPHA = 0.25
 LOOKS = (8, 16)
+TITLES = {**REGIMES, **FURTHER}
+EXAMPLES = {"norm": 60_000, "plain": 60_000, "tiny": 30_000, "cifar": 50_000}
 NAMES = {"baseline": "CE2", "pgt": "PGT2", "ce3": "CE3", "agc": "AGC2", "agc+pgt": "AGC+PGT2"}
 AXES = (
     Axis("optimizer.lr", (), 0.006, 0.4),
     Axis("optimizer.weight_decay", (), 1e-5, 3e-2),
+    Axis("optimizer.head.lr", (), 1 / 32, 2.0),
+    Axis("clip.agc", (), 0.005, 0.16),
 )
 ANSWERS = {
     "helps": "PGT helps beyond a tuned learning rate and weight decay, at this scale.",
@@ -67,7 +80,7 @@ class Findings:
     """What the rows of a folder ``results`` say.
 
     Attributes:
-        rows: The rows of each regime.
+        rows: The rows of each regime; those of :data:`REGIMES` decide.
         null: The rows of the further repeats of CE2.
     """
 
@@ -77,7 +90,8 @@ class Findings:
     @classmethod
     def read(cls, results: Path) -> Findings:
         """The findings of a folder."""
-        return cls({regime: read(results, regime) for regime in REGIMES}, read(results, "null"))
+        rows = {regime: read(results, regime) for regime in (*REGIMES, *FURTHER)}
+        return cls(rows, read(results, "null"))
 
     def arms(self, regime: str) -> list[str]:
         """The arms of a regime that have rows, in the protocol's order."""
@@ -85,8 +99,8 @@ class Findings:
         return [arm for arm in NAMES if arm in found]
 
     def pairs(self, arm: str, against: str = "baseline") -> dict[str, list[float]]:
-        """The differences of two arms in every regime."""
-        return {regime: differences(rows, arm, against) for regime, rows in self.rows.items()}
+        """The differences of two arms in every regime that decides."""
+        return {regime: differences(self.rows[regime], arm, against) for regime in REGIMES}
 
     @functools.cached_property
     def repeats(self) -> dict[str, int]:
@@ -126,19 +140,26 @@ class Findings:
         again, first = units(self.null, "baseline"), units(self.rows["norm"], "baseline")
         return [again[repeat] - first[repeat] for repeat in again if repeat in first]
 
+    def runs(self, regime: str, arm: str, phase: str) -> Rows:
+        """The rows of an arm in a phase."""
+        return [r for r in self.rows[regime] if (r["phase"], r["arm"]) == (phase, arm)]
+
+    def chosen(self, regime: str, arm: str) -> list[dict[str, float]]:
+        """What each repeat chose; for PGT, as settings of the backbone."""
+        rows = self.runs(regime, arm, "final")
+        final = {row["repeat"]: row for row in rows if row["repeat"]}
+        return [chosen_settings(row) for row in final.values()]
+
     def at_edge(self, regime: str, arm: str) -> int:
-        """Repeats whose choice of rate or decay is in the outer tenth of the backbone's range."""
-        chosen = {
-            row["repeat"]: row
-            for row in self.rows[regime]
-            if (row["phase"], row["arm"]) == ("final", arm) and row["repeat"]
-        }
-        return sum(any(axis.is_edge(_backbone(row, axis.key)) for axis in AXES)
-                   for row in chosen.values())  # fmt: skip
+        """Repeats with a chosen value in the outer tenth of its range."""
+        return sum(
+            any(axis.is_edge(choice[axis.key]) for axis in AXES if axis.key in choice)
+            for choice in self.chosen(regime, arm)
+        )
 
     def diverged(self, regime: str, arm: str, phase: str) -> tuple[int, int]:
         """How many runs of a phase diverged, of how many."""
-        runs = [r for r in self.rows[regime] if (r["phase"], r["arm"]) == (phase, arm)]
+        runs = self.runs(regime, arm, phase)
         return sum(row["diverged"] == "True" for row in runs), len(runs)
 
     # In words -------------------------------------------------------------------------------------
@@ -148,16 +169,10 @@ class Findings:
         if self.look is None or not self.look.is_last:
             return self._status()
         decision = self.look.decision
-        shown = "; ".join(
-            f"{signed(decision.means[regime])} points {title} "
-            f"(90% interval {span(decision.intervals[regime])})"
-            for regime, title in REGIMES.items()
-        )
         words = [
             f"**{ANSWERS[decision.verdict]}**",
-            f"After {self.look.repeats} independent tunings per arm and regime, PGT minus "
-            f"cross-entropy was {shown}; p = {decision.p:.3f} over both, compared with {LEVEL:g} "
-            "per analysis.",
+            f"After {self.look.repeats} independent tunings per arm and regime, "
+            f"{_in_words(decision)}.",
             self._secondary_sentence(),
         ]
         return " ".join(filter(None, words))
@@ -171,8 +186,8 @@ class Findings:
         words = f"**Not decided yet.** The next analysis is planned after {wanted} repeats in each "
         words += f"regime. So far there are {done}."
         if self.look is not None:
-            p = self.look.decision.p
-            words += f" The analysis after {self.look.repeats} was not settled (p = {p:.3f})."
+            words += f" The analysis after {self.look.repeats} was not settled: "
+            words += f"{_in_words(self.look.decision)}."
         return words
 
     def _secondary_sentence(self) -> str:
@@ -181,6 +196,15 @@ class Findings:
             means = " and ".join(map(signed, found.means))
             parts.append(f"{name}: {means} points, p = {found.p:.3f} after Holm's correction")
         return f"Secondary comparisons: {'; '.join(parts)}." if parts else ""
+
+    def figure_line(self) -> str:
+        """The figure of :mod:`reproduction.decisive.figure`, once there is an analysis."""
+        if self.look is None:
+            return "The figure is drawn after the first analysis."
+        return (
+            "![Differences from tuned cross-entropy in each regime, with 90% intervals, beside the "
+            "gains that the paper reports](images/decisive.png)"
+        )
 
     def null_sentence(self) -> str:
         """What the null says: cross-entropy against itself by the same test."""
@@ -203,7 +227,7 @@ class Findings:
     def table(self) -> str:
         """Every arm of every regime."""
         lines = []
-        for regime, title in REGIMES.items():
+        for regime in self.rows:
             base = units(self.rows[regime], "baseline")
             for arm in self.arms(regime):
                 own = units(self.rows[regime], arm)
@@ -220,26 +244,70 @@ class Findings:
                     for count, total in (self.diverged(regime, arm, p) for p in ("tuning", "final"))
                 ]
                 edge = f"{self.at_edge(regime, arm)} of {len(values)}"
-                cells = (title, NAMES[arm], str(len(values)), f"{np.mean(values):.2f}{spread}")
-                lines.append((*cells, gap, edge, *lost))
+                mean = f"{np.mean(values):.2f}{spread}"
+                lines.append((TITLES[regime], NAMES[arm], str(len(values)), mean, gap, edge, *lost))
         head = ("regime", "arm", "repeats", "test %", "difference from CE2 (90% interval)")
         more = ("at an edge", "diverged in tuning", "diverged in final runs")
         return markdown_table((*head, *more), lines)
 
+    def choices_table(self) -> str:
+        """What the tuning chose for every arm, and what it led to: medians over the repeats."""
+        lines = []
+        for regime in self.rows:
+            for arm in self.arms(regime):
+                if not (chosen := self.chosen(regime, arm)):
+                    continue
+                values = [_median([c[a.key] for c in chosen if a.key in c]) for a in AXES]
+                unit = _unit_exponent(regime)
+                exponents = [unit * c["optimizer.lr"] * c["optimizer.weight_decay"] for c in chosen]
+                runs = self.runs(regime, arm, "final")
+                dead = [float(row["dead_units"]) for row in runs if row["dead_units"]]
+                found = (*values, _median(exponents), f"{np.mean(dead):.0f}" if dead else "")
+                lines.append((TITLES[regime], NAMES[arm], *found))
+        head = ("regime", "arm", "learning rate", "weight decay", "factor of the head's rate")
+        more = ("AGC's threshold", "decay exponent", "dead filters")
+        return markdown_table((*head, *more), lines)
 
-def _backbone(row: Mapping[str, str], key: str) -> float:
-    """The backbone's rate or decay in a run: by the identity, where it has PGT."""
-    value = float(row[key])
-    if "pgt" not in row["arm"]:
-        return value
-    return value / ALPHA if key == "optimizer.lr" else value * ALPHA
+
+def _in_words(decision: Decision) -> str:
+    """The numbers of the primary comparison."""
+    shown = "; ".join(
+        f"{signed(decision.means[regime])} points {title} "
+        f"(90% interval {span(decision.intervals[regime])})"
+        for regime, title in REGIMES.items()
+    )
+    return (
+        f"PGT minus cross-entropy was {shown}; p = {decision.p:.3f} over both, compared with "
+        f"{LEVEL:g} per analysis"
+    )
 
 
-def decisive_regions(results: Path) -> Regions:
-    """The regions of docs/does-it-help.md."""
-    findings = Findings.read(results)
+def chosen_settings(row: Mapping[str, str]) -> dict[str, float]:
+    """The tuned settings of a run, by key.
+
+    For PGT, these are the backbone's settings in the equivalent plain training: the learning rate
+    is divided by alpha, and the weight decay and AGC's threshold are multiplied by it.
+    """
+    factors = {"optimizer.lr": 1 / ALPHA, "optimizer.weight_decay": ALPHA, "clip.agc": ALPHA}
+    has_pgt = "pgt" in row["arm"]
     return {
-        "decisive-answer": findings.answer,
-        "decisive-arms": findings.table,
-        "decisive-null": findings.null_sentence,
+        axis.key: float(row[axis.key]) * (factors.get(axis.key, 1.0) if has_pgt else 1.0)
+        for axis in AXES
+        if row.get(axis.key)
     }
+
+
+def _median(values: Sequence[float]) -> str:
+    """The median with the range; empty without values."""
+    if not values:
+        return ""
+    low, middle, high = (f"{value:.2g}" for value in np.quantile(values, [0, 0.5, 1]))
+    return f"{middle} ({low} to {high})" if len(values) > 1 else middle
+
+
+@functools.cache
+def _unit_exponent(regime: str) -> float:
+    """The decay exponent of a run per unit of learning rate times weight decay."""
+    recipe = load_recipe(RECIPES[regime])
+    options = {"optimizer.lr": 1.0, "optimizer.weight_decay": 1.0}
+    return decay_exponent(recipe.override(options), EXAMPLES[regime])

@@ -12,9 +12,10 @@ from scipy import stats
 from powergrad.lab.config import load_recipe
 from powergrad.lab.run import Run
 from powergrad_cli import main
-from reproduction.decisive.data import collect, differences, read, units
+from reproduction.decisive.data import RECIPES, collect, differences, read, units
 from reproduction.decisive.figure import draw
 from reproduction.decisive.findings import Findings
+from reproduction.decisive.points import draw_points, paired_points, points_table
 from reproduction.decisive.rule import decide, holm, interval, power, sign_flip
 
 ROOT = Path(__file__).parents[2]
@@ -31,13 +32,13 @@ def by_enumeration(strata):
     return np.mean([total >= sums[0] - 1e-9 for total in sums])
 
 
-def made_up_rows(arms, repeats=8, seed=0, lr="0.05", decay="0.001"):
+def made_up_rows(arms, repeats=8, seed=0, lr="0.05", decay="0.001", **more):
     """Final rows of some arms: a mean for each, and noise."""
     rng = np.random.default_rng(seed)
     return [
         {"arm": arm, "seed": str(3 * repeat + i), "repeat": str(repeat), "phase": "final",
-         "diverged": "False", "test_accuracy": str(mean + rng.normal(0, 0.1)),
-         "optimizer.lr": lr, "optimizer.weight_decay": decay}
+         "diverged": "False", "test_accuracy": str(mean + rng.normal(0, 0.1)), "classes": "10",
+         "dead_units": "3", "optimizer.lr": lr, "optimizer.weight_decay": decay, **more}
         for arm, mean in arms.items()
         for repeat in range(repeats)
         for i in range(3)
@@ -109,6 +110,8 @@ def test_a_unit_is_the_mean_of_a_complete_repeat_and_a_lost_run_counts_as_chance
     rows[0] |= {"diverged": "True", "test_accuracy": "nan"}
     others = [float(row["test_accuracy"]) for row in rows[1:3]]
     assert units(rows, "baseline")[0] == pytest.approx((10 + sum(others)) / 3)
+    rows[0]["classes"] = "100"
+    assert units(rows, "baseline")[0] == pytest.approx((1 + sum(others)) / 3)
     assert list(units(rows[1:], "baseline")) == [1]  # the first repeat lacks a run
     assert len(differences(rows[1:], "pgt", "baseline")) == 1
 
@@ -122,10 +125,11 @@ def experiment(tmp_path_factory) -> Path:
 
 
 def command(out, *more):
-    options = "--name decisive-norm --arms baseline,pgt --tune lr=0.006:0.4 wd=1e-5:3e-2 "
+    options = "--name decisive-norm --arms baseline --tune lr=0.006:0.4 wd=1e-5:3e-2 "
     options += "--tune-map identity --trials 2 --repeats 2 --seeds 3 --train.epochs 1 "
     options += "--schedule.warmup_epochs 0 --data.limit 64 --workers 1"
-    return ["compare", "digits", *options.split(), "--out", str(out), *map(str, more)]
+    arm = ["--arm", "half+pgt: loss.alpha=0.5"]  # the folders of its runs have another name
+    return ["compare", "digits", *arm, *options.split(), "--out", str(out), *map(str, more)]
 
 
 def test_rows_are_collected_with_their_commits_and_a_fresh_clone_continues_from_them(
@@ -138,6 +142,7 @@ def test_rows_are_collected_with_their_commits_and_a_fresh_clone_continues_from_
     assert path == results / "decisive_norm.csv"
     assert len(rows) == 2 * 2 * (2 + 3)  # arms, repeats, points and seeds
     assert {row["phase"] for row in rows} == {"tuning", "final"}
+    assert {row["arm"] for row in rows} == {"baseline", "half+pgt"}
     assert all(row["commit"] for row in rows)
     for row in rows:
         result = Run(experiment / "runs" / "decisive-norm" / row["run"]).result()
@@ -155,8 +160,14 @@ def test_rows_are_collected_with_their_commits_and_a_fresh_clone_continues_from_
     assert len(trained) == 2 * (2 + 3)
     assert not trained & {Path(row["run"]).name for row in kept}
     collect(tmp_path / "runs", results)
-    again = {row["run"]: row["test_accuracy"] for row in read(results, "norm")}
-    assert again == {row["run"]: row["test_accuracy"] for row in rows}
+    again = {row["run"]: row for row in read(results, "norm")}
+    assert {name: row["test_accuracy"] for name, row in again.items()} == {
+        row["run"]: row["test_accuracy"] for row in rows
+    }
+    for row in kept:  # rows that are there already stay, to the letter
+        assert {key: value for key, value in again[row["run"]].items() if value} == {
+            key: value for key, value in row.items() if value
+        }
 
 
 def test_rows_of_an_unfinished_repeat_are_kept_without_its_number(experiment, tmp_path):
@@ -167,7 +178,13 @@ def test_rows_of_an_unfinished_repeat_are_kept_without_its_number(experiment, tm
     rows = read(tmp_path / "results", "norm")
     assert len(rows) == 20
     assert {row["repeat"] for row in rows} == {""}
+    assert {row["arm"] for row in rows} == {"baseline", "half+pgt"}
     assert units(rows, "baseline") == {}
+    shutil.copy(experiment / "runs" / "decisive-norm" / "study.csv", runs / "decisive-norm")
+    collect(runs, tmp_path / "results")  # now both repeats are complete
+    rows = read(tmp_path / "results", "norm")
+    assert {row["repeat"] for row in rows} == {"0", "1"}
+    assert list(units(rows, "half+pgt")) == [0, 1]
 
 
 # What is said -------------------------------------------------------------------------------------
@@ -222,7 +239,13 @@ def test_an_unsettled_first_look_asks_for_the_second():
     assert findings.look is not None
     assert not findings.look.is_last
     assert "The next analysis is planned after 16 repeats" in findings.answer()
-    assert "The analysis after 8 was not settled" in findings.answer()
+    decision = findings.look.decision
+    low, high = decision.intervals["norm"]
+    assert (
+        "The analysis after 8 was not settled: PGT minus cross-entropy was "
+        f"{decision.means['norm']:+.2f} points with batch normalisation "
+        f"(90% interval {low:+.2f} to {high:+.2f})"
+    ) in findings.answer()
     assert findings.secondary == {}
 
 
@@ -235,6 +258,93 @@ def test_edges_are_those_of_the_backbone():
     assert low.at_edge("norm", "pgt") == 8
     plain = made_up_rows({"baseline": 1.0}, lr="0.0064", decay="0.001")
     assert Findings({"norm": plain, "plain": []}, []).at_edge("norm", "baseline") == 8
+
+
+@pytest.mark.parametrize(
+    ("arm", "key", "inside", "outside"),
+    [
+        ("ce3", "optimizer.head.lr", "0.25", "0.04"),
+        ("agc", "clip.agc", "0.1", "0.006"),
+        ("agc+pgt", "clip.agc", "0.1", "0.6"),  # by the identity 0.025 and 0.15 of the backbone
+    ],
+)
+def test_the_keys_of_one_arm_have_edges_too(arm, key, inside, outside):
+    for value, count in ((inside, 0), (outside, 8)):
+        rows = made_up_rows({arm: 1.0}, lr="0.05", decay="0.001", **{key: value})
+        assert Findings({"norm": [], "plain": rows}, []).at_edge("plain", arm) == count
+
+
+def test_the_choices_are_those_of_the_backbone_with_their_decay_exponent():
+    lrs, decays = [0.02, 0.04, 0.08], ["0.001", "0.002", "0.004"]
+    ce = [
+        {**row, "repeat": str(i)}
+        for i, (lr, decay) in enumerate(zip(lrs, decays, strict=True))
+        for row in made_up_rows({"baseline": 87.0}, repeats=1, lr=str(lr), decay=decay)
+    ]
+    image = [  # alpha * lr and wd / alpha
+        {**row, "arm": "pgt", "optimizer.lr": str(float(row["optimizer.lr"]) / 4),
+         "optimizer.weight_decay": str(float(row["optimizer.weight_decay"]) * 4)}
+        for row in ce
+    ]  # fmt: skip
+    table = Findings({"norm": [*ce, *image], "plain": []}, []).choices_table().splitlines()
+    # A cosine from lr to 0 has the mean lr / 2, and the warm-up of 0.15 of 3 epochs costs about as
+    # much as half of its length at the peak.
+    exponent = 2811 * 0.5 * 0.04 * 0.002 / (1 - 0.9)
+    cells = [cell.strip() for cell in table[2].strip("|").split("|")]
+    assert cells[:4] == [
+        "with batch normalisation", "CE2", "0.04 (0.02 to 0.08)", "0.002 (0.001 to 0.004)",
+    ]  # fmt: skip
+    assert cells[4:6] == ["", ""]
+    assert float(cells[6].split()[0]) == pytest.approx(exponent, rel=0.05)
+    assert cells[7] == "3"
+    assert table[3].replace("PGT2", "CE2") == table[2]
+
+
+def test_points_are_paired_by_the_backbone_and_the_seed(tmp_path):
+    def tried(arm, seed, lr, decay, accuracy, diverged="False"):
+        return {
+            "phase": "tuning", "arm": arm, "seed": seed, "optimizer.lr": str(lr),
+            "optimizer.weight_decay": str(decay), "test_accuracy": str(accuracy),
+            "diverged": diverged, "classes": "10",
+        }  # fmt: skip
+
+    rows = [
+        tried("baseline", "1000", 0.01, 0.001, 86.0),
+        tried("pgt", "1000", 0.0025, 0.004, 85.5),
+        tried("baseline", "1000", 0.2, 0.0001, 10.0),  # learned nothing
+        tried("pgt", "1000", 0.05, 0.0004, 85.0),
+        tried("baseline", "1001", 0.02, 0.001, 87.0),
+        tried("pgt", "1001", 0.005, 0.004, "nan", diverged="True"),
+        tried("baseline", "1002", 0.05, 0.001, 87.0),  # another seed: no partner
+        tried("pgt", "1003", 0.0125, 0.004, 87.0),
+        tried("ce3", "1000", 0.01, 0.001, 10.0),
+    ]
+    assert paired_points(rows) == [
+        (0.01, 0.001, 86.0, 85.5),
+        (0.02, 0.001, 87.0, None),
+        (0.2, 0.0001, None, 85.0),
+    ]
+    assert [pair.difference for pair in paired_points(rows)] == [-0.5, None, None]
+    assert paired_points(rows, "ce3") == [(0.01, 0.001, 86.0, None)]
+    findings = Findings({"norm": rows, "plain": rows}, [])
+    lines = points_table(findings).splitlines()[2:5]
+    assert lines == [
+        "| with batch normalisation | 0.006 to 0.024 | 2 | -0.50 | 0 of 1 | 0 | 1 |",
+        "| with batch normalisation | 0.024 to 0.099 | 0 |  | 0 of 0 | 0 | 0 |",
+        "| with batch normalisation | 0.099 to 0.4 | 1 |  | 0 of 0 | 1 | 0 |",
+    ]
+    draw_points(findings, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_regimes_that_are_only_described_do_not_decide():
+    rows = made_up_rows({"baseline": 87.0, "pgt": 87.0})
+    other = made_up_rows({"baseline": 20.0, "pgt": 30.5}, repeats=2, classes="100")
+    without = Findings({"norm": rows, "plain": rows}, [])
+    findings = Findings({"norm": rows, "plain": rows, "tiny": other}, [])
+    assert findings.look == without.look
+    assert findings.repeats == {"norm": 8, "plain": 8}
+    assert "| Tiny-ImageNet, with batch normalisation | PGT2 | 2 | 30." in findings.table()
 
 
 def test_the_recipes_are_what_the_protocol_says():
@@ -252,3 +362,21 @@ def test_the_recipes_are_what_the_protocol_says():
     assert (norm.schedule.name, norm.schedule.warmup_start, norm.schedule.floor) == ("cosine", 0, 0)
     changed = {"model.norm": "none", "train.epochs": 6, "train.test_every": 6}
     assert norm.override({**changed, "schedule.warmup_epochs": 0.3}) == plain
+
+
+@pytest.mark.parametrize(
+    ("regime", "like", "data", "epochs"),
+    [("tiny", "norm", "folder:tiny-imagenet-100", 5), ("cifar", "plain", "cifar10", 8)],
+)
+def test_the_recipes_of_the_regimes_that_are_only_described(regime, like, data, epochs):
+    recipe, first = load_recipe(RECIPES[regime]), load_recipe(RECIPES[like])
+    assert (recipe.model, recipe.optimizer, recipe.loss) == (
+        first.model,
+        first.optimizer,
+        first.loss,
+    )
+    assert (recipe.data.name, recipe.data.flip, recipe.train.epochs) == (data, True, epochs)
+    assert recipe.train.test_every == epochs  # tested once, at the end
+    assert recipe.schedule.warmup_epochs == pytest.approx(0.05 * epochs)
+    command = f"powergrad compare reproduction/decisive/{RECIPES[regime].name} "
+    assert command in (ROOT / "docs" / "does-it-help.md").read_text("utf-8")
