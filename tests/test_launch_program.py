@@ -130,6 +130,7 @@ def test_missing_programs_are_said(launcher, tmp_path):
     )
 
 
+@pytest.mark.studies
 def test_spawned_workers_find_the_script(launcher, tmp_path):
     """The data set is a class of the script; spawned workers load it from there."""
     ours, without = tmp_path / "ours.pt", tmp_path / "without.pt"
@@ -163,6 +164,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.studies
 def test_under_torchrun(tmp_path):
     """Two processes with half of the batch each take the steps of one with all of it."""
     script, file, json = tmp_path / "script.py", tmp_path / "ours.pt", tmp_path / "summary.json"

@@ -70,6 +70,7 @@ def test_what_users_named_is_escaped(capsys):
     assert "a&lt;b&gt;" in results._repr_html_()
 
 
+@pytest.mark.studies
 def test_in_worker_processes(tmp_path):
     assert place_of(with_process) == f"{__name__}:with_process"
     arguments = {"metric": "accuracy", "workers": 2, "out": tmp_path, "name": "s"}
@@ -94,6 +95,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.studies
 def test_a_script_and_its_main_guard(tmp_path, monkeypatch):
     path = tmp_path / "my script.py"
     command = [sys.executable, str(path)]

@@ -806,6 +806,7 @@ def test_a_fresh_start_moves_the_earlier_runs_aside(in_process, tmp_path, capsys
     assert str(aside) in capsys.readouterr().err
 
 
+@pytest.mark.studies
 def test_no_run_starts_after_the_budget(tmp_path, capsys):
     """A run takes longer than the budget; with more time the same command continues."""
     path = script(tmp_path, "import time; time.sleep(1.5)\n" + NOISY)

@@ -129,6 +129,7 @@ def test_a_study_says_that_its_images_changed_and_keeps_the_old_results(photos: 
     assert Study.load(folder).program == again.program
 
 
+@pytest.mark.studies
 def test_training_again_on_changed_images_starts_anew(photos: Path, capsys: Any):
     tokens = [f"--data.name=folder:{photos}", "--data.size=8", "--model.width=8"]
     tokens += ["--train.epochs=1", "--train.batch_size=4", "--schedule.warmup_epochs=0"]

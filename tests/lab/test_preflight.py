@@ -181,6 +181,7 @@ def test_a_few_steps_are_measured(small: Recipe) -> None:
     assert whole.step > timing.step
 
 
+@pytest.mark.studies
 def test_processes_measure_together_and_say_what_is_wrong(small: Recipe) -> None:
     with Stopwatch(2) as stopwatch:
         assert stopwatch.boot > 0
@@ -296,6 +297,7 @@ def test_an_error_names_the_option_that_was_typed() -> None:
     assert explain(KeyError("x")) is None
 
 
+@pytest.mark.studies
 def test_a_second_start_lists_what_it_reuses(capsys: pytest.CaptureFixture[str]) -> None:
     tokens = ["compare", *TOKENS, "--arms", "baseline,pgt", "--name", "x", "--workers", "1"]
     assert powergrad(*tokens, "--seeds", "2") == 0
@@ -432,6 +434,7 @@ def jobs_of(recipe: Recipe, count: int) -> list[RecipeJob]:
     return [RecipeJob(f"a-seed{i}", recipe.override({"seed": i})) for i in range(count)]
 
 
+@pytest.mark.studies
 def test_the_same_failure_is_told_once(small: Recipe, tmp_path: Path) -> None:
     bad = small.override({"model.name": "resnet19"})
     with (
@@ -489,6 +492,7 @@ def test_a_full_disk_is_called_so(
         raise OSError(errno.ENOSPC, "no space")
 
 
+@pytest.mark.studies
 def test_no_run_is_started_that_would_end_too_late(small: Recipe, tmp_path: Path) -> None:
     deadline = time.monotonic() + 60
     late = JobQueue(tmp_path / "s", study="x", workers=1, deadline=deadline, run_seconds=61)
@@ -599,6 +603,7 @@ def photos(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.studies
 def test_from_a_folder_of_photos_to_a_verdict_and_a_page(
     photos: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

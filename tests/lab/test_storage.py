@@ -59,6 +59,7 @@ def wait_for(path):
     time.sleep(0.5)
 
 
+@pytest.mark.studies
 def test_two_machines_share_a_sweep(database, tmp_path):
     """Two commands with folders of their own: each run is done once, both know all results."""
     command = [sys.executable, "-m", "powergrad", "sweep", "digits", *CHANGES,

@@ -459,6 +459,7 @@ def test_tables_and_figures_of_a_study(study, tmp_path):
     assert "a note" in (tmp_path / "x.svg").read_text() or (tmp_path / "x.svg").stat().st_size
 
 
+@pytest.mark.studies
 def test_a_study_of_format_1_is_read_and_resumed(tmp_path, capsys):
     """A folder that version 0.1.0.dev0 wrote when kind and tuned key were one string."""
     archive = Path(__file__).parent / "fixtures" / "study-format-1.tar.gz"
@@ -847,6 +848,7 @@ def test_a_run_whose_folder_was_deleted_is_said_and_done_again(made_up, tmp_path
     assert made_up.done == [gone.name]
 
 
+@pytest.mark.studies
 def test_a_deleted_run_is_done_again_by_workers(tmp_path):
     jobs = [RecipeJob("a", SMALL), RecipeJob("b", SMALL.override({"seed": 1}))]
     first = do_jobs(jobs, tmp_path, workers=2)
@@ -1192,6 +1194,7 @@ def do_jobs(jobs, folder, workers=1, **options):
         return queue.run(jobs, **options)
 
 
+@pytest.mark.studies
 def test_a_job_that_cannot_be_done_is_told_and_the_others_are(tmp_path):
     good = RecipeJob("good", SMALL)
     bad = RecipeJob("bad", SMALL.override({"data.name": "folder:/nowhere"}))
@@ -1200,6 +1203,7 @@ def test_a_job_that_cannot_be_done_is_told_and_the_others_are(tmp_path):
     assert Run(tmp_path / "good").result() is not None
 
 
+@pytest.mark.studies
 def test_a_run_that_another_process_is_doing_is_waited_for(tmp_path):
     """As when a worker was too slow to show that it lives, and its run was given to another."""
     folder = tmp_path / "busy"
@@ -1269,6 +1273,7 @@ def kill_a_worker(folder, rng):
     return bool(pids)
 
 
+@pytest.mark.studies
 def test_killed_workers_lose_nothing_and_double_nothing(tmp_path):
     folder = tmp_path / f"study-{random.getrandbits(64):x}"
     recipe = SMALL.override({"train.epochs": 60, "machine.checkpoint_steps": 8})
@@ -1303,6 +1308,7 @@ def test_killed_workers_lose_nothing_and_double_nothing(tmp_path):
         ).read_bytes()
 
 
+@pytest.mark.studies
 def test_interrupted_and_started_again(tmp_path):
     """Ctrl-C in the middle of a study: exit code 130, then only what is missing is done."""
     command = [sys.executable, "-m", "powergrad", "compare", "digits", *TOKENS,

@@ -410,6 +410,7 @@ def test_a_folder_in_use_is_refused_by_the_command(tmp_path, capsys):
     assert process.exitcode == 0
 
 
+@pytest.mark.studies
 def test_two_processes_are_one(tmp_path, monkeypatch):
     """Float32, without batch normalisation, the same global batch: 20 steps."""
     recipe = SMALL.override({"train.epochs": 5, "data.mixup": 0.2, "train.accumulate": 2})
