@@ -9,7 +9,10 @@ runs on all training data. They are trained once, into results/self_comparison.c
 run; a second start continues. Each study is then drawn from them: 8 repeats of 6 points, both arms
 with the same points but with other runs, and the winner of each repeat with 3 final runs, also
 others for the two arms. Nothing differs between the arms, so better or worse is a false verdict.
-The shares are written to results/bench_self_comparison.csv.
+For comparison, studies with one tuning are drawn as well: both arms choose once among the same 6
+points, with 2 tuning runs per point, and the two winners are compared over 8 or 16 final seeds.
+That is more than the 6 runs of a point, so these final runs are simulated (`_one_tuning`).
+The shares are written to results/bench_self_comparison.csv, with one row per kind of study.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ import csv
 import multiprocessing
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import harness
 import numpy as np
+from numpy.typing import NDArray
 
 from powergrad.lab.config import load_recipe
 from powergrad.lab.files import write_csv
@@ -36,6 +40,7 @@ PATH = harness.RESULTS / "self_comparison.csv"
 TUNE = ["lr=0.006:0.4", "wd=1e-5:3e-2"]
 POINTS, TUNING, KEPT, FINAL = 96, 4, 64, 6
 REPEATS, TRIALS, SEEDS = 8, 6, 3
+ONE_TUNING_RUNS, ONE_TUNING_SEEDS = 2, (8, 16)  # per point and arm in the tuning; of each winner
 STUDIES = 2_000
 COLUMNS = ("point", "optimizer.lr", "optimizer.weight_decay", "phase", "seed", "test_accuracy",
            "diverged", "seconds", "commit")  # fmt: skip
@@ -103,35 +108,74 @@ def fill(processes: int) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(rows: list[dict[str, Any]], studies: int = STUDIES) -> dict[str, float]:
-    """The share of studies with each verdict."""
-    tuning, final = accuracies(rows, "tuning"), accuracies(rows, "final")
+Units = dict[str, dict[int, float]]
+Accuracies = dict[int, list[float]]
+
+
+def verdicts(draw: Callable[[np.random.Generator], Units | None]) -> dict[str, float]:
+    """The share of each verdict in the studies that `draw` returns."""
     rng = np.random.default_rng(0)
-    verdicts: Counter[str] = Counter()
-    while verdicts.total() < studies:
-        units = _study(rng, tuning, final)
+    counts: Counter[str] = Counter()
+    while counts.total() < STUDIES:
+        units = draw(rng)
         if units is None:  # a winner outside of the best points: about one study in a hundred
             continue
-        (found,) = compare(units, "CE", margin=0.5, design=Design((REPEATS,)), step=0.0)
-        verdicts[found.verdict] += 1
-    return {verdict: count / studies for verdict, count in verdicts.items()}
+        design = Design((len(units["CE"]),))
+        (found,) = compare(units, "CE", margin=0.5, design=design, step=0.0)
+        counts[found.verdict] += 1
+    return {verdict: counts[verdict] / STUDIES for verdict in VERDICTS}
 
 
-def _study(
-    rng: np.random.Generator, tuning: dict[int, list[float]], final: dict[int, list[float]]
-) -> dict[str, dict[int, float]] | None:
-    units: dict[str, dict[int, float]] = {"CE": {}, "CE again": {}}
+def with_repeats(rng: np.random.Generator, tuning: Accuracies, final: Accuracies) -> Units | None:
+    """A study that tunes both arms anew in every repeat."""
+    units: Units = {"CE": {}, "CE again": {}}
     tried = rng.permutation(POINTS)[: REPEATS * TRIALS].reshape(REPEATS, TRIALS)
-    for repeat, chosen in enumerate(tried):
-        order = {int(p): rng.permutation(TUNING) for p in chosen}
-        finals = {int(p): rng.permutation(FINAL) for p in chosen}
-        for place, arm in enumerate(units):
-            winner = max(order, key=lambda p: tuning[p][order[p][place]])
+    for repeat, points_tried in enumerate(tried):
+        winners = _winners(rng, tuning, points_tried, runs=1)
+        finals = {int(p): rng.permutation(FINAL) for p in points_tried}
+        for place, (arm, winner) in enumerate(zip(units, winners, strict=True)):
             if winner not in final:
                 return None
             own = finals[winner][SEEDS * place : SEEDS * (place + 1)]
             units[arm][repeat] = float(np.mean([final[winner][i] for i in own]))
     return units
+
+
+def with_one_tuning(
+    rng: np.random.Generator, tuning: Accuracies, final: Accuracies, seeds: int
+) -> Units | None:
+    """A study that tunes each arm once; its final runs are simulated.
+
+    A final run is the expected accuracy of its point plus a residual of one of the point's runs.
+    The means of the points vary more than their expectations do, by the noise of 6 runs. So they
+    are moved towards their common mean until only the variance of the expectations is left.
+    """
+    means = {point: float(np.mean(values)) for point, values in final.items()}
+    centre, spread = np.mean(list(means.values())), np.var(list(means.values()), ddof=1)
+    noise = np.mean([np.var(values, ddof=1) for values in final.values()]) / FINAL
+    shrink = np.sqrt(max(0.0, 1 - noise / spread))
+    winners = _winners(rng, tuning, rng.permutation(POINTS)[:TRIALS], runs=ONE_TUNING_RUNS)
+    units: Units = {}
+    for arm, winner in zip(("CE", "CE again"), winners, strict=True):
+        if winner not in final:
+            return None
+        residuals = (np.array(final[winner]) - means[winner]) * np.sqrt(FINAL / (FINAL - 1))
+        runs = centre + shrink * (means[winner] - centre) + rng.choice(residuals, seeds)
+        units[arm] = dict(enumerate(runs.tolist()))
+    return units
+
+
+def _winners(
+    rng: np.random.Generator, tuning: Accuracies, tried: NDArray[np.int64], runs: int
+) -> list[int]:
+    """The best of the points `tried` for each of two arms, by other tuning runs for each."""
+    order = {int(p): rng.permutation(TUNING) for p in tried}
+
+    def mean(point: int, place: int) -> float:
+        own = order[point][runs * place : runs * (place + 1)]
+        return float(np.mean([tuning[point][i] for i in own]))
+
+    return [max(order, key=lambda p: mean(p, place)) for place in (0, 1)]
 
 
 def main() -> None:
@@ -142,11 +186,18 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_args()
     rows = read() if given.draw else fill(given.processes)
-    shares = draw(rows)
-    design = {"runs": len(rows), "repeats": REPEATS, "trials": TRIALS, "seeds": SEEDS}
-    verdicts = {name: shares.get(name, 0.0) for name in VERDICTS}
-    harness.save("self_comparison", [{**design, "studies": STUDIES, **verdicts}])
-    print(f"better or worse {100 * (verdicts['better'] + verdicts['worse']):.1f}%, of {verdicts}")
+    tuning, final = accuracies(rows, "tuning"), accuracies(rows, "final")
+    about = {"runs": len(rows), "studies": STUDIES, "trials": TRIALS}
+    repeats = {"repeats": REPEATS, "tuning_seeds": 1, "seeds": SEEDS}
+    table = [{**about, **repeats, **verdicts(lambda rng: with_repeats(rng, tuning, final))}]
+    for seeds in ONE_TUNING_SEEDS:
+        one = {"repeats": 1, "tuning_seeds": ONE_TUNING_RUNS, "seeds": seeds}
+        shares = verdicts(lambda rng, n=seeds: with_one_tuning(rng, tuning, final, n))
+        table.append({**about, **one, **shares})
+    harness.save("self_comparison", table)
+    for row in table:
+        false = 100 * (row["better"] + row["worse"])
+        print(f"{row['repeats']} repeats, {row['seeds']} seeds: better or worse {false:.1f}%")
 
 
 if __name__ == "__main__":

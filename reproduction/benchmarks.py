@@ -236,18 +236,27 @@ def _audit(name: str) -> str:
 
 def _self_comparison() -> str:
     """How often real trainings of cross-entropy are called better or worse than others of it."""
-    (row,) = _load("bench_self_comparison")
-    share = {name: f"{100 * float(row[name]):.1f}%" for name in VERDICTS}
-    false = 100 * (float(row["better"]) + float(row["worse"]))
+    repeats, *once = _load("bench_self_comparison")
+    share = {name: f"{100 * float(repeats[name]):.1f}%" for name in VERDICTS}
+    one_tuning = " and ".join(f"**{_false(row)}** with {row['seeds']} final seeds" for row in once)
     return (
         "We checked this with real trainings, comparing cross-entropy with itself (`python "
-        f"benchmarks/self_comparison.py`; {_conditions(row)}). {int(row['runs']):,} runs on digits "
-        f"were trained, and {int(row['studies']):,} studies were drawn from them. Each study has "
-        f"{row['repeats']} repeats of {row['trials']} points of learning rate and weight decay "
-        f"and {row['seeds']} final seeds per winner. In **{false:.1f}%** of the studies one side "
-        f"was called better or worse; {share['equivalent']} were called equivalent, and "
+        f"benchmarks/self_comparison.py`; {_conditions(repeats)}). {int(repeats['runs']):,} runs "
+        f"on digits were trained, and {int(repeats['studies']):,} studies of each kind were drawn "
+        f"from them. Both sides choose among the same {repeats['trials']} random points of "
+        "learning rate and weight decay.\n\n"
+        f"- **One tuning** with {once[0]['tuning_seeds']} runs per point: one side was called "
+        f"better or worse in {one_tuning}. More seeds make it worse. (The final runs are simulated "
+        "with the mean and the residuals of the runs at each point.)\n"
+        f"- **{repeats['repeats']} repeats** with {repeats['seeds']} final seeds per winner: in "
+        f"**{_false(repeats)}**; {share['equivalent']} were called equivalent, and "
         f"{share['not settled']} were not settled."
     )
+
+
+def _false(row: Mapping[str, str]) -> str:
+    """The share of studies that called one of two equal sides better or worse."""
+    return f"{100 * (float(row['better']) + float(row['worse'])):.1f}%"
 
 
 NOISE = {  # as results/bench_verdicts.csv names it, and as the page does
