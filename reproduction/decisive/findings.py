@@ -38,7 +38,6 @@ __all__ = ["AXES", "NAMES", "Findings", "chosen_settings"]
 ALPHA = 0.25
 LOOKS = (8, 16)
 TITLES = {**REGIMES, **FURTHER}
-EXAMPLES = {"norm": 60_000, "plain": 60_000, "tiny": 30_000, "cifar": 50_000}
 NAMES = {"baseline": "CE2", "pgt": "PGT2", "ce3": "CE3", "agc": "AGC2", "agc+pgt": "AGC+PGT2"}
 AXES = (
     Axis("optimizer.lr", (), 0.006, 0.4),
@@ -258,9 +257,9 @@ class Findings:
                 if not (chosen := self.chosen(regime, arm)):
                     continue
                 values = [_median([c[a.key] for c in chosen if a.key in c]) for a in AXES]
-                unit = _unit_exponent(regime)
-                exponents = [unit * c["optimizer.lr"] * c["optimizer.weight_decay"] for c in chosen]
                 runs = self.runs(regime, arm, "final")
+                unit = _unit_exponent(regime, max(int(row["steps"]) for row in runs))
+                exponents = [unit * c["optimizer.lr"] * c["optimizer.weight_decay"] for c in chosen]
                 dead = [float(row["dead_units"]) for row in runs if row["dead_units"]]
                 found = (*values, _median(exponents), f"{np.mean(dead):.0f}" if dead else "")
                 lines.append((TITLES[regime], NAMES[arm], *found))
@@ -306,8 +305,8 @@ def _median(values: Sequence[float]) -> str:
 
 
 @functools.cache
-def _unit_exponent(regime: str) -> float:
-    """The decay exponent of a run per unit of learning rate times weight decay."""
-    recipe = load_recipe(RECIPES[regime])
+def _unit_exponent(regime: str, steps: int) -> float:
+    """The decay exponent of a run of so many steps, per learning rate times weight decay."""
     options = {"optimizer.lr": 1.0, "optimizer.weight_decay": 1.0}
-    return decay_exponent(recipe.override(options), EXAMPLES[regime])
+    recipe = load_recipe(RECIPES[regime]).override(options)
+    return decay_exponent(recipe, steps // recipe.train.epochs * recipe.train.batch_size)

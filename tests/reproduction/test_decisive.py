@@ -38,7 +38,8 @@ def made_up_rows(arms, repeats=8, seed=0, lr="0.05", decay="0.001", **more):
     return [
         {"arm": arm, "seed": str(3 * repeat + i), "repeat": str(repeat), "phase": "final",
          "diverged": "False", "test_accuracy": str(mean + rng.normal(0, 0.1)), "classes": "10",
-         "dead_units": "3", "optimizer.lr": lr, "optimizer.weight_decay": decay, **more}
+         "dead_units": "3", "steps": "2811", "optimizer.lr": lr, "optimizer.weight_decay": decay,
+         **more}
         for arm, mean in arms.items()
         for repeat in range(repeats)
         for i in range(3)
