@@ -123,6 +123,7 @@ def test_inspect_a_checkpoint(tmp_path, capsys):
         (["train", "digits", "--loss.alpha", "2"], "loss.alpha: expected less than or equal to 1"),
         (["train", "digits", "--loss.alfa", "1"], "did you mean 'loss.alpha'?"),
         (["compare", "--form", "x.csv"], "did you mean '--from'?"),
+        (["train", "digits", "--lis", "1"], "did you mean '--list'?"),
         (["train", "digits", "--loss.alpha"], "Expected overrides as"),
         (["train", "digits", "--data.name", "mnist"], "mnist"),
         (["train", "digits", "--model.name", "resnet19"], "resnet19"),

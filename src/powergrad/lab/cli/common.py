@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
@@ -107,12 +107,21 @@ def check_options(overrides: Sequence[str], options: Iterable[str]) -> None:
 def option_names(command: Callable[..., Any]) -> Iterator[str]:
     """The options of a command, as typed."""
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        names: list[str] = []
         if is_dataclass(parameter.default):
-            names = [field.name for field in fields(parameter.default)]
+            hints = get_type_hints(type(parameter.default), include_extras=True)
+            yield from (
+                _option_name(field.name, hints[field.name]) for field in fields(parameter.default)
+            )
         elif parameter.kind is parameter.KEYWORD_ONLY:
-            names = [parameter.name]
-        yield from (f"--{name.rstrip('_').replace('_', '-')}" for name in names)
+            yield _option_name(parameter.name, parameter.annotation)
+
+
+def _option_name(name: str, annotation: Any) -> str:
+    """The option of an argument: the name in its annotation, or that of the argument itself."""
+    for note in getattr(annotation, "__metadata__", ()):
+        if isinstance(note, Parameter) and note.name:
+            return next(iter(note.name))
+    return f"--{name.replace('_', '-')}"
 
 
 def show_keys(recipe: Recipe) -> int:
