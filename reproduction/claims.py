@@ -336,6 +336,7 @@ def _depths(trials: Sequence[Trial]) -> Iterator[Depth]:
             outcome = {0: "none failed", len(ended): "all failed"}.get(failed, f"{failed} failed")
             accuracies = f"{_mean(arm.test):.2f} ({ended[0]:.2f} to {ended[-1]:.2f})"
             cells = (f"`{trial.name}`", arm.label, arm.measured_on, f"{arm.rate}; {first.rate}")
+            cells = (*cells, arm.decay)
             numbers = (str(len(ended)), accuracies, f"{level:.2f}")
             yield Depth(outcome, (*cells, *numbers, outcome))
 
@@ -345,8 +346,8 @@ def _mean(values: Mapping[int, float]) -> float:
 
 
 def _depth(trials: Sequence[Trial]) -> str:
-    head = ("study", "network", "measured on", "learning rate: deep; shallow", "n")
-    more = ("test accuracy (min to max)", "shallow network's", "runs")
+    head = ("study", "network", "measured on", "learning rate: deep; shallow", "decay / paper's")
+    more = ("n", "test accuracy (min to max)", "shallow network's", "runs")
     return _table((*head, *more), [depth.cells for depth in _depths(trials)])
 
 
@@ -371,13 +372,15 @@ def _alphas(evidence: Evidence, trials: Sequence[Trial]) -> str:
             (
                 f"`{study.name}`",
                 study.describe(),
+                grids[study.name].arms[0].decay,
                 str(len(results.values(first))),
                 _verdicts(contrasts_of(grids[study.name])) or "too few seeds",
                 f"{results.mean(best):.2f} at {study.alpha(best):g}",
                 f"{results.mean(first):.2f}",
             )
         )
-    return _table(("grid", "measured on", "n", "alphas below 1", "best", "at alpha 1"), lines)
+    head = ("grid", "measured on", "decay / paper's", "n", "alphas below 1", "best", "at alpha 1")
+    return _table(head, lines)
 
 
 def _logits(evidence: Evidence) -> str:

@@ -25,6 +25,7 @@ __all__ = [
     "arm_label",
     "compare_arms",
     "contrasts_of",
+    "decay_in_words",
     "fingerprint",
     "methods_of",
     "other_settings",
@@ -235,10 +236,7 @@ def all_trials(evidence: Evidence, studies: Mapping[str, Results]) -> list[Trial
     trials = [_trial_of_measurement(study) for study in evidence.measurements]
     trials += [trial_of_study(name, results) for name, results in studies.items()]
     trials = [trial for trial in trials if trial.arms and trial.arms[0].methods == frozenset()]
-    return [
-        replace(trial, within=_holder(trial, trials), withdrawn=WITHDRAWN.get(trial.name, ""))
-        for trial in trials
-    ]
+    return [replace(trial, within=_holder(trial, trials)) for trial in trials]
 
 
 def _holder(trial: Trial, trials: Sequence[Trial]) -> str | None:
@@ -293,7 +291,8 @@ def trial_of_study(name: str, results: Results) -> Trial:
     )
     comparisons = {comparison.arm: comparison for comparison in results.comparisons}
     is_grid = results.study.kind is StudyKind.SWEEP
-    return Trial(name, base.model.norm, is_grid, arms, comparisons)
+    withdrawn = WITHDRAWN.get(name, "")
+    return Trial(name, base.model.norm, is_grid, arms, comparisons, withdrawn=withdrawn)
 
 
 def _exponent(recipe: Recipe, rows: Sequence[RunRow]) -> float:
@@ -329,7 +328,7 @@ def _arm(
         methods_of(changes, base),
         describe_runs(base.override(apart), steps),
         rate,
-        _decay(changes, base, tuning),
+        decay_in_words(changes, base, tuning),
         exponent,
         tuple(rows),
         results.units(name),
@@ -337,13 +336,23 @@ def _arm(
     )
 
 
-def _decay(changes: Changes, base: Recipe, tuning: Tuning | None) -> str:
-    """The weight decay of an arm as a multiple of the paper's, or that it was tuned."""
+def decay_in_words(changes: Changes, base: Recipe, tuning: Tuning | None) -> str:
+    """The weight decay of an arm as a multiple of the paper's, or that it was tuned.
+
+    Example:
+        >>> base = Recipe().override({"optimizer.weight_decay": 0.01})
+        >>> decay_in_words({}, base, None)
+        '20x, inflated'
+        >>> decay_in_words({"optimizer.backbone.weight_decay": 0.25}, base, None)
+        '5x in the backbone, inflated'
+    """
     key = "optimizer.weight_decay"
     if tuning is not None and key in tuning.keys:
         return "tuned"
-    times = changes.get(key, base.optimizer.weight_decay) / PAPER_DECAY
-    return f"{times:.2g}x" + (", inflated" if times > 1 else "")
+    factor = changes.get("optimizer.backbone.weight_decay", base.optimizer.backbone.weight_decay)
+    times = changes.get(key, base.optimizer.weight_decay) * factor / PAPER_DECAY
+    where = " in the backbone" if factor != 1 else ""
+    return f"{times:.2g}x{where}" + (", inflated" if times > 1 else "")
 
 
 # Comparisons --------------------------------------------------------------------------------------
@@ -364,12 +373,9 @@ class Contrast:
         return Outcome.of(self.comparison).verdict
 
     @property
-    def cells(self) -> tuple[str, ...]:
-        """Study, arm, what it was measured on, rates, decays, n, difference, and verdict."""
+    def words(self) -> str:
+        """The verdict, with everything that limits it."""
         arm, against = self.arm, self.against
-        outcome = Outcome.of(self.comparison)
-        other = f" against {against.label}" if against.methods else ""
-        is_alike = against.measured_on == arm.measured_on
         verdict = verdict_in_words(self.comparison)
         if arm.rate.endswith(("tuned", "(edge)")) and self.verdict in ("better", "worse"):
             verdict += " at these rates"
@@ -379,6 +385,15 @@ class Contrast:
             verdict += f"; not counted: its runs are part of `{self.trial.within}`"
         if self.trial.withdrawn:
             verdict += f"; withdrawn and not counted: {self.trial.withdrawn}"
+        return verdict
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Study, arm, what it was measured on, rates, decays, n, difference, and verdict."""
+        arm, against = self.arm, self.against
+        outcome = Outcome.of(self.comparison)
+        other = f" against {against.label}" if against.methods else ""
+        is_alike = against.measured_on == arm.measured_on
         return (
             f"`{self.trial.name}`",
             arm.label + other,
@@ -387,7 +402,7 @@ class Contrast:
             arm.decay if arm.decay == against.decay else f"{arm.decay}; {against.decay}",
             str(self.comparison.n),
             outcome.with_interval,
-            verdict,
+            self.words,
         )
 
 

@@ -21,6 +21,7 @@ from reproduction.studies import (
     Trial,
     arm_label,
     contrasts_of,
+    decay_in_words,
     fingerprint,
     other_settings,
     trial_of_study,
@@ -44,7 +45,7 @@ def table_regions(
             for experiment in load_paper().experiments
         },
         "zeroing-out": partial(_zeroing_out, evidence),
-        "beyond": partial(_beyond, studies),
+        "beyond": partial(_beyond, studies, trials),
         "figures": partial(_figures, evidence),
         "numbers": _numbers,
         "notes": _notes,
@@ -145,7 +146,8 @@ def _conditions(study: Measurement) -> Iterator[str]:
         least += f" (under {LEAST:g}, so it says nothing about the paper's long training)"
     scale = " at full scale" if conditions.scale == "full" else ""
     yield (
-        f"**Measured{scale} ({study.label})**: {study.describe()}; [decay exponent]"
+        f"**Measured{scale} ({study.label})**: {study.describe()}; weight decay / paper's: "
+        f"{decay_in_words({}, study.recipe, conditions.tuning)}; [decay exponent]"
         f"(#conditions-of-the-runs) {least}; `results/paper/{study.name}.csv`, "
         f"torch {study.torch}, commit {', '.join(commits) or 'not known'}."
     )
@@ -210,13 +212,18 @@ def _zeroing_out(evidence: Evidence) -> str:
 # Studies that the paper does not have -------------------------------------------------------------
 
 
-def _beyond(studies: Mapping[str, Results]) -> str:
-    return "\n\n".join(part for name, results in studies.items() for part in _study(name, results))
+def _beyond(studies: Mapping[str, Results], trials: Sequence[Trial]) -> str:
+    known = {trial.name: trial for trial in trials}
+    parts = []
+    for name, results in studies.items():
+        parts += _study(known.get(name) or trial_of_study(name, results), results)
+    return "\n\n".join(parts)
 
 
-def _study(name: str, results: Results) -> Iterator[str]:
+def _study(trial: Trial, results: Results) -> Iterator[str]:
     """A study that the paper does not have, with its heading."""
     assert results.study is not None
+    name = trial.name
     environment = results.environment
     yield f"### `{name}`: {results.study.kind.value}"
     steps = (row.metrics["steps"] for row in results.rows if not row.diverged)
@@ -228,18 +235,19 @@ def _study(name: str, results: Results) -> Iterator[str]:
     bullets.append(f"Command: `{environment['command']}`")
     yield "\n".join(f"- {bullet}" for bullet in bullets)
     lines = []
-    for arm in trial_of_study(name, results).arms:
+    contrasts = {contrast.arm.name: contrast for contrast in contrasts_of(trial)}
+    for arm in trial.arms:
         means = [results.mean(arm.name, key) for key in ("train_accuracy", "test_accuracy")]
         cells = [arm.label, str(len(arm.rows)), *(f"{mean:.2f}" for mean in means)]
         dead = arm.dead.values()
-        cells += [f"{sum(dead) / len(dead):.1f}" if dead else "", f"{arm.exponent:.1f}"]
-        if comparison := results.comparison(arm.name):
-            outcome = Outcome.of(comparison)
-            cells += [outcome.with_interval, outcome.p, verdict_in_words(comparison)]
+        cells += [f"{sum(dead) / len(dead):.1f}" if dead else "", arm.decay, f"{arm.exponent:.1f}"]
+        if contrast := contrasts.get(arm.name):
+            outcome = Outcome.of(contrast.comparison)
+            cells += [outcome.with_interval, outcome.p, contrast.words]
         else:
             cells += ["", "", ""]
         lines.append(cells)
-    head = ("arm", "n", "train", "test", "dead filters", "decay exponent")
+    head = ("arm", "n", "train", "test", "dead filters", "decay / paper's", "decay exponent")
     yield markdown_table((*head, *MEASURED), lines)
     if lost := results.diverged():
         yield f"{lost} Its dead filters are not counted."
@@ -296,13 +304,17 @@ def _not_better(trials: Sequence[Trial]) -> str:
         return "Nothing was measured yet."
     others = [contrast for contrast in rows if contrast.verdict != "better"]
     rows = counted(rows)
-    better = sum(contrast.verdict == "better" for contrast in rows)
+    better = [contrast for contrast in rows if contrast.verdict == "better"]
+    inflated = sum(contrast.arm.decay.endswith("inflated") for contrast in better)
+    at_decay = ", all" if inflated == len(better) else f", {inflated}"
+    at_decay += " of them at a weight decay that was not tuned and is larger than the paper's"
+    at_decay = at_decay if inflated else ""
     grid = sum(contrast.trial.is_grid for contrast in rows)
     withheld = sum(bool(contrast.comparison.withheld) for contrast in rows)
     return (
         f"Of {len(rows)} comparisons ({grid} of them points of grids over alpha), PGT was better "
-        f"in {better}. In {withheld} more, *better* was withheld because a learning rate was "
-        "chosen at the edge of the tried values.\n\n"
+        f"in {len(better)}{at_decay}. In {withheld} more, *better* was withheld because a learning "
+        "rate was chosen at the edge of the tried values.\n\n"
         "- Intervals and p-values are corrected for the arms of a study, but not for the number "
         "of studies.\n"
         "- They do not include the noise of tuning: every arm was tuned once or not at all, so a "

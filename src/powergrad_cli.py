@@ -24,7 +24,7 @@ COMMANDS = {
         "Run an unmodified training program with altered gradients: run --alpha 0.3 -- train.py.",
     ),
     "sweep": ("studies", "Run a grid over alpha, or over any other key, with several seeds."),
-    "decompose": ("studies", "Find out which part of PGT helps."),
+    "decompose": ("studies", "Find out which part of PGT makes a difference."),
     "plan": ("planning", "Compute how many seeds a claim needs."),
     "train": ("training", "Train one network from a recipe."),
     "paper": ("paper", "List, show, run and draw the rows and figures of the paper."),

@@ -214,9 +214,9 @@ class Findings:
             return f"{check}. {len(pairs)} of {LOOKS[0]} repeats are done."
         p = sign_flip([pairs])[0]
         verdict = (
-            "The two are called different, so do not trust the analysis."
+            "The test finds a difference, so do not trust the analysis."
             if p < LEVEL
-            else "The two are not called different, as it must be."
+            else "The test finds no difference, as it should."
         )
         return (
             f"{check}: {signed(float(np.mean(pairs)))} over {len(pairs)} repeats (90% interval "
@@ -261,8 +261,8 @@ class Findings:
                 unit = _unit_exponent(regime, max(int(row["steps"]) for row in runs))
                 exponents = [unit * c["optimizer.lr"] * c["optimizer.weight_decay"] for c in chosen]
                 dead = [float(row["dead_units"]) for row in runs if row["dead_units"]]
-                found = (*values, _median(exponents), f"{np.mean(dead):.0f}" if dead else "")
-                lines.append((TITLES[regime], NAMES[arm], *found))
+                cells = (*values, _median(exponents), _dead_filters(dead))
+                lines.append((TITLES[regime], NAMES[arm], *cells))
         head = ("regime", "arm", "learning rate", "weight decay", "factor of the head's rate")
         more = ("AGC's threshold", "decay exponent", "dead filters")
         return markdown_table((*head, *more), lines)
@@ -302,6 +302,13 @@ def _median(values: Sequence[float]) -> str:
         return ""
     low, middle, high = (f"{value:.2g}" for value in np.quantile(values, [0, 0.5, 1]))
     return f"{middle} ({low} to {high})" if len(values) > 1 else middle
+
+
+def _dead_filters(counts: Sequence[float]) -> str:
+    """The mean number of dead filters, and in how many runs there are any."""
+    if not any(counts):
+        return "0" if counts else ""
+    return f"{np.mean(counts):.1f} (all in {sum(map(bool, counts))} of {len(counts)} runs)"
 
 
 @functools.cache

@@ -49,8 +49,8 @@ def test_worse_at_one_learning_rate_says_that_it_was_not_tuned() -> None:
     results = results_of(noisy(95, 0.2), noisy(93, 0.2))
     assert results.verdict() == "Here pgt is worse than baseline."
     (line,) = results.advice()
-    assert "All arms used that of the recipe, 0.02" in line
-    assert "--tune lr=0.005:0.08" in line  # alpha times, and 1/alpha times
+    assert "All arms used those of the recipe, 0.02 and 4e-05" in line
+    assert "--tune lr=0.005:0.08 wd=1e-05:0.00016 --repeats 8" in line  # alpha and 1/alpha times
     assert results_of(noisy(95, 0.2), noisy(93, 0.2), tuned=("optimizer.lr",)).advice() == []
 
 

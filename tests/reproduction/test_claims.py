@@ -350,6 +350,33 @@ def test_fewer_epochs_have_their_control(tmp_path):
     assert "Measured: 1 equivalent." in lines[0]  # the control is not counted
 
 
+@pytest.mark.parametrize(("decays", "words"), [((0.01, 0.01), "all"), ((0.01, 5e-4), "1")])
+def test_gains_at_an_inflated_decay_are_marked(tmp_path, decays, words):
+    changes = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
+    for place, decay in enumerate(decays):
+        recipe = RECIPE.override({"optimizer.weight_decay": decay, "seed": place})
+        accuracy = {"baseline": spread(90 + place), "pgt": spread(92 + place)}
+        write_study(tmp_path, f"x{place}", changes, accuracy, recipe=recipe)
+    regions = study_regions(tmp_path)
+    assert (
+        f"Of 2 comparisons (0 of them points of grids over alpha), PGT was better in 2, {words} of "
+        "them at a weight decay that was not tuned and is larger than the paper's. In 0 more"
+    ) in regions["not-better"]()
+    beyond = regions["beyond"]()
+    assert "| arm | n | train | test | dead filters | decay / paper's | decay exponent |" in beyond
+    rows = [line for line in beyond.splitlines() if line.startswith("| pgt (alpha 0.25) | 8 |")]
+    assert "| 20x, inflated |" in rows[0]
+    assert all(row.endswith("| better |") for row in rows)
+
+
+def test_a_withdrawn_verdict_is_marked_wherever_it_is_listed(tmp_path):
+    changes = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
+    accuracy = {"baseline": spread(90), "pgt": spread(92)}
+    write_study(tmp_path, "digits_tuned_lr", changes, accuracy)
+    marked = "| better; withdrawn and not counted: the tuning chose a poor learning rate for the "
+    assert marked + "baseline |" in study_regions(tmp_path)["beyond"]()
+
+
 @pytest.mark.parametrize(("norm", "words"), [("none", "without"), ("batch", "with batch")])
 def test_less_decay_is_the_control_of_pgt(tmp_path, norm, words):
     changes = {
@@ -406,7 +433,7 @@ def test_batch_and_depth_without_normalisation_have_their_claims(tmp_path):
     assert "| 0.2; 0.1 | 1x | 8 | -2.00 (" in row
     (row,) = (line for line in lines_of(regions, "depth") if line.startswith("| `"))
     assert "| deep (resnet50) | resnet50 of width 8 without" in row
-    assert row.endswith("| 0.1; 0.1 | 8 | 10.00 (9.96 to 10.04) | 90.00 | all failed |")
+    assert row.endswith("| 0.1; 0.1 | 1x | 8 | 10.00 (9.96 to 10.04) | 90.00 | all failed |")
 
 
 @pytest.mark.parametrize(

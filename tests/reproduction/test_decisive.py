@@ -218,7 +218,7 @@ def test_the_answer_has_the_rules_verdict_and_its_numbers(tmp_path):
     assert secondary["AGC+PGT2 - CE2"].means[0] == pytest.approx(-2.0, abs=0.2)
     single = sign_flip([differences(plain, "agc+pgt", "baseline")])[0]
     assert secondary["AGC+PGT2 - CE2"].p >= single
-    assert "The two are not called different" in findings.null_sentence()
+    assert "The test finds no difference, as it should." in findings.null_sentence()
     draw(findings, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
@@ -228,7 +228,7 @@ def test_a_null_that_is_called_different_is_said():
         {"norm": made_up_rows({"baseline": 87.0, "pgt": 87.0}), "plain": []},
         made_up_rows({"baseline": 88.0}, seed=1),
     )
-    assert "The two are called different, so do not trust" in findings.null_sentence()
+    assert "The test finds a difference, so do not trust" in findings.null_sentence()
 
 
 def test_an_unsettled_first_look_asks_for_the_second():
@@ -297,7 +297,7 @@ def test_the_choices_are_those_of_the_backbone_with_their_decay_exponent():
     ]  # fmt: skip
     assert cells[4:6] == ["", ""]
     assert float(cells[6].split()[0]) == pytest.approx(exponent, rel=0.05)
-    assert cells[7] == "3"
+    assert cells[7] == "3.0 (all in 9 of 9 runs)"
     assert table[3].replace("PGT2", "CE2") == table[2]
 
 

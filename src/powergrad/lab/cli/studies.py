@@ -632,7 +632,7 @@ def decompose(
     tuning: TuneOptions = _TUNE,
     options: StudyOptions = _OPTIONS,
 ) -> int:
-    """Find out which part of PGT helps: test each factor of the equivalent two-group training.
+    """Find out which part of PGT makes a difference, by the equivalent two-group training.
 
     Cross-entropy is tuned once, and its settings are used for every arm.
 

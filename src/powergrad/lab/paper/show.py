@@ -22,7 +22,7 @@ def paper_table(evidence: Evidence) -> Table:
     """A table of every table row and figure: id, published numbers, measured results."""
     paper = load_paper()
     table = Table(title=paper.title, title_justify="left")
-    for name in ("id", "what", "arm", "published (%)", "measured here: test (%)"):
+    for name in ("id", "what", "arm", "published (%)", "measured here (decay / paper's): test (%)"):
         table.add_column(name)
     for item, experiment in paper.items():
         studies = evidence.of(Use(experiment.id))
@@ -52,7 +52,8 @@ def _measured(studies: Sequence[Measurement], row: Row) -> list[str]:
     for study in studies:
         if values := study.results.values(row.arm):
             mean = study.results.mean(row.arm)
-            words = f"{study.label}: {mean:.2f} (n = {len(values)})"
+            decay = study.recipe.optimizer.weight_decay / row.recipe.optimizer.weight_decay
+            words = f"{study.label} ({decay:.2g}x): {mean:.2f} (n = {len(values)})"
             if comparison := study.comparisons.get(row.arm):
                 outcome = Outcome.of(comparison)
                 words += f", {outcome.difference}, {outcome.verdict}"

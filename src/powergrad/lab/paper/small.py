@@ -250,9 +250,9 @@ def _lost(replica: Replica) -> Iterator[str]:
     for ours, theirs in changed[:1]:  # the same in all arms
         yield f"AGC's threshold: {ours:g}, not {theirs:g}, so that its ratio to the decay is kept"
     if base.train.precision != full.train.precision:
-        yield "mixed precision, and with it the float16 of the authors' hook"
+        yield "float32, not mixed precision, and so without the float16 of the authors' hook"
     if base.data.name == "digits":
-        yield "under-fitting: training accuracy comes near 100%, where the paper finds no effect"
+        yield "no under-fitting: training accuracy comes near 100%, where the paper finds no effect"
 
 
 def _range(values: Sequence[float]) -> str:

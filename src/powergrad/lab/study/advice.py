@@ -105,17 +105,19 @@ def missing_control(study: Study, better: Collection[str]) -> str | None:
 
 
 def _untuned(study: Study) -> str | None:
-    """Advice to tune the learning rate, if all arms used the same."""
+    """Advice to tune the learning rate and the weight decay, if all arms used the same."""
     if study.kind is not StudyKind.COMPARE or not isinstance(study.program, RecipeProgram):
         return None
     alphas = [study.program.alpha(changes) for changes in study.arms.values()]
     if study.tuned or not 0 < min(alphas) < 1:
         return None
-    rate, alpha = study.base.optimizer.lr, min(alphas)
+    alpha, options = min(alphas), study.base.optimizer
+    values = {"lr": options.lr, "wd": options.weight_decay}
+    ranges = [f"{key}={v * alpha:.2g}:{v / alpha:.2g}" for key, v in values.items() if v > 0]
     return (
-        f"Next: tune the learning rate. All arms used that of the recipe, {rate:g}, which may suit "
-        f"one arm better than another. To tune it for each arm: --tune lr={rate * alpha:.2g}:"
-        f"{rate / alpha:.2g}."
+        f"Next: tune the learning rate and the weight decay. All arms used those of the recipe, "
+        f"{options.lr:g} and {options.weight_decay:g}, which may suit one arm better than another. "
+        f"To tune them for each arm: --tune {' '.join(ranges)} --repeats 8."
     )
 
 
