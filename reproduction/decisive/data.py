@@ -41,6 +41,9 @@ RECIPES = {
 }
 FINALS = 3  # seeds per repeat
 ABOUT = ("arm", "seed", "run", "repeat", "commit", "phase")
+# What result.json has of the last step alone; the file study.csv leaves it out as well.
+OF_LAST_STEP = {"format", "epoch", "step", "lr", "alpha", "gradient_norm", "clip_rate"}
+OF_LAST_STEP |= {"images_per_second", "loss_scale"}
 
 
 def collect(runs: Path, results: Path) -> list[Path]:
@@ -54,7 +57,8 @@ def collect(runs: Path, results: Path) -> list[Path]:
         if not folder.is_dir():
             continue
         path = results / f"decisive_{regime.replace('-', '_')}.csv"
-        rows = {row["run"]: row for row in _csv_rows(path)}
+        kept = _csv_rows(path)
+        rows = {row["run"]: row for row in kept}
         arms = {slug(arm): arm for arm in Study.load(folder).arms}
         for result in sorted(folder.glob("**/result.json")):
             name = str(result.parent.relative_to(folder))
@@ -62,7 +66,7 @@ def collect(runs: Path, results: Path) -> list[Path]:
         for row in _csv_rows(folder / "study.csv"):  # adds the repeat and the tuned values
             known = {key: value for key, value in rows.get(row["run"], {}).items() if value != ""}
             rows[row["run"]] = {**row, **known, "arm": row["arm"]}
-        columns = [*ABOUT, *(key for row in rows.values() for key in row)]
+        columns = [*ABOUT, *(key for row in (*kept, *rows.values()) for key in row)]
         order = sorted(
             rows.values(), key=lambda r: (r["phase"], int(r["repeat"] or 999), r["arm"], r["run"])
         )
@@ -81,7 +85,8 @@ def _csv_rows(path: Path) -> list[dict[str, Any]]:
 def _row(name: str, folder: Path, arms: Mapping[str, str]) -> dict[str, Any]:
     run = Run(folder)
     phase, _, last = name.rpartition("/")
-    metrics = {key: value for key, value in (run.result() or {}).items() if key != "format"}
+    result = run.result() or {}
+    metrics = {key: value for key, value in result.items() if key not in OF_LAST_STEP}
     return {
         "arm": arms[last.rpartition("-seed")[0]],
         "seed": run.recipe().seed,

@@ -181,11 +181,17 @@ def test_rows_of_an_unfinished_repeat_are_kept_without_its_number(experiment, tm
     assert {row["repeat"] for row in rows} == {""}
     assert {row["arm"] for row in rows} == {"baseline", "half+pgt"}
     assert units(rows, "baseline") == {}
+    columns = set(rows[0])
     shutil.copy(experiment / "runs" / "decisive-norm" / "study.csv", runs / "decisive-norm")
     collect(runs, tmp_path / "results")  # now both repeats are complete
     rows = read(tmp_path / "results", "norm")
     assert {row["repeat"] for row in rows} == {"0", "1"}
     assert list(units(rows, "half+pgt")) == [0, 1]
+    assert set(rows[0]) == columns
+    path = tmp_path / "results" / "decisive_norm.csv"
+    before = path.read_bytes()
+    collect(runs, tmp_path / "results")  # nothing is new
+    assert path.read_bytes() == before
 
 
 # What is said -------------------------------------------------------------------------------------
