@@ -335,10 +335,10 @@ def _depths(trials: Sequence[Trial]) -> Iterator[Depth]:
             failed = sum(accuracy < level / 2 for accuracy in ended)  # as a run that diverged
             outcome = {0: "none failed", len(ended): "all failed"}.get(failed, f"{failed} failed")
             accuracies = f"{_mean(arm.test):.2f} ({ended[0]:.2f} to {ended[-1]:.2f})"
-            cells = (f"`{trial.name}`", arm.label, arm.measured_on, f"{arm.rate}; {first.rate}")
-            cells = (*cells, arm.decay)
+            study = (f"`{trial.name}`", arm.label, arm.measured_on)
+            settings = (f"{arm.rate}; {first.rate}", arm.decay)
             numbers = (str(len(ended)), accuracies, f"{level:.2f}")
-            yield Depth(outcome, (*cells, *numbers, outcome))
+            yield Depth(outcome, (*study, *settings, *numbers, outcome))
 
 
 def _mean(values: Mapping[int, float]) -> float:

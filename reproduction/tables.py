@@ -306,9 +306,11 @@ def _not_better(trials: Sequence[Trial]) -> str:
     rows = counted(rows)
     better = [contrast for contrast in rows if contrast.verdict == "better"]
     inflated = sum(contrast.arm.decay.endswith("inflated") for contrast in better)
-    at_decay = ", all" if inflated == len(better) else f", {inflated}"
-    at_decay += " of them at a weight decay that was not tuned and is larger than the paper's"
-    at_decay = at_decay if inflated else ""
+    at_decay = ""
+    if inflated:
+        share = "all" if inflated == len(better) else inflated
+        at_decay = f", {share} of them at a weight decay that was not tuned and is larger than the "
+        at_decay += "paper's"
     grid = sum(contrast.trial.is_grid for contrast in rows)
     withheld = sum(bool(contrast.comparison.withheld) for contrast in rows)
     return (
