@@ -37,7 +37,7 @@ SLOW := compile or trajectories or ablation or distributed_data_parallel or torc
 
 QUICK := not matrix and not studies and not deep
 
-test: setup ## the tests, in less than ten minutes; those that use the C kernel also run without it
+test: setup ## the tests; those that use the C kernel also run without it
 	@echo "tests/integrations (timm, transformers, Lightning, JAX) is left to make test-integrations,"
 	@echo "tests/release (sdist and wheel in an empty environment) to make test-release,"
 	@echo "compiled, exported and distributed programs to make test-matrix,"

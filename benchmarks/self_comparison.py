@@ -11,7 +11,7 @@ with the same points but with other runs, and the winner of each repeat with 3 f
 others for the two arms. Nothing differs between the arms, so better or worse is a false verdict.
 For comparison, studies with one tuning are drawn as well: both arms choose once among the same 6
 points, with 2 tuning runs per point, and the two winners are compared over 8 or 16 final seeds.
-That is more than the 6 runs of a point, so these final runs are simulated (`_one_tuning`).
+That is more than the 6 runs of a point, so these final runs are simulated (`with_one_tuning`).
 The shares are written to results/bench_self_comparison.csv, with one row per kind of study.
 """
 
