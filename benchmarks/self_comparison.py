@@ -11,7 +11,7 @@ with the same points but with other runs, and the winner of each repeat with 3 f
 others for the two arms. Nothing differs between the arms, so better or worse is a false verdict.
 For comparison, studies with one tuning are drawn as well: both arms choose once among the same 6
 points, with 2 tuning runs per point, and the two winners are compared over 8 or 16 final seeds.
-That is more than the 6 runs of a point, so these final runs are simulated (`with_one_tuning`).
+That is more than the 6 runs of a point, so these final runs are simulated (`final_runs`).
 The shares are written to results/bench_self_comparison.csv, with one row per kind of study.
 """
 
@@ -141,10 +141,8 @@ def with_repeats(rng: np.random.Generator, tuning: Accuracies, final: Accuracies
     return units
 
 
-def with_one_tuning(
-    rng: np.random.Generator, tuning: Accuracies, final: Accuracies, seeds: int
-) -> Units | None:
-    """A study that tunes each arm once; its final runs are simulated.
+def final_runs(final: Accuracies) -> dict[int, NDArray[np.float64]]:
+    """What a simulated final run of each point can be.
 
     A final run is the expected accuracy of its point plus a residual of one of the point's runs.
     The means of the points vary more than their expectations do, by the noise of 6 runs. So they
@@ -154,14 +152,26 @@ def with_one_tuning(
     centre, spread = np.mean(list(means.values())), np.var(list(means.values()), ddof=1)
     noise = np.mean([np.var(values, ddof=1) for values in final.values()]) / FINAL
     shrink = np.sqrt(max(0.0, 1 - noise / spread))
+    widen = np.sqrt(FINAL / (FINAL - 1))
+    return {
+        point: centre + shrink * (mean - centre) + widen * (np.array(final[point]) - mean)
+        for point, mean in means.items()
+    }
+
+
+def with_one_tuning(
+    rng: np.random.Generator,
+    tuning: Accuracies,
+    finals: dict[int, NDArray[np.float64]],
+    seeds: int,
+) -> Units | None:
+    """A study that tunes each arm once; its final runs are drawn from those of `final_runs`."""
     winners = _winners(rng, tuning, rng.permutation(POINTS)[:TRIALS], runs=ONE_TUNING_RUNS)
     units: Units = {}
     for arm, winner in zip(("CE", "CE again"), winners, strict=True):
-        if winner not in final:
+        if winner not in finals:
             return None
-        residuals = (np.array(final[winner]) - means[winner]) * np.sqrt(FINAL / (FINAL - 1))
-        runs = centre + shrink * (means[winner] - centre) + rng.choice(residuals, seeds)
-        units[arm] = dict(enumerate(runs.tolist()))
+        units[arm] = dict(enumerate(rng.choice(finals[winner], seeds).tolist()))
     return units
 
 
@@ -190,9 +200,10 @@ def main() -> None:
     about = {"runs": len(rows), "studies": STUDIES, "trials": TRIALS}
     repeats = {"repeats": REPEATS, "tuning_seeds": 1, "seeds": SEEDS}
     table = [{**about, **repeats, **verdicts(lambda rng: with_repeats(rng, tuning, final))}]
+    finals = final_runs(final)
     for seeds in ONE_TUNING_SEEDS:
         one = {"repeats": 1, "tuning_seeds": ONE_TUNING_RUNS, "seeds": seeds}
-        shares = verdicts(lambda rng, n=seeds: with_one_tuning(rng, tuning, final, n))
+        shares = verdicts(lambda rng, n=seeds: with_one_tuning(rng, tuning, finals, n))
         table.append({**about, **one, **shares})
     harness.save("self_comparison", table)
     for row in table:

@@ -26,6 +26,7 @@ __all__ = [
     "compare_arms",
     "contrasts_of",
     "decay_in_words",
+    "exponent_of_steps",
     "fingerprint",
     "methods_of",
     "other_settings",
@@ -284,7 +285,10 @@ def trial_of_study(name: str, results: Results) -> Trial:
             results.study.arms[arm],
             base,
             results.tuning,
-            _exponent(base.override(results.study.arms[arm]), results.of_arm(arm)),
+            exponent_of_steps(
+                base.override(results.study.arms[arm]),
+                max(int(row.metrics["steps"]) for row in results.of_arm(arm)),
+            ),
             results,
         )
         for arm in sorted(results.arms, key=lambda arm: arm != results.baseline)
@@ -295,10 +299,9 @@ def trial_of_study(name: str, results: Results) -> Trial:
     return Trial(name, base.model.norm, is_grid, arms, comparisons, withdrawn=withdrawn)
 
 
-def _exponent(recipe: Recipe, rows: Sequence[RunRow]) -> float:
-    """How far decay alone shrank a filter over the longest of some runs."""
-    per_epoch = max(row.metrics["steps"] for row in rows) // recipe.train.epochs
-    return decay_exponent(recipe, int(per_epoch) * recipe.train.batch_size)
+def exponent_of_steps(recipe: Recipe, steps: int) -> float:
+    """The decay exponent of a run of so many steps."""
+    return decay_exponent(recipe, steps // recipe.train.epochs * recipe.train.batch_size)
 
 
 def _arm(

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from powergrad.lab.config import load_recipe
-from powergrad.lab.paper.small import decay_exponent
 from powergrad.lab.stats import signed, span
 from powergrad.lab.study.space import Axis
 from powergrad.lab.words import markdown_table
@@ -32,6 +31,7 @@ from reproduction.decisive.rule import (
     interval,
     sign_flip,
 )
+from reproduction.studies import exponent_of_steps
 
 __all__ = ["AXES", "NAMES", "Findings", "chosen_settings"]
 
@@ -315,5 +315,4 @@ def _dead_filters(counts: Sequence[float]) -> str:
 def _unit_exponent(regime: str, steps: int) -> float:
     """The decay exponent of a run of so many steps, per learning rate times weight decay."""
     options = {"optimizer.lr": 1.0, "optimizer.weight_decay": 1.0}
-    recipe = load_recipe(RECIPES[regime]).override(options)
-    return decay_exponent(recipe, steps // recipe.train.epochs * recipe.train.batch_size)
+    return exponent_of_steps(load_recipe(RECIPES[regime]).override(options), steps)
