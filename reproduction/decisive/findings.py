@@ -54,6 +54,11 @@ ANSWERS = {
     "at this scale.",
 }
 
+SECONDARY = {
+    "PGT2 - CE3": "PGT minus cross-entropy with a tuned learning rate for the last layer",
+    "AGC+PGT2 - CE2": "PGT with adaptive gradient clipping minus plain cross-entropy",
+}
+
 
 class Look(NamedTuple):
     """What the rule says after so many repeats per regime."""
@@ -70,7 +75,7 @@ class Look(NamedTuple):
 class Secondary(NamedTuple):
     """A secondary comparison: its mean difference in each regime, and Holm's p."""
 
-    means: tuple[float, ...]
+    means: Mapping[str, float]
     p: float
 
 
@@ -122,15 +127,19 @@ class Findings:
         if self.look is None or not self.look.is_last:
             return {}
         size = self.look.repeats
-        strata = {
-            "PGT2 - CE3": [d[:size] for d in self.pairs("pgt", "ce3").values()],
-            "AGC+PGT2 - CE2": [self.pairs("agc+pgt")["plain"][:size]],
+        pairs = {
+            "PGT2 - CE3": self.pairs("pgt", "ce3"),
+            "AGC+PGT2 - CE2": {"plain": self.pairs("agc+pgt")["plain"]},
         }
-        strata = {name: pairs for name, pairs in strata.items() if all(pairs)}
-        p_values = holm({name: sign_flip(pairs)[0] for name, pairs in strata.items()})
+        strata = {
+            name: {regime: found[:size] for regime, found in by_regime.items()}
+            for name, by_regime in pairs.items()
+            if all(by_regime.values())
+        }
+        p_values = holm({name: sign_flip(list(s.values()))[0] for name, s in strata.items()})
         return {
-            name: Secondary(tuple(float(np.mean(d)) for d in pairs), p_values[name])
-            for name, pairs in strata.items()
+            name: Secondary({regime: float(np.mean(d)) for regime, d in s.items()}, p_values[name])
+            for name, s in strata.items()
         }
 
     @functools.cached_property
@@ -192,9 +201,11 @@ class Findings:
     def _secondary_sentence(self) -> str:
         parts = []
         for name, found in self.secondary.items():
-            means = " and ".join(map(signed, found.means))
-            parts.append(f"{name}: {means} points, p = {found.p:.3f} after Holm's correction")
-        return f"Secondary comparisons: {'; '.join(parts)}." if parts else ""
+            means = " and ".join(
+                f"{signed(mean)} points {REGIMES[regime]}" for regime, mean in found.means.items()
+            )
+            parts.append(f"{SECONDARY[name]} was {means} (p = {found.p:.3f} by Holm's method)")
+        return f"{'; '.join(parts)}." if parts else ""
 
     def figure_line(self) -> str:
         """The figure of :mod:`reproduction.decisive.figure`, once there is an analysis."""

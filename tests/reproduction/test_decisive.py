@@ -221,9 +221,15 @@ def test_the_answer_has_the_rules_verdict_and_its_numbers(tmp_path):
     for regime in ("norm", "plain"):
         assert f"{expected.means[regime]:+.2f} points" in answer
     secondary = findings.secondary
-    assert secondary["AGC+PGT2 - CE2"].means[0] == pytest.approx(-2.0, abs=0.2)
+    assert secondary["AGC+PGT2 - CE2"].means == pytest.approx({"plain": -2.0}, abs=0.2)
     single = sign_flip([differences(plain, "agc+pgt", "baseline")])[0]
     assert secondary["AGC+PGT2 - CE2"].p >= single
+    (clipped, head) = (secondary[name] for name in ("AGC+PGT2 - CE2", "PGT2 - CE3"))
+    assert (
+        f"{head.means['norm']:+.2f} points with batch normalisation and "
+        f"{head.means['plain']:+.2f} points without normalisation (p = {head.p:.3f}"
+    ) in answer
+    assert f"plain cross-entropy was {clipped.means['plain']:+.2f} points without" in answer
     assert "The test finds no difference, as it should." in findings.null_sentence()
     draw(findings, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
