@@ -204,7 +204,7 @@ class Findings:
             means = " and ".join(
                 f"{signed(mean)} points {REGIMES[regime]}" for regime, mean in found.means.items()
             )
-            parts.append(f"{SECONDARY[name]} was {means} (p = {found.p:.3f} by Holm's method)")
+            parts.append(f"{SECONDARY[name]} was {means} ({_p(found.p)} by Holm's method)")
         return f"{'; '.join(parts)}." if parts else ""
 
     def figure_line(self) -> str:
@@ -231,7 +231,7 @@ class Findings:
         )
         return (
             f"{check}: {signed(float(np.mean(pairs)))} over {len(pairs)} repeats (90% interval "
-            f"{span(interval(pairs))}), p = {p:.3f}. {verdict}"
+            f"{span(interval(pairs))}), {_p(p)}. {verdict}"
         )
 
     def table(self) -> str:
@@ -287,9 +287,14 @@ def _in_words(decision: Decision) -> str:
         for regime, title in REGIMES.items()
     )
     return (
-        f"PGT minus cross-entropy was {shown}; p = {decision.p:.3f} over both, compared with "
+        f"PGT minus cross-entropy was {shown}; {_p(decision.p)} over both, compared with "
         f"{LEVEL:g} per analysis"
     )
+
+
+def _p(p: float) -> str:
+    """A p-value in words."""
+    return f"p = {p:.4f}" if p >= 0.001 else "p < 0.001"
 
 
 def chosen_settings(row: Mapping[str, str]) -> dict[str, float]:

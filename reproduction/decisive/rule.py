@@ -6,7 +6,6 @@ fresh seeds. Units of one repeat are paired: all arms tried the same points with
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -21,8 +20,6 @@ Array = NDArray[np.float64]
 
 LEVEL = 0.025  # of each of the two looks
 MARGIN = 0.3  # points of test accuracy
-EXACT = 16  # pairs up to which all sign patterns are counted
-DRAWS = 99_999
 
 
 class Decision(NamedTuple):
@@ -59,8 +56,7 @@ def sign_flip(strata: Sequence[Sequence[float]]) -> tuple[float, float]:
     """The two-sided p of a stratified sign-flip test, and the sign of its statistic.
 
     Each stratum is divided by its root mean square, which flipping signs does not change, so that
-    regimes count alike whatever their noise is. All patterns are counted up to 16 pairs; beyond,
-    99,999 random ones give ``(b + 1) / (draws + 1)``.
+    regimes count alike whatever their noise is. All patterns of signs are counted.
 
     Example:
         >>> sign_flip([[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]])  # all of one sign: 2 of 64 patterns
@@ -73,18 +69,22 @@ def sign_flip(strata: Sequence[Sequence[float]]) -> tuple[float, float]:
         scaled.append(d / rms if rms else d)
     values = np.concatenate(scaled)
     observed = float(values.sum())
-    n = len(values)
-    reached = int((np.abs(_signs(n) @ values) >= abs(observed) - 1e-9).sum())
-    p = reached / 2**n if n <= EXACT else (reached + 1) / (DRAWS + 1)
-    return p, float(np.sign(observed))
+    # A pattern is one of the first half's and one of the second half's. For each of the first, the
+    # sorted sums of the second say how many reach the bound with it.
+    middle = len(values) // 2
+    first, second = _sums(values[:middle]), np.sort(_sums(values[middle:]))
+    bound = abs(observed) - 1e-9
+    above = len(second) - np.searchsorted(second, bound - first, "left")
+    reached = 2 * int(above.sum()) if bound > 0 else 2 ** len(values)
+    return reached / 2 ** len(values), float(np.sign(observed))
 
 
-@functools.lru_cache(maxsize=4)
-def _signs(n: int) -> Array:
-    """All patterns of n signs, or random ones where they are too many; one per row."""
-    if n > EXACT:
-        return np.random.default_rng(0).choice([-1.0, 1.0], (DRAWS, n))
-    return 1.0 - 2.0 * ((np.arange(2**n)[:, None] >> np.arange(n)) & 1)
+def _sums(values: Array) -> Array:
+    """The sum of the values under every pattern of signs."""
+    sums = np.zeros(1)
+    for value in values:
+        sums = np.concatenate([sums + value, sums - value])
+    return sums
 
 
 def interval(differences: Sequence[float], confidence: float = 0.9) -> tuple[float, float]:
