@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from powergrad.lab.config import load_recipe
-from powergrad.lab.stats import signed, span
+from powergrad.lab.stats import p_in_words, signed, span
 from powergrad.lab.study.space import Axis
 from powergrad.lab.words import markdown_table
 from reproduction.decisive.data import (
@@ -53,7 +53,6 @@ ANSWERS = {
     "not settled": "Whether PGT helps beyond a tuned learning rate and weight decay is not settled "
     "at this scale.",
 }
-
 SECONDARY = {
     "PGT2 - CE3": "PGT minus cross-entropy with a tuned learning rate for the last layer",
     "AGC+PGT2 - CE2": "PGT with adaptive gradient clipping minus plain cross-entropy",
@@ -204,7 +203,9 @@ class Findings:
             means = " and ".join(
                 f"{signed(mean)} points {REGIMES[regime]}" for regime, mean in found.means.items()
             )
-            parts.append(f"{SECONDARY[name]} was {means} ({_p(found.p)} by Holm's method)")
+            parts.append(
+                f"{SECONDARY[name]} was {means} ({p_in_words(found.p, 3)} by Holm's method)"
+            )
         return f"{'; '.join(parts)}." if parts else ""
 
     def figure_line(self) -> str:
@@ -231,7 +232,7 @@ class Findings:
         )
         return (
             f"{check}: {signed(float(np.mean(pairs)))} over {len(pairs)} repeats (90% interval "
-            f"{span(interval(pairs))}), {_p(p)}. {verdict}"
+            f"{span(interval(pairs))}), {p_in_words(p, 3)}. {verdict}"
         )
 
     def table(self) -> str:
@@ -287,14 +288,9 @@ def _in_words(decision: Decision) -> str:
         for regime, title in REGIMES.items()
     )
     return (
-        f"PGT minus cross-entropy was {shown}; {_p(decision.p)} over both, compared with "
-        f"{LEVEL:g} per analysis"
+        f"PGT minus cross-entropy was {shown}; {p_in_words(decision.p, 3)} over both, compared "
+        f"with {LEVEL:g} per analysis"
     )
-
-
-def _p(p: float) -> str:
-    """A p-value in words."""
-    return f"p = {p:.4f}" if p >= 0.001 else "p < 0.001"
 
 
 def chosen_settings(row: Mapping[str, str]) -> dict[str, float]:

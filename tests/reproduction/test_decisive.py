@@ -75,6 +75,16 @@ def test_32_pairs_are_counted_exactly_and_agree_with_random_patterns():
     assert p == pytest.approx(drawn.mean(), abs=4 * np.sqrt(p / 100_000))
 
 
+def test_the_page_states_the_exact_p_and_that_of_the_registered_draws():
+    page = (ROOT / "docs" / "does-it-help.md").read_text()
+    pairs = Findings.read(ROOT / "results").pairs("pgt")
+    values = np.concatenate([np.array(d) / np.sqrt(np.mean(np.square(d))) for d in pairs.values()])
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (99_999, 32))
+    drawn = (np.sum(np.abs(signs @ values) >= abs(values.sum()) - 1e-9) + 1) / 100_000
+    assert f"Those draws gave p = {drawn:.5f}" in page
+    assert f"patterns gives p = {sign_flip(list(pairs.values()))[0]:.5f}" in page
+
+
 def test_a_sum_of_zero_is_reached_by_every_pattern():
     assert sign_flip([[1.0, -1.0], [2.0, -2.0]])[0] == 1.0
 

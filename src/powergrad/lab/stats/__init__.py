@@ -14,6 +14,7 @@ from powergrad.lab.stats.verdict import (
     Comparison,
     by_arm_and_seed,
     compare,
+    p_in_words,
     signed,
     span,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "compare",
     "error_of_looks",
     "estimate_noise",
+    "p_in_words",
     "parse_runs",
     "plan",
     "signed",

@@ -35,7 +35,16 @@ from powergrad.lab.stats.tests import (
     welch,
 )
 
-__all__ = ["VERDICTS", "Comparison", "Verdict", "by_arm_and_seed", "compare", "signed", "span"]
+__all__ = [
+    "VERDICTS",
+    "Comparison",
+    "Verdict",
+    "by_arm_and_seed",
+    "compare",
+    "p_in_words",
+    "signed",
+    "span",
+]
 
 Verdict = Literal["better", "worse", "equivalent", "not settled"]
 VERDICTS: tuple[Verdict, ...] = ("better", "worse", "equivalent", "not settled")
@@ -168,12 +177,11 @@ class Comparison:
 
     @property
     def _evidence(self) -> str:
-        p = "p < 0.001" if self.p < 0.001 else f"p = {self.p:.2g}"
         is_same = self.n == self.n_baseline
         counts = f"{self.n}" if is_same else f"{self.n} and {self.n_baseline}"
         sizes = f"{counts} {self.counted}{' per arm' if is_same else ''}"
         confidence = f"{100 * (1 - self.level):g}% interval {span(self.interval, self._digits)}"
-        return f"{confidence}, {p}, {sizes}"
+        return f"{confidence}, {p_in_words(self.p)}, {sizes}"
 
     @property
     def _failures(self) -> str:
@@ -401,6 +409,16 @@ def signed(value: float, digits: int = 2) -> str:
         ('+0.52', '+0.00')
     """
     return f"{round(value, digits) + 0.0:+.{digits}f}"
+
+
+def p_in_words(p: float, digits: int = 2) -> str:
+    """Format a p-value with so many significant digits.
+
+    Example:
+        >>> p_in_words(0.0256), p_in_words(1e-5)
+        ('p = 0.026', 'p < 0.001')
+    """
+    return "p < 0.001" if p < 0.001 else f"p = {p:.{digits}g}"
 
 
 def span(interval: Sequence[float], digits: int = 2) -> str:
