@@ -124,6 +124,6 @@ def units(rows: Rows, arm: str) -> dict[int, float]:
 
 
 def differences(rows: Rows, arm: str, baseline: str) -> list[float]:
-    """Arm less baseline in every repeat that both have."""
+    """Arm minus baseline in every repeat that both have."""
     a, b = units(rows, arm), units(rows, baseline)
     return [a[repeat] - b[repeat] for repeat in a if repeat in b]

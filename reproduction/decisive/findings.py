@@ -54,8 +54,9 @@ ANSWERS = {
     "at this scale.",
 }
 SECONDARY = {
-    "PGT2 - CE3": "PGT minus cross-entropy with a tuned learning rate for the last layer",
-    "AGC+PGT2 - CE2": "PGT with adaptive gradient clipping minus plain cross-entropy",
+    "PGT2 - CE3": "PGT differed from cross-entropy whose last layer has a tuned learning rate of "
+    "its own",
+    "AGC+PGT2 - CE2": "PGT with adaptive gradient clipping differed from plain cross-entropy",
 }
 
 
@@ -143,7 +144,7 @@ class Findings:
 
     @functools.cached_property
     def null_pairs(self) -> list[float]:
-        """Further repeats of CE2 less those of the first regime."""
+        """Further repeats of CE2 minus those of the first regime."""
         again, first = units(self.null, "baseline"), units(self.rows["norm"], "baseline")
         return [again[repeat] - first[repeat] for repeat in again if repeat in first]
 
@@ -178,8 +179,7 @@ class Findings:
         decision = self.look.decision
         words = [
             f"**{ANSWERS[decision.verdict]}**",
-            f"After {self.look.repeats} independent tunings per arm and regime, "
-            f"{_in_words(decision)}.",
+            f"After {self.look.repeats} independent tunings of each method, {_in_words(decision)}.",
             self._secondary_sentence(),
         ]
         return " ".join(filter(None, words))
@@ -203,10 +203,9 @@ class Findings:
             means = " and ".join(
                 f"{signed(mean)} points {REGIMES[regime]}" for regime, mean in found.means.items()
             )
-            parts.append(
-                f"{SECONDARY[name]} was {means} ({p_in_words(found.p, 3)} by Holm's method)"
-            )
-        return f"{'; '.join(parts)}." if parts else ""
+            parts.append(f"{SECONDARY[name]} by {means} ({p_in_words(found.p, 3)})")
+        opening = "In further tests, corrected for their number by Holm's method, "
+        return f"{opening}{', and '.join(parts)}." if parts else ""
 
     def figure_line(self) -> str:
         """The figure of :mod:`reproduction.decisive.figure`, once there is an analysis."""
@@ -220,19 +219,23 @@ class Findings:
     def null_sentence(self) -> str:
         """What the null says: cross-entropy against itself by the same test."""
         pairs = self.null_pairs
-        check = "To check the analysis, CE2 is compared with further repeats of CE2 in the first "
-        check += "regime"
+        check = (
+            "As a check, further repeats of CE2 with batch normalisation, with other points and "
+        )
+        check += "seeds, are compared with the first ones by the same test"
         if len(pairs) < LOOKS[0]:
             return f"{check}. {len(pairs)} of {LOOKS[0]} repeats are done."
         p = sign_flip([pairs])[0]
         verdict = (
             "The test finds a difference, so do not trust the analysis."
             if p < LEVEL
-            else "The test finds no difference, as it should."
+            else "The test finds no difference, as it should; an error that is much smaller than "
+            "the interval would not be noticed."
         )
         return (
-            f"{check}: {signed(float(np.mean(pairs)))} over {len(pairs)} repeats (90% interval "
-            f"{span(interval(pairs))}), {p_in_words(p, 3)}. {verdict}"
+            f"{check}: further minus first is {signed(float(np.mean(pairs)))} points over "
+            f"{len(pairs)} repeats (90% interval {span(interval(pairs))}), {p_in_words(p, 3)}. "
+            f"{verdict}"
         )
 
     def table(self) -> str:
@@ -275,21 +278,27 @@ class Findings:
                 dead = [float(row["dead_units"]) for row in runs if row["dead_units"]]
                 cells = (*values, _median(exponents), _dead_filters(dead))
                 lines.append((TITLES[regime], NAMES[arm], *cells))
-        head = ("regime", "arm", "learning rate", "weight decay", "factor of the head's rate")
+        head = (
+            "regime",
+            "arm",
+            "learning rate",
+            "weight decay",
+            "head's learning rate / backbone's",
+        )
         more = ("AGC's threshold", "decay exponent", "dead filters")
         return markdown_table((*head, *more), lines)
 
 
 def _in_words(decision: Decision) -> str:
     """The numbers of the primary comparison."""
-    shown = "; ".join(
+    shown = " and by ".join(
         f"{signed(decision.means[regime])} points {title} "
         f"(90% interval {span(decision.intervals[regime])})"
         for regime, title in REGIMES.items()
     )
     return (
-        f"PGT minus cross-entropy was {shown}; {p_in_words(decision.p, 3)} over both, compared "
-        f"with {LEVEL:g} per analysis"
+        f"PGT differed from cross-entropy by {shown}; the test over both gives "
+        f"{p_in_words(decision.p, 3)}, and the rule asks for less than {LEVEL:g}"
     )
 
 
@@ -320,7 +329,8 @@ def _dead_filters(counts: Sequence[float]) -> str:
     """The mean number of dead filters, and in how many runs there are any."""
     if not any(counts):
         return "0" if counts else ""
-    return f"{np.mean(counts):.1f} (all in {sum(map(bool, counts))} of {len(counts)} runs)"
+    some = sum(map(bool, counts))
+    return f"{np.mean(counts):.1f} (in {some} of {len(counts)} runs, 0 in the others)"
 
 
 @functools.cache

@@ -48,7 +48,7 @@ class PointPair(NamedTuple):
 
     @property
     def difference(self) -> float | None:
-        """The other arm less cross-entropy; None if a run failed."""
+        """The other arm minus cross-entropy; None if a run failed."""
         if self.baseline is None or self.other is None:
             return None
         return self.other - self.baseline

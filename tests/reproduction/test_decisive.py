@@ -1,7 +1,9 @@
 """The rule of docs/protocol.md, its rows, and what is said of them."""
 
 import csv
+import hashlib
 import itertools
+import re
 import shutil
 from pathlib import Path
 
@@ -12,13 +14,15 @@ from scipy import stats
 from powergrad.lab.config import load_recipe
 from powergrad.lab.run import Run
 from powergrad_cli import main
-from reproduction.decisive.data import RECIPES, collect, differences, read, units
+from reproduction.claims import CLAIMS, published_gains
+from reproduction.decisive.data import FURTHER, RECIPES, collect, differences, read, units
 from reproduction.decisive.figure import draw
-from reproduction.decisive.findings import Findings
+from reproduction.decisive.findings import AXES, Findings, chosen_settings
 from reproduction.decisive.points import draw_points, paired_points, points_table
 from reproduction.decisive.rule import decide, holm, interval, power, sign_flip
 
 ROOT = Path(__file__).parents[2]
+PROTOCOL = "5d55fa11db956840579e4a4af9cb3e54ab8aae5ad237271e319f019651776a5c"  # of docs/protocol.md
 
 
 def by_enumeration(strata):
@@ -73,16 +77,6 @@ def test_32_pairs_are_counted_exactly_and_agree_with_random_patterns():
     values = np.concatenate([np.array(s) / np.sqrt(np.mean(np.square(s))) for s in strata])
     drawn = np.abs(rng.choice([-1, 1], (100_000, 32)) @ values) >= abs(values.sum())
     assert p == pytest.approx(drawn.mean(), abs=4 * np.sqrt(p / 100_000))
-
-
-def test_the_page_states_the_exact_p_and_that_of_the_registered_draws():
-    page = (ROOT / "docs" / "does-it-help.md").read_text()
-    pairs = Findings.read(ROOT / "results").pairs("pgt")
-    values = np.concatenate([np.array(d) / np.sqrt(np.mean(np.square(d))) for d in pairs.values()])
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], (99_999, 32))
-    drawn = (np.sum(np.abs(signs @ values) >= abs(values.sum()) - 1e-9) + 1) / 100_000
-    assert f"Those draws gave p = {drawn:.5f}" in page
-    assert f"patterns gives p = {sign_flip(list(pairs.values()))[0]:.5f}" in page
 
 
 def test_a_sum_of_zero_is_reached_by_every_pattern():
@@ -208,6 +202,113 @@ def test_rows_of_an_unfinished_repeat_are_kept_without_its_number(experiment, tm
     assert path.read_bytes() == before
 
 
+# What the page says of the measured rows ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return Findings.read(ROOT / "results")
+
+
+@pytest.fixture(scope="module")
+def page():
+    return " ".join((ROOT / "docs" / "does-it-help.md").read_text("utf-8").split())
+
+
+def test_the_page_states_the_exact_p_and_those_of_random_draws(measured, page):
+    pairs = measured.pairs("pgt")
+    assert {len(found) for found in pairs.values()} == {16}
+    values = np.concatenate([np.array(d) / np.sqrt(np.mean(np.square(d))) for d in pairs.values()])
+    drawn = []  # as the program that was committed with the protocol drew them, with its seed first
+    for seed in range(6):
+        signs = np.random.default_rng(seed).choice([-1.0, 1.0], (99_999, 32))
+        drawn.append((np.sum(np.abs(signs @ values) >= abs(values.sum()) - 1e-9) + 1) / 100_000)
+    exact = sign_flip(list(pairs.values()))[0]
+    assert f"Counting all patterns gives p = {exact:.5f}: *not settled*" in page
+    assert f"Those draws gave p = {drawn[0]:.5f}: *hurts*" in page
+    assert f"standard error of {np.sqrt(exact * (1 - exact) / 99_999):.4f}" in page
+    assert f"five other seeds gave {min(drawn[1:]):.5f} to {max(drawn[1:]):.5f}" in page
+
+
+def test_the_page_states_both_analyses(measured, page):
+    pairs = measured.pairs("pgt")
+    first = decide({regime: found[:8] for regime, found in pairs.items()})
+    assert first.verdict == "not settled"
+    assert (
+        f"After 8 repeats, p was {first.p:.3f} ({first.means['norm']:+.2f} points with batch "
+        f"normalisation, {first.means['plain']:+.2f} without normalisation), so the experiment "
+        "continued."
+    ) in page
+    second = decide(pairs)
+    assert f"After 16 repeats, p is {second.p:.4f}. So the rule does not call PGT worse" in page
+    norm, plain = second.intervals["norm"], second.intervals["plain"]
+    assert -0.3 < norm[0] < 0 < norm[1] < 0.3  # "within 0.3 points of 0"
+    assert plain[1] < 0  # "the interval lies below 0"
+    gains = {
+        row: gain for gain, row in published_gains(next(c for c in CLAIMS if c.id == "pgt-bn"))
+    }
+    assert f"{gains['T1.7']:+.2f} and {gains['T1.6']:+.2f} points for a ResNet-18" in page
+    assert norm[0] < gains["T1.7"] < norm[1] < gains["T1.6"]  # "The first is within our interval"
+
+
+def test_the_page_states_what_was_chosen(measured, page):
+    ce, pgt = (
+        {
+            row["repeat"]: [f"{value:.4g}" for value in chosen_settings(row).values()]
+            for row in measured.runs("plain", arm, "final")
+        }
+        for arm in ("baseline", "pgt")
+    )
+    same = [int(repeat) for repeat in ce if ce[repeat] == pgt[repeat]]
+    assert f"In {len(same)} of the {len(ce)} repeats, cross-entropy and PGT chose the same" in page
+    gaps = np.array(measured.pairs("pgt")["plain"])[same]
+    assert f"the difference ({gaps.mean():+.2f} points) is the effect of PGT's settings" in page
+    clipped, alone = (np.mean(measured.pairs(arm)["plain"]) for arm in ("agc+pgt", "agc"))
+    assert f"this combination was {-clipped:.2f} points behind plain cross-entropy" in page
+    assert f"clipping alone was {-alone:.2f} behind" in page
+    clips = [choice["clip.agc"] for choice in measured.chosen("plain", "agc+pgt")]
+    high = sum(clip > 0.16 * (0.005 / 0.16) ** 0.1 for clip in clips)
+    assert f"In {high} of {len(clips)} repeats, the combination chose a threshold in" in page
+
+
+def test_the_page_states_which_points_failed(measured, page):
+    pairs = paired_points(measured.rows["plain"])
+    only_pgt = [pair.lr for pair in pairs if pair.baseline is None and pair.other is not None]
+    only_ce = [pair for pair in pairs if pair.other is None and pair.baseline is not None]
+    neither = [pair for pair in pairs if pair.other is None and pair.baseline is None]
+    assert f"There are {len(only_pgt)} points at which only PGT learned" in page
+    assert (
+        f"{len(only_ce)} at which only cross-entropy did, and {len(neither)} at which both" in page
+    )
+    assert min(only_pgt) > 0.099  # "all at large learning rates", the last third of the range
+
+
+def test_the_thresholds_of_agc_were_drawn_separately(measured):
+    # The second deviation: the same learning rates and weight decays, other thresholds.
+    clips = []
+    for arm in ("agc", "agc+pgt"):
+        settings = [
+            (row["seed"], chosen_settings(row)) for row in measured.runs("plain", arm, "tuning")
+        ]
+        clips.append(
+            {
+                (seed, *(f"{s[axis.key]:.4g}" for axis in AXES[:2])): s["clip.agc"]
+                for seed, s in settings
+            }
+        )
+    both = clips[0].keys() & clips[1].keys()
+    assert len(both) == 89
+    assert all(abs(clips[0][point] / clips[1][point] - 1) > 1e-3 for point in both)
+
+
+def test_every_row_has_a_commit_and_the_protocol_is_unchanged():
+    text = (ROOT / "docs" / "protocol.md").read_bytes()
+    assert hashlib.sha256(text).hexdigest() == PROTOCOL
+    for regime in ("norm", "plain", "null", *FURTHER):
+        for row in read(ROOT / "results", regime):
+            assert re.fullmatch("[0-9a-f]{12}", row["commit"]), row["run"]
+
+
 # What is said -------------------------------------------------------------------------------------
 
 
@@ -243,8 +344,8 @@ def test_the_answer_has_the_rules_verdict_and_its_numbers(tmp_path):
         f"{head.means['norm']:+.2f} points with batch normalisation and "
         f"{head.means['plain']:+.2f} points without normalisation (p < 0.001"
     ) in answer
-    assert f"plain cross-entropy was {clipped.means['plain']:+.2f} points without" in answer
-    assert "The test finds no difference, as it should." in findings.null_sentence()
+    assert f"plain cross-entropy by {clipped.means['plain']:+.2f} points without" in answer
+    assert "The test finds no difference, as it should" in findings.null_sentence()
     draw(findings, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
@@ -269,7 +370,7 @@ def test_an_unsettled_first_look_asks_for_the_second():
     decision = findings.look.decision
     low, high = decision.intervals["norm"]
     assert (
-        "The analysis after 8 was not settled: PGT minus cross-entropy was "
+        "The analysis after 8 was not settled: PGT differed from cross-entropy by "
         f"{decision.means['norm']:+.2f} points with batch normalisation "
         f"(90% interval {low:+.2f} to {high:+.2f})"
     ) in findings.answer()
@@ -323,7 +424,7 @@ def test_the_choices_are_those_of_the_backbone_with_their_decay_exponent():
     ]  # fmt: skip
     assert cells[4:6] == ["", ""]
     assert float(cells[6].split()[0]) == pytest.approx(exponent, rel=0.05)
-    assert cells[7] == "3.0 (all in 9 of 9 runs)"
+    assert cells[7] == "3.0 (in 9 of 9 runs, 0 in the others)"
     assert table[3].replace("PGT2", "CE2") == table[2]
 
 

@@ -206,9 +206,10 @@ class Space:
     def points(self, arm: str, repeat: int) -> list[Point]:
         """The points to try for an arm in a repeat, without duplicates.
 
-        All arms have the same points in the keys that they share. Random points are a Sobol
-        sequence with another scrambling per repeat, so each repeat covers the whole space with
-        different points.
+        All arms have the same points in the keys that are tuned for all arms. A key that is tuned
+        for some arms has values of its own for each of them. Random points are a Sobol sequence
+        with another scrambling per repeat, so each repeat covers the whole space with different
+        points.
         """
         axes = self.axes(arm)
         if self.trials is None:

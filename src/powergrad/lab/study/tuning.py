@@ -1,7 +1,8 @@
 """Tuning: chooses the values of some keys for every arm, on data that the verdict does not use.
 
-Every arm tries the same points, with the same budget. A *repeat* is one independent tuning, with
-its own points and seeds. The trials of all repeats are in the folder ``tuning`` of the study.
+Every arm tries the same points in the keys that all arms tune, with the same budget. A *repeat* is
+one independent tuning, with its own points and seeds. The trials of all repeats are in the folder
+``tuning`` of the study.
 """
 
 from __future__ import annotations
