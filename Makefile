@@ -25,8 +25,9 @@ compare: setup ## does it help? the default comparison: 4 arms, 8 to 24 seeds ea
 
 BOTH_WAYS := tests/test_loss.py tests/test_operators.py tests/test_linear.py tests/test_mode.py tests/test_clipping.py tests/test_monitor.py
 
-# Two processes; tests that share a slow fixture stay in one.
-TWO := -n 2 --dist loadgroup
+# Two processes. The tests of a file stay in one of them, because they share slow fixtures, and files
+# stay in order: tests/lab forks, which is not safe after other tests have loaded JAX.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 # JAX in a process forbids it to fork, so the other libraries have a run of their own.
 WITHOUT_OTHERS := --ignore=tests/integrations --ignore=tests/release --ignore=tests/browsers
@@ -43,7 +44,7 @@ test: setup ## the tests; those that use the C kernel also run without it
 	@echo "compiled, exported and distributed programs to make test-matrix,"
 	@echo "killed, resumed and shared studies to make test-studies, still longer ones to make test-deep"
 	$(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m '$(QUICK)'
-	POWERGRAD_NATIVE=0 $(PYTEST) $(TWO) $(BOTH_WAYS)
+	POWERGRAD_NATIVE=0 $(PYTEST) $(TWO) $(BOTH_WAYS) -m '$(QUICK)'
 
 test-core: setup ## the core alone, in less than a minute
 	$(PYTEST) $(TWO) $(CORE) -k 'not ($(SLOW))'
@@ -56,7 +57,7 @@ test-deep: setup ## like test, with 10,000 random cases, whole studies within th
 	HYPOTHESIS_PROFILE=deep POWERGRAD_NATIVE=0 $(PYTEST) $(TWO) $(BOTH_WAYS)
 
 test-matrix: setup ## PGT under compile, export, make_fx, DTensor and more: no gradient is plain
-	$(PYTEST) $(TWO) -m matrix tests/test_never_plain.py
+	$(PYTEST) -n 2 $(WITHOUT_OTHERS) -m matrix
 
 $(VENV)/.integrations: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt transformers accelerate lightning

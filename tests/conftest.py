@@ -21,21 +21,6 @@ settings.register_profile("deep", max_examples=1000, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
-# What takes seconds to make, once a module: tests that use it run in one process, in that order.
-SLOW_FIXTURES = {
-    *("measured", "own_pages"),  # the paper
-    *("run", "exported"),  # export
-    *("made", "study", "report", "browser", "database"),  # studies and pages
-}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep together what shares a slow fixture (for pytest-xdist's ``--dist loadgroup``)."""
-    for item in items:
-        if isinstance(item, pytest.Function) and SLOW_FIXTURES & set(item.fixturenames):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The device under test: CPU, or what `make test-gpu` asks for."""

@@ -213,6 +213,7 @@ torch.save(model.state_dict(), sys.argv[1])
 """
 
 
+@pytest.mark.matrix
 def test_a_compiled_loss(launcher, tmp_path):
     """In a process where TorchDynamo is loaded after `powergrad run` has begun, as in any."""
     files = [tmp_path / "ours.pt", tmp_path / "potential.pt"]

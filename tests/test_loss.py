@@ -469,6 +469,7 @@ def test_compiled_with_two_alphas_of_the_same_logits(generator):
         assert (actual - torch.autograd.grad(expected, z)[0]).abs().max() <= 1e-14
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_compiles_with_inductor(generator, device):
     torch.compiler.reset()

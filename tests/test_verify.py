@@ -663,6 +663,7 @@ def test_a_weight_that_is_tied():
 # Compiled code ------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
 def test_compile(alpha, backend):

@@ -145,6 +145,7 @@ def study(python, tmp_path_factory):
     return folder
 
 
+@pytest.mark.studies
 def test_every_run_is_done_exactly_once(study):
     with sqlite3.connect(study / "jobs.db") as database:
         rows = database.execute(
@@ -158,6 +159,7 @@ def test_every_run_is_done_exactly_once(study):
     assert sorted(runs) == sorted((a, s) for a in ("baseline", "pgt", "head-lr") for s in range(8))
 
 
+@pytest.mark.studies
 def test_the_numbers_are_those_that_the_script_prints(study):
     for row in saved(study)["rows"]:
         printed = (study / row["run"] / "output.txt").read_text()
@@ -167,6 +169,7 @@ def test_the_numbers_are_those_that_the_script_prints(study):
     assert len(set(losses.values())) == 8  # one per seed, whatever the arm
 
 
+@pytest.mark.studies
 def test_the_verdict_is_that_of_the_same_numbers_in_a_table(study, capsys):
     told = saved(study)
     table = Results.from_csv(study / "study.csv", metric="accuracy")
@@ -178,6 +181,7 @@ def test_the_verdict_is_that_of_the_same_numbers_in_a_table(study, capsys):
         assert f"- {comparison['sentence']}" in said
 
 
+@pytest.mark.studies
 def test_a_study_of_a_program_is_read_as_it_was_written(study):
     loaded = Results.load(study)
     assert loaded.to_dict() == saved(study) | {"environment": loaded.environment}
@@ -188,6 +192,7 @@ def test_a_study_of_a_program_is_read_as_it_was_written(study):
     assert again.repeated[0]["accuracy"] == again.repeated[1]["accuracy"]
 
 
+@pytest.mark.studies
 def test_the_page_has_what_a_program_has(study):
     (page,) = collect([study])["studies"]
     assert page["foreign"]
@@ -234,6 +239,7 @@ def largest_difference(run: Path, expected: dict[str, torch.Tensor]) -> float:
     return max(float((weights[name] - expected[name]).abs().max()) for name in expected)
 
 
+@pytest.mark.studies
 @pytest.mark.parametrize("arm", ["pgt", "head-lr"])
 def test_an_arm_is_the_script_with_the_change_written_in(study, python, tmp_path, arm):
     expected = by_hand(python, tmp_path, arm, 3)
@@ -241,6 +247,7 @@ def test_an_arm_is_the_script_with_the_change_written_in(study, python, tmp_path
     assert largest_difference(run_folder(study, "baseline", 3), expected) > 1e-4
 
 
+@pytest.mark.studies
 def test_decay_and_clipping_are_those_written_in(python, in_process, tmp_path):
     status = powergrad(
         "compare", "--arms", "baseline,less-decay,agc", "--alpha", 0.3, "--seeds", 2,
@@ -332,6 +339,7 @@ def test_under_torchrun_the_exit_code_is_another_one(tmp_path, code, problems, s
     assert error.value.stops
 
 
+@pytest.mark.studies
 def test_a_worker_stops_the_study_where_nothing_was_altered(python, tmp_path, capsys):
     path = script(tmp_path, NO_LOSS)
     status = powergrad("compare", "--seeds", 2, "--metric-regex", "accuracy (.+)", "--margin", 1,
@@ -722,6 +730,7 @@ def test_runs_that_do_not_repeat_are_said(in_process, tmp_path, capsys):
     assert "not repeatable" not in capsys.readouterr().out
 
 
+@pytest.mark.studies
 def test_another_first_loss_is_said(python, in_process, tmp_path, capsys):
     """An arm whose order of the data is another one: here by a flag, and by the arm itself."""
     path = tmp_path / "train.py"
@@ -759,6 +768,7 @@ def test_the_whole_is_announced(in_process, tmp_path, capsys):
     )
 
 
+@pytest.mark.studies
 def test_runs_of_a_changed_script_are_done_anew(python, in_process, tmp_path, capsys):
     path = script(tmp_path, NOISY)
     command = (
@@ -963,6 +973,7 @@ def test_a_worker_has_one_gpu_where_there_are_some(monkeypatch, tmp_path):
     assert execution.environments == [{"OMP_NUM_THREADS": "2"}] * 4
 
 
+@pytest.mark.studies
 def test_workers_give_their_environment_to_the_program(tmp_path):
     path = script(tmp_path, "print('acc', os.environ['OMP_NUM_THREADS'] + os.environ['MINE'])")
     job = job_of(path, Sources.parse(["acc (.+)"], []))

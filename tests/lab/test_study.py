@@ -353,6 +353,7 @@ def test_the_command_again_does_nothing_again(study, capsys):
     assert "Here pgt is not settled." in said
 
 
+@pytest.mark.studies
 def test_an_arm_that_diverges_is_compared_all_the_same(in_process, tmp_path, capsys):
     tokens = ["--arms", "baseline", "--arm", "fatal: lr=1e6", "--seeds", 6, "--out", tmp_path]
     assert powergrad("compare", "digits", *tokens, *TOKENS) == 0, capsys.readouterr()
@@ -686,6 +687,7 @@ def test_a_run_without_a_number_diverged(tmp_path, capsys, column, more, counts_
     assert comparison.difference == pytest.approx(sum(runs) / 9 - 90.35)
 
 
+@pytest.mark.studies
 def test_a_table_of_repeats_is_compared_by_repeats(made_up, tmp_path, capsys):
     saved = compare_made_up(tmp_path, capsys, *REPEATS)
     (comparison,) = Results.from_csv(tmp_path / "s/study.csv").comparisons
@@ -731,6 +733,7 @@ def runs_of(saved):
     return Counter(row["arm"] for row in saved["rows"])
 
 
+@pytest.mark.studies
 def test_an_arm_stops_at_the_look_that_settles_it(made_up, tmp_path, capsys):
     made_up.accuracy = lambda recipe: (
         97 + (3 + 0.1 * noise(recipe) if recipe.loss.alpha == 0.5 else 1.5 * noise(recipe))
@@ -779,6 +782,7 @@ def error_by_normal_integrals(looks, comparisons=1):
     return 1 - inside**comparisons
 
 
+@pytest.mark.studies
 def test_other_numbers_of_seeds_are_said_with_their_error(made_up, tmp_path, capsys):
     saved = compare_made_up(tmp_path, capsys, "--seeds", 8)
     assert saved["notes"] == []
@@ -811,6 +815,7 @@ def test_a_number_of_seeds_that_nobody_saw_is_no_look(made_up, tmp_path, capsys)
     assert compare_made_up(tmp_path, capsys, "--seeds", 12)["notes"] == []
 
 
+@pytest.mark.studies
 def test_arms_of_a_further_command_are_compared_with_the_earlier(made_up, tmp_path, capsys):
     first = compare_made_up(tmp_path, capsys, "--seeds", 8)
     both = compare_made_up(tmp_path, capsys, "--seeds", 8, arms="baseline,agc")
@@ -822,6 +827,7 @@ def test_arms_of_a_further_command_are_compared_with_the_earlier(made_up, tmp_pa
     assert len(made_up.done) == 24
 
 
+@pytest.mark.studies
 def test_what_was_compared_earlier_counts_for_the_advice(made_up, tmp_path, capsys):
     """Less decay was tried by the first command, so the second does not ask for it."""
     made_up.accuracy = lambda recipe: 97 + (recipe.loss.alpha < 1) + 0.1 * noise(recipe)
@@ -871,6 +877,7 @@ def test_one_run_per_arm_is_shown_without_a_comparison(made_up, tmp_path, capsys
     assert "verdict" not in said
 
 
+@pytest.mark.studies
 def test_known_runs_are_not_done_again_and_keep_their_commits(made_up, tmp_path, capsys):
     first = compare_made_up(tmp_path / "one", capsys, "--seeds", 8)
     csv_file = tmp_path / "one/s/study.csv"
@@ -924,6 +931,7 @@ def test_the_mean_of_a_repeat_is_what_is_compared(made_up, tmp_path, capsys):
     assert len(trials) == 6
 
 
+@pytest.mark.studies
 def test_points_are_shared_by_arms_and_not_by_repeats(made_up, tmp_path, capsys):
     saved = compare_made_up(tmp_path, capsys, *REPEATS)
     repeats = saved["tuning"]["repeats"]
@@ -947,6 +955,7 @@ def test_points_are_shared_by_arms_and_not_by_repeats(made_up, tmp_path, capsys)
     assert json.loads(as_json(page["tuning"])) == saved["tuning"]
 
 
+@pytest.mark.studies
 def test_settled_arms_are_not_tuned_on(made_up, tmp_path, capsys):
     made_up.accuracy = lambda recipe: (
         97 + (3 + 0.1 * noise(recipe) if recipe.loss.alpha == 0.5 else 1.5 * noise(recipe))
@@ -960,6 +969,7 @@ def test_settled_arms_are_not_tuned_on(made_up, tmp_path, capsys):
     assert trials == {"baseline": 24, "pgt(0.5)": 18, "pgt(0.25)": 24}
 
 
+@pytest.mark.studies
 def test_an_interrupted_study_with_repeats_goes_on(made_up, tmp_path, capsys, monkeypatch):
     whole = compare_made_up(tmp_path / "whole", capsys, *REPEATS)
     made_up.done.clear()
@@ -1016,6 +1026,7 @@ def test_the_identity_maps_points_of_pgt_to_the_baselines_backbone():
         assert plain.changes("pgt", point) == point
 
 
+@pytest.mark.studies
 def test_a_choice_at_the_edge_is_not_called_better(made_up, tmp_path, capsys):
     made_up.accuracy = lambda recipe: (
         90 + 5 * recipe.optimizer.lr + 3 * (recipe.loss.alpha < 1) + 0.1 * noise(recipe)
@@ -1154,6 +1165,7 @@ def test_tuning_gives_every_arm_the_same_grid_on_held_out_data(in_process, tmp_p
         assert Run(folder).recipe().seed in (0, 1)
 
 
+@pytest.mark.studies
 def test_a_decomposition_by_the_command(in_process, tmp_path, capsys):
     tokens = ["decompose", "digits", *TOKENS, "--train.epochs=2", "--tune", "lr=0.05,0.1",
               "--tune-seeds", 1, "--seeds", 2, "--out", tmp_path, "--name", "d"]  # fmt: skip

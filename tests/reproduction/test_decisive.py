@@ -141,6 +141,7 @@ def command(out, *more):
     return ["compare", "digits", *arm, *options.split(), "--out", str(out), *map(str, more)]
 
 
+@pytest.mark.studies
 def test_rows_are_collected_with_their_commits_and_a_fresh_clone_continues_from_them(
     experiment, tmp_path, capsys
 ):
@@ -179,6 +180,7 @@ def test_rows_are_collected_with_their_commits_and_a_fresh_clone_continues_from_
         }
 
 
+@pytest.mark.studies
 def test_rows_of_an_unfinished_repeat_are_kept_without_its_number(experiment, tmp_path):
     runs = shutil.copytree(experiment / "runs", tmp_path / "runs")
     (runs / "decisive-norm" / "study.csv").unlink()

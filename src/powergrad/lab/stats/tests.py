@@ -12,6 +12,7 @@ References:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -115,13 +116,19 @@ def permutation_p(arm: ArrayLike, baseline: ArrayLike) -> float:
         >>> permutation_p([5.0, 6.0, 7.0], [1.0, 2.0, 3.0])  # 2 of 20 divisions
         0.1
     """
+    samples = np.asarray(arm, float), np.asarray(baseline, float)
+    return _permutation_p(*(tuple(sample.tolist()) for sample in samples))
+
+
+@functools.lru_cache(maxsize=1024)  # a report asks several times for the same two samples
+def _permutation_p(arm: tuple[float, ...], baseline: tuple[float, ...]) -> float:
     from scipy.stats import permutation_test  # slow to import
 
     def statistic(a: Array, b: Array, axis: int) -> Array:
         return np.abs(a.mean(axis) - b.mean(axis))
 
     result = permutation_test(
-        (np.asarray(arm, float), np.asarray(baseline, float)),
+        (np.array(arm), np.array(baseline)),
         statistic,
         alternative="greater",
         n_resamples=9_999,
