@@ -642,9 +642,7 @@ def test_bad_images_are_skipped_with_one_warning_each(tmp_path: Path, workers: i
     data = load(tmp_path, workers, bad_images="skip", scale=(1, 1), ratio=(4 / 3, 4 / 3))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warnings.filterwarnings(
-            "ignore", "os.fork", RuntimeWarning
-        )  # where another test loaded JAX
+        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # after JAX
         batches = [b for e in (0, 1) for b in data.train.train_batches(4, seed=0, epoch=e)]
         tested = [b for _ in range(2) for b in data.test.test_batches(5)]
     messages = [str(warning.message) for warning in caught]
