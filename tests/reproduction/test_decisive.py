@@ -347,7 +347,7 @@ def test_the_answer_has_the_rules_verdict_and_its_numbers(tmp_path):
         f"{head.means['plain']:+.2f} points without normalisation (p < 0.001"
     ) in answer
     assert f"plain cross-entropy by {clipped.means['plain']:+.2f} points without" in answer
-    assert "The test finds no difference, as it should" in findings.null_sentence()
+    assert "The test finds no difference, as it should; an error" in findings.null_sentence()
     draw(findings, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
