@@ -46,7 +46,7 @@ test: setup ## the tests; those that use the C kernel also run without it
 	$(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m '$(QUICK)'
 	POWERGRAD_NATIVE=0 $(PYTEST) $(TWO) $(BOTH_WAYS) -m '$(QUICK)'
 
-test-core: setup ## the core alone, in less than a minute
+test-core: setup ## the core alone, without what compiles, trains or starts processes
 	$(PYTEST) $(TWO) $(CORE) -k 'not ($(SLOW))'
 
 test-studies: setup ## studies with worker processes: killed, resumed, shared, within a budget
