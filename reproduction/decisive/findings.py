@@ -219,10 +219,8 @@ class Findings:
     def null_sentence(self) -> str:
         """What the null says: cross-entropy against itself by the same test."""
         pairs = self.null_pairs
-        check = (
-            "As a check, further repeats of CE2 with batch normalisation, with other points and "
-        )
-        check += "seeds, are compared with the first ones by the same test"
+        check = "As a check, further repeats of CE2 with batch normalisation, with other points "
+        check += "and seeds, are compared with the first ones by the same test"
         if len(pairs) < LOOKS[0]:
             return f"{check}. {len(pairs)} of {LOOKS[0]} repeats are done."
         p = sign_flip([pairs])[0]
@@ -278,14 +276,13 @@ class Findings:
                 dead = [float(row["dead_units"]) for row in runs if row["dead_units"]]
                 cells = (*values, _median(exponents), _dead_filters(dead))
                 lines.append((TITLES[regime], NAMES[arm], *cells))
-        head = (
-            "regime",
-            "arm",
-            "learning rate",
-            "weight decay",
+        head = ("regime", "arm", "learning rate", "weight decay")
+        more = (
             "head's learning rate / backbone's",
+            "AGC's threshold",
+            "decay exponent",
+            "dead filters",
         )
-        more = ("AGC's threshold", "decay exponent", "dead filters")
         return markdown_table((*head, *more), lines)
 
 

@@ -25,10 +25,14 @@ ROOT = Path(__file__).parents[2]
 PROTOCOL = "5d55fa11db956840579e4a4af9cb3e54ab8aae5ad237271e319f019651776a5c"  # of docs/protocol.md
 
 
+def scaled(strata):
+    """The differences of all strata, each divided by the root mean square of its stratum."""
+    return np.concatenate([np.array(s) / np.sqrt(np.mean(np.square(s))) for s in strata])
+
+
 def by_enumeration(strata):
     """The p of the stratified sign-flip test, pattern by pattern."""
-    scaled = [[d / np.sqrt(np.mean(np.square(s))) for d in s] for s in strata]
-    values = [d for stratum in scaled for d in stratum]
+    values = scaled(strata)
     sums = [
         abs(sum(sign * value for sign, value in zip(signs, values, strict=True)))
         for signs in itertools.product((1, -1), repeat=len(values))
@@ -74,7 +78,7 @@ def test_32_pairs_are_counted_exactly_and_agree_with_random_patterns():
     strata = [rng.normal(0.3, 1, 16).tolist(), rng.normal(0.5, 2, 16).tolist()]
     p, _ = sign_flip(strata)
     assert (p * 2**32).is_integer()
-    values = np.concatenate([np.array(s) / np.sqrt(np.mean(np.square(s))) for s in strata])
+    values = scaled(strata)
     drawn = np.abs(rng.choice([-1, 1], (100_000, 32)) @ values) >= abs(values.sum())
     assert p == pytest.approx(drawn.mean(), abs=4 * np.sqrt(p / 100_000))
 
@@ -220,7 +224,7 @@ def page():
 def test_the_page_states_the_exact_p_and_those_of_random_draws(measured, page):
     pairs = measured.pairs("pgt")
     assert {len(found) for found in pairs.values()} == {16}
-    values = np.concatenate([np.array(d) / np.sqrt(np.mean(np.square(d))) for d in pairs.values()])
+    values = scaled(pairs.values())
     drawn = []  # as the program that was committed with the protocol drew them, with its seed first
     for seed in range(6):
         signs = np.random.default_rng(seed).choice([-1.0, 1.0], (99_999, 32))
@@ -269,7 +273,7 @@ def test_the_page_states_what_was_chosen(measured, page):
     assert f"this combination was {-clipped:.2f} points behind plain cross-entropy" in page
     assert f"clipping alone was {-alone:.2f} behind" in page
     clips = [choice["clip.agc"] for choice in measured.chosen("plain", "agc+pgt")]
-    high = sum(clip > 0.16 * (0.005 / 0.16) ** 0.1 for clip in clips)
+    high = sum(clip > AXES[3].at(0.9) for clip in clips)
     assert f"In {high} of {len(clips)} repeats, the combination chose a threshold in" in page
 
 
@@ -282,25 +286,22 @@ def test_the_page_states_which_points_failed(measured, page):
     assert (
         f"{len(only_ce)} at which only cross-entropy did, and {len(neither)} at which both" in page
     )
-    assert min(only_pgt) > 0.099  # "all at large learning rates", the last third of the range
+    assert min(only_pgt) > AXES[0].at(2 / 3)  # "all at large learning rates": the last third
 
 
 def test_the_thresholds_of_agc_were_drawn_separately(measured):
     # The second deviation: the same learning rates and weight decays, other thresholds.
-    clips = []
-    for arm in ("agc", "agc+pgt"):
-        settings = [
-            (row["seed"], chosen_settings(row)) for row in measured.runs("plain", arm, "tuning")
-        ]
-        clips.append(
-            {
-                (seed, *(f"{s[axis.key]:.4g}" for axis in AXES[:2])): s["clip.agc"]
-                for seed, s in settings
-            }
-        )
-    both = clips[0].keys() & clips[1].keys()
-    assert len(both) == 89
-    assert all(abs(clips[0][point] / clips[1][point] - 1) > 1e-3 for point in both)
+    def thresholds(arm):
+        found = {}
+        for row in measured.runs("plain", arm, "tuning"):
+            lr, decay, clip = chosen_settings(row).values()
+            found[row["seed"], f"{lr:.4g}", f"{decay:.4g}"] = clip
+        return found
+
+    agc, both = thresholds("agc"), thresholds("agc+pgt")
+    common = agc.keys() & both.keys()
+    assert len(common) == 89
+    assert all(abs(agc[point] / both[point] - 1) > 1e-3 for point in common)
 
 
 def test_every_row_has_a_commit_and_the_protocol_is_unchanged():
