@@ -15,7 +15,7 @@ from typing import TextIO, cast
 # For each command: its module in powergrad.lab.cli, and its line in the help.
 COMMANDS = {
     "compare": (
-        "studies",
+        "compare",
         "Find out whether PGT helps: baseline, PGT, AGC and combinations over seeds, with a "
         "verdict. For your own program: compare [OPTIONS] -- python train.py --seed {seed}.",
     ),
@@ -23,8 +23,8 @@ COMMANDS = {
         "running",
         "Run an unmodified training program with altered gradients: run --alpha 0.3 -- train.py.",
     ),
-    "sweep": ("studies", "Run a grid over alpha, or over any other key, with several seeds."),
-    "decompose": ("studies", "Find out which part of PGT makes a difference."),
+    "sweep": ("presets", "Run a grid over alpha, or over any other key, with several seeds."),
+    "decompose": ("presets", "Find out which part of PGT makes a difference."),
     "plan": ("planning", "Compute how many seeds a claim needs."),
     "train": ("training", "Train one network from a recipe."),
     "paper": ("paper", "List, show, run and draw the rows and figures of the paper."),

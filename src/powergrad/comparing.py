@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from powergrad.lab.comparing import Compared
+    from powergrad.lab.compare_function import Compared
 
 __all__ = ["compare"]
 
@@ -75,7 +75,7 @@ def compare(
     """
     try:
         # Imported by name, because the core must not depend on the workbench.
-        module = importlib.import_module("powergrad.lab.comparing")
+        module = importlib.import_module("powergrad.lab.compare_function")
     except ImportError as error:
         raise ImportError(
             "Expected the workbench to be installed for `powergrad.compare` (pip install "

@@ -16,11 +16,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from powergrad.lab.jobs import Job
-from powergrad.lab.jobs.queue import Snapshot
+from powergrad.lab.runs import Job
+from powergrad.lab.runs.pool import Snapshot
 from powergrad.lab.stats import Comparison, Plan, signed, span
-from powergrad.lab.study import Results
+from powergrad.lab.study import Results, load_study
 from powergrad.lab.study.metrics import metric_names
+from powergrad.lab.study.notes import advice, notes, verdict
 from powergrad.lab.words import duration, spans
 from powergrad.monitor import Recording, Thresholds, census
 
@@ -73,7 +74,7 @@ class Watch:
         for arm in dict.fromkeys(arm for arm, _ in self.jobs):
             names = [job.name for (job_arm, _), job in self.jobs.items() if job_arm == arm]
             done = [snapshot.results[name] for name in names if name in snapshot.results]
-            values = [result[self.metric] for result in done if self.metric in result]
+            values = [r.metrics[self.metric] for r in done if self.metric in r.metrics]
             mean = f"{sum(values) / len(values):.4g}" if values else ""
             part = sum(snapshot.done[name] for name in names) / len(names)
             bar = "━" * round(20 * part) + "╌" * (20 - round(20 * part))
@@ -102,10 +103,10 @@ def describe_results(results: Results) -> str:
 
 def _conclusions(results: Results) -> str:
     """The text below the tables."""
-    lines = [f"{chart(results)}\n", f"{results.verdict()}\n"]
+    lines = [f"{chart(results)}\n", f"{verdict(results)}\n"]
     lines += [f"- {comparison.sentence}" for comparison in results.comparisons]
-    notes = [*results.notes(), *results.advice()]
-    return "\n".join([*lines, *(f"\n{note}" for note in notes)])
+    below = [*notes(results), *advice(results)]
+    return "\n".join([*lines, *(f"\n{note}" for note in below)])
 
 
 def show_runs(results: Results) -> None:
@@ -124,10 +125,12 @@ def show_runs(results: Results) -> None:
 
 def show_study(folder: Path, thresholds: Thresholds) -> None:
     """Print the runs and dead units per arm of a study, and its verdict."""
-    results = Results.load(folder)
+    results = load_study(folder)
     study = results.study
-    assert study is not None  # a folder has its definition
-    print(f"{folder}: {study.kind.value} of {study.program.title}, {study.design} seeds per arm")
+    if study is None:  # runs of a table
+        show_results(results)
+        return
+    print(f"{folder}: {study.kind} of {study.program.title}, {study.design} seeds per arm")
     table = _table("arm", "finished", "seeds", results.metric.title, "dead units", "of", "diverged")
     for arm in study.arms:
         rows = results.of_arm(arm)
@@ -152,7 +155,7 @@ def show_study(folder: Path, thresholds: Thresholds) -> None:
         )
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     usable = results.comparable()
-    print(usable.verdict() if usable else "No verdict yet: too few runs are finished.")
+    print(verdict(usable) if usable else "No verdict yet: too few runs are finished.")
     print("For the census of a run layer by layer, call `powergrad inspect` with its folder.")
 
 
@@ -207,8 +210,7 @@ def _digits(results: Results) -> int:
 def _others(results: Results) -> list[tuple[str, str, int]]:
     """The metrics of a user's program that are not compared: heading, name, decimals."""
     names = metric_names([row.metrics for row in results.rows], results.metric.name)[1:]
-    hidden = ("diverged", *(results.tuning.keys if results.tuning else ()))
-    return [(name, name, 1 if name == "seconds" else 3) for name in names if name not in hidden]
+    return [(name, name, 1 if name == "seconds" else 3) for name in names]
 
 
 def _other_columns(results: Results) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -14,6 +13,7 @@ from typing import Annotated, Any, get_type_hints
 from cyclopts import Parameter
 
 from powergrad.lab.files import FileError
+from powergrad.lab.preflight import Declined
 from powergrad.lab.trainer.recipe import (
     Recipe,
     RecipeError,
@@ -22,21 +22,6 @@ from powergrad.lab.trainer.recipe import (
     parse_overrides,
 )
 from powergrad.lab.words import did_you_mean
-
-__all__ = [
-    "STOPPED",
-    "Declined",
-    "Flag",
-    "Overrides",
-    "RecipeName",
-    "check_options",
-    "explain",
-    "option_names",
-    "put_aside",
-    "recipe_and_overrides",
-    "show_keys",
-    "stopped",
-]
 
 RecipeName = Annotated[
     str | None,
@@ -56,24 +41,18 @@ Overrides = Annotated[
     ),
 ]
 Flag = Parameter(negative="")
-
 STOPPED = 130
 
 
-class Declined(Exception):  # noqa: N818 (it is not an error)
-    """The user was asked and declined to start."""
-
-
-def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[str, list[str]]:
+def recipe_and_overrides(
+    recipe: str | None, overrides: Sequence[str], command: Callable[..., Any]
+) -> tuple[str, list[str]]:
     """The name of the recipe, and its overrides, which may be given without a name.
 
-    Args:
-        recipe: The first argument of the command.
-        overrides: The other arguments.
+    An option that is neither an option of `command` nor a key of a recipe is refused.
     """
-    tokens = [*([] if recipe is None else [recipe]), *overrides]
     named, changes = None, []
-    remaining = iter(tokens)
+    remaining = iter([*([] if recipe is None else [recipe]), *overrides])
     for token in remaining:
         if token.startswith("--") and "=" not in token:
             changes += [token, *([value] if (value := next(remaining, None)) is not None else [])]
@@ -86,21 +65,12 @@ def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[
                 f"Expected one recipe, and overrides as `--key value` or `key=value`, but got "
                 f"{named!r} and {token!r}."
             )
+    _check_options(changes, option_names(command))
     return named or default_recipe(parse_overrides(changes)), changes
 
 
-def check_options(overrides: Sequence[str], options: Iterable[str]) -> None:
-    """Refuse an option that is neither an option of the command nor a key of a recipe.
-
-    Args:
-        overrides: The overrides of a recipe, as typed.
-        options: The names of the command's options, with hyphens.
-
-    Raises:
-        RecipeError: With similar known names.
-    """
-    keys = {key: f"--{key}" for key, *_ in describe_keys()}
-    known = {*keys.values(), *options, "--data.only"}
+def _check_options(overrides: Sequence[str], options: Iterable[str]) -> None:
+    known = {*(f"--{key}" for key, *_ in describe_keys()), *options, "--data.only"}
     for token in overrides:
         name, _, _ = token.partition("=")
         if token.startswith("--") and name not in known and "." not in name:
@@ -148,29 +118,15 @@ def put_aside(folder: Path) -> None:
     print(f"--fresh: {folder} was moved to {moved} and is not used.", file=sys.stderr)
 
 
-def explain(error: Exception, tokens: Sequence[str] = ()) -> str | None:
-    """The message for an error that the user can fix; None for an internal error.
-
-    Args:
-        error: The error.
-        tokens: The command line, so that the message names the option that was typed.
-    """
-    if not isinstance(error, (ValueError, FileError, OSError, ImportError)):
-        return None
-    message = str(error)
-    for token in tokens:
-        if match := re.match(r"--([A-Za-z][\w.-]*)", token):
-            name = match[1]
-            message = message.replace(f"`{name.replace('-', '_')}`", f"`--{name}`")
-            if "." in name:
-                message = re.sub(rf"(?<![\w.-]){re.escape(name)}(?=: )", f"--{name}", message)
-    return message
+def explain(error: Exception) -> str | None:
+    """The message for an error that the user can fix; None for an internal error."""
+    return str(error) if isinstance(error, (ValueError, FileError, OSError, ImportError)) else None
 
 
 def stopped(reason: Exception) -> int:
-    """Print that a command was interrupted or not started; return its exit code."""
+    """Print that a command was interrupted or not continued; return its exit code."""
     if isinstance(reason, Declined):
-        print("powergrad: nothing was started; --yes skips the question.", file=sys.stderr)
+        print("powergrad: stopped; the finished runs are kept.", file=sys.stderr)
         return 1
     print(f"powergrad: {reason}; the same command continues from there.", file=sys.stderr)
     return STOPPED

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from powergrad.lab.stats import KNOWN_NOISE, Design, Noise, estimate_noise, parse_runs
 from powergrad.lab.stats import plan as plan_runs
-from powergrad.lab.study import Results
+from powergrad.lab.study import Results, load
 from powergrad.lab.terminal import show_plan
 
 __all__ = ["plan"]
@@ -48,7 +48,7 @@ def plan(
         raise ValueError(f"Expected `arms` to be at least 2, but got {arms}.")
     noise: float | str | Noise
     if study is not None:
-        noise, measured = _noise_of(Results.load(study, metric), metric, study)
+        noise, measured = _noise_of(load(study, metric), metric, study)
         seconds = measured if seconds is None else seconds
     elif sigma is None:
         known = ", ".join(KNOWN_NOISE)

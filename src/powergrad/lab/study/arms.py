@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from powergrad.lab.jobs.command import FLAGS
+from powergrad.lab.runs.commands import FLAGS
 from powergrad.lab.study.records import Grid
 from powergrad.lab.trainer.recipe import Recipe, RecipeError, parse_overrides
 from powergrad.lab.words import did_you_mean
@@ -32,13 +32,29 @@ SHORT = {
 
 
 def expand_key(key: str) -> str:
-    """The dotted key of a short name.
-
-    Example:
-        >>> expand_key("lr"), expand_key("clip.agc")
-        ('optimizer.lr', 'clip.agc')
-    """
+    """The dotted key of a short name."""
     return SHORT.get(key, key)
+
+
+# Methods ------------------------------------------------------------------------------------------
+
+
+class Given(NamedTuple):
+    """The values from which the options of ``powergrad run`` are computed."""
+
+    alpha: float
+    exponent: (
+        int  # with PGT, the ratio of the head's learning rate to the backbone's: alpha^exponent
+    )
+    agc: float  # the threshold of adaptive gradient clipping
+
+
+class Method(NamedTuple):
+    """A method: its changes of a recipe, and its options of ``powergrad run``."""
+
+    recipe: Callable[[Recipe, float], Changes]
+    program: Callable[[Given], Changes] | None  # None if a program cannot be altered in this way
+    depends_on_alpha: bool = False
 
 
 def _agc(recipe: Recipe, alpha: float) -> Changes:
@@ -73,28 +89,33 @@ def _head_lr(recipe: Recipe, alpha: float) -> Changes:
     return {"optimizer.head.lr": ratio * recipe.optimizer.head.lr}
 
 
-# The changes of a recipe for each method, given alpha: the paper's methods, and PGT's controls.
-METHODS: dict[str, Callable[[Recipe, float], Changes]] = {
-    "baseline": lambda recipe, alpha: {},
-    "pgt": lambda recipe, alpha: {"loss.alpha": alpha},
-    "gc": lambda recipe, alpha: {"clip.norm": 1.0},  # a common value; the paper states none
-    "agc": _agc,
-    "label-smoothing": lambda recipe, alpha: {"loss.label_smoothing": 0.1},
-    "less-decay": _less_decay,
-    "head-lr": _head_lr,
+# The paper's methods, and PGT's controls.
+METHODS = {
+    "baseline": Method(lambda recipe, alpha: {}, lambda given: {}),
+    "pgt": Method(
+        lambda recipe, alpha: {"loss.alpha": alpha}, lambda given: {"--alpha": given.alpha}, True
+    ),
+    # 1 is a common threshold; the paper states none.
+    "gc": Method(lambda recipe, alpha: {"clip.norm": 1.0}, lambda given: {"--clip-norm": 1.0}),
+    "agc": Method(_agc, lambda given: {"--agc": given.agc}),
+    "label-smoothing": Method(lambda recipe, alpha: {"loss.label_smoothing": 0.1}, None),
+    "less-decay": Method(_less_decay, lambda given: {"--decay-scale": given.alpha}, True),
+    "head-lr": Method(
+        _head_lr, lambda given: {"--head-lr-scale": given.alpha**given.exponent}, True
+    ),
 }
-OF_ALPHA = {"pgt", "less-decay", "head-lr"}  # the methods that depend on alpha
+OF_PROGRAMS = [name for name, method in METHODS.items() if method.program is not None]
+
+
+def _depends_on_alpha(methods: Iterable[str]) -> bool:
+    return any(name in METHODS and METHODS[name].depends_on_alpha for name in methods)
+
+
+# Arms of a recipe ---------------------------------------------------------------------------------
 
 
 def parse_arm(text: str, recipe: Recipe, alpha: float) -> tuple[str, Changes]:
-    """Parse an arm into its name and its changes.
-
-    Example:
-        >>> parse_arm("agc+pgt", Recipe(), 0.3)
-        ('agc+pgt', {'clip.agc': 0.01, 'loss.alpha': 0.3})
-        >>> parse_arm("fast: lr=0.4, wd=0", Recipe(), 0.3)
-        ('fast', {'optimizer.lr': 0.4, 'optimizer.weight_decay': 0})
-    """
+    """The name and the changes of an arm: ``agc+pgt``, or ``name: lr=0.4, wd=0``."""
     name, colon, rest = text.partition(":")
     if not colon or "=" in name:
         name, rest = text, text
@@ -105,7 +126,7 @@ def parse_arm(text: str, recipe: Recipe, alpha: float) -> tuple[str, Changes]:
             items = parse_overrides([item.strip() for item in part.split(",")])
             changes |= {expand_key(key): value for key, value in items.items()}
         elif part in METHODS:
-            changes |= METHODS[part](recipe, alpha)
+            changes |= METHODS[part].recipe(recipe, alpha)
         else:
             raise RecipeError(
                 f"Expected an arm made of {', '.join(METHODS)}, joined by +, or key=value, but got "
@@ -118,52 +139,24 @@ def parse_arm(text: str, recipe: Recipe, alpha: float) -> tuple[str, Changes]:
 
 
 def arms_of(texts: Sequence[str], recipe: Recipe, alphas: Sequence[float]) -> dict[str, Changes]:
-    """The arms of a comparison. With several alphas, arms that depend on alpha occur once for each.
-
-    Example:
-        >>> list(arms_of(["baseline", "agc+pgt"], Recipe(), [0.1, 0.3]))
-        ['baseline', 'agc+pgt(0.1)', 'agc+pgt(0.3)']
-    """
+    """The arms of a comparison; with several alphas, an arm that depends on it once for each."""
     arms: dict[str, Changes] = {}
     for text in texts:
-        parts = {part.strip() for part in text.rpartition(":")[2].split("+")}
-        for alpha in alphas if parts & OF_ALPHA else alphas[:1]:
+        methods = {part.strip() for part in text.rpartition(":")[2].split("+")}
+        depends = _depends_on_alpha(methods)
+        for alpha in alphas if depends else alphas[:1]:
             name, changes = parse_arm(text, recipe, alpha)
-            if parts & OF_ALPHA and len(alphas) > 1:
-                name = f"{name}({alpha:g})"
-            if name in arms:
-                raise RecipeError(f"Expected arms with different names, but got {name!r} twice.")
-            arms[name] = changes
+            _add(arms, f"{name}({alpha:g})" if depends and len(alphas) > 1 else name, changes)
     return arms
 
 
-# Arms of a user's program ------------------------------------------------------------------------
+def _add(arms: dict[str, Changes], name: str, changes: Changes) -> None:
+    if name in arms:
+        raise RecipeError(f"Expected arms with different names, but got {name!r} twice.")
+    arms[name] = changes
 
 
-class Given(NamedTuple):
-    """The values from which the options of ``powergrad run`` are computed.
-
-    Attributes:
-        alpha: The alpha of PGT.
-        exponent: With PGT, the ratio of the head's learning rate to the backbone's is alpha to this
-            power.
-        agc: The threshold of adaptive gradient clipping.
-    """
-
-    alpha: float
-    exponent: int
-    agc: float
-
-
-# The options of `powergrad run` for each method.
-RUN_METHODS: dict[str, Callable[[Given], Changes]] = {
-    "baseline": lambda given: {},
-    "pgt": lambda given: {"--alpha": given.alpha},
-    "gc": lambda given: {"--clip-norm": 1.0},
-    "agc": lambda given: {"--agc": given.agc},
-    "less-decay": lambda given: {"--decay-scale": given.alpha},
-    "head-lr": lambda given: {"--head-lr-scale": given.alpha**given.exponent},
-}
+# Arms of a user's program -------------------------------------------------------------------------
 
 
 def command_arms(
@@ -171,9 +164,8 @@ def command_arms(
 ) -> dict[str, Changes]:
     """The arms of a comparison of a user's program.
 
-    Example:
-        >>> command_arms(["baseline", "agc+pgt", "wide: pgt --width '6 4'"], [0.5])["wide"]
-        {'--alpha': 0.5, 'flags': ['--width', '6 4']}
+    An arm is made of methods joined by ``+``, or ``NAME: METHODS FLAGS``, where the flags are added
+    to the command, and the methods are optional.
     """
     arms: dict[str, Changes] = {}
     for text in texts:
@@ -188,24 +180,23 @@ def command_arms(
             raise RecipeError(f'Expected an arm such as "name: --flag value", but got {text!r}.')
         methods = [part.strip() for part in words[0].split("+")]
         flags = words[1:]
-        if colon and not set(methods) <= RUN_METHODS.keys():
+        if colon and not set(methods) <= set(OF_PROGRAMS):
             methods, flags = [], words
-        for method in methods:
-            if method not in RUN_METHODS:
-                raise RecipeError(
-                    f"Expected an arm made of {', '.join(RUN_METHODS)}, joined by +, but got "
-                    f"{method!r}{did_you_mean(method, RUN_METHODS)} To pass flags to your own "
-                    'program, use --arm "name: --flag value".'
-                )
-        depends = bool(OF_ALPHA & set(methods))
+        depends = _depends_on_alpha(methods)
         for alpha in alphas if depends else alphas[:1]:
+            given = Given(alpha, exponent, AGC if agc is None else agc)
             changes: Changes = {}
             for method in methods:
-                changes |= RUN_METHODS[method](Given(alpha, exponent, AGC if agc is None else agc))
+                if method not in OF_PROGRAMS:
+                    raise RecipeError(
+                        f"Expected an arm made of {', '.join(OF_PROGRAMS)}, joined by +, but got "
+                        f"{method!r}{did_you_mean(method, OF_PROGRAMS)} To pass flags to your own "
+                        'program, use --arm "name: --flag value".'
+                    )
+                options = METHODS[method].program
+                changes |= options(given) if options else {}
             full = f"{name}({alpha:g})" if depends and len(alphas) > 1 else name
-            if full in arms:
-                raise RecipeError(f"Expected arms with different names, but got {full!r} twice.")
-            arms[full] = {**changes, **({FLAGS: flags} if flags else {})}
+            _add(arms, full, {**changes, **({FLAGS: flags} if flags else {})})
     if agc is not None and not any("--agc" in changes for changes in arms.values()):
         raise RecipeError(f"Expected --agc only with an agc arm, but got {', '.join(arms)}.")
     return arms
@@ -227,12 +218,7 @@ def head_exponent(optimizers: Iterable[str]) -> int:
 
 
 def parse_grid(texts: Iterable[str]) -> Grid:
-    """Parse the keys of a grid and their values.
-
-    Example:
-        >>> parse_grid(["alpha=0.1,0.3", "lr=0.1"])
-        Grid(values={'loss.alpha': (0.1, 0.3), 'optimizer.lr': (0.1,)})
-    """
+    """Parse the keys of a grid and their values, such as ``alpha=0.1,0.3``."""
     grid: dict[str, tuple[Any, ...]] = {}
     for text in texts:
         key, equals, values = text.partition("=")
@@ -243,7 +229,7 @@ def parse_grid(texts: Iterable[str]) -> Grid:
         if dotted in grid:
             raise RecipeError(f"Expected each key of a grid once, but got {key.strip()!r} again.")
         grid[dotted] = items
-    return Grid(grid)
+    return Grid(values=grid)
 
 
 def parse_values(key: str, text: str) -> tuple[Any, ...]:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from powergrad.lab.environment import describe_machine
-from powergrad.lab.jobs import Job, JobError, RunsFailed
-from powergrad.lab.jobs.queue import JobQueue, Snapshot
+from powergrad.lab.runs import Job, JobError
+from powergrad.lab.runs.failures import RunsFailed
+from powergrad.lab.runs.pool import Pool, Snapshot
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.stats import LEAST
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.records import RunRow
-from powergrad.lab.study.results import Results, judged
+from powergrad.lab.study.results import Results
+from powergrad.lab.study.saving import claim
 from powergrad.lab.study.tables import read_rows
 from powergrad.lab.study.tuning import Tuner
-from powergrad.lab.trainer.run_folder import Run
+from powergrad.lab.trainer.run_folder import Result, Run
 from powergrad.lab.words import short_key
 
 # Creates the progress display of some jobs from a title, the jobs by arm and seed, and the metric.
@@ -30,154 +32,148 @@ Watching = Callable[
 
 @dataclass(frozen=True)
 class Execution:
-    """Options for the execution of a study.
+    """Where a study is executed, and who sees its progress."""
 
-    Attributes:
-        workers: The number of runs at a time on this machine.
-        storage: See :class:`powergrad.lab.jobs.queue.JobQueue`.
-        known: A study.csv of an earlier start, whose runs are not repeated.
-        watching: Creates the progress display.
-        saved: Called with the results after every look, and after every repeat.
-        deadline: The time at which to finish, as of `time.monotonic`; see :class:`JobQueue`.
-        run_seconds: The estimated time of a run, if known before one is finished.
-        environments: See :class:`powergrad.lab.jobs.queue.JobQueue`.
-        opened: An open queue to use instead of a new one; it stays open.
-    """
-
-    workers: int
+    pool: Pool
     watching: Watching
-    storage: str | None = None
-    known: Path | None = None
-    saved: Callable[[Results], None] = lambda results: None
-    deadline: float = math.inf
-    run_seconds: float = 0.0
-    environments: Sequence[Mapping[str, str]] = ()
-    opened: JobQueue | None = None
+    saved: Callable[[Results], None] = lambda results: None  # called after every look and repeat
 
-    def queue(self, folder: Path, study: Study) -> AbstractContextManager[JobQueue]:
-        """The queue of the runs of a study in `folder`."""
-        if self.opened is not None:
-            return nullcontext(self.opened)
-        return JobQueue(
-            folder,
-            study=queue_name(folder, study),
-            workers=self.workers,
-            storage=self.storage,
-            known=self.known_runs,
-            deadline=self.deadline,
-            run_seconds=self.run_seconds,
-            environments=self.environments,
+    def run(
+        self, title: str, jobs: Mapping[tuple[str, int], Job], study: Study, metric: str
+    ) -> Done:
+        """Execute some runs; runs for which there is no time left are missing."""
+        try:
+            with self.watching(title, jobs, metric) as watch:
+                return Done(self.pool.run(list(jobs.values()), watch), {})
+        except RunsFailed as error:
+            if not study.program.is_foreign:
+                raise
+            return Done(error.results, error.failed)
+
+    def row(self, job: Job, done: Done, study: Study, unit: int | None) -> RunRow | None:
+        """The row of a run; None if it was not executed."""
+        if job.name in done.failed:
+            about = {"failed": done.failed[job.name]}
+            return RunRow(arm=job.arm, seed=job.seed, about=about, run=job.name, unit=unit)
+        if job.name not in done.results:
+            return None
+        result, folder = done.results[job.name], self.pool.folder / job.name
+        about = dict(result.about)
+        commit = str(about.pop("commit", ""))
+        if folder.is_dir():
+            commit = str(Run(folder).environment().get("commit") or "")
+        value = result.metrics.get(study.metric.name)
+        if study.program.is_foreign and value is not None and not math.isfinite(value):
+            about["diverged"] = True
+        return RunRow(
+            arm=job.arm,
+            seed=job.seed,
+            metrics=result.metrics,  # pyright: ignore[reportArgumentType] (None becomes NaN)
+            about=about,
+            run=job.name,
+            commit=commit,
+            unit=unit,
+            is_elsewhere=not folder.is_dir(),
         )
 
-    @property
-    def known_runs(self) -> dict[str, Mapping[str, Any]]:
-        """The final metrics of the known runs, by name."""
-        if self.known is None:
-            return {}
-        _, rows = read_rows(self.known, all_phases=True)
-        return {row.run: {**row.metrics, "commit": row.commit} for row in rows if row.run}
+
+@dataclass(frozen=True)
+class Done:
+    """The results of the finished runs, and the reasons of the failed ones, by name."""
+
+    results: Mapping[str, Result]
+    failed: Mapping[str, str]
 
 
-def queue_name(folder: Path, study: Study) -> str:
-    """The name of a study in a storage, unique even if several studies have the same name."""
-    return f"{folder.name}-{study.name}"
+def known_runs(path: Path | None) -> dict[str, Result]:
+    """The results of the runs in a study.csv of an earlier start, by name."""
+    rows = read_rows(path) if path is not None else []
+    return {
+        row.run: Result(metrics=dict(row.metrics), about={**row.about, "commit": row.commit})
+        for row in rows
+        if row.run
+    }
 
 
 def run_study(
     study: Study, folder: Path, execution: Execution, *, tuner: Tuner | None = None, **records: Any
 ) -> Results:
     """Execute the missing runs of a study in `folder`."""
-    study = study.claim(folder)
+    study = claim(study, folder)
     if tuner is not None:
         tuner = replace(tuner, study=study)  # includes the arms of an earlier start
-    environment = describe_machine()
-    results = Results(
-        study.metric,
-        study.margin,
-        study.baseline,
-        [],
-        study,
-        folder,
-        environment=environment,
-        **records,
-    )
-    with execution.queue(folder, study) as queue:
-        done = 0
-        for look in study.design.looks:
-            steps = range(done, look) if tuner else [look - 1]
-            if study.program.is_foreign and not done:
-                steps = sorted({0, *steps})  # the first seed alone, to detect failures early
-            for last in steps:
-                if tuner is not None:
-                    arms = {arm: study.arms[arm] for arm in _open_arms(results)}
-                    still = replace(tuner, study=replace(study, arms=arms))
-                    results = _tune_repeat(still, last, results, queue, execution)
-                results = _run_units(results, range(done, last + 1), queue, execution)
-                done = last + 1
-                if all(row.failed for row in results.rows):
-                    raise JobError(f"every run failed. {results.rows[0].failed}")
-                if missing := _missing(results, done):
-                    return _cut_short(results, missing)
-                if not study.program.is_foreign or done >= study.design.looks[0]:
-                    execution.saved(results)
-            so_far = results.comparable()
-            if so_far is not None and (so_far.is_settled or _is_constant(results)):
-                break
+    results = Results.of(study, folder=folder, environment=describe_machine(), **records)
+    done = 0
+    for look in study.design.looks:
+        steps = range(done, look) if tuner else [look - 1]
+        if study.program.is_foreign and not done:
+            steps = sorted({0, *steps})  # the first seed alone, to detect failures early
+        for last in steps:
+            if tuner is not None:
+                arms = {arm: study.arms[arm] for arm in results.unfinished_arms()}
+                still = replace(tuner, study=replace(study, arms=arms))
+                results = _tune_repeat(still, last, results, execution)
+            results = _run_units(results, study, range(done, last + 1), execution)
+            done = last + 1
+            if all(row.failed for row in results.rows):
+                raise JobError(f"every run failed. {results.rows[0].failed}")
+            if missing := _missing(results, study, done):
+                return _cut_short(results, study, missing)
+            if not study.program.is_foreign or done >= study.design.looks[0]:
+                execution.saved(results)
+        so_far = results.comparable()
+        is_settled = so_far is not None and not any(c.is_open for c in so_far.comparisons)
+        if is_settled or (so_far is not None and _is_constant(results, study)):
+            break
     return results
 
 
-def _run_units(results: Results, units: range, queue: JobQueue, execution: Execution) -> Results:
+def _run_units(results: Results, study: Study, units: range, execution: Execution) -> Results:
     """The results with the runs of additional units, for the arms that are still open."""
-    study = results.study
-    assert study is not None
     jobs: dict[tuple[str, int], Job] = {}
-    arms = _open_arms(results)
+    arms, tuning = results.unfinished_arms(), results.tuning
     for seed in study.seeds_of(units):
         for arm in arms:
-            chosen = _chosen(results, arm, study.unit_of(seed))
-            jobs[arm, seed] = study.program.job(arm, {**study.settings(arm), **chosen}, seed)
+            chosen = {}
+            if tuning is not None and tuning.is_unit:
+                chosen = tuning.repeats[study.unit_of(seed)][arm].winner.changes
+            jobs[arm, seed] = study.job(arm, seed, chosen)
     title = study.program.title
     if not study.design.is_fixed or study.finals:
         what = "repeats" if study.finals else "seeds"
         title += f", {what} up to {units.stop} of at most {study.design.last}"
-    finished, failed = _do(title, jobs, study.metric.name, study, queue, execution)
-    rows = []
-    for (arm, seed), job in jobs.items():
-        unit = study.unit_of(seed) if study.finals else None
-        if job.name in failed:
-            rows.append(RunRow(arm, seed, {"failed": failed[job.name]}, job.name, unit=unit))
-        elif job.name in finished:  # otherwise there was no time left
-            metrics = judged(finished[job.name], study)
-            rows.append(_row(arm, seed, job, metrics, queue, unit))
-    return replace(results, rows=[*results.rows, *rows])
+    done = execution.run(title, jobs, study, study.metric.name)
+    rows = [
+        execution.row(job, done, study, study.unit_of(seed) if study.finals else None)
+        for (_, seed), job in jobs.items()
+    ]
+    return replace(results, rows=[*results.rows, *(row for row in rows if row is not None)])
 
 
-def _missing(results: Results, units: int) -> dict[str, int]:
+def _missing(results: Results, study: Study, units: int) -> dict[str, int]:
     """The number of units that each open arm lacks of `units`, if any."""
-    finals = results.study.finals if results.study else 0
-    counts = {arm: len(results.of_arm(arm)) // (finals or 1) for arm in _open_arms(results)}
+    size = study.finals or 1
+    counts = {arm: len(results.of_arm(arm)) // size for arm in results.unfinished_arms()}
     return {arm: units - count for arm, count in counts.items() if count < units}
 
 
-def _cut_short(results: Results, missing: Mapping[str, int]) -> Results:
+def _cut_short(results: Results, study: Study, missing: Mapping[str, int]) -> Results:
     """The results of a study whose time ran out before a look was complete.
 
     The runs that every open arm has are tested in one additional look. Its time does not depend on
     the results, and the error is spent in proportion to the runs (Lan and DeMets), so later looks
     remain valid if the study is continued.
     """
-    study = results.study
-    assert study is not None
     assert results.folder is not None
     what = "repeats" if study.finals else "seeds"
     listed = ", ".join(
         f"{count} {what[:-1] if count == 1 else what} of {arm}" for arm, count in missing.items()
     )
-    least = min(len(results.units(arm)) for arm in _open_arms(results))
+    least = min(len(results.units(arm)) for arm in results.unfinished_arms())
     looks = study.design.looks
     if least >= LEAST and least not in looks:
         design = replace(study.design, looks=tuple(sorted({*looks, least})))
-        study = replace(study, design=design).claim(results.folder)
+        study = claim(replace(study, design=design), results.folder)
     remark = (
         f"The time ran out before all runs were finished: {listed} could not be run. The verdict "
         "uses the finished runs; the same command continues the study."
@@ -185,98 +181,57 @@ def _cut_short(results: Results, missing: Mapping[str, int]) -> Results:
     return replace(results, study=study, remarks=[*results.remarks, remark])
 
 
-def _do(
-    title: str,
-    jobs: Mapping[tuple[str, int], Job],
-    metric: str,
-    study: Study,
-    queue: JobQueue,
-    execution: Execution,
-) -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, str]]:
-    """The final metrics of the finished runs, and the reasons of the failed ones, by name."""
-    try:
-        with execution.watching(title, jobs, metric) as watch:
-            return queue.run(list(jobs.values()), watch), {}
-    except RunsFailed as error:
-        if not study.program.is_foreign:
-            raise
-        return error.results, error.failed
-
-
-def _is_constant(results: Results) -> bool:
+def _is_constant(results: Results, study: Study) -> bool:
     """Whether a user's program gives the same number for all seeds of an arm."""
-    assert results.study is not None
     values = [set(results.values(arm).values()) for arm in results.arms]
-    return results.study.program.is_foreign and all(len(distinct) <= 1 for distinct in values)
-
-
-def _open_arms(results: Results) -> list[str]:
-    """The baseline, and the arms that are not settled yet."""
-    assert results.study is not None
-    so_far = results.comparable()
-    settled = {c.arm for c in so_far.comparisons if not c.is_open} if so_far else set()
-    for arm in results.arms if so_far else ():
-        if all(row.failed for row in results.of_arm(arm)):
-            settled.add(arm)
-    return [arm for arm in results.study.arms if arm not in settled]
-
-
-def _chosen(results: Results, arm: str, unit: int) -> Mapping[str, Any]:
-    """The tuned values of an arm in a repeat."""
-    if results.tuning is None or not results.tuning.is_unit:
-        return {}
-    return results.tuning.repeats[unit][arm].winner.changes
-
-
-def _row(
-    arm: str, seed: int, job: Job, metrics: Mapping[str, Any], queue: JobQueue, unit: int | None
-) -> RunRow:
-    """The row of a finished run; its commit is in its folder or among its metrics."""
-    values = dict(metrics)
-    commit = str(values.pop("commit", ""))
-    is_here = (queue.folder / job.name).is_dir()
-    if is_here:
-        commit = str(Run(queue.folder / job.name).environment().get("commit") or "")
-    return RunRow(arm, seed, values, job.name, commit, unit, is_elsewhere=not is_here)
+    return study.program.is_foreign and all(len(distinct) <= 1 for distinct in values)
 
 
 # Tuning -------------------------------------------------------------------------------------------
 
 
-def _tune_repeat(
-    tuner: Tuner, repeat: int, results: Results, queue: JobQueue, execution: Execution
-) -> Results:
+def _tune_repeat(tuner: Tuner, repeat: int, results: Results, execution: Execution) -> Results:
     """The results with one more tuning: its trials and its choices."""
-    study = tuner.study
-    jobs = tuner.jobs(repeat)
+    study, jobs = tuner.study, tuner.jobs(repeat)
     shown = {(arm, 1000 * place + seed): job for (arm, place, seed), job in jobs.items()}
     title = f"tuning {', '.join(map(short_key, tuner.space.keys))}"
     title += f", repeat {repeat + 1} of at most {study.design.last}" if study.finals else ""
-    finished, failed = _do(title, shown, tuner.judging.name, study, queue, execution)
-    if len(finished) + len(failed) < len(jobs):
-        raise Interrupted(
-            f"the time ran out with {len(finished)} of {len(jobs)} tuning runs finished"
-        )
+    done = execution.run(title, shown, study, tuner.judging.name)
+    ended = len(done.results) + len(done.failed)
+    if ended < len(jobs):
+        raise Interrupted(f"the time ran out with {ended} of {len(jobs)} tuning runs finished")
     rows = []
-    for (arm, place, seed), job in jobs.items():
-        if job.name in failed:
-            continue  # `choose` reports it
-        unit = repeat if study.finals else None
-        row = _row(arm, seed, job, judged(finished[job.name], study), queue, unit)
-        point = tuner.changes(arm, tuner.space.points(arm, repeat)[place])
-        rows.append(replace(row, metrics={**row.metrics, **point}))
-    by_place = {key: finished[job.name] for key, job in jobs.items() if job.name in finished}
+    for (arm, place, _), job in jobs.items():
+        row = execution.row(job, done, study, repeat if study.finals else None)
+        if row is not None and not row.failed:  # `choose` reports failed runs
+            point = tuner.changes(arm, tuner.space.points(arm, repeat)[place])
+            rows.append(row.model_copy(update={"settings": point}))
+    by_place = {k: done.results[job.name] for k, job in jobs.items() if job.name in done.results}
     earlier = results.tuning.repeats if results.tuning else ()
     tuning = tuner.record([*earlier, tuner.choose(repeat, by_place)])
     return replace(results, tuning=tuning, trials=[*results.trials, *rows])
 
 
-def tune_once(tuner: Tuner, folder: Path, execution: Execution) -> tuple[Study, Results]:
+def tune_once(tuner: Tuner, execution: Execution) -> tuple[Study, Results]:
     """Tune every arm once; return the study with the choices, and results with the tuning only."""
-    study = tuner.study
-    empty = Results(study.metric, study.margin, study.baseline, [], study, folder)
-    with execution.queue(folder, study) as queue:
-        results = _tune_repeat(tuner, 0, empty, queue, execution)
+    results = _tune_repeat(tuner, 0, Results.of(tuner.study), execution)
     assert results.tuning is not None
-    chosen = {arm: choice.winner.changes for arm, choice in results.tuning.arms.items()}
-    return replace(study, chosen=chosen), results
+    chosen = {arm: dict(choice.winner.changes) for arm, choice in results.tuning.arms.items()}
+    return replace(tuner.study, chosen=chosen), results
+
+
+# The first run of a user's program ----------------------------------------------------------------
+
+
+def run_first(study: Study, tuner: Tuner | None, execution: Execution) -> list[RunRow]:
+    """Execute the first run of the baseline twice; if arms are tuned, its first trial."""
+    if tuner is None:
+        job = study.job(study.baseline, study.first_seed)
+    else:
+        job = next(iter(tuner.jobs(0).values()))
+    jobs = {(study.baseline, 0): job, (study.baseline, 1): job.within("again")}
+    done = execution.run("the first run, twice", jobs, study, study.metric.name)
+    if not done.results:
+        raise JobError(f"the first run failed: {next(iter(done.failed.values()))}")
+    rows = [execution.row(job, done, study, None) for job in jobs.values()]
+    return [row for row in rows if row is not None and not row.failed]

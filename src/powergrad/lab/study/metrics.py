@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+from powergrad.lab.runs import Record
 from powergrad.lab.trainer.recipe import RecipeError
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A metric by which arms are compared.
-
-    Attributes:
-        name: Its name in results and files.
-        higher_is_better: Whether a larger value is better.
-        unit: The unit of a difference, such as "points of test accuracy".
-        margin: The default of the largest difference that does not matter.
-    """
+class Metric(Record):
+    """A metric by which arms are compared."""
 
     name: str
     higher_is_better: bool
-    unit: str
-    margin: float
+    unit: str  # of a difference, such as "points of test accuracy"
+    margin: float  # the default of the largest difference that does not matter
 
     @property
     def title(self) -> str:
@@ -38,56 +30,33 @@ class Metric:
 
 
 METRICS = {
-    metric.name: metric
-    for metric in (
-        Metric("test_accuracy", True, "points of test accuracy", 0.5),
-        Metric("train_accuracy", True, "points of training accuracy", 0.5),
-        Metric("nll", False, "of negative log-likelihood", 0.05),
-        Metric("nll_scaled", False, "of negative log-likelihood at 1/alpha", 0.05),
-        Metric("ece", False, "of calibration error", 0.01),
-        Metric("ece_scaled", False, "of calibration error at 1/alpha", 0.01),
-        Metric("dead_units", False, "dead units", 1.0),
+    name: Metric(name=name, higher_is_better=is_higher, unit=unit, margin=margin)
+    for name, is_higher, unit, margin in (
+        ("test_accuracy", True, "points of test accuracy", 0.5),
+        ("train_accuracy", True, "points of training accuracy", 0.5),
+        ("nll", False, "of negative log-likelihood", 0.05),
+        ("nll_scaled", False, "of negative log-likelihood at 1/alpha", 0.05),
+        ("ece", False, "of calibration error", 0.01),
+        ("ece_scaled", False, "of calibration error at 1/alpha", 0.01),
+        ("dead_units", False, "dead units", 1.0),
     )
 }
 # The columns of study.csv after arm, seed and run.
 COLUMNS = (
-    "train_loss",
-    "train_accuracy",
-    "test_accuracy",
-    "test_top5",
-    "nll",
-    "nll_scaled",
-    "ece",
-    "ece_scaled",
-    "logit_norm",
-    "dead_units",
-    "diverged",
-    "classes",
-    "steps",
-    "seconds",
+    *("train_loss", "train_accuracy", "test_accuracy", "test_top5", "nll", "nll_scaled", "ece"),
+    *("ece_scaled", "logit_norm", "dead_units", "diverged", "classes", "steps", "seconds"),
 )
 
 
-def metric_names(runs: Iterable[Mapping[str, object]], first: str) -> list[str]:
-    """The names of the metrics of some runs, starting with `first`.
-
-    Example:
-        >>> metric_names([{"seconds": 1, "loss": 2, "acc": 3}], "acc")
-        ['acc', 'loss', 'diverged', 'seconds']
-    """
-    named = dict.fromkeys(name for run in runs for name in run if name not in ("format", "failed"))
-    others = [name for name in named if name not in COLUMNS and name != first]
-    usual = ["diverged", *(name for name in COLUMNS if name in named)]
-    return list(dict.fromkeys([first, *others, *usual]))
+def metric_names(runs: Iterable[Iterable[str]], first: str) -> list[str]:
+    """The names of the metrics of some runs: `first`, those of the user, our own."""
+    named = dict.fromkeys(name for run in runs for name in run)
+    others = [name for name in named if name not in COLUMNS]
+    return list(dict.fromkeys([first, *others, *(name for name in COLUMNS if name in named)]))
 
 
 def chance_of(metric: str, classes: int) -> float | None:
-    """The value of random guessing, for runs that diverged; None if it is not known.
-
-    Example:
-        >>> chance_of("test_accuracy", 10), chance_of("dead_units", 10)
-        (10.0, None)
-    """
+    """The value of random guessing, for runs that diverged; None if it is not known."""
     if metric.endswith("accuracy"):
         return 100 / classes
     return {"test_top5": min(100.0, 500 / classes), "nll": math.log(classes)}.get(
@@ -100,14 +69,6 @@ def metric_named(name: str) -> Metric:
     if name not in METRICS:
         raise RecipeError(f"Expected `metric` to be one of {', '.join(METRICS)}, but got {name!r}.")
     return METRICS[name]
-
-
-def saved_metric(name: str, better: str | None, margin: float) -> Metric:
-    """The metric of a saved study; files of earlier formats have no `better`."""
-    known = METRICS.get(name)
-    if known is not None and better in (None, known.better):
-        return known
-    return Metric(name, better != "lower", known.unit if known else name, margin)
 
 
 def guess_metric(
@@ -127,7 +88,7 @@ def guess_metric(
         higher = True
     else:
         raise RecipeError(
-            f"Expected --better higher or --better lower, because the name {name!r} does not show "
+            f"Expected `better` to be higher or lower, because the name {name!r} does not show "
             "which is better, but got none."
         )
     if margin is None:
@@ -142,7 +103,32 @@ def guess_metric(
                 else f"{name!r} has no default"
             )
             raise RecipeError(
-                "Expected --margin, the largest difference that does not matter to you, because "
+                "Expected `margin`, the largest difference that does not matter to you, because "
                 f"{reason}, but got none."
             )
-    return Metric(name, higher, known.unit if known else name, margin)
+    unit = known.unit if known else name
+    return Metric(name=name, higher_is_better=higher, unit=unit, margin=margin)
+
+
+def choose_metric(
+    runs: Sequence[Mapping[str, float]],
+    name: str | None,
+    usual: Sequence[str] = (),
+    *,
+    margin: float | None,
+    better: str | None,
+) -> Metric:
+    """The metric to compare, given the metrics of a program's first runs.
+
+    Without a name, it is the only metric of the program, or the only one of the `usual` ones.
+    """
+    names = list(runs[0])
+    own = [key for key in names if key != "seconds"]
+    candidates = [name] if name else own if len(own) == 1 else list(usual)
+    if len(candidates) != 1 or candidates[0] not in names:
+        raise RecipeError(
+            f"Expected `metric`, one of {', '.join(own) or 'none'}, but got "
+            f"{name if name else 'none'}."
+        )
+    values = [run[candidates[0]] for run in runs]
+    return guess_metric(candidates[0], values, margin=margin, better=better)

@@ -1,121 +1,87 @@
-"""The records of a study: final metrics of runs, tuning, grid, decomposition."""
+"""The records of a study: final metrics of runs, tuning, grid, identity check."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from typing_extensions import Self
+from pydantic import BeforeValidator, Field
 
+from powergrad.lab.runs import Record
 from powergrad.lab.words import number, short_key
 
+# JSON has no NaN, which is stored as null.
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 
-@dataclass(frozen=True)
-class RunRow:
-    """The final metrics of one run.
 
-    Attributes:
-        arm: Its arm.
-        seed: Its seed.
-        metrics: The final metrics.
-        run: The name of its folder; empty for runs made elsewhere.
-        commit: The commit of the code, if known.
-        unit: The number of its repeat; None if the study has no repeats.
-        is_elsewhere: Whether its folder is on another machine, or was not kept.
+class RunRow(Record):
+    """The final metrics of one run, and what else is known about it.
+
+    `about` has facts that are not compared: ``diverged``, ``classes``, ``steps``, ``first_loss``,
+    ``optimizers``, and ``failed``, the reason why the run of a user's program has no metrics.
     """
 
     arm: str
     seed: int
-    metrics: Mapping[str, Any]
-    run: str = ""
+    metrics: dict[str, Number] = Field(default={})
+    about: dict[str, Any] = Field(default={})
+    settings: dict[str, Any] = Field(default={})  # tuned values; constant columns of a table
+    run: str = ""  # the name of its folder; empty for runs made elsewhere
     commit: str = ""
-    unit: int | None = None
-    is_elsewhere: bool = False
+    unit: int | None = None  # the number of its repeat
+    is_elsewhere: bool = False  # its folder is on another machine, or was not kept
 
     def value(self, metric: str) -> float | None:
-        """A metric as a number; None if the run does not have it, or if it is NaN."""
+        """A metric; None if the run does not have it, or if it is NaN."""
         value = self.metrics.get(metric)
-        return float(value) if isinstance(value, (int, float)) and value == value else None
+        return value if value is not None and value == value else None
 
     @property
     def diverged(self) -> bool:
         """Whether its loss became infinite or NaN."""
-        return bool(self.metrics.get("diverged"))
+        return bool(self.about.get("diverged"))
 
     @property
     def failed(self) -> str:
-        """Why the run of a user's program failed; empty if it did not. It then has no metrics."""
-        return str(self.metrics.get("failed") or "")
+        """Why the run of a user's program failed; empty if it did not."""
+        return str(self.about.get("failed") or "")
 
     def is_lost(self, metric: str) -> bool:
         """Whether it diverged, or its metric is infinite."""
-        value = self.value(metric)
-        return self.diverged or (value is not None and math.isinf(value))
+        return self.diverged or math.isinf(self.value(metric) or 0.0)
 
-    def to_dict(self) -> dict[str, Any]:
-        """One flat mapping, as in study.json and study.csv."""
-        kept = {
-            "run": self.run,
-            "commit": self.commit,
-            "repeat": self.unit,
-            "elsewhere": self.is_elsewhere,
-        }
-        about = {k: v for k, v in kept.items() if v != "" and v is not None and v is not False}
-        return {"arm": self.arm, "seed": self.seed, **about, **self.metrics}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunRow:
-        """The inverse of :meth:`to_dict`."""
-        names = {"arm": "arm", "seed": "seed", "run": "run", "commit": "commit"}
-        names |= {"repeat": "unit", "elsewhere": "is_elsewhere"}
-        about = {name: values[key] for key, name in names.items() if key in values}
-        metrics = {key: value for key, value in values.items() if key not in names}
-        return cls(metrics=metrics, **about)
+    def flat(self) -> dict[str, Any]:
+        """One flat mapping, as in study.csv."""
+        known = {"run": self.run, "commit": self.commit, "repeat": self.unit}
+        kept = {key: value for key, value in known.items() if value not in ("", None)}
+        whose = {"arm": self.arm, "seed": self.seed}
+        return {**whose, **kept, **self.settings, **self.about, **self.metrics}
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A point that was tried for an arm.
+class Trial(Record):
+    """A point that was tried for an arm."""
 
-    Attributes:
-        point: The values of the tuned keys, before they are mapped to those of the arm.
-        changes: The changes of the arm at this point.
-        mean: The mean of the metric on the held-out data; NaN if it cannot be used.
-        note: Why it cannot be used; empty if it can.
-    """
-
-    point: Mapping[str, Any]
-    changes: Mapping[str, Any]
-    mean: float
-    note: str = ""
+    point: dict[
+        str, Any
+    ]  # the values of the tuned keys, before they are mapped to those of the arm
+    changes: dict[str, Any]  # the changes of the arm at this point
+    mean: Number  # the mean of the metric on the held-out data; NaN if it cannot be used
+    note: str = ""  # why it cannot be used
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The choice for an arm in one tuning.
-
-    Attributes:
-        trials: The points that were tried.
-        chosen: The index of the best trial.
-        edges: The tuned keys whose chosen value is the smallest or largest that was tried.
-    """
+class Choice(Record):
+    """The choice for an arm in one tuning."""
 
     trials: tuple[Trial, ...]
-    chosen: int
-    edges: tuple[str, ...] = ()
+    chosen: int  # the index of the best trial
+    edges: tuple[str, ...] = ()  # the keys whose chosen value is at the edge of those tried
 
     @property
     def winner(self) -> Trial:
         """The best trial."""
         return self.trials[self.chosen]
-
-    @property
-    def at_edge(self) -> bool:
-        """Whether any value is at the edge."""
-        return bool(self.edges)
 
     @property
     def lead(self) -> float:
@@ -125,36 +91,28 @@ class Choice:
         return min((abs(self.winner.mean - mean) for mean in usable), default=math.nan)
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """The tuning of keys for every arm.
-
-    Attributes:
-        keys: The dotted keys.
-        seeds: The number of seeds per point.
-        hold_out: The fraction of the training data on which the points were tested.
-        repeats: The independent tunings: for each, the choice of each arm.
-        is_unit: Whether the best settings of each repeat are one unit of the comparison. If not,
-            there is one tuning, and the comparison holds only for the chosen values.
-        metric: The metric of a user's program by which points were chosen; empty if it is the
-            compared metric on held-out data.
-    """
+class Tuning(Record):
+    """The tuning of keys for every arm."""
 
     keys: tuple[str, ...]
-    seeds: int
-    hold_out: float
-    repeats: tuple[Mapping[str, Choice], ...]
-    is_unit: bool = False
-    metric: str = ""
+    seeds: int  # per point
+    hold_out: float  # the fraction of the training data on which the points were tested
+    repeats: tuple[dict[str, Choice], ...]  # the independent tunings: the choice of each arm
+    is_unit: bool = False  # whether each repeat is a unit of the comparison
+    metric: str = ""  # of a user's program, by which points were chosen
 
     @property
     def arms(self) -> Mapping[str, Choice]:
         """The choice for every arm in the first tuning."""
         return self.repeats[0] if self.repeats else {}
 
+    def choices(self, arm: str) -> list[Choice]:
+        """The choices for an arm in all tunings that it was part of."""
+        return [repeat[arm] for repeat in self.repeats if arm in repeat]
+
     def describe(self, arm: str) -> str:
         """The choices for an arm in one line."""
-        choices = [repeat[arm] for repeat in self.repeats if arm in repeat]
+        choices = self.choices(arm)
         if len(choices) == 1:
             digits = ".4g" if self.metric else ".2f"
             trials = ", ".join(
@@ -164,8 +122,13 @@ class Tuning:
             edge = f"; {edges} at the edge" if edges else ""
             return f"{arm}: {describe_point(choices[0].winner.changes, self.keys)} ({trials}{edge})"
         points = "; ".join(describe_point(choice.winner.point) for choice in choices)
-        edges = sum(choice.at_edge for choice in choices)
+        edges = sum(bool(choice.edges) for choice in choices)
         return f"{arm}: {points} ({edges} of {len(choices)} at an edge)"
+
+    def edges(self, arm: str) -> list[str]:
+        """The keys whose chosen value is at the edge in more than half of an arm's tunings."""
+        choices = self.choices(arm)
+        return [key for key in self.keys if 2 * sum(key in c.edges for c in choices) > len(choices)]
 
     def doubts(self, baseline: str) -> dict[str, str]:
         """For some arms, the reason why they cannot be called better than the baseline yet.
@@ -186,85 +149,21 @@ class Tuning:
                     )
         return doubts
 
-    def edges(self, arm: str) -> list[str]:
-        """The keys whose chosen value is at the edge in more than half of an arm's tunings."""
-        choices = [repeat[arm] for repeat in self.repeats if arm in repeat]
-        return [key for key in self.keys if 2 * sum(key in c.edges for c in choices) > len(choices)]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of :meth:`to_dict`; it also reads earlier formats."""
-        if "key" in values:
-            return cls._from_one_key(values)
-        repeats = tuple(
-            {
-                arm: Choice(
-                    tuple(
-                        Trial(t["point"], t["changes"], _number(t["mean"]), t["note"])
-                        for t in choice["trials"]
-                    ),
-                    choice["chosen"],
-                    tuple(choice["edges"]),
-                )
-                for arm, choice in repeat.items()
-            }
-            for repeat in values["repeats"]
-        )
-        keys, seeds, metric = tuple(values["keys"]), values["seeds"], values.get("metric", "")
-        return cls(keys, seeds, values["hold_out"], repeats, values["is_unit"], metric)
-
-    @classmethod
-    def _from_one_key(cls, values: Mapping[str, Any]) -> Self:
-        """Formats 1 and 2: one key, one tuning."""
-        key = values["key"]
-        arms = {}
-        for arm, tuned in values["arms"].items():
-            points = [{key: tried["value"]} for tried in tuned["means"]]
-            trials = tuple(
-                Trial(point, point, _number(tried["mean"]))
-                for point, tried in zip(points, tuned["means"], strict=True)
-            )
-            chosen = points.index({key: tuned["chosen"]})
-            arms[arm] = Choice(trials, chosen, (key,) if tuned["at_edge"] else ())
-        return cls((key,), len(values["seeds"]), values["hold_out"], (arms,))
-
 
 def describe_point(point: Mapping[str, Any], keys: Sequence[str] | None = None) -> str:
-    """Format the values of some keys, by short names.
-
-    Example:
-        >>> describe_point({"optimizer.lr": 0.1, "optimizer.weight_decay": 0.0005})
-        'lr 0.1, weight_decay 0.0005'
-    """
+    """Format the values of some keys, by short names: ``lr 0.1, weight_decay 0.0005``."""
     chosen = point if keys is None else [key for key in keys if key in point]
-    return ", ".join(f"{short_key(key)} {_rounded(point[key])}" for key in chosen)
+    rounded = {k: f"{v:.3g}" if isinstance(v := point[k], float) else number(v) for k in chosen}
+    return ", ".join(f"{short_key(key)} {value}" for key, value in rounded.items())
 
 
-def _rounded(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else number(value)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-@dataclass(frozen=True)
-class Grid:
+class Grid(Record):
     """Keys and their values."""
 
-    values: Mapping[str, tuple[Any, ...]]
+    values: dict[str, tuple[Any, ...]]
 
     def arms(self) -> dict[str, dict[str, Any]]:
-        """Every point as an arm.
-
-        Example:
-            >>> Grid({"loss.alpha": (1.0, 0.3), "seed": (1,)}).arms()["alpha=0.3, seed=1"]
-            {'loss.alpha': 0.3, 'seed': 1}
-        """
+        """Every point as an arm, such as ``alpha=0.3, lr=0.1``."""
         points = (
             dict(zip(self.values, point, strict=True))
             for point in itertools.product(*self.values.values())
@@ -280,14 +179,28 @@ class Grid:
         return all(isinstance(value, (int, float)) for value in next(iter(self.values.values())))
 
 
-@dataclass(frozen=True)
-class Decomposition:
-    """The check that PGT and the equivalent two-group training agree.
-
-    Attributes:
-        alpha: The alpha of PGT.
-        gaps: For each number of steps, the relative difference of the weights.
-    """
+class IdentityCheck(Record):
+    """The check that PGT and the equivalent two-group training agree."""
 
     alpha: float
-    gaps: Mapping[int, float]
+    gaps: dict[int, float]  # for each number of steps, the relative difference of the weights
+
+
+class LeftOut(Record):
+    """A run of a table that is not compared."""
+
+    line: int
+    arm: str  # empty if it has none
+    seed: int
+    reason: str  # such as "without accuracy"
+
+
+class Source(Record):
+    """The table from which results were read."""
+
+    file: str
+    digest: str  # the SHA-256 of its content
+    columns: dict[str, str]  # the columns of arm, seed and metric
+    guessed: tuple[str, ...] = ()  # which of these three were guessed
+    left_out: tuple[LeftOut, ...] = ()
+    earlier: tuple[int, ...] = ()  # runs per arm of earlier analyses of the file

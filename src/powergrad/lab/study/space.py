@@ -28,14 +28,7 @@ Point = dict[str, Any]
 
 @dataclass(frozen=True)
 class Axis:
-    """A key and the values to try for it.
-
-    Attributes:
-        key: The dotted key.
-        values: A list of values; empty for a range.
-        low: The lower end of a range.
-        high: The upper end.
-    """
+    """A dotted key and the values to try for it: a list, or a range from `low` to `high`."""
 
     key: str
     values: tuple[Any, ...] = ()
@@ -44,14 +37,7 @@ class Axis:
 
     @classmethod
     def parse(cls, text: str, own: Any = None, expand: Callable[[str], str] = expand_key) -> Axis:
-        """Parse an axis such as ``lr=0.006:0.4``, ``lr=0.1,0.2`` or ``lr``.
-
-        Example:
-            >>> Axis.parse("lr=0.006:0.4")
-            Axis(key='optimizer.lr', values=(), low=0.006, high=0.4)
-            >>> Axis.parse("lr=0.1,0.2")
-            Axis(key='optimizer.lr', values=(0.1, 0.2), low=0.0, high=0.0)
-        """
+        """Parse an axis such as ``lr=0.006:0.4``, ``lr=0.1,0.2`` or ``lr``."""
         name, equals, given = text.partition("=")
         key = expand(name.strip())
         if not equals:
@@ -82,25 +68,14 @@ class Axis:
         return not self.values
 
     def at(self, place: float) -> Any:
-        """The value at a position from 0 to 1.
-
-        Example:
-            >>> Axis("wd", (), 1e-4, 1e-2).at(0.5)
-            0.001
-        """
+        """The value at a position from 0 to 1."""
         if self.values:
             return self.values[min(int(place * len(self.values)), len(self.values) - 1)]
         exact = math.exp(math.log(self.low) + place * math.log(self.high / self.low))
         return float(f"{exact:.6g}")  # rounded, so that it can be typed
 
     def is_edge(self, value: Any) -> bool:
-        """Whether a value is an end of the list, or in the outer tenth of the range.
-
-        Example:
-            >>> axis = Axis("lr", (), 0.01, 1.0)
-            >>> axis.is_edge(0.012), axis.is_edge(0.1), axis.is_edge(0.9)
-            (True, False, True)
-        """
+        """Whether a value is an end of the list, or in the outer tenth of the range."""
         if self.is_range:
             place = math.log(value / self.low) / math.log(self.high / self.low)
             return not OUTER <= place <= 1 - OUTER
@@ -110,19 +85,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Space:
-    """The keys that are tuned for every arm, and those for single arms.
-
-    Attributes:
-        shared: The axes of every arm.
-        own: Further axes, by arm.
-        trials: The number of points per arm and repeat; None for all combinations of lists.
-        seed: The seed of the random points.
-    """
+    """The keys that are tuned for every arm, and those for single arms."""
 
     shared: tuple[Axis, ...]
     own: Mapping[str, tuple[Axis, ...]]
-    trials: int | None
-    seed: int = 0
+    trials: int | None  # points per arm and repeat; None for all combinations of lists
+    seed: int = 0  # of the random points
 
     @classmethod
     def parse(
@@ -233,10 +201,6 @@ def split_overrides(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate the values of ``--tune`` from overrides of the recipe that follow it.
 
     ``--tune lr=0.1:0.4 model.width=8`` tunes one key; a single value is an override.
-
-    Example:
-        >>> split_overrides(["lr=0.1:0.4", "wd", "model.width=8"])
-        (['lr=0.1:0.4', 'wd'], ['model.width=8'])
     """
     tuned, changes = [], []
     for text in texts:

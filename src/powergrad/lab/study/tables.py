@@ -8,20 +8,17 @@ have other names, they are guessed, as for the exports of W&B (``Name``, ``Group
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import io
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import Self
-
-from powergrad.lab.study.records import RunRow
+from powergrad.lab.study.records import LeftOut, RunRow, Source
 from powergrad.lab.trainer.recipe import RecipeError
 from powergrad.lab.words import did_you_mean
 
@@ -41,94 +38,13 @@ NOT_FINISHED = (
 TIMES = ("runtime", "duration", "start_time", "end_time", "start time", "end time")
 PREFIXES = ("metrics.", "summary.")
 OURS = ("arm", "seed", "run", "commit", "repeat", "phase")  # columns of study.csv, except metrics
+ABOUT = ("diverged", "classes", "steps")
 SEED_IN_NAME = re.compile(r"[\s_./,:-]*(?<![a-z])seed[\s_=:-]*(\d+)", re.IGNORECASE)
-
-Lines = list[tuple[int, dict[str, str]]]  # the number of each line, and its cells
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A run of a table that is not compared.
-
-    Attributes:
-        line: Its line in the file.
-        arm: Its arm; empty if it has none.
-        seed: Its seed.
-        reason: Why it is not compared, such as "without accuracy".
-    """
-
-    line: int
-    arm: str
-    seed: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Source:
-    """The table from which results were read.
-
-    Attributes:
-        file: The name of the file.
-        digest: The SHA-256 of its content.
-        columns: The columns of ``arm``, ``seed`` and ``metric``.
-        guessed: Which of these three were guessed.
-        left_out: The runs that are not compared.
-        earlier: The numbers of runs per arm at which the same file was analysed before.
-    """
-
-    file: str
-    digest: str
-    columns: Mapping[str, str]
-    guessed: tuple[str, ...] = ()
-    left_out: tuple[LeftOut, ...] = ()
-    earlier: tuple[int, ...] = ()
-
-    def notes(self) -> list[str]:
-        """Notes for the reader: guessed columns, and runs that are not compared."""
-        notes = []
-        if self.guessed:
-            listed = ", ".join(f"{role} = {column!r}" for role, column in self.columns.items())
-            notes.append(
-                f"The columns of {self.file} were guessed: {listed}. To choose others, use "
-                "--columns arm=COLUMN seed=COLUMN and --metric COLUMN."
-            )
-        if self.left_out:
-            groups: dict[tuple[str, str], list[LeftOut]] = {}
-            for run in self.left_out:
-                groups.setdefault((run.arm, run.reason), []).append(run)
-            counts = []
-            for (arm, reason), runs in groups.items():
-                number = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
-                places = ", ".join(str(run.seed if arm else run.line) for run in runs)
-                what = ("seed" if arm else "line") + ("s" if len(runs) > 1 else "")
-                counts.append(f"{number}{f' of {arm}' if arm else ''} {reason} ({what} {places})")
-            notes.append(
-                f"Left out: {'; '.join(counts)}. If such a run diverged, write nan as its "
-                f"{self.columns['metric']}, so that it counts."
-            )
-        return notes
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of :meth:`to_dict`."""
-        left_out = tuple(LeftOut(**run) for run in values["left_out"])
-        lists = {name: tuple(values[name]) for name in ("guessed", "earlier")}
-        return cls(**{**values, **lists, "left_out": left_out})
 
 
 @dataclass(frozen=True)
 class Table:
-    """The content of a file.
-
-    Attributes:
-        metric: The name of the metric.
-        rows: The runs that have the metric.
-        source: The description of the file.
-    """
+    """The runs of a file that have the metric, and a description of the file."""
 
     metric: str
     rows: list[RunRow]
@@ -136,12 +52,7 @@ class Table:
 
 
 def parse_columns(texts: Iterable[str]) -> dict[str, str]:
-    """Parse the values of ``--columns arm=group seed=config.seed``.
-
-    Example:
-        >>> parse_columns(["arm=run group", "seed=config.seed"])
-        {'arm': 'run group', 'seed': 'config.seed'}
-    """
+    """Parse the values of ``--columns arm=group seed=config.seed``."""
     columns: dict[str, str] = {}
     for text in texts:
         role, _, column = text.partition("=")
@@ -155,17 +66,15 @@ def parse_columns(texts: Iterable[str]) -> dict[str, str]:
     return columns
 
 
-def read_rows(
-    path: Path, metric: str | None = None, *, all_phases: bool = False
-) -> tuple[str, list[RunRow]]:
-    """The name of the metric, and the runs of a file in which every run must have a number."""
-    table = read_table(path, metric, all_phases=all_phases)
+def read_rows(path: Path) -> list[RunRow]:
+    """The runs of a study.csv, with those of the tuning; every run must have a number."""
+    table = read_table(path, all_phases=True)
     for run in table.source.left_out:
         raise RecipeError(
             f"Expected {table.metric} in line {run.line} of {str(path)!r} to be a number, but got "
             f"a run {run.reason}."
         )
-    return table.metric, table.rows
+    return table.rows
 
 
 def read_table(
@@ -184,57 +93,56 @@ def read_table(
     return _Reader(path, all_phases).table(metric, dict(columns or {}))
 
 
-@dataclass
 class _Reader:
-    """A file and its parsed content."""
+    """A file and its cells, as text."""
 
-    path: Path
-    all_phases: bool
-    digest: str = ""
-    delimiter: str = ","
-    columns: list[str] = field(default_factory=list)
-    lines: Lines = field(default_factory=list)
+    def __init__(self, path: Path, all_phases: bool) -> None:
+        import pandas as pd  # slow to import
 
-    def __post_init__(self) -> None:
+        self.path = path
         try:
-            data = self.path.read_bytes()
+            data = path.read_bytes()
             is_wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")  # UTF-16, from some spreadsheets
             text = data.decode("utf-16" if is_wide else "utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"Expected to read {str(self.path)!r}, but got: {error}") from None
+            raise RecipeError(f"Expected to read {str(path)!r}, but got: {error}") from None
         self.digest = hashlib.sha256(data).hexdigest()
         header = text.partition("\n")[0]
+        self.delimiter = max(",;\t", key=header.count)
         if header.startswith("sep="):  # declares the delimiter for spreadsheets
             self.delimiter, text = header[4:5], text.partition("\n")[2]
-        else:
-            self.delimiter = max(",;\t", key=header.count)
         try:
-            self._parse(text)
-        except csv.Error as error:
-            raise self._error("to be a CSV", str(error)) from None
-
-    def _parse(self, text: str) -> None:
-        reader = csv.reader(
-            io.StringIO(text, newline=""), delimiter=self.delimiter, skipinitialspace=True
-        )
-        self.columns = [name.strip() for name in next(reader, [])]
+            frame = pd.read_csv(
+                io.StringIO(text),
+                sep=self.delimiter,
+                header=None,
+                dtype=str,
+                keep_default_na=False,
+                skipinitialspace=True,
+                skip_blank_lines=False,
+                na_filter=False,
+            )
+        except pd.errors.EmptyDataError:
+            frame = pd.DataFrame([[]])
+        except (pd.errors.ParserError, ValueError) as error:
+            raise self._error("to be a CSV", str(error).strip()) from None
+        cells = [[str(cell).strip() for cell in line] for line in frame.fillna("").values.tolist()]
+        self.columns = cells[0]
         twice = [name for name, count in Counter(self.columns).items() if count > 1 and name]
         if twice:
             raise self._error("to have columns with different names", f"{twice[0]!r} twice")
-        for cells in reader:
-            if len(cells) > len(self.columns):
-                raise self._error(
-                    f"to have {len(self.columns)} cells in line {reader.line_num}", str(len(cells))
-                )
-            line = {
-                name: cell.strip() for name, cell in zip(self.columns, cells, strict=False) if name
-            }
-            is_wanted = self.all_phases or line.get("phase") != "tuning"
-            if is_wanted and any(line.values()):
-                self.lines.append((reader.line_num, line))
+        lines = [dict(zip(self.columns, line, strict=True)) for line in cells[1:]]
+        self.lines = [  # the number of each line, and its cells
+            (number, {name: cell for name, cell in line.items() if name})
+            for number, line in enumerate(lines, 2)
+            if any(line.values()) and (all_phases or line.get("phase") != "tuning")
+        ]
 
     def _error(self, expected: str, got: str) -> RecipeError:
         return RecipeError(f"Expected {str(self.path)!r} {expected}, but got {got}.")
+
+    def _cells(self, column: str) -> list[str]:
+        return [line.get(column, "") for _, line in self.lines]
 
     def table(self, metric: str | None, given: dict[str, str]) -> Table:
         for role, column in given.items():
@@ -242,7 +150,7 @@ class _Reader:
                 near = did_you_mean(column, self.columns)
                 raise RecipeError(
                     f"Expected --columns {role}={column} to name a column of {str(self.path)!r}, "
-                    f"but got {self._listed(self.columns)}{near}"
+                    f"but got {_listed(self.columns)}{near}"
                 )
         roles = {role: given.get(role) or self._find(role) for role in ROLES}
         measured = self._metric(metric, roles)
@@ -251,12 +159,21 @@ class _Reader:
             guessed.append("metric")
         columns = {**roles, "metric": measured}
         names = self._kept_names(columns)
-        rows, left_out = [], []
-        for number, line in self.lines:
-            row = self._row(number, line, columns, names)
-            (left_out if isinstance(row, LeftOut) else rows).append(row)
-        source = Source(self.path.name, self.digest, columns, tuple(guessed), tuple(left_out))
-        return Table(names[measured], rows, source)
+        is_ours = {"arm", "run"} <= set(self.columns)  # then even constant numbers are metrics
+        numeric = {
+            c for c in names
+            if c == measured or c in self._measured([c], roles) or (is_ours and self._is_numeric(c))
+        }  # fmt: skip
+        kept = [self._row(number, line, columns, names, numeric) for number, line in self.lines]
+        rows = [row for row in kept if isinstance(row, RunRow)]
+        source = Source(
+            file=self.path.name,
+            digest=self.digest,
+            columns=columns,
+            guessed=tuple(guessed),
+            left_out=tuple(row for row in kept if isinstance(row, LeftOut)),
+        )
+        return Table(names[measured], _with_settings(rows), source)
 
     # Finding the columns -------------------------------------------------------------------------
 
@@ -269,25 +186,25 @@ class _Reader:
             for names in (NAMES[role], RUN_NAMES)
         )
         candidates = usual or named
-        distinct = {tuple(line.get(c, "") for _, line in self.lines): c for c in candidates[::-1]}
+        distinct = {tuple(self._cells(c)): c for c in candidates[::-1]}
         if len(distinct) == 1:
             return candidates[0]
-        if not self.columns:
+        if not any(self.columns):
             raise self._error("to have the columns arm, seed and a metric", "none")
         ask = f"choose it with --columns {role}=COLUMN."
         if distinct:
             raise RecipeError(
                 f"Expected one column of {str(self.path)!r} to be the {role}, but got "
-                f"{self._listed(candidates)}; {ask}"
+                f"{_listed(candidates)}; {ask}"
             )
         raise RecipeError(
             f"Expected {str(self.path)!r} to have the columns arm, seed and a metric, but got "
-            f"{self._listed(self.columns)}, none of which is clearly the {role}; {ask}"
+            f"{_listed(self.columns)}, none of which is clearly the {role}; {ask}"
         )
 
     def _is_usable(self, role: str, column: str) -> bool:
         """Whether the content of a column fits the role."""
-        cells = [line.get(column, "") for _, line in self.lines]
+        cells = self._cells(column)
         if role == "seed":
             return bool(cells) and all(_seed(cell, column) is not None for cell in cells)
         arms = [_arm(cell, column) for cell in cells if cell]
@@ -300,47 +217,41 @@ class _Reader:
             named = [c for c in others if c == name] or [c for c in others if _plain(c) == name]
             if len(named) != 1:
                 raise self._error(
-                    f"to have the columns arm, seed and {name}", self._listed(self.columns)
+                    f"to have the columns arm, seed and {name}", _listed(self.columns)
                 )
             return named[0]
         candidates = [c for usual in USUAL for c in others if _plain(c) == usual][:1]
-        candidates = candidates or (others if len(others) == 1 else self._measured(others, roles))
+        marked = [c for c in others if c.startswith(PREFIXES)]
+        if not candidates:
+            measured = self._measured(marked or others, roles)
+            candidates = others if len(others) == 1 else [c for c in measured if not _is_odd(c)]
         if len(candidates) != 1:
-            listed = self._listed(candidates or others)
-            raise self._error(
-                "to have the columns arm, seed and a metric (choose it with --metric)", listed
-            )
+            wanted = "to have the columns arm, seed and a metric (choose it with --metric)"
+            raise self._error(wanted, _listed(candidates or others))
         return candidates[0]
 
-    def _measured(self, others: Sequence[str], roles: Mapping[str, str]) -> list[str]:
-        """The columns that may be the metric: numbers that vary between the runs of an arm."""
-        arms = [_arm(line.get(roles["arm"], ""), roles["arm"]) for _, line in self.lines]
-        marked = [c for c in others if c.startswith(PREFIXES)]
-        measured = []
-        for column in marked or others:
-            cells = [line.get(column, "") for _, line in self.lines]
-            name = _last_part(column)
-            if column.startswith("_") or name in (*TIMES, *NAMES["seed"]):
-                continue
-            is_numeric = any(cells) and all(self._number(c) is not None for c in cells if c)
-            if is_numeric and len({*zip(arms, cells, strict=True)}) > len({*arms}):
-                measured.append(column)
-        return measured
+    def _measured(self, columns: Sequence[str], roles: Mapping[str, str]) -> list[str]:
+        """The columns that may be a metric: numbers that vary between the runs of an arm."""
+        arms = [_arm(cell, roles["arm"]) for cell in self._cells(roles["arm"])]
+        return [
+            column
+            for column in columns
+            if self._is_numeric(column)
+            and len({*zip(arms, self._cells(column), strict=True)}) > len({*arms})
+        ]
+
+    def _is_numeric(self, column: str) -> bool:
+        cells = [cell for cell in self._cells(column) if cell]
+        return bool(cells) and all(self._number(cell) is not None for cell in cells)
 
     def _kept_names(self, columns: Mapping[str, str]) -> dict[str, str]:
         """The name of each column among the metrics of a run."""
         roles = [columns[role] for role in ROLES]
         kept = [c for c in self.columns if c and c not in roles and c not in OURS]
-        kept += [c for c in OURS[:2] if c in self.columns and c not in roles]
+        kept += [c for c in ROLES if c in self.columns and c not in roles]
         plain = Counter(_plain(c) for c in kept)
         names = {c: _plain(c) if plain[_plain(c)] == 1 else c for c in kept}
-        return {
-            c: f"{name} (column)" if name in (*OURS, "elsewhere") else name
-            for c, name in names.items()
-        }
-
-    def _listed(self, columns: Iterable[str]) -> str:
-        return ", ".join(filter(None, columns)) or "none"
+        return {c: f"{name} (column)" if name in OURS else name for c, name in names.items()}
 
     # Reading a line ------------------------------------------------------------------------------
 
@@ -350,6 +261,7 @@ class _Reader:
         line: Mapping[str, str],
         columns: Mapping[str, str],
         names: Mapping[str, str],
+        numeric: set[str],
     ) -> RunRow | LeftOut:
         arm = _arm(line.get(columns["arm"], ""), columns["arm"])
         cell, text = (line.get(columns[role], "") for role in ("seed", "metric"))
@@ -359,26 +271,45 @@ class _Reader:
                 f"Expected an integer as the seed and a number as {columns['metric']} in line "
                 f"{number} of {str(self.path)!r}, but got {cell!r} and {text!r}."
             )
+        state = next(
+            (
+                c.lower()
+                for k, c in line.items()
+                if k.lower() in STATES and c.lower() in NOT_FINISHED
+            ),
+            "",
+        )
+        reason = ""
         if not arm:
-            return LeftOut(number, "", seed, f"without {columns['arm']}")
-        if value is None:
-            return LeftOut(number, arm, seed, f"without {columns['metric']}")
-        state = self._state(line)
-        if state and math.isfinite(value):
-            return LeftOut(number, arm, seed, f"marked as {state}")
-        metrics = {name: self._cell(line.get(column, "")) for column, name in names.items()}
-        metrics[names[columns["metric"]]] = value
+            reason = f"without {columns['arm']}"
+        elif value is None:
+            reason = f"without {columns['metric']}"
+        elif state and math.isfinite(value):
+            reason = f"marked as {state}"
+        if reason or value is None:
+            return LeftOut(line=number, arm=arm, seed=seed, reason=reason)
+        metrics = {names[columns["metric"]]: value}
+        settings: dict[str, Any] = {}
+        about: dict[str, Any] = {}
+        for column, name in names.items():
+            content = self._cell(line.get(column, ""))
+            if content is None or column == columns["metric"]:
+                continue
+            kind = about if name in ABOUT else metrics if column in numeric else settings
+            kind[name] = content
         if not math.isfinite(value):
-            metrics["diverged"] = True
-        unit = int(line["repeat"]) if line.get("repeat", "").isdigit() else None
-        return RunRow(arm, seed, metrics, line.get("run", ""), line.get("commit", ""), unit)
-
-    def _state(self, line: Mapping[str, str]) -> str:
-        """The state of a run in another tool, if it is not finished."""
-        for column, cell in line.items():
-            if column.lower() in STATES and cell.lower() in NOT_FINISHED:
-                return cell.lower()
-        return ""
+            about["diverged"] = True
+        repeat = line.get("repeat", "")
+        return RunRow(
+            arm=arm,
+            seed=seed,
+            metrics=metrics,
+            about=about,
+            settings=settings,
+            run=line.get("run", ""),
+            commit=line.get("commit", ""),
+            unit=int(repeat) if repeat.isdigit() else None,
+        )
 
     def _number(self, text: str) -> float | None:
         if self.delimiter != "," and "." not in text:
@@ -396,12 +327,38 @@ class _Reader:
         return text if number is None else number
 
 
+def _with_settings(rows: list[RunRow]) -> list[RunRow]:
+    """The rows, with those settings that are the same in all runs of an arm but differ between."""
+    names = dict.fromkeys(name for row in rows for name in row.settings)
+    by_arm: dict[str, list[RunRow]] = {}
+    for row in rows:
+        by_arm.setdefault(row.arm, []).append(row)
+    kept = []
+    for name in names:
+        values = [{repr(row.settings.get(name)) for row in runs} for runs in by_arm.values()]
+        if all(len(cells) == 1 for cells in values) and len(set().union(*values)) > 1:
+            kept.append(name)
+    return [
+        row.model_copy(update={"settings": {name: row.settings.get(name) for name in kept}})
+        for row in rows
+    ]
+
+
+def _listed(columns: Iterable[str]) -> str:
+    return ", ".join(filter(None, columns)) or "none"
+
+
 def _last_part(column: str) -> str:
     return re.split(r"[./]", column.lower())[-1]
 
 
 def _is_run_name(column: str) -> bool:
     return _last_part(column) in RUN_NAMES
+
+
+def _is_odd(column: str) -> bool:
+    """Whether a column of numbers is not a metric: a time, a seed, or internal to a tool."""
+    return column.startswith("_") or _last_part(column) in (*TIMES, *NAMES["seed"])
 
 
 def _plain(column: str) -> str:

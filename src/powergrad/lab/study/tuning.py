@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from powergrad.lab.jobs import Changes, Job
+from powergrad.lab.runs import Changes, Job
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.metrics import Metric
 from powergrad.lab.study.records import Choice, Trial, Tuning, describe_point
 from powergrad.lab.study.space import Point, Space
 from powergrad.lab.trainer.recipe import RecipeError
+from powergrad.lab.trainer.run_folder import Result
 
 FOLDER = "tuning"  # the folder of the trials, in the folder of the study
 FIRST_SEED = 1000  # the smallest seed of trials, so that the study has other seeds
@@ -29,21 +30,15 @@ Map = Literal["none", "identity"]
 class Tuner:
     """Tunes every arm of a study.
 
-    Attributes:
-        study: The study.
-        space: The search space.
-        seeds: The number of seeds per point.
-        map: ``identity`` maps the points of arms with PGT by the identity, so that the backbone is
-            trained as at the same point without PGT; ``none`` does not map them.
-        metric: The metric by which points are chosen, if it is not the compared metric on held-out
-            data.
+    With the map ``identity``, the points of arms with PGT are mapped by the identity, so that the
+    backbone is trained as at the same point without PGT.
     """
 
     study: Study
     space: Space
-    seeds: int
+    seeds: int  # per point
     map: Map = "none"
-    metric: Metric | None = None
+    metric: Metric | None = None  # of the choice, if it is not the compared metric
 
     def __post_init__(self) -> None:
         if self.seeds < 1:
@@ -90,11 +85,11 @@ class Tuner:
                         job = program.job(arm, program.in_trial(changes), seed)
                     except RecipeError:
                         continue  # `choose` reports it
-                    jobs[arm, place, seed] = replace(job, name=f"{FOLDER}/{job.name}")
+                    jobs[arm, place, seed] = job.within(FOLDER)
         return jobs
 
     def choose(
-        self, repeat: int, results: Mapping[tuple[str, int, int], Mapping[str, Any]]
+        self, repeat: int, results: Mapping[tuple[str, int, int], Result]
     ) -> dict[str, Choice]:
         """The best point of every arm."""
         metric = self.judging
@@ -115,34 +110,37 @@ class Tuner:
                 )
             best = (max if metric.higher_is_better else min)(usable, key=lambda p: trials[p].mean)
             edges = self.space.edges(arm, trials[best].point)
-            choices[arm] = Choice(tuple(trials), best, edges)
+            choices[arm] = Choice(trials=tuple(trials), chosen=best, edges=edges)
         return choices
 
-    def record(self, repeats: Sequence[Mapping[str, Choice]]) -> Tuning:
+    def record(self, repeats: Sequence[dict[str, Choice]]) -> Tuning:
         """The record of the tuning for the results of the study."""
-        is_unit = bool(self.study.finals)
-        hold_out = self.study.program.hold_out
-        chosen_by = self.metric.name if self.metric else ""
-        return Tuning(self.space.keys, self.seeds, hold_out, tuple(repeats), is_unit, chosen_by)
+        return Tuning(
+            keys=self.space.keys,
+            seeds=self.seeds,
+            hold_out=self.study.program.hold_out,
+            repeats=tuple(repeats),
+            is_unit=bool(self.study.finals),
+            metric=self.metric.name if self.metric else "",
+        )
 
 
 def _trial(
-    point: Point,
-    changes: Changes,
-    runs: list[Mapping[str, Any] | None],
-    metric: str,
-    refusal: str,
+    point: Point, changes: dict[str, Any], runs: list[Result | None], metric: str, refusal: str
 ) -> Trial:
     """A point and the mean over its seeds. A run that diverged counts with its recorded value."""
-    if any(run is None for run in runs):
-        return Trial(point, changes, math.nan, refusal)
-    values = [run.get(metric) for run in runs if run is not None]
-    numbers = [float(value) for value in values if isinstance(value, (int, float))]
-    if len(numbers) < len(runs) or not all(map(math.isfinite, numbers)):
-        return Trial(point, changes, math.nan, "diverged")
-    lost = sum(bool(run["diverged"]) for run in runs if run is not None and "diverged" in run)
-    note = f"{lost} of {len(runs)} diverged" if lost else ""
-    return Trial(point, changes, sum(numbers) / len(numbers), note)
+    usable = [run for run in runs if run is not None]
+    values = [run.metrics.get(metric) for run in usable]
+    numbers = [value for value in values if value is not None and math.isfinite(value)]
+    lost = sum(bool(run.about.get("diverged")) for run in usable)
+    mean, note = math.nan, f"{lost} of {len(runs)} diverged" if lost else ""
+    if len(usable) < len(runs):
+        note = refusal
+    elif len(numbers) < len(runs):
+        note = "diverged"
+    else:
+        mean = sum(numbers) / len(numbers)
+    return Trial(point=point, changes=changes, mean=mean, note=note)
 
 
 def _by_identity(changes: Changes, alpha: float, study: Study) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -62,6 +63,15 @@ class RunError(FileError):
 
 class RunBusyError(RunError):
     """Another process has locked the folder of the run."""
+
+
+class Result(BaseModel):
+    """The result of a run: the metrics, which can be compared, and everything else."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    metrics: dict[str, float | None]
+    about: dict[str, Any] = {}  # noqa: RUF012
 
 
 class Run:
@@ -103,20 +113,18 @@ class Run:
             ) from None
         return Recipe.from_yaml(text, str(path))
 
-    def result(self) -> dict[str, Any] | None:
+    def result(self) -> Result | None:
         """The final metrics, or None if the run is not finished."""
         path = self.folder / "result.json"
         try:
-            result = json.loads(path.read_text())
+            return Result.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             return None
-        except ValueError as error:
-            raise RunError(f"Expected {path} to hold JSON, but got: {error}") from None
-        if not isinstance(result, dict):
-            kind = type(result).__name__
-            raise RunError(f"Expected the metrics of a run in {path}, but got a {kind}.")
-        _check_format(result, "a run", self.folder)
-        return result
+        except ValidationError:
+            raise RunError(
+                f"{str(path)!r} was not written by this version of powergrad, or it is damaged. "
+                "Repeat the run in another folder."
+            ) from None
 
     def metrics(self) -> list[dict[str, float | None]]:
         """The rows of metrics.csv so far, without an incomplete last line."""
@@ -264,10 +272,9 @@ class Run:
         except OSError as error:
             raise RunError(explain_os_error(error, path)) from error
 
-    def finish(self, result: Mapping[str, Any]) -> None:
-        """Write the final metrics, which marks the run as finished."""
-        text = json.dumps({"format": FORMAT, **result}, indent=1)  # NaN stays NaN in this file
-        write_text(self.folder / "result.json", text + "\n")
+    def finish(self, result: Result) -> None:
+        """Write the result, which marks the run as finished."""
+        write_text(self.folder / "result.json", result.model_dump_json(indent=1) + "\n")
 
 
 def open_run(folder: str | os.PathLike[str]) -> Run:

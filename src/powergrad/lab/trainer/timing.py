@@ -1,22 +1,12 @@
-"""Estimates the time of a run from a few real steps, under the conditions of the study.
-
-``python -m powergrad.lab.trainer.timing`` reads one recipe per line and prints its timing. As many
-of these processes measure at the same time as runs will, because runs share caches and bandwidth.
-"""
+"""Estimates the time of a run from a few real steps, in the process that would execute it."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -35,19 +25,20 @@ FILES = 0.2  # seconds that a run takes to write its files
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of the parts of a run, in seconds.
+    """The times of the parts of a run, in seconds."""
 
-    Attributes:
-        start: Loading the data and creating the network.
-        step: One training step, the median of several.
-        test: One test.
-        steps: The number of training steps per epoch.
-    """
-
-    start: float
-    step: float
+    start: float  # loading the data and creating the network
+    step: float  # one training step, the median of several
     test: float
-    steps: int
+    steps: int  # training steps per epoch
+    took: float  # the measurement itself
+
+    @classmethod
+    def mean(cls, timings: Sequence[Timing]) -> Timing:
+        """The mean over several workers."""
+        columns = ([getattr(t, name) for t in timings] for name in ("start", "step", "test"))
+        start, step, test = map(statistics.fmean, columns)
+        return cls(start, step, test, timings[0].steps, max(t.took for t in timings))
 
     def seconds(self, recipe: Recipe) -> float:
         """The time of a run of `recipe`, whose steps must cost the same as the timed ones."""
@@ -58,6 +49,7 @@ class Timing:
 
 def measure(recipe: Recipe) -> Timing:
     """Time the parts of a run in this process."""
+    entered = time.perf_counter()
     if recipe.machine.threads is not None:
         torch.set_num_threads(recipe.machine.threads)
     recipe = recipe.override({"train.compile": False})
@@ -72,7 +64,9 @@ def measure(recipe: Recipe) -> Timing:
             step = factor * _median_step(Session(smaller, data, processes), steps=1)
         if step < SLOW:
             step = _median_step(session)
-        return Timing(start, step, _test_seconds(session, data), session.steps_per_epoch)
+        test = _test_seconds(session, data)
+        took = time.perf_counter() - entered
+        return Timing(start, step, test, session.steps_per_epoch, took)
 
 
 def _begin(recipe: Recipe, processes: Processes) -> tuple[Datasets, Session]:
@@ -122,85 +116,3 @@ def _test_seconds(session: Session, data: Datasets) -> float:
     began = time.perf_counter()
     powergrad.census(model, initial=session.initial)
     return batch * len(data.test) / len(index) + time.perf_counter() - began
-
-
-class Stopwatch:
-    """Times recipes in several processes at once; a context manager.
-
-    Attributes:
-        boot: Seconds until a process is ready, which the workers of a study need too.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
-        self.members: list[subprocess.Popen[str]] = []
-        self.boot = 0.0
-
-    def __enter__(self) -> Stopwatch:
-        command = [sys.executable, "-m", "powergrad.lab.trainer.timing"]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as for the workers of a study
-        began = time.monotonic()
-        for _ in range(self.workers):
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env=environment,
-            )
-            self.members.append(process)
-        for member in self.members:
-            self._answer(member)
-        self.boot = time.monotonic() - began
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for member in self.members:
-            member.kill()
-            member.wait()
-            for stream in (member.stdin, member.stdout):
-                with contextlib.suppress(OSError):
-                    stream.close()  # pyright: ignore[reportOptionalMemberAccess]
-
-    def time(self, recipe: Recipe) -> Timing:
-        """The timing of `recipe`, as the mean over the processes."""
-        question = json.dumps(recipe.model_dump(mode="json")) + "\n"
-        for member in self.members:
-            assert member.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # `_answer` raises the error
-                member.stdin.write(question)
-                member.stdin.flush()
-        answers = [self._answer(member) for member in self.members]
-        for answer in answers:
-            if "error" in answer:
-                raise ValueError(answer["error"])
-        means = {
-            name: statistics.fmean(float(answer[name]) for answer in answers)
-            for name in ("start", "step", "test")
-        }
-        return Timing(**means, steps=answers[0]["steps"])
-
-    def _answer(self, member: subprocess.Popen[str]) -> Mapping[str, Any]:
-        assert member.stdout is not None
-        line = member.stdout.readline()
-        if not line:
-            raise ValueError(
-                "Expected to time a training step, but got a process that ended with code "
-                f"{member.wait()}; it may have run out of memory."
-            )
-        return json.loads(line)
-
-
-def _answers() -> Iterator[Mapping[str, Any]]:
-    yield {}  # ready
-    for line in sys.stdin:
-        try:
-            yield asdict(measure(Recipe.model_validate_json(line)))
-        except Exception as error:
-            yield {"error": str(error) or type(error).__name__}
-
-
-if __name__ == "__main__":
-    for answer in _answers():
-        print(json.dumps(answer), flush=True)

@@ -99,7 +99,7 @@ def open_trained(source: Path, data_dir: str | None = None) -> Trained:
             f"Expected {str(source)!r} to be a finished run, but got an unfinished one; continue "
             f"it with `powergrad train {source}`, or export one of its checkpoint/ files."
         )
-    if result is not None and result["diverged"]:
+    if result is not None and result.about["diverged"]:
         raise RunError(f"Expected a run that converged, but got a diverged one, {run.folder!s}.")
     if path.suffix == ".pt" and recipe.train.ema is not None:
         raise RunError(
@@ -109,7 +109,7 @@ def open_trained(source: Path, data_dir: str | None = None) -> Trained:
     alpha: float | None = recipe.loss.alpha
     if recipe.loss.alpha_schedule != "constant":
         is_final = path.name == "model.safetensors"
-        alpha = result["alpha"] if is_final and result is not None else None
+        alpha = result.about["alpha"] if is_final and result is not None else None
     return Trained(run, path, recipe, alpha)
 
 

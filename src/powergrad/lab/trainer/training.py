@@ -22,9 +22,10 @@ from powergrad.lab.signals import Interrupted, watching_signals
 from powergrad.lab.trainer.processes import Processes, join_processes
 from powergrad.lab.trainer.progress import Progress, Row, Silent
 from powergrad.lab.trainer.recipe import Recipe
-from powergrad.lab.trainer.run_folder import Run, RunError
+from powergrad.lab.trainer.run_folder import Result, Run, RunError
 from powergrad.lab.trainer.session import Session
 
+ABOUT = ("epoch", "lr", "alpha", "loss_scale")  # the columns of metrics.csv that are no metrics
 KEPT_LOGITS = 5_000_000  # the outputs of the last test are kept up to this many numbers
 
 
@@ -93,8 +94,10 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
         run.save_weights("model.safetensors", session.weights())
         if outputs["logits"].numel() <= KEPT_LOGITS:
             run.save_weights("test.safetensors", outputs)
-        ended = {"diverged": session.diverged, "steps": session.step, "classes": len(data.classes)}
-        run.finish({**ended, **row})
+        about = {"diverged": session.diverged, "steps": session.step, "classes": len(data.classes)}
+        about |= {name: row.get(name) for name in ABOUT}
+        metrics = {name: row[name] for name in row if name not in (*ABOUT, "step")}
+        run.finish(Result(metrics=metrics, about=about))
         progress.end(row)
 
 

@@ -3,66 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self, override
 
 from powergrad.lab.data import folder_fingerprint
-from powergrad.lab.jobs.job import Changes, Job, Program
+from powergrad.lab.runs.program import Changes, Job, Program
 from powergrad.lab.trainer.recipe import Recipe, RecipeError
-from powergrad.lab.trainer.run_folder import Run
+from powergrad.lab.trainer.run_folder import Result, Run
 from powergrad.lab.trainer.training import train
 from powergrad.lab.words import slug
 
 
-@dataclass(frozen=True)
-class RecipeJob(Job):
-    """The training of one recipe."""
-
-    recipe: Recipe
-
-    @override
-    def execute(self, folder: Path) -> dict[str, Any]:
-        result = train(self.recipe, folder / self.name).result()
-        assert result is not None  # train returns finished runs
-        return result
-
-    @override
-    def progress(self, folder: Path) -> float:
-        rows = Run(folder / self.name).metrics()
-        return (rows[-1]["epoch"] or 0) / self.recipe.train.epochs if rows else 0.0
-
-    @override
-    def to_dict(self) -> dict[str, Any]:
-        recipe = self.recipe.model_dump(mode="json")
-        return {"kind": "recipe", "name": self.name, "recipe": recipe}
-
-    @classmethod
-    @override
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        return cls(values["name"], Recipe.model_validate(values["recipe"]))
-
-
-@dataclass(frozen=True)
 class RecipeProgram(Program):
-    """A recipe that every arm changes.
-
-    Attributes:
-        base: The recipe.
-        fingerprint: The fingerprint of a folder of images; runs with changed data are not reused.
-    """
+    """A recipe that every arm changes; the fingerprint is that of a folder of images."""
 
     hold_out: ClassVar[float] = 0.2
-
+    kind: Literal["recipe"] = "recipe"
     base: Recipe
-    fingerprint: str = ""
 
     @classmethod
     def of(cls, base: Recipe) -> Self:
         """The program of a recipe, with the current fingerprint of its data."""
-        return cls(base, folder_fingerprint(base))
+        return cls(base=base, fingerprint=folder_fingerprint(base))
 
     @property
     @override
@@ -89,10 +53,22 @@ class RecipeProgram(Program):
         return self.base.override({**changes, "seed": seed})
 
     @override
-    def job(self, arm: str, changes: Changes, seed: int) -> RecipeJob:
-        recipe = self.recipe(changes, seed)
+    def job(self, arm: str, changes: Changes, seed: int) -> Job:
+        key = self.recipe(changes, seed).key
         data = f"-{self.fingerprint.partition(':')[2][:8]}" if self.fingerprint else ""
-        return RecipeJob(f"{slug(arm)[:40]}-seed{seed}-{recipe.key}{data}", recipe)
+        return Job(f"{slug(arm)[:40]}-seed{seed}-{key}{data}", arm, seed, changes, self)
+
+    @override
+    def execute(self, job: Job, folder: Path) -> Result:
+        result = train(self.recipe(job.changes, job.seed), folder / job.name).result()
+        assert result is not None  # train returns finished runs
+        return result
+
+    @override
+    def progress(self, job: Job, folder: Path) -> float:
+        rows = Run(folder / job.name).metrics()
+        epochs = job.changes.get("train.epochs", self.base.train.epochs)
+        return (rows[-1]["epoch"] or 0) / epochs if rows else 0.0
 
     @override
     def alpha(self, changes: Changes) -> float:
@@ -147,15 +123,5 @@ class RecipeProgram(Program):
         return {**changes, "data.hold_out": self.hold_out}
 
     @override
-    def to_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = {
-            "base": self.base.model_dump(mode="json", exclude={"machine", "seed"})
-        }
-        if self.fingerprint:
-            values["data_fingerprint"] = self.fingerprint
-        return values
-
-    @classmethod
-    @override
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        return cls(Recipe.model_validate(values["base"]), values.get("data_fingerprint", ""))
+    def public(self) -> RecipeProgram:
+        return self.model_copy(update={"base": self.base.without_paths()})

@@ -19,20 +19,20 @@ import string
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self, override
 
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import write_json
-from powergrad.lab.jobs.job import Changes, Job, Program, RunFailed
-from powergrad.lab.jobs.process import describe_exit, end_leftovers, last_lines, run_process
-from powergrad.lab.jobs.sources import Missing, Sources
+from powergrad.lab.runs.process import describe_exit, end_leftovers, last_lines, run_process
+from powergrad.lab.runs.program import Changes, Job, Program, RunFailed
+from powergrad.lab.runs.sources import Missing, Sources
 from powergrad.lab.trainer.recipe import RecipeError
-from powergrad.lab.trainer.run_folder import Run
+from powergrad.lab.trainer.run_folder import Result, Run
 from powergrad.lab.words import did_you_mean, slug
 from powergrad.reporting import VARIABLE
 
@@ -82,16 +82,10 @@ def _quoted(token: str) -> str:
 
 @dataclass(frozen=True)
 class _Parts:
-    """A command that can run under ``powergrad run``.
+    """A command that can run under ``powergrad run``."""
 
-    Attributes:
-        before: The part before ``-m powergrad run``: the interpreter or torchrun, with options.
-        program: The part after it: the script or module with its arguments.
-        is_distributed: Whether it is run by torchrun.
-    """
-
-    before: tuple[str, ...]
-    program: tuple[str, ...]
+    before: tuple[str, ...]  # the interpreter or torchrun, with options
+    program: tuple[str, ...]  # the script or module with its arguments
     is_distributed: bool = False
 
     @classmethod
@@ -138,133 +132,22 @@ class _Parts:
         return named[0] if named else ""
 
 
-# One run ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CommandJob(Job):
-    """One run of a command.
-
-    Attributes:
-        command: Program and arguments, with placeholders.
-        values: The values of the placeholders, except ``{out}``, which differs between machines.
-        options: The options of ``powergrad run``; None if the command cannot run under it.
-        sources: The sources of its metrics.
-    """
-
-    is_foreign: ClassVar[bool] = True
-    command: tuple[str, ...]
-    values: Mapping[str, Any]
-    options: tuple[str, ...] | None
-    sources: Sources
-
-    @override
-    def execute(self, folder: Path) -> dict[str, Any]:
-        run = Run(folder.resolve() / self.name)
-        with run.hold():
-            result = run.result()
-            if result is None:
-                result = self._execute(run)
-                run.finish(result)
-        return result
-
-    def _execute(self, run: Run) -> dict[str, Any]:
-        report, output = run.folder / "report.json", run.folder / "output.txt"
-        summary, out = run.folder / "powergrad.json", run.folder / "out"
-        end_leftovers(VARIABLE, str(report))  # from a worker that was killed
-        run.clear()
-        out.mkdir()
-        fill = partial(_fill, values={**self.values, "out": str(out)})
-        command = [fill(token) for token in self.command]
-        if self.options is not None:
-            parts = _Parts.of(command)
-            assert parts is not None
-            command = parts.altered([*self.options, "--json", str(summary)])
-        described = describe_machine() | {"command": shlex.join(command)}
-        write_json(run.folder / "environment.json", described)
-        began = time.monotonic()
-        own = {VARIABLE: str(report), "PYTHONUNBUFFERED": "1"}
-        code = run_process(command, output, own)
-        seconds = time.monotonic() - began
-        about = self._check_altered(code, summary)
-        tail = f"The last lines of {output}:\n{last_lines(output)}"
-        if code:
-            raise RunFailed(f"{describe_exit(code)}. {tail}")
-        try:
-            metrics = self.sources.read(output, report, out, fill)
-        except (Missing, RecipeError) as error:
-            raise RunFailed(f"{error} {tail}") from None
-        return {**metrics, **about, "seconds": round(seconds, 3)}
-
-    def _check_altered(self, code: int, path: Path) -> dict[str, Any]:
-        """The first loss and the optimizers, from the summary of ``powergrad run``."""
-        if self.options is None:
-            return {}
-        summary = json.loads(path.read_text()) if path.is_file() else None
-        if code and summary and summary["problems"]:  # torchrun has its own exit code
-            problems = " ".join(summary["problems"])
-            raise RunFailed(f"the program was not altered as requested: {problems}", stops=True)
-        if code == 0 and summary is None and self.options:
-            raise RunFailed(
-                "the program ended without a summary of `powergrad run` (with os._exit or exec), "
-                "so it is not known whether it was altered.",
-                stops=True,
-            )
-        if summary is None:
-            return {}
-        loss = summary["first_loss"]
-        optimizers = [optimizer["class"] for optimizer in summary["optimizers"]]
-        return {"optimizers": optimizers, **({} if loss is None else {"first_loss": loss})}
-
-    @override
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": "command",
-            "name": self.name,
-            "command": list(self.command),
-            "values": dict(self.values),
-            "options": None if self.options is None else list(self.options),
-            "sources": self.sources.to_dict(),
-        }
-
-    @classmethod
-    @override
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        options = values["options"]
-        return cls(
-            values["name"],
-            tuple(values["command"]),
-            values["values"],
-            None if options is None else tuple(options),
-            Sources.from_dict(values["sources"]),
-        )
-
-
 # The program --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class CommandProgram(Program):
     """A command that each arm runs with its own options of ``powergrad run``, or its own flags.
 
     The changes of an arm are options of ``powergrad run`` (``--alpha``), flags that are added to
-    the command (`FLAGS`), and values of tuned placeholders.
-
-    Attributes:
-        command: Program and arguments, with placeholders.
-        sources: The sources of its metrics.
-        head: The name of the head, if ``powergrad run`` cannot find it.
-        tuned: The tuned placeholders.
-        fingerprint: The fingerprint of the script; runs of a changed script are not reused.
+    the command (`FLAGS`), and values of tuned placeholders. The fingerprint is that of the script.
     """
 
     is_foreign: ClassVar[bool] = True
-
+    kind: Literal["command"] = "command"
     command: tuple[str, ...]
-    sources: Sources = field(default_factory=Sources)
-    head: str | None = None
-    tuned: tuple[str, ...] = ()
-    fingerprint: str = ""
+    sources: Sources = Sources()
+    head: str | None = None  # the name of the head, if ``powergrad run`` cannot find it
+    tuned: tuple[str, ...] = ()  # the tuned placeholders
 
     @classmethod
     def of(
@@ -290,7 +173,13 @@ class CommandProgram(Program):
                     f"Expected a script after `--`, but got {parts.script!r}: {error.strerror}."
                 ) from None
             fingerprint = f"sha256:{hashlib.sha256(content).hexdigest()}"
-        program = cls(tuple(command), sources, head, tuple(tuned), fingerprint)
+        program = cls(
+            command=tuple(command),
+            sources=sources,
+            head=head,
+            tuned=tuple(tuned),
+            fingerprint=fingerprint,
+        )
         if "seed" not in placeholders(command):
             raise RecipeError(
                 "Expected the placeholder {seed} in the command, such as `-- python train.py "
@@ -321,17 +210,10 @@ class CommandProgram(Program):
         return self.parts is not None and self.parts.is_distributed
 
     @property
-    def _places(self) -> dict[str, Any]:
-        """The sources of metrics, without the metrics that are compared."""
-        return {name: value for name, value in self.sources.to_dict().items() if name != "wanted"}
-
-    @property
     @override
     def key(self) -> str:
-        values = {
-            name: value for name, value in self.to_dict().items() if "fingerprint" not in name
-        }
-        return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+        values = self.model_dump_json(exclude={"fingerprint": True, "sources": {"wanted"}})
+        return hashlib.sha256(values.encode()).hexdigest()
 
     @property
     @override
@@ -350,20 +232,64 @@ class CommandProgram(Program):
         return f"{self.parts.script if self.parts else 'The script'} has changed"
 
     @override
-    def job(self, arm: str, changes: Changes, seed: int) -> CommandJob:
-        command = (*self.command, *changes.get(FLAGS, ()))
-        tuned = {name: value for name, value in changes.items() if not _is_of_arm(name)}
-        values = {"seed": seed, "arm": arm, **tuned}
-        options: tuple[str, ...] | None = None
-        if self.parts is not None:
-            given = {name: value for name, value in changes.items() if name.startswith("--")}
-            needs_head = given.keys() & {"--agc", "--head-lr-scale"}
-            head = {"--head": self.head} if self.head and needs_head else {}
-            options = tuple(str(t) for pair in {**given, **head}.items() for t in pair)
-        identity = json.dumps([arm, command, tuned, options, self._places, self.fingerprint])
+    def job(self, arm: str, changes: Changes, seed: int) -> Job:
+        command, values, options = self._resolve(arm, changes, seed)
+        places = self.sources.model_dump(exclude={"wanted"})
+        del values["seed"]
+        identity = json.dumps([command, values, options, places, self.fingerprint])
         digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
-        name = f"{slug(arm)[:40]}-seed{seed}-{digest}"
-        return CommandJob(name, command, values, options, self.sources)
+        return Job(f"{slug(arm)[:40]}-seed{seed}-{digest}", arm, seed, changes, self)
+
+    def _resolve(
+        self, arm: str, changes: Changes, seed: int
+    ) -> tuple[list[str], dict[str, Any], list[str] | None]:
+        """The command, its placeholders, and the options of ``powergrad run`` if it can be used."""
+        command = [*self.command, *changes.get(FLAGS, ())]
+        tuned = {k: v for k, v in changes.items() if k != FLAGS and not k.startswith("--")}
+        given = {k: v for k, v in changes.items() if k.startswith("--")}
+        if self.head and given.keys() & {"--agc", "--head-lr-scale"}:
+            given["--head"] = self.head
+        options = [str(token) for pair in given.items() for token in pair]
+        values = {"seed": seed, "arm": arm, **tuned}
+        return command, values, options if self.parts is not None else None
+
+    @override
+    def execute(self, job: Job, folder: Path) -> Result:
+        run = Run(folder.resolve() / job.name)
+        with run.hold():
+            result = run.result()
+            if result is None:
+                result = self._execute(job, run)
+                run.finish(result)
+        return result
+
+    def _execute(self, job: Job, run: Run) -> Result:
+        report, output = run.folder / "report.json", run.folder / "output.txt"
+        summary, out = run.folder / "powergrad.json", run.folder / "out"
+        end_leftovers(VARIABLE, str(report))  # from a worker that was killed
+        run.clear()
+        out.mkdir()
+        command, values, options = self._resolve(job.arm, job.changes, job.seed)
+        fill = partial(_fill, values={**values, "out": str(out)})
+        command = [fill(token) for token in command]
+        if options is not None:
+            parts = _Parts.of(command)
+            assert parts is not None
+            command = parts.altered([*options, "--json", str(summary)])
+        described = describe_machine() | {"command": shlex.join(command)}
+        write_json(run.folder / "environment.json", described)
+        began = time.monotonic()
+        code = run_process(command, output, {VARIABLE: str(report), "PYTHONUNBUFFERED": "1"})
+        seconds = round(time.monotonic() - began, 3)
+        about = {} if options is None else _check_altered(code, summary, is_altered=bool(options))
+        tail = f"The last lines of {output}:\n{last_lines(output)}"
+        if code:
+            raise RunFailed(f"{describe_exit(code)}. {tail}")
+        try:
+            metrics = self.sources.read(output, report, out, fill)
+        except Missing as error:
+            raise RunFailed(f"{error} {tail}") from None
+        return Result(metrics={"seconds": seconds, **metrics}, about=about)
 
     @override
     def alpha(self, changes: Changes) -> float:
@@ -373,16 +299,15 @@ class CommandProgram(Program):
     def check_arms(self, arms: Mapping[str, Changes]) -> None:
         arm_by_run: dict[str, str] = {}
         for arm, changes in arms.items():
-            job = self.job("", changes, 0)
             if any(name.startswith("--") for name in changes) and self.parts is None:
                 raise RecipeError(
                     f"Expected a command that starts with python, a .py file or torchrun, because "
                     f"the arm {arm!r} alters gradients, but got {self.title!r}. Arms that only add "
                     'flags, such as --arm "wide: --width 64", work with every command.'
                 )
-            names = placeholders(job.command)
+            names = placeholders([*self.command, *changes.get(FLAGS, ())])
             self._check_placeholders(names)
-            other = arm_by_run.setdefault(job.name, arm)
+            other = arm_by_run.setdefault(self.job("", changes, 0).name, arm)
             if other != arm and "arm" not in names:
                 raise RecipeError(
                     f"Expected arms that differ, but got {other!r} and {arm!r}, which are the same "
@@ -405,30 +330,20 @@ class CommandProgram(Program):
                     f"{{{name}}}, but got only {', '.join(keys)}."
                 )
 
-    @override
-    def to_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = {
-            "program": "command",
-            "command": list(self.command),
-            "metrics": self._places,
-            "head": self.head,
-            "placeholders": list(self.tuned),
-        }
-        if self.fingerprint:
-            values["data_fingerprint"] = self.fingerprint
-        return values
 
-    @classmethod
-    @override
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        return cls(
-            tuple(values["command"]),
-            Sources.from_dict(values["metrics"]),
-            values["head"],
-            tuple(values["placeholders"]),
-            values.get("data_fingerprint", ""),
+def _check_altered(code: int, path: Path, *, is_altered: bool) -> dict[str, Any]:
+    """The first loss and the optimizers, from the summary of ``powergrad run``."""
+    summary = json.loads(path.read_text()) if path.is_file() else None
+    if code and summary and summary["problems"]:  # torchrun has its own exit code
+        problems = " ".join(summary["problems"])
+        raise RunFailed(f"the program was not altered as requested: {problems}", stops=True)
+    if code == 0 and summary is None and is_altered:
+        raise RunFailed(
+            "the program ended without a summary of `powergrad run` (with os._exit or exec), "
+            "so it is not known whether it was altered.",
+            stops=True,
         )
-
-
-def _is_of_arm(name: str) -> bool:
-    return name == FLAGS or name.startswith("--")
+    if summary is None:
+        return {}
+    optimizers = [optimizer["class"] for optimizer in summary["optimizers"]]
+    return {"optimizers": optimizers, "first_loss": summary["first_loss"]}

@@ -6,14 +6,12 @@ import html
 import json
 import math
 import os
-import re
 import shutil
 import statistics
 import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +19,18 @@ from typing import Any
 from typing_extensions import override
 
 from powergrad.lab.figures import draw_study
-from powergrad.lab.jobs import FunctionProgram
-from powergrad.lab.jobs.devices import default_workers, visible_devices, worker_environments
-from powergrad.lab.jobs.function import place_of
-from powergrad.lab.jobs.queue import InlineQueue, JobQueue
+from powergrad.lab.preflight import Plan, say
 from powergrad.lab.report import write_report
+from powergrad.lab.runs import FunctionProgram
+from powergrad.lab.runs.devices import default_workers, visible_devices, worker_environments
+from powergrad.lab.runs.pool import InlinePool, Pool
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.stats import Comparison, Design, parse_runs, signed, span
-from powergrad.lab.study import Execution, Metric, Results, Study, StudyKind, run_study
-from powergrad.lab.study.first import announce, run_first
+from powergrad.lab.study import Execution, Metric, Results, Study, run_study, save
+from powergrad.lab.study.execute import run_first
+from powergrad.lab.study.metrics import choose_metric
+from powergrad.lab.study.notes import notes, verdict
 from powergrad.lab.terminal import Watch, describe_results
-from powergrad.lab.trainer.recipe import RecipeError
 
 WORKER = "POWERGRAD_WORKER"  # set in processes that import `train`
 
@@ -49,7 +48,7 @@ class Compared:
     @property
     def verdict(self) -> str:
         """The conclusion, in one sentence."""
-        return self.results.verdict()
+        return verdict(self.results)
 
     @property
     def comparisons(self) -> Sequence[Comparison]:
@@ -77,26 +76,21 @@ class Compared:
                 cells += ["", "", ""]
             lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
         table = "".join(f"<tr>{line}</tr>" for line in lines)
-        texts = [self.verdict, *(c.sentence for c in self.comparisons), *results.notes()]
+        texts = [self.verdict, *(c.sentence for c in self.comparisons), *notes(results)]
         paragraphs = "".join(f"<p>{html.escape(text)}</p>" for text in texts)
         return f"<table>{table}</table>{paragraphs}"
 
     def to_frame(self) -> Any:
         """A pandas DataFrame with one row per run: arm, seed and the final metrics."""
-        try:
-            import pandas  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError(
-                f"Expected pandas to be installed for `to_frame` (pip install pandas), but got: "
-                f"{error}."
-            ) from None
-        return pandas.DataFrame([row.to_dict() for row in self.results.rows])
+        import pandas as pd  # slow to import
+
+        return pd.DataFrame([row.flat() for row in self.results.rows])
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write study.csv, study.json, study.png and report.html; return the path of the page."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        self.results.save(path)
+        save(self.results, path)
         draw_study(self.results, path / "study.png", f"{path.name}: {len(self.results.rows)} runs")
         return write_report([self.results], path / "report.html")
 
@@ -132,11 +126,11 @@ def compare_function(
         raise ValueError(f"Expected `out` to be given with `name`, but got only {name!r}.")
     program = FunctionProgram.of(train, metric or "metric")
     study = Study(
-        StudyKind.COMPARE,
+        "compare",
         program,
         _settings(arms),
         Design(parse_runs(seeds)),
-        Metric(metric or "metric", True, "", 1.0),
+        Metric(name=metric or "metric", higher_is_better=True, unit="", margin=1.0),
         1.0,
         first_seed,
     )
@@ -149,8 +143,6 @@ def compare_function(
             shutil.rmtree(place, ignore_errors=True)
         if isinstance(error, Interrupted):
             raise KeyboardInterrupt(str(error)) from None
-        if isinstance(error, RecipeError):  # its message names the options of the command
-            raise ValueError(re.sub(r"--([a-z]+)", r"`\1`", str(error))) from None
         raise
     if out is None:  # the page can be saved as long as the object exists
         weakref.finalize(compared, shutil.rmtree, place, ignore_errors=True)
@@ -200,21 +192,21 @@ def _run(
         for variables in worker_environments(count, devices, threads)
     ]
     assert isinstance(study.program, FunctionProgram)
-    assert study.program.function is not None
-    queue: AbstractContextManager[JobQueue]
-    if place_of(study.program.function) is None:
-        count, queue = 1, InlineQueue(folder)
+    if study.program.function is not None:  # other processes cannot import it
+        pool = InlinePool(folder)
     else:
-        queue = Execution(count, Watch, environments=environments).queue(folder, study)
-    with queue as opened:
-        execution = Execution(count, Watch, opened=opened)
-        first = run_first(study, None, folder, execution)
-        if metric is None and better is None and "metric" in first.repeated[0]:
+        pool = Pool(folder, workers=count, environments=environments)
+    with pool:
+        execution = Execution(pool, Watch)
+        first = run_first(study, None, execution)
+        if metric is None and better is None and "metric" in first[0].metrics:
             raise ValueError(
                 "Expected `metric`, the name of the number that `train` returns, such as "
                 "'accuracy' or 'loss', but got none; the name shows whether higher is better."
             )
-        chosen = first.metric(metric, margin=margin, better=better)
+        runs = [row.metrics for row in first]
+        chosen = choose_metric(runs, metric, margin=margin, better=better)
         study = replace(study, metric=chosen, margin=chosen.margin)
-        print(announce(study, None, first.seconds, count), file=sys.stderr)
-        return run_study(study, folder, execution, repeated=first.repeated)
+        seconds = max(run["seconds"] for run in runs)
+        say(Plan.of(study, None, pool.workers).announce(seconds))
+        return run_study(study, folder, execution, repeated=first)

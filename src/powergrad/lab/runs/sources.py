@@ -5,44 +5,32 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import Self
 
-from powergrad.lab.jobs.process import lines_of
+from powergrad.lab.runs.process import lines_of
+from powergrad.lab.runs.program import Record
 from powergrad.lab.trainer.recipe import RecipeError
-
-# Columns of study.csv that are not metrics of the program.
-RESERVED = frozenset(
-    (
-        *("arm", "seed", "run", "commit", "repeat", "elsewhere", "phase", "format"),
-        *("diverged", "failed", "seconds", "first_loss", "optimizers"),
-    )
-)
 
 
 class Missing(Exception):  # noqa: N818
     """A metric was not found."""
 
 
-@dataclass(frozen=True)
-class Sources:
+class Sources(Record):
     """The sources of metrics, in addition to ``powergrad.report``.
 
-    Attributes:
-        regexes: Regular expressions for lines of the output, with the name of the metric if they
-            have no named groups; the last match counts.
-        files: The name of a metric, a file, and a key in it: the dotted path in a JSON file, or the
-            column of a CSV, whose last row counts.
-        wanted: The metrics that every run must have.
+    A regular expression is applied to the lines of the output, and its last match counts; its name
+    is that of the metric if it has no named groups. A file is the name of a metric, a path, and a
+    dotted key in JSON or a column of a CSV, whose last row counts.
     """
 
     regexes: tuple[tuple[str, str], ...] = ()
     files: tuple[tuple[str, str, str], ...] = ()
-    wanted: tuple[str, ...] = ()
+    wanted: tuple[str, ...] = ()  # the metrics that every run must have
 
     @classmethod
     def parse(
@@ -69,11 +57,10 @@ class Sources:
         known += [name for _, regex in compiled for name in regex.groupindex]
         known += [name for name, _, _ in placed]
         for name in known:
-            check_metrics([name])
             if known.count(name) > 1:
                 raise RecipeError(f"Expected each metric once, but got {name!r} from two sources.")
         wanted = tuple(dict.fromkeys(name for name in (metric, tune_metric) if name))
-        return cls(tuple(named), tuple(placed), wanted)
+        return cls(regexes=tuple(named), files=tuple(placed), wanted=wanted)
 
     @property
     def names(self) -> list[str]:
@@ -92,7 +79,6 @@ class Sources:
         metrics = _reported(report) | self._matched(output)
         for name, path, key in self.files:
             metrics[name] = _of_file(out / fill(path), key)
-        check_metrics(metrics)
         for name in self.wanted:
             if name not in metrics:
                 listed = ", ".join(map(repr, metrics)) or "none"
@@ -127,33 +113,6 @@ class Sources:
                 if text is not None:
                     metrics[group] = _number(text, f"--metric-regex {regex.pattern!r}")
         return metrics
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            "regexes": [list(pair) for pair in self.regexes],
-            "files": [list(triple) for triple in self.files],
-            "wanted": list(self.wanted),
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of :meth:`to_dict`."""
-        return cls(
-            tuple((name, text) for name, text in values["regexes"]),
-            tuple((name, path, key) for name, path, key in values["files"]),
-            tuple(values.get("wanted", ())),
-        )
-
-
-def check_metrics(names: Sequence[str] | Mapping[str, Any]) -> None:
-    """Check the names of metrics."""
-    for name in names:
-        if name in RESERVED:
-            raise RecipeError(
-                f"Expected the name of a metric not to be reserved, but got {name!r}; use another "
-                "name."
-            )
 
 
 def _compile(text: str) -> re.Pattern[str]:

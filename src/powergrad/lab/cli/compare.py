@@ -1,0 +1,207 @@
+"""``powergrad compare``: does a change help?"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from powergrad.lab.cli.common import (
+    Declined,
+    Overrides,
+    RecipeName,
+    recipe_and_overrides,
+    show_keys,
+    stopped,
+)
+from powergrad.lab.cli.conclude import compare_table, tune_and_run
+from powergrad.lab.cli.options import (
+    ProgramOptions,
+    StudyOptions,
+    TableOptions,
+    TuneOptions,
+    prepare,
+)
+from powergrad.lab.preflight import Plan, parse_budget, say
+from powergrad.lab.runs import CommandProgram, RecipeProgram
+from powergrad.lab.runs.commands import OWN, placeholders
+from powergrad.lab.runs.sources import Sources
+from powergrad.lab.signals import Interrupted
+from powergrad.lab.study import Execution
+from powergrad.lab.study.arms import arms_of, command_arms, head_exponent, parse_grid
+from powergrad.lab.study.execute import run_first
+from powergrad.lab.study.metrics import choose_metric, guess_metric
+from powergrad.lab.terminal import Watch
+from powergrad.lab.trainer.recipe import load_recipe, parse_overrides
+
+_OPTIONS = StudyOptions()
+_TUNE = TuneOptions()
+_PROGRAM = ProgramOptions()
+_TABLE = TableOptions()
+ARMS = "baseline,pgt,head-lr,agc+pgt"
+ARMS_OF_PROGRAM = "baseline,pgt"  # possible for every program with a cross-entropy
+
+
+def compare(
+    recipe: RecipeName = None,
+    *overrides: Overrides,
+    arms: str | None = None,
+    arm: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    alpha: str = "0.25",
+    command: Annotated[tuple[str, ...], Parameter(negative="", show=False)] = (),
+    program: ProgramOptions = _PROGRAM,
+    table: TableOptions = _TABLE,
+    tuning: TuneOptions = _TUNE,
+    options: StudyOptions = _OPTIONS,
+) -> int:
+    """Find out whether PGT helps: run several arms over the same seeds and give a verdict.
+
+    For your own program: `powergrad compare [OPTIONS] -- python train.py --seed {seed}`. It runs
+    unmodified, once per arm and seed. {seed}, {arm}, {out} (a folder for the run) and every key of
+    --tune are replaced by their values; write {{ and }} for braces.
+
+    Starting the same comparison again runs only what is missing.
+
+    Args:
+        recipe: The name of a recipe, or a YAML file. The default depends on data.name: images for
+            folder:PATH, otherwise the recipe with the name of the data, or digits.
+        overrides: Overrides of the recipe, for all arms.
+        arms: The arms, separated by commas; methods can be combined with +. The methods are
+            baseline, pgt, gc, agc, label-smoothing, less-decay (alpha times the weight decay,
+            without PGT) and head-lr (the learning rates of head and backbone in the same ratio as
+            with PGT, without PGT). All others are compared with the first. By default
+            baseline,pgt,head-lr,agc+pgt; for your own program baseline,pgt (there,
+            label-smoothing is not available).
+        arm: One more arm, such as "name: key=value, key=value"; may be repeated. For your own
+            program: "name: --flag value", or "name: pgt --flag value".
+        alpha: The alpha of pgt, less-decay and head-lr. Several values, separated by commas, give
+            one arm each.
+        command: The program and its arguments.
+        program: Your own program.
+        table: The comparison of runs made elsewhere.
+        tuning: The tuning of the arms.
+        options: The options of every study.
+    """
+    if table.from_ is not None:
+        kept = replace(_OPTIONS, metric=options.metric, margin=options.margin)
+        kept = replace(kept, out=options.out, name=options.name)
+        rest = (recipe, overrides, arms, arm, alpha, command, program, tuning, options)
+        if rest != (None, (), None, (), "0.25", (), _PROGRAM, _TUNE, kept):
+            raise ValueError(
+                "Expected --from only with --metric, --margin, --better, --baseline, --columns, "
+                "--out and --name, but got options for new runs."
+            )
+        return compare_table(table, options)
+    table.check_unused(has_program=bool(command))
+    texts = [name.strip() for name in (arms or "").split(",") if name.strip()]
+    alphas = [float(value) for value in parse_grid([f"alpha={alpha}"]).values["loss.alpha"]]
+    try:
+        if command:
+            if recipe is not None or overrides or options.keys:
+                got = recipe or next(iter(overrides), "--keys")
+                raise ValueError(f"Expected a recipe or a program, but got {got!r} and a program.")
+            texts = [*(texts or ARMS_OF_PROGRAM.split(",")), *arm]
+            _compare_program(command, texts, alphas, table.better, program, tuning, options)
+            return 0
+        program.check_unused()
+        name, typed = recipe_and_overrides(recipe, overrides, compare)
+        if options.keys:
+            return show_keys(load_recipe(name, parse_overrides(typed)))
+        tuned, changes = tuning.split()
+        base = options.base(name, [*typed, *changes])
+        all_arms = arms_of([*(texts or ARMS.split(",")), *arm], base, alphas)
+        repeats = tuning.repeats
+        study = options.study(
+            "compare", RecipeProgram.of(base), all_arms if not tuned else {}, repeats
+        )
+        tuner = tuning.tuner(study, all_arms, tuned) if tuned else None
+        given = {*parse_overrides([*typed, *changes]), *(tuner.space.keys if tuner else ())}
+        with prepare(tuner.study if tuner else study, tuner, options, given) as ready:
+            tune_and_run(
+                ready.study, ready.tuner, ready.folder, ready.execution, remarks=ready.remarks
+            )
+    except (Interrupted, Declined) as reason:
+        return stopped(reason)
+    return 0
+
+
+def _compare_program(
+    command: Sequence[str],
+    texts: Sequence[str],
+    alphas: Sequence[float],
+    better: str | None,
+    given: ProgramOptions,
+    tuning: TuneOptions,
+    options: StudyOptions,
+) -> None:
+    """Compare the arms of a user's program."""
+    tuned, changes = tuning.split()
+    if changes:
+        raise ValueError(
+            "Expected --tune with several values or a range, such as lr=0.1,0.2, but got "
+            f"{changes[0]!r}."
+        )
+    _check_tune_metric(given.tune_metric, options.metric, bool(tuned))
+    # A program has no keys that could be chosen to fit into the time.
+    budget = math.inf if options.budget is None else parse_budget(options.budget)
+    deadline = time.monotonic() + budget
+    sources = Sources.parse(
+        given.metric_regex, given.metric_file, options.metric, given.tune_metric
+    )
+    keys = [part.partition("=")[0] for text in tuned for part in text.rpartition(": ")[2].split()]
+    program = CommandProgram.of(command, sources, head=given.head, tuned=dict.fromkeys(keys))
+    if given.agc is not None and not given.agc > 0:
+        raise ValueError(f"Expected `--agc` to be above 0, but got {given.agc:g}.")
+    arms = command_arms(texts, alphas, agc=given.agc)
+    study = options.study("compare", program, arms, tuning.repeats)
+    usual = [name for name in sources.names if name != given.tune_metric]
+    known = options.metric or (usual[0] if len(usual) == 1 else None)
+    if known is not None:  # raises before any run if an option is missing
+        guess_metric(known, [100.0], margin=options.margin, better=better)
+    tuner = None
+    if given.tune_metric is not None:
+        judging = guess_metric(given.tune_metric, [], margin=1.0, better=None)
+        tuner = tuning.tuner(study, arms, tuned, judging)
+        study = tuner.study
+    elif names := [n for n in placeholders(command) if n not in OWN]:
+        raise ValueError(
+            f"Expected --tune for {names[0]!r}, because the command has {{{names[0]}}}, but got "
+            "none."
+        )
+    folder = options.free_folder(study)
+    with options.pool(folder, program) as pool:
+        execution = Execution(pool, Watch)
+        first = run_first(study, tuner, execution)
+        pool.deadline = deadline  # only now, because the time of a run must be known
+        if any("--head-lr-scale" in changes for changes in arms.values()):
+            exponent = head_exponent(first[0].about.get("optimizers", []))
+            arms = command_arms(texts, alphas, exponent=exponent, agc=given.agc)
+        metric = choose_metric(
+            [row.metrics for row in first], known, usual, margin=options.margin, better=better
+        )
+        study = replace(study, arms=arms, metric=metric, margin=metric.margin)
+        tuner = replace(tuner, study=study) if tuner else None
+        seconds = max(row.metrics["seconds"] for row in first)
+        say(Plan.of(study, tuner, pool.workers).announce(seconds))
+        tune_and_run(study, tuner, folder, execution, repeated=first)
+
+
+def _check_tune_metric(name: str | None, compared: str | None, is_tuned: bool) -> None:
+    if is_tuned and name is None:
+        raise ValueError(
+            "Expected --tune-metric, the metric by which values are chosen, but got none; it must "
+            "be computed on validation data and differ from --metric, because test data must not "
+            "be used to choose."
+        )
+    if not is_tuned and name is not None:
+        raise ValueError(f"Expected --tune-metric only with --tune, but got {name!r}.")
+    if name is not None and (compared is None or compared == name):
+        got = "none" if compared is None else f"{compared!r} for both"
+        raise ValueError(
+            "Expected --metric to be given and to differ from --tune-metric, because the compared "
+            f"metric must not be used to choose, but got {got}."
+        )

@@ -1,0 +1,343 @@
+"""The options of studies; their texts are the help of the commands."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from powergrad.lab.cli.common import Flag, put_aside
+from powergrad.lab.preflight import (
+    Plan,
+    announcing,
+    check_disk,
+    check_recipe,
+    choose_budget,
+    count_reused,
+)
+from powergrad.lab.runs import CommandProgram, Program, RecipeProgram
+from powergrad.lab.runs.devices import default_workers, visible_devices, worker_environments
+from powergrad.lab.runs.pool import Pool
+from powergrad.lab.stats import DEFAULT, Design, parse_runs
+from powergrad.lab.study import Execution, Metric, Study, StudyKind, metric_named
+from powergrad.lab.study.execute import known_runs
+from powergrad.lab.study.space import Space, split_overrides
+from powergrad.lab.study.tuning import Map, Tuner
+from powergrad.lab.terminal import Watch
+from powergrad.lab.trainer.recipe import Recipe, flatten, load_recipe, parse_overrides
+from powergrad.lab.words import duration
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class TuneOptions:
+    """Options for the tuning of arms.
+
+    Attributes:
+        tune: Keys to tune for every arm in the same way, on held-out training data. lr=0.006:0.4
+            is a logarithmic range, lr=0.1,0.2 is a list, lr alone means five values around that of
+            the recipe; "ARM: key=..." adds a key for one arm.
+        trials: The number of points per arm and tuning; by default 6 with a range, otherwise all
+            combinations.
+        tune_seeds: The number of seeds per point; by default 4, or 1 with --repeats.
+        tune_map: With identity, the points of arms with PGT are mapped so that the backbone is
+            trained as without PGT.
+        repeats: The number of independent tunings per arm, each with its own points and seeds.
+            Their best settings are compared, so the verdict is about the methods, not about one
+            choice of values.
+    """
+
+    tune: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True)] = ()
+    trials: int | None = None
+    tune_seeds: int | None = None
+    tune_map: Map = "none"
+    repeats: str | None = None
+
+    def split(self) -> tuple[list[str], list[str]]:
+        """The keys to tune, and overrides of the recipe that follow them."""
+        tuned, changes = split_overrides(self.tune)
+        if self.tune and not tuned:
+            raise ValueError(
+                "Expected --tune with several values or a range, such as lr=0.1,0.2 or lr=0.01:1, "
+                f"but got {' '.join(self.tune)!r}."
+            )
+        given = {
+            "--trials": self.trials,
+            "--tune-seeds": self.tune_seeds,
+            "--repeats": self.repeats,
+            "--tune-map": None if self.tune_map == "none" else self.tune_map,
+        }
+        for name, value in given.items():
+            if value is not None and not tuned:
+                raise ValueError(f"Expected {name} only with --tune, but got {value!r}.")
+        return tuned, changes
+
+    def tuner(
+        self,
+        study: Study,
+        arms: Mapping[str, dict[str, Any]],
+        tuned: Sequence[str],
+        metric: Metric | None = None,
+    ) -> Tuner:
+        """The tuner of `arms` for a study, which need not have these arms yet."""
+        program, trials = study.program, self.trials
+        if isinstance(program, CommandProgram):
+            values = dict.fromkeys(program.tuned)
+            space = Space.parse(tuned, values, list(arms), trials, study.first_seed, expand=str)
+            for name, changes in arms.items():
+                program.check_tuned(name, changes, [axis.key for axis in space.axes(name)])
+        else:
+            values = dict(flatten(study.base.model_dump()))
+            space = Space.parse(tuned, values, list(arms), trials, study.first_seed)
+        seeds = (1 if self.repeats else 4) if self.tune_seeds is None else self.tune_seeds
+        tuner = Tuner(study, space, seeds, self.tune_map, metric)
+        tuned_study = replace(study, arms=dict(arms), tuned=space.keys, tuning=tuner.to_dict())
+        return replace(tuner, study=tuned_study)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class StudyOptions:
+    """The options of every study.
+
+    Attributes:
+        seeds: Runs per arm. 8..24 tests after 8, 12, 16, 20 and 24 seeds and stops an arm once it
+            is settled (better, worse or equivalent); 12 is a fixed number; 8,16,24 lists the seed
+            counts at which to test. By default 8..24, or 3 per repeat with --repeats.
+        first_seed: The first seed.
+        metric: The metric to compare, at the last epoch; by default test_accuracy. For your own
+            program: its only metric; required if there are several.
+        margin: The largest difference that does not matter to you; by default 0.5 points of
+            accuracy, 0.05 of NLL, 0.01 of ECE, 1 dead unit.
+        workers: The number of runs at a time on this machine; by default the number of cores. For
+            your own program: one per GPU, if there are GPUs.
+        threads: The number of threads per run.
+        out: The folder in which the study's folder is created.
+        name: The name of the study's folder; by default derived from its recipe.
+        cluster: The address of a Dask scheduler, such as tcp://host:8786, whose workers execute the
+            runs.
+        reuse: A study.csv of an earlier start, here or elsewhere, whose runs are not repeated.
+        budget: The time that the study may take, such as 10m, 90s or 1h30m. Image size, width,
+            epochs and seeds are chosen to fit, unless given, and no run is started that would
+            finish too late. For your own program nothing is chosen.
+        fresh: Do not reuse an earlier start; its folder is renamed.
+        yes: Do not ask whether to continue, even if the runs take long.
+        keys: List every key of the recipe, with its meaning, allowed values and default.
+    """
+
+    seeds: str | None = None
+    first_seed: int = 0
+    metric: str | None = None
+    margin: float | None = None
+    workers: int | None = None
+    threads: int = 1
+    out: Path = Path("runs")
+    name: str | None = None
+    cluster: str | None = None
+    reuse: Path | None = None
+    budget: str | None = None
+    fresh: Annotated[bool, Flag] = False
+    yes: Annotated[bool, Flag] = False
+    keys: Annotated[bool, Flag] = False
+
+    def base(self, recipe: str, overrides: Sequence[str], *, is_plain: bool = True) -> Recipe:
+        """The recipe of every run; if it must be plain, the arms set alpha."""
+        given = parse_overrides(overrides)
+        if "seed" in given:
+            raise ValueError(
+                f"Expected --seeds and --first-seed, but got seed = {given['seed']!r}; every run "
+                "has its own seed."
+            )
+        changes: dict[str, Any] = {"machine.threads": self.threads, "machine.keep_best": False}
+        if self.cluster is not None:  # file times differ between copies on several machines
+            changes["machine.fingerprint"] = "sizes"
+        base = load_recipe(recipe, {**changes, **given})
+        if is_plain and base.loss.alpha != 1:
+            raise ValueError(
+                "Expected loss.alpha to be 1 in the recipe, because the arms set it (--alpha), but "
+                f"got {base.loss.alpha:g}, with which the baseline would use PGT."
+            )
+        return base
+
+    def study(
+        self,
+        kind: StudyKind,
+        program: Program,
+        arms: Mapping[str, dict[str, Any]],
+        repeats: str | None = None,
+    ) -> Study:
+        """A study of a recipe or a program; the metric of a program is unknown before its run."""
+        metric = Metric(name=self.metric or "", higher_is_better=True, unit="", margin=1.0)
+        margin = 1.0
+        if not program.is_foreign:
+            metric = metric_named(self.metric or "test_accuracy")
+            margin = metric.margin if self.margin is None else self.margin
+        design, finals = DEFAULT if self.seeds is None else None, 0
+        if repeats is not None:
+            if self.seeds is not None and (not self.seeds.isdigit() or self.seeds == "0"):
+                raise ValueError(
+                    "Expected --seeds to be a single number with --repeats (the seeds per repeat), "
+                    f"but got {self.seeds!r}."
+                )
+            finals = int(self.seeds or 3)
+            try:
+                design = Design(parse_runs(repeats))
+            except ValueError as error:
+                raise ValueError(f"--repeats: {error}") from None
+        if design is None:
+            design = Design(parse_runs(str(self.seeds)))
+        return Study(kind, program, dict(arms), design, metric, margin, self.first_seed, finals)  # pyright: ignore[reportArgumentType]
+
+    def free_folder(self, study: Study) -> Path:
+        """The folder of the study; with --fresh, the folder of an earlier start is renamed."""
+        budget = f"-{self.budget.replace(' ', '')}" if self.budget else ""
+        folder = self.out / (self.name or study.name + budget)
+        if self.fresh:
+            put_aside(folder)
+        return folder
+
+    def pool(self, folder: Path, program: Program) -> Pool:
+        """The pool that executes the runs of a program."""
+        for name in ("workers", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"Expected `{name}` to be at least 1, but got {value}.")
+        is_distributed = isinstance(program, CommandProgram) and program.is_distributed
+        # Recipes choose their device themselves, and a run with torchrun uses all GPUs.
+        devices = visible_devices() if program.is_foreign and not is_distributed else []
+        usual = 1 if is_distributed else default_workers(devices, self.threads)
+        workers = self.workers or usual
+        environments = worker_environments(workers, devices, self.threads)
+        return Pool(
+            folder,
+            workers=workers,
+            cluster=self.cluster,
+            known=known_runs(self.reuse),
+            environments=environments,
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A study of a recipe that was checked, with the settings that fit its budget."""
+
+    study: Study
+    tuner: Tuner | None
+    folder: Path
+    execution: Execution
+    remarks: list[str]
+
+
+@contextlib.contextmanager
+def prepare(
+    study: Study,
+    tuner: Tuner | None,
+    options: StudyOptions,
+    given: Collection[str],
+    *,
+    seeds_given: bool | None = None,
+) -> Iterator[Prepared]:
+    """Check a study of a recipe, choose settings for its budget, and open its pool.
+
+    `given` are the keys that the user has set; a budget does not change them.
+    """
+    began, folder, base = time.monotonic(), options.free_folder(study), study.base
+    facts = check_recipe(base, [base.override(changes) for changes in study.arms.values()])
+    assert isinstance(study.program, RecipeProgram)
+    with options.pool(folder, study.program) as pool:
+        done = count_reused(study, folder, tuner, pool.known.keys())
+        plan = Plan.of(study, tuner, pool.workers, done)
+        first = plan.runs(study.design.looks[0])
+        check_disk(folder, first * facts.run_bytes(base), first)
+        remarks, watching = [], announcing(Watch, plan, ask=not options.yes)
+        if options.budget is not None:
+            is_fixed = options.seeds is not None if seeds_given is None else seeds_given
+            study, chosen = choose_budget(
+                study,
+                plan,
+                facts,
+                pool,
+                options.budget,
+                began,
+                given=given,
+                seeds_given=is_fixed or bool(study.finals),
+            )
+            if tuner is not None:
+                tuned = replace(tuner.study, program=study.program, design=study.design)
+                tuner = replace(tuner, study=tuned)
+            watching = Watch
+            if chosen.changes:
+                remarks.append(
+                    f"To fit the budget of {duration(chosen.seconds)}, these options were chosen: "
+                    f"{chosen.options}. The verdict is about this shorter training."
+                )
+        yield Prepared(study, tuner, folder, Execution(pool, watching), remarks)
+
+
+@Parameter(name="*", group="Your own program")
+@dataclass(frozen=True)
+class ProgramOptions:
+    """Options for your own program.
+
+    Attributes:
+        metric_regex: A regular expression for the lines of its output, such as 'acc (.+)'. The
+            last match counts. Named groups give several metrics. May be repeated.
+        metric_file: A number in a file, such as results.json:val.acc or log.csv:accuracy (the last
+            row), relative to {out}. May be repeated. A program that calls
+            powergrad.report(accuracy=...) needs neither.
+        tune_metric: With --tune: the metric by which values are chosen. It must be computed on
+            validation data and differ from --metric, because test data must not be used to choose.
+        head: The name of the classifier head in the model, for agc and head-lr, if it cannot be
+            found.
+        agc: The threshold of agc; 0.01 by default.
+    """
+
+    metric_regex: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    metric_file: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    tune_metric: str | None = None
+    head: str | None = None
+    agc: float | None = None
+
+    def check_unused(self) -> None:
+        """Raise ValueError if an option was given without a program."""
+        for name, value in vars(self).items():
+            if value not in (None, ()):
+                given = value[0] if isinstance(value, tuple) else value
+                raise ValueError(
+                    f"Expected --{name.replace('_', '-')} only with your own program (`compare ... "
+                    f"-- python train.py --seed {{seed}}`), but got {given!r} without one."
+                )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class TableOptions:
+    """Options for the comparison of runs made elsewhere.
+
+    Attributes:
+        from_: Compare the runs of this CSV file (one line per run) instead of training. Exports of
+            W&B and MLflow are supported.
+        columns: With --from: the columns of arm and seed, such as arm=group seed=config.seed, if
+            they are not found. The column of the metric is --metric.
+        baseline: With --from: the arm to compare with.
+        better: With --from, or for your own program: whether a higher or a lower metric is better,
+            if its name does not show it.
+    """
+
+    from_: Annotated[Path | None, Parameter(name="--from")] = None
+    columns: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True)] = ()
+    baseline: str | None = None
+    better: Literal["higher", "lower"] | None = None
+
+    def check_unused(self, *, has_program: bool) -> None:
+        """Raise ValueError for options that need --from or a program."""
+        for name in ("columns", "baseline", *(() if has_program else ("better",))):
+            if value := getattr(self, name):
+                shown = " ".join(value) if name == "columns" else value
+                where = "--from or your own program" if name == "better" else "--from"
+                raise ValueError(f"Expected --{name} only with {where}, but got {shown!r}.")

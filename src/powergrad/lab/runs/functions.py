@@ -1,0 +1,165 @@
+"""Runs of a Python function: a user's training, called with a seed and an arm."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import numbers
+import operator
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+from typing_extensions import Self, override
+
+from powergrad.lab.environment import describe_machine
+from powergrad.lab.files import write_json
+from powergrad.lab.runs.program import Changes, Job, Program, RunFailed
+from powergrad.lab.trainer.run_folder import Result, Run
+from powergrad.lab.words import slug
+
+Train = Callable[..., Any]
+LINES = 20  # the number of lines of a traceback to show
+
+
+class FunctionProgram(Program):
+    """A function that is called with the settings of each arm; the fingerprint is its source's."""
+
+    is_foreign: ClassVar[bool] = True
+    kind: Literal["function"] = "function"
+    place: str  # see `place_of`
+    metric: str  # the name of the returned value, if it is a number
+    function: Any = Field(default=None, exclude=True, repr=False)  # if it cannot be imported
+
+    @classmethod
+    def of(cls, function: Train, metric: str) -> Self:
+        """The program of a function, with the current fingerprint of its source."""
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        place = place_of(function)
+        return cls(
+            place=place or f"{getattr(function, '__module__', '')}:{name}",
+            metric=metric,
+            fingerprint=_fingerprint(function),
+            function=None if place else function,
+        )
+
+    @property
+    @override
+    def key(self) -> str:
+        return hashlib.sha256(f"{self.place} {self.metric}".encode()).hexdigest()
+
+    @property
+    @override
+    def data_name(self) -> str:
+        return self.place.rpartition(":")[2].rpartition(".")[2].strip("<>")
+
+    @property
+    @override
+    def title(self) -> str:
+        return f"{self.place.rpartition(':')[2]}(seed, arm)"
+
+    @property
+    @override
+    def changing(self) -> str:
+        return f"{self.title} has changed"
+
+    @override
+    def job(self, arm: str, changes: Changes, seed: int) -> Job:
+        identity = json.dumps(
+            [arm, self.place, self.metric, dict(changes), self.fingerprint], default=repr
+        )
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
+        return Job(f"{slug(arm)[:40]}-seed{seed}-{digest}", arm, seed, changes, self)
+
+    @override
+    def execute(self, job: Job, folder: Path) -> Result:
+        run = Run(folder / job.name)
+        with run.hold():
+            result = run.result()
+            if result is None:
+                run.clear()
+                write_json(run.folder / "environment.json", describe_machine())
+                result = self._call(job)
+                run.finish(result)
+        return result
+
+    def _call(self, job: Job) -> Result:
+        function = self.function or _load(self.place)
+        began = time.monotonic()
+        try:
+            returned = function(job.seed, job.arm, **job.changes)
+        except Exception as error:
+            trace = error.__traceback__.tb_next if error.__traceback__ else None
+            lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
+            shown = "\n".join(f"    {line}" for line in lines[-LINES:])
+            raise RunFailed(f"{type(error).__name__}: {error}\n{shown}") from None
+        seconds = round(time.monotonic() - began, 3)
+        given = returned if isinstance(returned, Mapping) else {self.metric: returned}
+        metrics = {str(name): _number(name, value) for name, value in given.items()}
+        return Result(metrics={"seconds": seconds, **metrics})
+
+    @override
+    def alpha(self, changes: Changes) -> float:
+        alpha = changes.get("alpha", 1.0)
+        return float(alpha) if isinstance(alpha, (int, float)) else 1.0
+
+
+def _number(name: Any, value: Any) -> float:
+    """A metric as a number; 0-d tensors and numpy scalars are converted."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number and not (hasattr(value, "item") and getattr(value, "ndim", 1) == 0):
+        raise RunFailed(
+            f"Expected `train` to return a number or a mapping of numbers, but got "
+            f"{type(value).__name__} as {name!r}.",
+            stops=True,
+        )
+    return float(value)
+
+
+def place_of(function: Train) -> str | None:
+    """The import location of a function, ``module:name`` or ``file.py:name``.
+
+    None for functions that other processes cannot import: lambdas, nested functions, methods, and
+    functions of an interactive session such as a notebook.
+    """
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    name = getattr(function, "__qualname__", "")
+    if module is None or not inspect.isfunction(function):
+        return None
+    try:
+        if operator.attrgetter(name)(module) is not function:
+            return None
+    except AttributeError:
+        return None
+    if module.__name__ != "__main__":
+        return f"{module.__name__}:{name}"
+    file = getattr(module, "__file__", None)
+    is_interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    return f"{Path(file).resolve()}:{name}" if file and not is_interactive else None
+
+
+@functools.cache
+def _load(place: str) -> Train:
+    """Import the function at a location."""
+    where, _, name = place.rpartition(":")
+    if where.endswith(".py"):
+        scope = runpy.run_path(where, run_name="__mp_main__")
+        first, _, rest = name.partition(".")
+        return operator.attrgetter(rest)(scope[first]) if rest else scope[first]
+    return operator.attrgetter(name)(importlib.import_module(where))
+
+
+def _fingerprint(function: Train) -> str:
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
+    return f"sha256:{hashlib.sha256(source.encode()).hexdigest()}"

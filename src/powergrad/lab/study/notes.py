@@ -1,0 +1,343 @@
+"""What the results of a study mean, in sentences: the verdict, notes and advice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+
+from powergrad.lab.runs import Changes, RecipeProgram
+from powergrad.lab.stats import DEFAULT, Comparison, error_of_looks
+from powergrad.lab.study.definition import Study
+from powergrad.lab.study.records import LeftOut, Source, Tuning
+from powergrad.lab.study.results import Results
+from powergrad.lab.words import short_key, slug
+
+MOST_ADVICE = 2
+WIDER = 4  # the factor by which advice widens a range
+
+
+def verdict(results: Results) -> str:
+    """The conclusion, in one sentence."""
+    baseline, phrases = results.baseline, []
+    for name, ending in (
+        ("better", f"better than {baseline}"),
+        ("worse", f"worse than {baseline}"),
+        ("equivalent", f"equivalent to {baseline} within {results.margin:g}"),
+        ("not settled", "not settled"),
+    ):
+        arms = [f'"{arm}"' if "," in arm else arm for arm in results.with_verdict(name)]
+        if arms:
+            listed = arms[0] if len(arms) == 1 else f"{', '.join(arms[:-1])} and {arms[-1]}"
+            phrases.append(f"{listed} {'is' if len(arms) == 1 else 'are'} {ending}")
+    return f"Here {'; '.join(phrases)}."
+
+
+def notes(results: Results) -> list[str]:
+    """Notes for the reader; they are shown wherever the verdict is shown."""
+    found = [*results.remarks, *(_about_source(results.source) if results.source else ())]
+    found += [describe_diverged(results), *_about_runs(results), *_about_design(results)]
+    return [note for note in [*found, *_about_tuning(results)] if note]
+
+
+def advice(results: Results) -> list[str]:
+    """Advice on what to do next, the most important first."""
+    study = results.study
+    lines = [
+        _widen_range(results.tuning),
+        missing_control(study, results.with_verdict("better")) if study else None,
+        _tune_first(study) if study else None,
+        *_settle(results),
+    ]
+    return [line for line in lines if line][:MOST_ADVICE]
+
+
+# Notes --------------------------------------------------------------------------------------------
+
+
+def _about_source(source: Source) -> Iterator[str]:
+    if source.guessed:
+        listed = ", ".join(f"{role} = {column!r}" for role, column in source.columns.items())
+        yield (
+            f"The columns of {source.file} were guessed: {listed}. To choose others, use "
+            "--columns arm=COLUMN seed=COLUMN and --metric COLUMN."
+        )
+    groups: dict[tuple[str, str], list[LeftOut]] = {}
+    for run in source.left_out:
+        groups.setdefault((run.arm, run.reason), []).append(run)
+    counts = []
+    for (arm, reason), runs in groups.items():
+        number = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+        places = ", ".join(str(run.seed if arm else run.line) for run in runs)
+        what = ("seed" if arm else "line") + ("s" if len(runs) > 1 else "")
+        counts.append(f"{number}{f' of {arm}' if arm else ''} {reason} ({what} {places})")
+    if counts:
+        yield (
+            f"Left out: {'; '.join(counts)}. If such a run diverged, write nan as its "
+            f"{source.columns['metric']}, so that it counts."
+        )
+
+
+def describe_diverged(results: Results) -> str:
+    """A sentence about the arms with diverged runs; empty if there are none."""
+    name, counts = results.metric.name, []
+    for arm in results.arms:
+        runs = results.of_arm(arm)
+        if lost := sum(row.is_lost(name) for row in runs):
+            counts.append(f"{lost} of {len(runs)} runs of {arm}")
+    if not counts:
+        return ""
+    value = results.lost_value(name)
+    counts_as = "no value" if value is None else f"{value:.4g}"
+    return f"Diverged: {', '.join(counts)}. A run that diverged counts as {counts_as}."
+
+
+def _about_runs(results: Results) -> Iterator[str]:
+    """Notes about the runs of a user's program."""
+    name = results.metric.name
+    for arm in results.arms:
+        runs = results.of_arm(arm)
+        if failed := [row for row in runs if row.failed]:
+            seeds = ", ".join(str(row.seed) for row in failed[:6])
+            more = ", ..." if len(failed) > 6 else ""
+            rest = "" if len(failed) < len(runs) else " This arm is not compared."
+            yield (
+                f"{len(failed)} of {len(runs)} runs of {arm} failed and do not count (seed "
+                f"{seeds}{more}): {failed[0].failed.splitlines()[0]}{rest}"
+            )
+    if results.study is None or not results.study.program.is_foreign:
+        return
+    for arm in results.arms:
+        values = [value for row in results.of_arm(arm) if (value := row.value(name)) is not None]
+        if len(values) > 1 and len(set(values)) == 1:
+            yield (
+                f"All {len(values)} seeds of {arm} give the same {name} ({values[0]:g}), so "
+                "your script does not use {seed}."
+            )
+    if len(results.repeated) == 2:
+        first, second = (row.value(name) for row in results.repeated)
+        if first != second:
+            yield (
+                f"Runs are not repeatable: the first run gave {name} {first}, and the same run "
+                f"again {second}. So the noise between runs is not only due to the seeds."
+            )
+    yield from _about_first_losses(results, results.study)
+
+
+def _about_first_losses(results: Results, study: Study) -> Iterator[str]:
+    """Notes about arms whose first loss differs from the baseline's at the same seed."""
+    base = {row.seed: row.about.get("first_loss") for row in results.of_arm(results.baseline)}
+    own = study.settings(results.baseline)
+    for arm in results.arms:
+        for row in results.of_arm(arm):
+            loss, other = row.about.get("first_loss"), base.get(row.seed)
+            if loss is None or other is None or math.isclose(loss, other, rel_tol=1e-5):
+                continue
+            settings = study.settings(arm)
+            changed = {k for k in settings.keys() | own.keys() if settings.get(k) != own.get(k)}
+            why = (
+                "the data order or the initialisation differs, because altered gradients and "
+                "scaled learning rates do not change the first loss"
+                if all(key.startswith("--") for key in changed)
+                else "its flags change the network, the data or their order"
+            )
+            yield (
+                f"The first loss of {arm} differs from that of {results.baseline} (seed "
+                f"{row.seed}: {loss:.6g} and {other:.6g}): {why}."
+            )
+            break
+
+
+def _about_design(results: Results) -> Iterator[str]:
+    study, what = results.study, results.counted
+    if study is None:
+        if results.source is not None and results.source.earlier:
+            yield _describe_unplanned(results, {*results.source.earlier, results.size})
+        return
+    if study.earlier:
+        note = _describe_unplanned(results, {*study.earlier, study.design.last})
+        yield f"{note} To plan the looks, use --{what} 8..24."
+    if not study.design.is_fixed and results.arms:
+        most = max((comparison.n for comparison in results.comparisons), default=0)
+        stopped = [
+            f"{comparison.arm} after {comparison.n}"
+            for comparison in results.comparisons
+            if comparison.n < most and comparison.verdict != "not settled"
+        ]
+        if stopped:
+            yield (
+                f"An arm stops once it is settled: {', '.join(stopped)} {what}. It is compared "
+                f"with as many {what} of {results.baseline}."
+            )
+    if results.folder is not None and not results.has_repeats:
+        known = {slug(arm)[:40] for arm in study.arms}
+        found = (p.parent.name.rpartition("-seed") for p in results.folder.glob("*/result.json"))
+        seeds = {rest.partition("-")[0] for arm, _, rest in found if arm in known}
+        spare = {int(seed) for seed in seeds if seed.isdigit()} - set(study.seeds)
+        if spare:
+            yield (
+                f"Seeds {study.seeds[0]} to {study.seeds[-1]} are used; the folder contains "
+                f"{len(spare)} more, which are not."
+            )
+
+
+def _describe_unplanned(results: Results, sizes: Collection[int]) -> str:
+    looks, design = sorted(sizes), results.study.design if results.study else None
+    if design is None or design.is_fixed:
+        chance = f"{100 * error_of_looks(looks, max(1, len(results.arms) - 1)):.1f}%"
+    else:
+        chance = f"up to {100 * design.level * len(looks):g}%"
+    return (
+        f"The results were looked at with {' and '.join(map(str, looks))} {results.counted} "
+        f"without planning it, so the probability of any false verdict is {chance}, not 5%."
+    )
+
+
+def _about_tuning(results: Results) -> Iterator[str]:
+    tuning = results.tuning
+    if tuning is None or not tuning.repeats:
+        return
+    keys = " and ".join(map(short_key, tuning.keys))
+    if not tuning.is_unit:
+        yield (
+            f"Every arm was tuned once, so the verdict holds for the chosen values of {keys}, "
+            "not for the methods: another tuning may choose other values. To compare the "
+            "methods, use --repeats 8."
+        )
+        return
+    edges = {arm: sum(bool(c.edges) for c in tuning.choices(arm)) for arm in tuning.arms}
+    listed = ", ".join(f"{arm} {count}" for arm, count in edges.items())
+    yield (
+        f"Every repeat tuned {keys} independently. Choices at the edge of the range, out of "
+        f"{len(tuning.repeats)}: {listed}."
+    )
+
+
+# Advice -------------------------------------------------------------------------------------------
+
+
+def _widen_range(tuning: Tuning | None) -> str | None:
+    """Advice to widen a range, if a value at its edge was chosen."""
+    for arm in tuning.arms if tuning else ():
+        for key in tuning.edges(arm) if tuning else ():
+            choices = tuning.choices(arm) if tuning else []
+            tried = [
+                float(trial.point[key])
+                for choice in choices
+                for trial in choice.trials
+                if isinstance(trial.point.get(key), (int, float))
+            ]
+            chosen = choices[0].winner.point.get(key)
+            if not tried or not isinstance(chosen, (int, float)) or min(tried) <= 0:
+                continue
+            low, high = min(tried), max(tried)
+            is_upper = chosen * chosen > low * high
+            low, high = (low, high * WIDER) if is_upper else (low / WIDER, high)
+            return (
+                f"Next: widen the tuning range. The chosen {short_key(key)} of {arm} is at the "
+                "edge of the values that were tried, so the best value may lie beyond: --tune "
+                f"{short_key(key)}={low:.2g}:{high:.2g}."
+            )
+    return None
+
+
+def missing_control(study: Study, better: Collection[str]) -> str | None:
+    """Advice to run a control, if PGT is among the `better` arms and no control was run."""
+    if study.kind != "compare" or not isinstance(study.program, RecipeProgram):
+        return None
+    base = study.base
+
+    def decay(changes: Changes) -> float:
+        return base.override(changes).optimizer.backbone_decay
+
+    with_pgt = [arm for arm, changes in study.arms.items() if changes.get("loss.alpha", 1) < 1]
+    gained = [arm for arm in with_pgt if arm in better]
+    others = [changes for arm, changes in study.arms.items() if arm not in with_pgt]
+    if not gained:
+        return None
+    is_tuned = "optimizer.weight_decay" in study.tuned
+    has_decay = base.optimizer.name != "adamw" and decay({}) > 0  # PGT does not affect AdamW's
+    if has_decay and not is_tuned and not any(decay(c) < decay({}) for c in others):
+        return (
+            f"Before you keep {gained[0]}: PGT multiplies the weight decay of the backbone by "
+            "alpha, and that alone may help as much. To find out, add less-decay to --arms, with "
+            "--tune lr."
+        )
+    if not any("optimizer.head.lr" in changes for changes in others):
+        return (
+            f"Before you keep {gained[0]}: PGT lowers the learning rate of the last layer relative "
+            "to the others, and that alone may help as much. To find out, add head-lr to --arms."
+        )
+    return None
+
+
+def _tune_first(study: Study) -> str | None:
+    """Advice to tune the learning rate and the weight decay, if all arms used the same."""
+    if study.kind != "compare" or not isinstance(study.program, RecipeProgram):
+        return None
+    alphas = [study.program.alpha(changes) for changes in study.arms.values()]
+    if study.tuned or not 0 < min(alphas) < 1:
+        return None
+    alpha, options = min(alphas), study.base.optimizer
+    values = {"lr": options.lr, "wd": options.weight_decay}
+    ranges = [f"{key}={v * alpha:.2g}:{v / alpha:.2g}" for key, v in values.items() if v > 0]
+    return (
+        f"Next: tune the learning rate and the weight decay. All arms used those of the recipe, "
+        f"{options.lr:g} and {options.weight_decay:g}, which may suit one arm better than another. "
+        f"To tune them for each arm: --tune {' '.join(ranges)} --repeats 8."
+    )
+
+
+def _settle(results: Results) -> Iterator[str]:
+    """Advice on how to settle the open arms, after all planned runs."""
+    unsettled = [
+        comparison
+        for comparison in results.comparisons
+        if comparison.verdict == "not settled"
+        and not (comparison.withheld or comparison.is_open)
+        and math.isfinite(comparison.interval[0])
+    ]
+    if not unsettled:
+        return
+    worst = max(unsettled, key=lambda comparison: comparison.sd)
+    needed, most, study, what = worst.runs_needed, DEFAULT.last, results.study, results.counted
+    if study is not None and study.design.is_fixed and worst.n < most and needed <= 2 * most:
+        yield (
+            f"Next: more {what}. About {needed} per arm would probably settle it; --{what} "
+            f"{DEFAULT} --fresh starts a new study with as many as needed. Adding them to this "
+            "study would increase the probability of a false verdict."
+        )
+        return
+    is_accuracy = results.metric.name in ("test_accuracy", "train_accuracy")
+    if is_accuracy and (images := _images_needed(worst, needed, results.mean(results.baseline))):
+        now, more = images
+        yield (
+            f"Next: a larger test set. With {now} test images, the differences between runs are no "
+            f"larger than chance; about {more} images would settle it with the same number of "
+            f"{what}."
+        )
+    margin = worst.margin * math.sqrt(needed / max(worst.n, most))
+    if margin > worst.margin:
+        digits = 1 - math.floor(math.log10(margin))
+        rounded = math.ceil(margin * 10**digits) / 10**digits
+        yield (
+            "Next: a larger margin, if you can accept it. The standard deviation of the runs of "
+            f"one arm is {worst.sd:.2g}, so {max(worst.n, most)} {what} can settle a margin of "
+            f"about {rounded:g} (--margin {rounded:g}), not {worst.margin:g}."
+        )
+
+
+def _images_needed(comparison: Comparison, needed: int, accuracy: float) -> tuple[int, int] | None:
+    """The number of test images and a sufficient number, if the noise is due to too few images.
+
+    If all predictions were independent, an accuracy p on N images would have the standard deviation
+    sqrt(p (1 - p) / N). If runs vary no more than that, more images reduce the variation.
+    """
+    if not (comparison.step > 0 and 0 < accuracy < 100):
+        return None
+    images = round(100 / comparison.step)
+    if abs(100 / comparison.step - images) > 0.01:  # the step is not one image
+        return None
+    by_chance = math.sqrt(accuracy * (100 - accuracy) / images)
+    if comparison.sd > 1.25 * by_chance or needed <= comparison.n:
+        return None
+    return images, math.ceil(images * needed / comparison.n / 100) * 100

@@ -1,0 +1,231 @@
+"""The files of a study: study.json is the study, study.csv its rows for people.
+
+study.json     the definition, all rows, and what follows from them: verdict, notes, comparisons
+study.csv      one row per run, including the tuning: arm, seed, final metrics
+progress.json  the state of every run while the study runs
+<run>/         one folder per run (see `powergrad.lab.trainer.run_folder`)
+tuning/        the runs of the tuning
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from powergrad.lab.environment import describe_machine
+from powergrad.lab.files import csv_text, json_safe, write_json, write_text
+from powergrad.lab.study.definition import Study
+from powergrad.lab.study.metrics import COLUMNS, METRICS, Metric, guess_metric, metric_names
+from powergrad.lab.study.notes import advice, notes, verdict
+from powergrad.lab.study.records import RunRow
+from powergrad.lab.study.results import Results, usual_baseline
+from powergrad.lab.study.tables import read_table
+from powergrad.lab.trainer.recipe import RecipeError
+from powergrad.lab.trainer.run_folder import Run, RunError
+from powergrad.lab.words import hide_folders
+
+FORMAT = 4
+FILE = "study.json"
+
+_adapter = TypeAdapter(Results)
+
+
+def save(results: Results, folder: Path) -> None:
+    """Write study.csv and study.json."""
+    write_text(folder / "study.csv", to_csv(results))
+    write_json(folder / FILE, to_json(results))
+
+
+def to_json(results: Results) -> dict[str, Any]:
+    """The content of study.json; paths are shortened to names, because the file is shared."""
+    study = results.study
+    if study is not None:
+        study = replace(study, program=study.program.public())
+    environment = dict(results.environment or describe_machine())
+    environment["command"] = hide_folders(environment.get("command") or "")
+    stored = replace(results, study=study, environment=environment, folder=None)
+    compared = results.comparable()
+    conclusions: dict[str, Any] = {}
+    if compared is not None:
+        conclusions = {
+            "verdict": verdict(compared),
+            "notes": notes(compared),
+            "advice": advice(compared),
+            "comparisons": [
+                {**asdict(c), "open": c.is_open, "sentence": c.sentence}
+                for c in compared.comparisons
+            ],
+        }
+    values = _adapter.dump_python(stored, mode="json", exclude_defaults=True)
+    return json_safe({"format": FORMAT, **conclusions, **values})
+
+
+def to_csv(results: Results) -> str:
+    """A CSV with one row per run; the runs of the tuning have the phase ``tuning``."""
+    study, metric = results.study, results.metric.name
+    rows = [row for row in results.rows if not row.failed]
+    all_rows = [*rows, *results.trials]
+    names = [{**row.about, **row.metrics}.keys() for row in all_rows]
+    if results.source is not None:
+        named = list(dict.fromkeys(name for row in rows for name in row.flat()))[2:]
+    elif study is not None and study.program.is_foreign:
+        hidden = ("optimizers", "first_loss")
+        named = [name for name in metric_names(names, metric) if name not in hidden]
+    else:
+        known = {name for row in names for name in row}
+        named = [name for name in COLUMNS if name in known]
+        named = named if metric in named else [metric, *named]
+    about = ["arm", "seed"]
+    about += ["run"] if study or any(row.run for row in all_rows) else []
+    about += ["repeat"] if results.has_repeats else []
+    about += ["commit"] if any(row.commit for row in all_rows) else []
+    keys = list(results.tuning.keys) if results.trials and results.tuning else []
+    about += ["phase", *keys] if results.trials else []
+    lines = [{**row.flat(), **_tuned(results, row, keys), "phase": "final"} for row in rows]
+    lines += [{**row.flat(), "phase": "tuning"} for row in results.trials]
+    left_out = results.source.left_out if results.source else ()
+    lines += [{"arm": run.arm, "seed": run.seed} for run in left_out]
+    return csv_text([*about, *(name for name in named if name not in (*about, *keys))], lines)
+
+
+def _tuned(results: Results, row: RunRow, keys: Sequence[str]) -> dict[str, Any]:
+    """The values of the tuned keys in a run."""
+    repeats = results.tuning.repeats if results.tuning else ()
+    repeat = row.unit if row.unit is not None else 0
+    choice = repeats[repeat].get(row.arm) if keys and repeat < len(repeats) else None
+    changes = choice.winner.changes if choice else {}
+    return {key: changes[key] for key in keys if key in changes}
+
+
+def load(path: Path, metric: str | None = None) -> Results:
+    """The results in the folder of a study, in a study.json, or in a CSV."""
+    if path.is_dir() and (path / FILE).is_file():
+        results = replace(_from_json(path / FILE), folder=path)
+        return replace(results, rows=[row for row in results.rows if _is_kept(row, path)])
+    if path.suffix == ".json":
+        return _from_json(path)
+    table = read_table(path / "study.csv" if path.is_dir() else path, metric)
+    name = table.metric
+    known = METRICS.get(name) or Metric(name=name, higher_is_better=True, unit=name, margin=0.5)
+    return Results(known, known.margin, usual_baseline(r.arm for r in table.rows), table.rows)
+
+
+def compare_rows(
+    path: Path,
+    *,
+    metric: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    baseline: str | None = None,
+    margin: float | None = None,
+    better: str | None = None,
+) -> Results:
+    """The results of runs made elsewhere, from a table with one line per run."""
+    table = read_table(path, metric, columns=columns)
+    values = [value for row in table.rows if (value := row.value(table.metric)) is not None]
+    chosen = guess_metric(table.metric, values, margin=margin, better=better)
+    arm = baseline or usual_baseline(row.arm for row in table.rows)
+    results = Results(chosen, chosen.margin, arm, table.rows, source=table.source)
+    _ = results.comparisons  # raises if there is nothing to compare
+    return results
+
+
+def load_study(folder: Path) -> Results:
+    """The results in the folder of a study."""
+    if not (folder / FILE).is_file():
+        raise RunError(
+            f"Expected {str(folder)!r} to be the folder of a study, but got no {FILE} in it."
+        )
+    return load(folder)
+
+
+def _is_kept(row: RunRow, folder: Path) -> bool:
+    """Whether a row is still valid: its folder exists, unless it never was here."""
+    if not row.run or row.is_elsewhere or row.failed:
+        return True
+    try:
+        return Run(folder / row.run).result() is not None
+    except RunError:
+        return False  # the page lists unreadable runs
+
+
+def _from_json(path: Path) -> Results:
+    try:
+        values = json.loads(path.read_bytes())
+        written = values.pop("format", 0)
+        if written != FORMAT:
+            version = "a newer" if written > FORMAT else "an earlier"
+            raise ValueError(f"format {written}, of {version} version of powergrad")
+        for name in ("verdict", "notes", "advice", "comparisons"):  # they follow from the rows
+            values.pop(name, None)
+        return _adapter.validate_python(values)
+    except (OSError, ValidationError, AttributeError, TypeError, ValueError) as error:
+        raise RunError(f"Expected {str(path)!r} to hold a study, but got: {error}") from None
+
+
+def claim(study: Study, folder: Path) -> Study:
+    """Write the definition of a study to `folder`, or continue the study in it.
+
+    Arms may be added; they are then compared together with the earlier ones. The number of seeds
+    may change too; the notes of the results state how this affects the error.
+    """
+    results = Results.of(study)
+    if (folder / FILE).exists():
+        results = _continue_study(study, folder)
+        study = results.study or study
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / FILE, to_json(results))
+    return study
+
+
+def _continue_study(study: Study, folder: Path) -> Results:
+    results = load(folder)
+    earlier = results.study
+    if earlier is None:
+        raise RecipeError(
+            f"Expected {str(folder / FILE)!r} to be a study of runs, but got results of a table."
+        )
+    before, now = ((s.kind, s.tuned, s.finals, s.program.public().key) for s in (earlier, study))
+    is_same = before == now and (not earlier.tuning or earlier.tuning == json_safe(study.tuning))
+    if not is_same:
+        raise RecipeError(
+            f"Expected {str(folder)!r} to hold this study, but got one of another program "
+            "or tuning; choose another --name."
+        )
+    for arm, changes in study.arms.items():
+        if arm in earlier.arms and earlier.arms[arm] != json_safe(changes):
+            raise RecipeError(
+                f"Expected the arm {arm!r} of {str(folder)!r} to change {dict(changes)}, but "
+                f"got {dict(earlier.arms[arm])}; choose another --name."
+            )
+    looked, design = set(earlier.earlier), study.design
+    is_changed = earlier.program.fingerprint not in ("", study.program.fingerprint)
+    if is_changed:  # there are no results for these data yet
+        for name in (FILE, "study.csv"):
+            path, digest = folder / name, earlier.program.fingerprint.partition(":")[2][:8]
+            if path.exists():
+                path.rename(path.with_stem(f"study-{digest}"))
+        print(
+            f"{study.program.changing} since the runs in {folder} were made: all runs are "
+            "repeated, and the earlier ones are not used.",
+            file=sys.stderr,
+        )
+        looked, results = set(), Results.of(study)
+    elif earlier.design.last == design.last:  # keep earlier looks, such as at a time limit
+        looks = tuple(sorted({*earlier.design.looks, *design.looks}))
+        design = replace(design, looks=looks)
+    elif results.rows and results.size >= earlier.design.looks[0]:  # a verdict was shown
+        looked.add(earlier.design.last)
+    merged = replace(
+        study,
+        design=design,
+        arms={**earlier.arms, **study.arms},
+        chosen={**earlier.chosen, **study.chosen},
+        earlier=tuple(sorted(looked - {study.design.last})),
+    )
+    return replace(results, study=merged, metric=merged.metric, margin=merged.margin)
