@@ -11,19 +11,16 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from powergrad.lab.cli.common import (
-    Declined,
     Flag,
     Overrides,
     RecipeName,
-    check_options,
-    option_names,
     put_aside,
     recipe_and_overrides,
     show_keys,
     stopped,
 )
-from powergrad.lab.cli.preflight import check_run
 from powergrad.lab.data import folder_fingerprint
+from powergrad.lab.preflight import check_disk, check_recipe
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.trainer.export import export_run
 from powergrad.lab.trainer.progress import for_terminal
@@ -31,8 +28,6 @@ from powergrad.lab.trainer.recipe import Recipe, header, load_recipe, parse_over
 from powergrad.lab.trainer.run_folder import Run, open_run
 from powergrad.lab.trainer.training import train as run_recipe
 from powergrad.lab.words import slug
-
-__all__ = ["export", "train"]
 
 
 def train(
@@ -43,7 +38,6 @@ def train(
     resume: Annotated[bool, Flag] = False,
     fresh: Annotated[bool, Flag] = False,
     processes: int = 1,
-    yes: Annotated[bool, Flag] = False,
     list_recipes: Annotated[bool, Parameter(name="--list", negative="")] = False,
     keys: Annotated[bool, Flag] = False,
 ) -> int:
@@ -63,7 +57,6 @@ def train(
         resume: Only continue an existing run; fail if there is none.
         fresh: Do not reuse an earlier start; its folder is renamed.
         processes: The number of processes on this machine, started by torchrun.
-        yes: Start without asking, even if the run takes long.
         list_recipes: List the recipes with their descriptions.
         keys: List every key of the recipe, with its meaning, allowed values and default.
     """
@@ -76,8 +69,7 @@ def train(
             "Expected a recipe (its name, see --list, or a YAML file) or overrides (see --keys), "
             "but got none."
         )
-    name, typed = recipe_and_overrides(recipe, overrides)
-    check_options(typed, option_names(train))
+    name, typed = recipe_and_overrides(recipe, overrides, train)
     changes = parse_overrides(typed)
     if (Path(name) / "config.yaml").is_file():
         run = open_run(name)
@@ -99,14 +91,14 @@ def train(
     result = run.result()
     if result is not None:
         run.check_recipe(chosen)
-        print(f"{run.folder} is finished{': it diverged' if result['diverged'] else ''}.")
+        print(f"{run.folder} is finished{': it diverged' if result.about['diverged'] else ''}.")
         return 0
     progress = for_terminal()
     try:
         if not run.exists() and "RANK" not in os.environ:
-            check_run(chosen, run.folder, ask=not yes)
+            check_disk(run.folder, check_recipe(chosen).run_bytes(chosen), 1)
         run_recipe(chosen, run.folder, progress=progress)
-    except (Interrupted, Declined) as reason:
+    except Interrupted as reason:
         progress.close()
         return stopped(reason)
     finally:

@@ -63,8 +63,8 @@ class Execution:
         if folder.is_dir():
             commit = str(Run(folder).environment().get("commit") or "")
         value = result.metrics.get(study.metric.name)
-        if study.program.is_foreign and value is not None and not math.isfinite(value):
-            about["diverged"] = True
+        if study.program.is_foreign and value is not None:
+            about["diverged"] = not math.isfinite(value)
         return RunRow(
             arm=job.arm,
             seed=job.seed,

@@ -62,8 +62,19 @@ def to_json(results: Results) -> dict[str, Any]:
                 for c in compared.comparisons
             ],
         }
-    values = _adapter.dump_python(stored, mode="json", exclude_defaults=True)
-    return json_safe({"format": FORMAT, **conclusions, **values})
+    values = _adapter.dump_python(stored, mode="json")
+    for name in ("rows", "trials", "repeated"):
+        values[name] = [_without_empty(row) for row in values[name]]
+    return json_safe(
+        {"format": FORMAT, **conclusions, **_without_empty(values), "rows": values["rows"]}
+    )
+
+
+def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
+    def is_empty(value: Any) -> bool:
+        return value is None or value is False or value in ("", {}, [])
+
+    return {name: value for name, value in values.items() if not is_empty(value)}
 
 
 def to_csv(results: Results) -> str:

@@ -295,8 +295,10 @@ class _Reader:
             content = self._cell(line.get(column, ""))
             if content is None or column == columns["metric"]:
                 continue
-            kind = about if name in ABOUT else metrics if column in numeric else settings
-            kind[name] = content
+            if name not in ABOUT and column in numeric:
+                metrics[name] = float(content)
+            else:
+                (about if name in ABOUT else settings)[name] = content
         if not math.isfinite(value):
             about["diverged"] = True
         repeat = line.get("repeat", "")

@@ -71,7 +71,7 @@ class Result(BaseModel):
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     metrics: dict[str, float | None]
-    about: dict[str, Any] = {}  # noqa: RUF012
+    about: dict[str, Any] = {}
 
 
 class Run:
