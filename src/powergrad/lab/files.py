@@ -69,12 +69,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with None for NaN and infinity, which JSON does not have.
-
-    Example:
-        >>> json_safe({"loss": [1.0, float("nan")]})
-        {'loss': [1.0, None]}
-    """
+    """`value` with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, Mapping):
         return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

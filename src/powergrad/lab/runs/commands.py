@@ -47,12 +47,7 @@ TAKES_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # options of Python
 
 
 def placeholders(tokens: Sequence[str]) -> list[str]:
-    """The names in braces in some tokens.
-
-    Example:
-        >>> placeholders(["train.py", "--seed={seed}", "--set={{a: 1}}"])
-        ['seed']
-    """
+    """The names in braces in some tokens."""
     names = []
     for token in tokens:
         try:

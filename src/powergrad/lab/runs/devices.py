@@ -21,12 +21,7 @@ def default_workers(devices: Sequence[str], threads: int) -> int:
 
 
 def worker_environments(workers: int, devices: Sequence[str], threads: int) -> list[dict[str, str]]:
-    """The environment variables of each worker: its threads and, if there are GPUs, its GPU.
-
-    Example:
-        >>> worker_environments(3, ["0", "1"], 4)[2]
-        {'OMP_NUM_THREADS': '4', 'CUDA_VISIBLE_DEVICES': '0'}
-    """
+    """The environment variables of each worker: its threads and, if there are GPUs, its GPU."""
     shared = {"OMP_NUM_THREADS": str(threads)}
     if not devices:
         return [shared] * workers

@@ -74,12 +74,7 @@ def end_leftovers(name: str, value: str) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words.
-
-    Example:
-        >>> describe_exit(1), describe_exit(-9)
-        ('exit code 1', 'ended by SIGKILL')
-    """
+    """An exit code in words."""
     if code >= 0:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):

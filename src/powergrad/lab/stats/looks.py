@@ -34,21 +34,10 @@ NODES = 96  # quadrature nodes over the region in which a study continues
 
 @dataclass(frozen=True)
 class Design:
-    """The numbers of runs per arm at which a study tests its results.
+    """The numbers of runs per arm at which a study tests its results."""
 
-    Attributes:
-        looks: The number of runs per arm at each look, ascending; a single number is a fixed size.
-        level: The probability of any false verdict, over all looks and arms.
-
-    Example:
-        >>> Design((8, 12, 16, 20, 24)).nominal(0, comparisons=1)  # doctest: +ELLIPSIS
-        0.0166...
-        >>> Design((8,)).nominal(0, comparisons=1)
-        0.05
-    """
-
-    looks: tuple[int, ...]
-    level: float = 0.05
+    looks: tuple[int, ...]  # runs per arm at each look, ascending; a single number is a fixed size
+    level: float = 0.05  # probability of any false verdict, over all looks and arms
 
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in zip(self.looks, self.looks[1:], strict=False))
@@ -94,12 +83,7 @@ class Design:
         return -math.expm1(comparisons * math.log1p(-alone)) if alone < 1 else 1.0
 
     def __str__(self) -> str:
-        """The design as a value of the option ``--seeds``.
-
-        Example:
-            >>> str(Design((8, 12, 16, 20, 24))), str(Design((12,))), str(Design((8, 20)))
-            ('8..24', '12', '8,20')
-        """
+        """The design as a value of the option ``--seeds``."""
         text = f"{self.looks[0]}..{self.last}"
         if self.is_fixed:
             return str(self.last)
@@ -107,12 +91,7 @@ class Design:
 
 
 def parse_runs(text: str) -> tuple[int, ...]:
-    """Parse the looks of ``12`` (one look), ``8..24`` (a look every four runs) or ``8,16,24``.
-
-    Example:
-        >>> parse_runs("8..24"), parse_runs("12"), parse_runs("8,20")
-        ((8, 12, 16, 20, 24), (12,), (8, 20))
-    """
+    """Parse the looks of ``12`` (one look), ``8..24`` (a look every four runs) or ``8,16,24``."""
     first, dots, last = text.partition("..")
     try:
         if dots:
@@ -131,10 +110,6 @@ def error_of_looks(looks: Sequence[int], comparisons: int, level: float = 0.05) 
     """The probability of any false verdict if every look is made as if it were the only one.
 
     This happens if runs are added to a finished study because it was not settled.
-
-    Example:
-        >>> round(error_of_looks([8, 16], comparisons=1), 3)
-        0.083
     """
     alone = _sidak(level, comparisons)
     crossed = _crossings(tuple(looks), (alone,) * len(looks))

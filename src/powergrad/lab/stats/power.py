@@ -28,17 +28,11 @@ MOST = 3_000  # the maximal number of runs per arm in a plan
 
 
 class Judged(NamedTuple):
-    """The verdicts on many studies.
+    """The verdicts on many studies."""
 
-    Attributes:
-        sign: +1 or -1 if the interval excludes 0, otherwise 0.
-        is_equivalent: Whether the interval contains 0 and lies inside the margin.
-        n: The number of runs per arm at which the study stopped.
-    """
-
-    sign: NDArray[np.int64]
-    is_equivalent: NDArray[np.bool_]
-    n: NDArray[np.int64]
+    sign: NDArray[np.int64]  # +1 or -1 if the interval excludes 0, otherwise 0
+    is_equivalent: NDArray[np.bool_]  # whether the interval contains 0 and lies inside the margin
+    n: NDArray[np.int64]  # runs per arm at which the study stopped
 
 
 def judge(
@@ -71,19 +65,12 @@ def judge(
 
 @dataclass(frozen=True)
 class Outcome:
-    """The expected outcome of a design if an arm truly differs by `effect`.
+    """The expected outcome of a design if an arm truly differs by `effect`."""
 
-    Attributes:
-        effect: The true difference.
-        found: The probability that the verdict is "different", in the correct direction.
-        equivalent: The probability that the verdict is "equivalent".
-        runs: The expected number of runs per arm.
-    """
-
-    effect: float
-    found: float
-    equivalent: float
-    runs: float
+    effect: float  # true difference
+    found: float  # probability that the verdict is "different", in the correct direction
+    equivalent: float  # probability that the verdict is "equivalent"
+    runs: float  # expected number of runs per arm
 
     @property
     def settled(self) -> float:
@@ -103,13 +90,7 @@ def simulate(
     studies: int = STUDIES,
     seed: int = 0,
 ) -> Outcome:
-    """The outcome of a design in simulated studies with normal noise.
-
-    Example:
-        >>> outcome = simulate(1.0, 0.4, Design((8,)), margin=0.5)
-        >>> outcome.found > 0.95, outcome.runs
-        (True, 8.0)
-    """
+    """The outcome of a design in simulated studies with normal noise."""
     rng = np.random.default_rng(seed)
     # Rounding adds step^2 / 12 to the variance of a run, so the noise before it is smaller.
     noise = math.sqrt(max(0.0, sigma**2 - step**2 / 12))
@@ -135,10 +116,6 @@ def runs_to_settle(
     The verdict is "equivalent" with probability `power`; a true difference of the margin is found
     with a higher probability. By the normal distribution, the half-width of the interval plus the
     deviation of the estimate must be smaller than the margin.
-
-    Example:
-        >>> runs_to_settle(0.4, 0.5)
-        15
     """
     from scipy.special import ndtri  # slow to import
 
@@ -156,19 +133,12 @@ def runs_to_settle(
 
 @dataclass(frozen=True)
 class Noise:
-    """The variation of runs that differ only in their seed.
+    """The variation of runs that differ only in their seed."""
 
-    Attributes:
-        sigma: The standard deviation of a run.
-        runs: The number of runs from which it was estimated; 0 if it was given.
-        source: The source of the estimate.
-        df: The degrees of freedom of the estimate.
-    """
-
-    sigma: float
-    runs: int
-    source: str
-    df: int = 0
+    sigma: float  # standard deviation of a run
+    runs: int  # runs from which it was estimated; 0 if it was given
+    source: str  # source of the estimate
+    df: int = 0  # degrees of freedom of the estimate
 
     def interval(self, level: float = 0.05) -> tuple[float, float]:
         """The confidence interval of sigma, by the chi-square distribution of a normal variance."""
@@ -191,13 +161,7 @@ KNOWN_NOISE = {
 
 
 def estimate_noise(samples: Sequence[Sequence[float]]) -> Noise:
-    """The noise of a finished study: the pooled standard deviation within its arms.
-
-    Example:
-        >>> noise = estimate_noise([[97.2, 97.5, 96.9, 97.4]])
-        >>> round(noise.sigma, 3), [round(end, 2) for end in noise.interval()]
-        (0.265, [0.15, 0.99])
-    """
+    """The noise of a finished study: the pooled standard deviation within its arms."""
     usable = [np.asarray(sample, float) for sample in samples if len(sample) > 1]
     df = sum(len(sample) - 1 for sample in usable)
     if not df:
@@ -213,36 +177,20 @@ def estimate_noise(samples: Sequence[Sequence[float]]) -> Noise:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of :func:`plan`.
+    """The result of :func:`plan`."""
 
-    Attributes:
-        difference: The difference to detect.
-        noise: The noise of the runs.
-        comparisons: The number of arms compared with the baseline.
-        power: The requested probability of detecting the difference.
-        margin: The largest difference that does not matter.
-        images: The number of test images; None for a continuous metric.
-        seeds: The fixed number of runs per arm that has this power.
-        seeds_interval: The same at the two ends of the interval of sigma.
-        fixed: The outcome with this fixed number.
-        design: A design with looks.
-        sequential: Its outcomes if the arms do not differ, differ by the margin, by twice the
-            margin, and by the difference.
-        hours: The time of the fixed number of runs; None if the time of a run is not known.
-    """
-
-    difference: float
-    noise: Noise
-    comparisons: int
-    power: float
-    margin: float
-    images: int | None
-    seeds: int
-    seeds_interval: tuple[int, int]
-    fixed: Outcome
-    design: Design
-    sequential: tuple[Outcome, ...]
-    hours: float | None
+    difference: float  # difference to detect
+    noise: Noise  # noise of the runs
+    comparisons: int  # arms compared with the baseline
+    power: float  # requested probability of detecting the difference
+    margin: float  # largest difference that does not matter
+    images: int | None  # test images; None for a continuous metric
+    seeds: int  # fixed number of runs per arm that has this power
+    seeds_interval: tuple[int, int]  # same at the two ends of the interval of sigma
+    fixed: Outcome  # outcome with this fixed number
+    design: Design  # a design with looks
+    sequential: tuple[Outcome, ...]  # its outcomes if the arms do not differ
+    hours: float | None  # time of the fixed number of runs; None if the time of a run is not known
 
     @property
     def runs(self) -> int:
@@ -275,13 +223,7 @@ def plan(
     seconds: float | None = None,
     workers: int = 1,
 ) -> Plan:
-    r"""The number of runs that detect a difference, with a fixed number and with looks.
-
-    Example:
-        >>> p = plan(0.30, "imagenet-resnet18", seconds=7200, workers=4)
-        >>> p.seeds, p.runs, p.hours
-        (6, 12, 6.0)
-    """
+    r"""The number of runs that detect a difference, with a fixed number and with looks."""
     check_positive(abs(difference), "difference")
     check_fraction(power, "power")
     check_fraction(level, "level")

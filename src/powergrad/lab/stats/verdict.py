@@ -41,57 +41,31 @@ VERDICTS: tuple[Verdict, ...] = ("better", "worse", "equivalent", "not settled")
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of one arm with the baseline.
-
-    Attributes:
-        arm: The name of the arm.
-        baseline: The name of the baseline.
-        unit: The unit of a difference, such as "points of test accuracy".
-        n: The number of compared runs of the arm.
-        n_baseline: The number of compared runs of the baseline.
-        looks: The number of runs per arm at each look of the design.
-        comparisons: The number of arms that share the error.
-        level: The probability of any false verdict, over all looks and arms.
-        difference: The mean of the arm minus the mean of the baseline.
-        interval: Its interval, corrected for all looks and arms; infinite before the first look.
-        p: The p-value, corrected in the same way.
-        p_alone: The uncorrected p-value of Welch's test.
-        sd: The standard deviation of one run, pooled over both arms.
-        margin: The largest difference that does not matter.
-        step: The resolution of the metric; 0 if it is continuous.
-        diverged: The number of diverged runs of the arm.
-        diverged_baseline: The number of diverged runs of the baseline.
-        verdict: "better", "worse", "equivalent" or "not settled".
-        withheld: Why a verdict of "better" is withheld; empty if it is not.
-        doubt: A sentence if tests with other assumptions disagree; otherwise empty.
-        counted: What is compared, "runs" or "repeats".
-        failed: The number of failed runs of the arm: planned runs without a value.
-        failed_baseline: The number of failed runs of the baseline.
-    """
+    """The comparison of one arm with the baseline."""
 
     arm: str
     baseline: str
-    unit: str
-    n: int
-    n_baseline: int
-    looks: tuple[int, ...]
-    comparisons: int
-    level: float
-    difference: float
-    interval: tuple[float, float]
-    p: float
-    p_alone: float
-    sd: float
-    margin: float
-    step: float
-    diverged: int
-    diverged_baseline: int
-    verdict: Verdict
-    withheld: str = ""
-    doubt: str = ""
-    counted: str = "runs"
-    failed: int = 0
-    failed_baseline: int = 0
+    unit: str  # unit of a difference, such as "points of test accuracy"
+    n: int  # compared runs of the arm
+    n_baseline: int  # compared runs of the baseline
+    looks: tuple[int, ...]  # runs per arm at each look of the design
+    comparisons: int  # arms that share the error
+    level: float  # probability of any false verdict, over all looks and arms
+    difference: float  # mean of the arm minus the mean of the baseline
+    interval: tuple[float, float]  # its interval
+    p: float  # p-value, corrected in the same way
+    p_alone: float  # uncorrected p-value of Welch's test
+    sd: float  # standard deviation of one run, pooled over both arms
+    margin: float  # largest difference that does not matter
+    step: float  # resolution of the metric; 0 if it is continuous
+    diverged: int  # diverged runs of the arm
+    diverged_baseline: int  # diverged runs of the baseline
+    verdict: Verdict  # "better", "worse", "equivalent" or "not settled"
+    withheld: str = ""  # why a verdict of "better" is withheld; empty if it is not
+    doubt: str = ""  # a sentence if tests with other assumptions disagree; otherwise empty
+    counted: str = "runs"  # what is compared, "runs" or "repeats"
+    failed: int = 0  # failed runs of the arm: planned runs without a value
+    failed_baseline: int = 0  # failed runs of the baseline
 
     @property
     def done(self) -> int:
@@ -207,18 +181,6 @@ def compare(
 
     The docstring of this module explains the procedure. An arm is judged at the first look at which
     it is settled. Later runs do not count, so a verdict does not change afterwards.
-
-    Example:
-        >>> accuracy = {
-        ...     "baseline": {0: 97.2, 1: 97.5, 2: 96.9, 3: 97.4, 4: 97.1, 5: 97.3},
-        ...     "pgt": {0: 97.8, 1: 97.7, 2: 97.5, 3: 97.6, 4: 97.9, 5: 97.7},
-        ... }
-        >>> (result,) = compare(accuracy, "baseline", margin=0.2, unit="points of accuracy")
-        >>> result.verdict
-        'better'
-        >>> print(result.sentence)  # doctest: +NORMALIZE_WHITESPACE
-        pgt is better than baseline: +0.47 points of accuracy
-        (95% interval +0.23 to +0.71, p = 0.0018, 6 runs per arm).
     """
     runs = _checked(values, baseline)
     check_positive(margin, "margin")
@@ -367,32 +329,17 @@ def _values(runs: Mapping[int, float], seeds: Sequence[int]) -> Array:
 
 
 def signed(value: float, digits: int = 2) -> str:
-    """Format a difference with its sign; zero is always +0.
-
-    Example:
-        >>> signed(0.524), signed(-0.004)
-        ('+0.52', '+0.00')
-    """
+    """Format a difference with its sign; zero is always +0."""
     return f"{round(value, digits) + 0.0:+.{digits}f}"
 
 
 def p_in_words(p: float, digits: int = 2) -> str:
-    """Format a p-value with so many significant digits.
-
-    Example:
-        >>> p_in_words(0.0256), p_in_words(1e-5)
-        ('p = 0.026', 'p < 0.001')
-    """
+    """Format a p-value with so many significant digits."""
     return "p < 0.001" if p < 0.001 else f"p = {p:.{digits}g}"
 
 
 def span(interval: Sequence[float], digits: int = 2) -> str:
-    """Format an interval. Its ends keep their signs, to show whether it contains 0.
-
-    Example:
-        >>> span((-0.003, 2.01)), span((-math.inf, math.inf))
-        ('-0.00 to +2.01', 'no interval')
-    """
+    """Format an interval. Its ends keep their signs, to show whether it contains 0."""
     if not all(map(math.isfinite, interval)):
         return "no interval"
     low, high = (f"{end + 0.0:+.{digits}f}" for end in interval)
@@ -400,12 +347,7 @@ def span(interval: Sequence[float], digits: int = 2) -> str:
 
 
 def by_arm_and_seed(rows: Iterable[tuple[str, int, float]]) -> dict[str, dict[int, float]]:
-    """Convert rows of (arm, seed, metric), such as those of a CSV file, for `compare`.
-
-    Example:
-        >>> by_arm_and_seed([("pgt", 0, 0.9), ("pgt", 1, 0.8), ("baseline", 0, 0.7)])
-        {'pgt': {0: 0.9, 1: 0.8}, 'baseline': {0: 0.7}}
-    """
+    """Convert rows of (arm, seed, metric), such as those of a CSV file, for `compare`."""
     values: dict[str, dict[int, float]] = {}
     for arm, seed, value in rows:
         metrics = values.setdefault(arm, {})
