@@ -21,7 +21,7 @@ from powergrad.lab.runs.pool import Snapshot
 from powergrad.lab.stats import Comparison, Plan, signed, span
 from powergrad.lab.study import Results, load_study
 from powergrad.lab.study.metrics import metric_names
-from powergrad.lab.study.notes import advice, notes, verdict
+from powergrad.lab.study.notes import advice, describe_failed, notes, verdict
 from powergrad.lab.words import duration, spans
 from powergrad.monitor import Recording, Thresholds, census
 
@@ -119,8 +119,8 @@ def show_runs(results: Results) -> None:
         mean = _number(results.mean(arm), digits)
         table.add_row(Text(arm), str(len(values)), f"{mean}{spread}")
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-    reason = "Nothing is compared: a comparison needs two arms with two runs each."
-    print(reason, *results.remarks)
+    print("Nothing is compared: a comparison needs two arms with two runs each.", end=" ")
+    print(*results.remarks, *describe_failed(results))
 
 
 def show_study(folder: Path, thresholds: Thresholds) -> None:

@@ -9,13 +9,12 @@ from typing import Any
 
 from powergrad.lab.cli.options import StudyOptions, TableOptions
 from powergrad.lab.environment import describe_machine
-from powergrad.lab.files import write_text
 from powergrad.lab.report import write_report
 from powergrad.lab.stats import LEAST
 from powergrad.lab.study import Execution, Results, Study, load, run_study, save
 from powergrad.lab.study.decompose import explain_decomposition
 from powergrad.lab.study.execute import tune_once
-from powergrad.lab.study.saving import FILE, claim, compare_rows, to_csv
+from powergrad.lab.study.saving import FILE, claim, compare_rows
 from powergrad.lab.study.tables import parse_columns
 from powergrad.lab.study.tuning import Tuner
 from powergrad.lab.terminal import show_results, show_runs
@@ -43,20 +42,17 @@ def run_and_report(
 ) -> None:
     """Run a study, save it and write its page after every look, and print its verdict."""
 
-    def keep(results: Results) -> None:
-        write_text(folder / "study.csv", to_csv(results))
+    def write_page(results: Results) -> None:
         if results.comparable() is results:
-            save(results, folder)
             write_report([results], folder / "report.html")
 
-    execution = replace(execution, saved=keep)
+    execution = replace(execution, seen=write_page)
     results = run_study(study, folder, execution, tuner=tuner, **records)
     has_metric = all(
         len(results.values(arm)) == sum(not row.failed for row in results.of_arm(arm))
         for arm in results.arms
     )
     if results.comparable() is None and has_metric:  # one arm, or one run each
-        save(results, folder)
         show_tuning(results)
         show_runs(results)
         return

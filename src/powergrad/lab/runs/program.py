@@ -23,7 +23,7 @@ class JobError(RunError):
 class RunFailed(RunError):  # noqa: N818
     """The run of a user's program failed; `stops` says that all other runs would fail too."""
 
-    def __init__(self, message: str, *, stops: bool = False) -> None:
+    def __init__(self, message: str, stops: bool = False) -> None:
         super().__init__(message, stops)
         self.stops = stops
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -18,11 +19,13 @@ from powergrad.lab.stats import LEAST
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.records import RunRow
 from powergrad.lab.study.results import Results
-from powergrad.lab.study.saving import claim
+from powergrad.lab.study.saving import claim, save
 from powergrad.lab.study.tables import read_rows
 from powergrad.lab.study.tuning import Tuner
 from powergrad.lab.trainer.run_folder import Result, Run
 from powergrad.lab.words import short_key
+
+EVERY = 3.0  # seconds between two versions of study.json while runs are executed
 
 # Creates the progress display of some jobs from a title, the jobs by arm and seed, and the metric.
 Watching = Callable[
@@ -36,15 +39,33 @@ class Execution:
 
     pool: Pool
     watching: Watching
-    saved: Callable[[Results], None] = lambda results: None  # called after every look and repeat
+    seen: Callable[[Results], None] = lambda results: None  # called after every look and repeat
 
     def run(
-        self, title: str, jobs: Mapping[tuple[str, int], Job], study: Study, metric: str
+        self,
+        title: str,
+        jobs: Mapping[tuple[str, int], Job],
+        study: Study,
+        metric: str,
+        keep: Callable[[Done], None] = lambda done: None,
     ) -> Done:
-        """Execute some runs; runs for which there is no time left are missing."""
+        """Execute some runs; runs for which there is no time left are missing.
+
+        While they run, `keep` is called every few seconds with what is finished.
+        """
+        kept_at, kept = time.monotonic(), 0
         try:
             with self.watching(title, jobs, metric) as watch:
-                return Done(self.pool.run(list(jobs.values()), watch), {})
+
+                def show(snapshot: Snapshot) -> None:
+                    nonlocal kept_at, kept
+                    watch(snapshot)
+                    is_new = len(snapshot.results) > kept
+                    if is_new and time.monotonic() - kept_at > EVERY:
+                        kept_at, kept = time.monotonic(), len(snapshot.results)
+                        keep(Done(snapshot.results, {}))
+
+                return Done(self.pool.run(list(jobs.values()), show), {})
         except RunsFailed as error:
             if not study.program.is_foreign:
                 raise
@@ -119,8 +140,9 @@ def run_study(
                 raise JobError(f"every run failed. {results.rows[0].failed}")
             if missing := _missing(results, study, done):
                 return _cut_short(results, study, missing)
+            save(results, folder)
             if not study.program.is_foreign or done >= study.design.looks[0]:
-                execution.saved(results)
+                execution.seen(results)
         so_far = results.comparable()
         is_settled = so_far is not None and not any(c.is_open for c in so_far.comparisons)
         if is_settled or (so_far is not None and _is_constant(results, study)):
@@ -142,12 +164,18 @@ def _run_units(results: Results, study: Study, units: range, execution: Executio
     if not study.design.is_fixed or study.finals:
         what = "repeats" if study.finals else "seeds"
         title += f", {what} up to {units.stop} of at most {study.design.last}"
-    done = execution.run(title, jobs, study, study.metric.name)
-    rows = [
-        execution.row(job, done, study, study.unit_of(seed) if study.finals else None)
-        for (_, seed), job in jobs.items()
-    ]
-    return replace(results, rows=[*results.rows, *(row for row in rows if row is not None)])
+
+    def with_runs(done: Done) -> Results:
+        rows = [
+            execution.row(job, done, study, study.unit_of(seed) if study.finals else None)
+            for (_, seed), job in jobs.items()
+        ]
+        return replace(results, rows=[*results.rows, *(row for row in rows if row is not None)])
+
+    def keep(done: Done) -> None:
+        save(with_runs(done), execution.pool.folder)
+
+    return with_runs(execution.run(title, jobs, study, study.metric.name, keep))
 
 
 def _missing(results: Results, study: Study, units: int) -> dict[str, int]:

@@ -91,9 +91,8 @@ def describe_diverged(results: Results) -> str:
     return f"Diverged: {', '.join(counts)}. A run that diverged counts as {counts_as}."
 
 
-def _about_runs(results: Results) -> Iterator[str]:
-    """Notes about the runs of a user's program."""
-    name = results.metric.name
+def describe_failed(results: Results) -> Iterator[str]:
+    """Notes about the arms with failed runs."""
     for arm in results.arms:
         runs = results.of_arm(arm)
         if failed := [row for row in runs if row.failed]:
@@ -104,6 +103,12 @@ def _about_runs(results: Results) -> Iterator[str]:
                 f"{len(failed)} of {len(runs)} runs of {arm} failed and do not count (seed "
                 f"{seeds}{more}): {failed[0].failed.splitlines()[0]}{rest}"
             )
+
+
+def _about_runs(results: Results) -> Iterator[str]:
+    """Notes about the runs of a user's program."""
+    name = results.metric.name
+    yield from describe_failed(results)
     if results.study is None or not results.study.program.is_foreign:
         return
     for arm in results.arms:

@@ -1,0 +1,327 @@
+"""Arms, grids, search spaces and tuning."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from studies import SMALL, results_of, study_of
+from torch import nn
+
+from powergrad import equivalent_training
+from powergrad.lab.cli.compare import compare
+from powergrad.lab.runs.pool import InlinePool
+from powergrad.lab.study import Execution, Grid
+from powergrad.lab.study.arms import (
+    METHODS,
+    OF_PROGRAMS,
+    arms_of,
+    command_arms,
+    decomposition,
+    head_exponent,
+    parse_arm,
+    parse_grid,
+)
+from powergrad.lab.study.decompose import (
+    check_identity,
+    describe_identity,
+    explain_decomposition,
+)
+from powergrad.lab.study.execute import tune_once
+from powergrad.lab.study.space import Axis, Space, split_overrides
+from powergrad.lab.study.tuning import Tuner
+from powergrad.lab.terminal import Watch
+from powergrad.lab.trainer.recipe import Recipe, RecipeError, flatten, load_recipe
+
+PAIR = {"baseline": {}, "pgt": {"loss.alpha": 0.5}}
+
+# Arms ---------------------------------------------------------------------------------------------
+
+
+def test_named_arms_are_the_papers_methods():
+    texts = ["baseline", "pgt", "gc+pgt", "agc+pgt", "pgt+label-smoothing", "fast: lr=0.4, wd=0"]
+    arms = arms_of(texts, Recipe(), [0.3])
+    assert arms == {
+        "baseline": {},
+        "pgt": {"loss.alpha": 0.3},
+        "gc+pgt": {"clip.norm": 1.0, "loss.alpha": 0.3},
+        "agc+pgt": {"clip.agc": 0.01, "loss.alpha": 0.3},
+        "pgt+label-smoothing": {"loss.alpha": 0.3, "loss.label_smoothing": 0.1},
+        "fast": {"optimizer.lr": 0.4, "optimizer.weight_decay": 0},
+    }
+    several = arms_of(["baseline", "agc+pgt"], Recipe(), [0.1, 0.3])
+    assert list(several) == ["baseline", "agc+pgt(0.1)", "agc+pgt(0.3)"]
+    for changes in arms.values():
+        Recipe().override(changes)  # each is a recipe
+
+
+def test_arms_of_programs_are_options_of_run_and_flags():
+    texts = ["baseline", "gc+agc+pgt", "head-lr", "less-decay", "wide: pgt --width '6 4'", "z: -x"]
+    assert command_arms(texts, [0.5], exponent=1, agc=0.2) == {
+        "baseline": {},
+        "gc+agc+pgt": {"--clip-norm": 1.0, "--agc": 0.2, "--alpha": 0.5},
+        "head-lr": {"--head-lr-scale": 0.5},
+        "less-decay": {"--decay-scale": 0.5},
+        "wide": {"--alpha": 0.5, "flags": ["--width", "6 4"]},
+        "z": {"flags": ["-x"]},
+    }
+    assert list(command_arms(["baseline", "pgt"], [0.5, 0.2]))[1:] == ["pgt(0.5)", "pgt(0.2)"]
+    assert command_arms(["head-lr"], [0.5])["head-lr"] == {"--head-lr-scale": 0.25}
+
+
+def test_help_names_every_method():
+    words = inspect.getdoc(compare) or ""
+    assert [name for name in METHODS if not re.search(rf"\b{name}\b", words)] == []
+    assert set(METHODS) - set(OF_PROGRAMS) == {"label-smoothing"}
+
+
+@pytest.mark.parametrize(
+    ("texts", "word"),
+    [
+        (["agc+pgtt"], "'pgt'"),
+        (["pgt", "pgt"], "twice"),
+        ([": lr=1"], "name before the colon"),
+    ],
+)
+def test_bad_arms_raise(texts, word):
+    with pytest.raises(RecipeError, match=word):
+        arms_of(texts, SMALL, [0.3])
+
+
+@pytest.mark.parametrize(
+    ("texts", "word"),
+    [
+        (["pgtt"], "'pgt'"),
+        (["label-smoothing"], "--flag value"),
+        (["a: --x 'y"], "quoted"),
+        (["a:"], "--flag value"),
+        (["pgt", "pgt"], "twice"),
+    ],
+)
+def test_bad_arms_of_programs_raise(texts, word):
+    with pytest.raises(RecipeError, match=word):
+        command_arms(texts, [0.3])
+    with pytest.raises(RecipeError, match="--agc only with an agc arm"):
+        command_arms(["pgt"], [0.3], agc=0.1)
+
+
+def test_equal_arms_are_refused():
+    with pytest.raises(RecipeError, match="'a' and 'b'"):
+        study_of(SMALL, {"a": {}, "b": {"loss.alpha": 1.0}})
+
+
+def test_agc_clips_above_the_decay():
+    recipe = SMALL.override({"optimizer.weight_decay": 0.02})
+    _, changes = parse_arm("agc", recipe, 0.3)
+    assert changes == {"clip.agc": 0.16}
+    recipe.override(changes)
+    with pytest.raises(RecipeError, match=r"clip\.agc"):
+        recipe.override({"clip.agc": 0.01})
+
+
+def test_less_decay_is_what_pgt_leaves_the_backbone():
+    recipe = SMALL.override({"optimizer.weight_decay": 0.02})
+    assert parse_arm("less-decay", recipe, 0.25)[1] == {"optimizer.weight_decay": 0.005}
+    backbone = decomposition(recipe, 0.25)["backbone decay * alpha"]
+    assert backbone == {"optimizer.backbone.weight_decay": 0.25}  # the same, for the backbone
+    with pytest.raises(RecipeError, match="weight_decay above 0"):
+        parse_arm("less-decay", recipe.override({"optimizer.weight_decay": 0}), 0.25)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("sgd", 1 / 16), ("adam", 1 / 4), ("adamw", 1 / 4)])
+def test_head_lr_is_pgts_ratio_of_rates(name, expected):
+    recipe = SMALL.override({"optimizer.name": name})
+    assert parse_arm("head-lr", recipe, 0.25)[1] == {"optimizer.head.lr": expected}
+    doubled = recipe.override({"optimizer.head.lr": 2.0})
+    assert parse_arm("head-lr", doubled, 0.25)[1] == {"optimizer.head.lr": 2 * expected}
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+    equal = equivalent_training(model, kind(model.parameters(), lr=0.1), alpha=0.25)
+    backbone, head = equal.param_groups
+    assert expected == pytest.approx(head["lr"] / backbone["lr"], rel=1e-15)
+    assert 0.25 ** head_exponent([kind.__name__]) == expected
+
+
+def test_head_lr_needs_a_known_optimizer():
+    other = SMALL.optimizer.model_copy(update={"name": "lion"})  # which no recipe accepts today
+    with pytest.raises(RecipeError, match="'lion'"):
+        parse_arm("head-lr", SMALL.model_copy(update={"optimizer": other}), 0.25)
+    for names in (["Lion"], [], ["SGD", "Adam"]):
+        with pytest.raises(RecipeError, match="head-lr"):
+            head_exponent(names)
+    assert head_exponent(["SGD", "SGD"]) == 2
+
+
+# The decomposition --------------------------------------------------------------------------------
+
+
+def test_decomposition_has_every_factor_of_the_identity():
+    arms = decomposition(SMALL, 0.25)
+    assert len(arms) == 10  # CE, PGT, their equal, five factors, CE(alpha z), CE at lr / alpha
+    alone = [changes for arm, changes in arms.items() if "alpha" in arm and "CE" not in arm]
+    assert len(alone) == 5
+    assert {k: v for changes in alone for k, v in changes.items()} == arms["two-group CE"]
+    with pytest.raises(RecipeError, match="alpha"):
+        decomposition(SMALL, 1.0)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_equivalent_training_has_the_same_weights(optimizer):
+    changes = {"optimizer.name": optimizer, "optimizer.weight_decay": 0.01, "train.epochs": 8}
+    if optimizer != "sgd":
+        changes |= {"optimizer.lr": 2e-3, "schedule.warmup_start": 1e-4}
+    gaps = check_identity(SMALL.override(changes), alpha=0.3)
+    assert list(gaps) == [1, 10]  # of 32 steps
+    assert gaps[10] < 1e-12
+
+
+def test_unstable_training_diverges_from_its_equal():
+    gaps = check_identity(load_recipe("digits").override({"optimizer.lr": 0.1}), alpha=0.25)
+    assert gaps[10] < 1e-13
+    assert not gaps[200] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("gaps", "words"),
+    [
+        ({1: 1e-16, 10: 1e-14, 200: 1e-9}, "they are the same training."),
+        ({1: 1e-16, 10: 1e-13, 200: 0.56}, "unstable"),
+        ({1: 1e-16, 10: 1e-2, 50: 0.1}, "WARNING"),
+        ({1: math.nan, 10: math.nan}, "WARNING"),
+    ],
+)
+def test_identity_is_claimed_only_where_it_is_seen(gaps, words):
+    assert words in describe_identity(gaps)
+
+
+def test_decomposition_names_the_parts_that_matter():
+    gains = {"PGT": 1.0, "two-group CE": 1.0, "backbone lr / alpha": 1.2, "head lr * alpha": -1.0}
+    values = {
+        arm: [90 + gains.get(arm, 0) + 0.05 * (seed * n % 7) for seed in range(12)]
+        for n, arm in enumerate(decomposition(SMALL, 0.25))
+    }
+    text = explain_decomposition(results_of(values), 0.25)
+    assert "help on their own: backbone lr / alpha +1." in text
+    assert "do harm: head lr * alpha -" in text
+    assert text.endswith("could be used here: backbone lr / alpha.")
+
+
+# Grids and search spaces --------------------------------------------------------------------------
+
+
+def test_grid_arms_are_all_points():
+    grid = parse_grid(["alpha=1,0.5,0.1", "lr=0.1,0.2"])
+    assert len(grid.arms()) == 6
+    assert grid.arms()["alpha=0.5, lr=0.2"] == {"loss.alpha": 0.5, "optimizer.lr": 0.2}
+    assert grid == Grid(values={"loss.alpha": (1, 0.5, 0.1), "optimizer.lr": (0.1, 0.2)})
+
+
+@pytest.mark.parametrize("texts", [["lr"], ["lr="], ["lr=1,1"], ["lr=0.1", "optimizer.lr=0.3"]])
+def test_bad_grids_raise(texts):
+    with pytest.raises(RecipeError):
+        parse_grid(texts)
+
+
+def test_axis_without_values_is_around_the_recipes_own():
+    assert Axis.parse("lr", 0.05).values == (0.0125, 0.025, 0.05, 0.1, 0.2)
+    with pytest.raises(RecipeError, match=r"clip\.agc"):
+        Axis.parse("agc", None)
+
+
+@given(st.floats(1e-6, 1e3), st.floats(1.01, 1e4), st.floats(0, 1))
+def test_range_is_logarithmic_and_its_outer_tenths_are_edges(low, factor, place):
+    axis = Axis("x", (), low, low * factor)
+    value = axis.at(place)
+    assert value == pytest.approx(low * factor**place, rel=1e-5)
+    if abs(place - 0.1) > 1e-3 < abs(place - 0.9) and factor > 2:
+        assert axis.is_edge(value) == (not 0.1 <= place <= 0.9)
+
+
+def test_overrides_after_tune_are_separated():
+    texts = ["lr=0.1:0.4", "wd", "model.width=8"]
+    assert split_overrides(texts) == (["lr=0.1:0.4", "wd"], ["model.width=8"])
+
+
+# Tuning -------------------------------------------------------------------------------------------
+
+
+def tuner_of(study, *texts, seeds=1, trials=None, **settings):
+    values = dict(flatten(study.base.model_dump()))
+    return Tuner(study, Space.parse(texts, values, list(study.arms), trials), seeds, **settings)
+
+
+def test_points_are_shared_by_arms_and_differ_between_repeats():
+    space = tuner_of(study_of(SMALL, PAIR), "lr=0.006:0.4", "pgt: wd=1e-4:1e-2", trials=4).space
+    points = [[space.points(arm, repeat) for arm in PAIR] for repeat in range(3)]
+    for plain, pgt in points:
+        assert [p["optimizer.lr"] for p in plain] == [p["optimizer.lr"] for p in pgt]
+        assert all(set(p) == {"optimizer.lr", "optimizer.weight_decay"} for p in pgt)
+        assert all(set(p) == {"optimizer.lr"} for p in plain)
+    rates = [p["optimizer.lr"] for plain, _ in points for p in plain]
+    assert len(set(rates)) == 12
+    assert all(0.006 <= rate <= 0.4 for rate in rates)
+
+
+def test_identity_map_keeps_the_backbone_of_the_baseline():
+    arms = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
+    point = {"optimizer.lr": 0.1, "optimizer.weight_decay": 0.001}
+    texts = ("lr=0.01:1", "wd=1e-4:1e-2")
+    expected = {"sgd": (0.025, 0.004), "adam": (0.1, 0.004), "adamw": (0.1, 0.001)}
+    for name, settings in expected.items():
+        base = SMALL.override({"optimizer.name": name, "schedule.warmup_start": 0.002})
+        tuner = tuner_of(study_of(base, arms), *texts, map="identity")
+        assert tuner.changes("baseline", point) == point
+        recipe = base.override({**arms["pgt"], **tuner.changes("pgt", point)})
+        found = (recipe.optimizer.lr, recipe.optimizer.weight_decay)
+        assert found == pytest.approx(settings, rel=1e-15)
+        start = 0.002 * settings[0] / 0.1
+        assert recipe.schedule.warmup_start == pytest.approx(start, rel=1e-15)
+        # The two-group training that equals it has the point's own rate and decay.
+        groups = decomposition(recipe.override({"loss.alpha": 1.0}), 0.25)["two-group CE"]
+        lr = found[0] * groups.get("optimizer.backbone.lr", 1)
+        wd = found[1] * groups.get("optimizer.backbone.weight_decay", 1)
+        assert (lr, wd) == pytest.approx((0.1, 0.001), rel=1e-15)
+        assert tuner_of(study_of(base, arms), *texts).changes("pgt", point) == point
+
+
+def test_trials_have_seeds_of_their_own_and_the_best_point_wins(made_up, tmp_path):
+    made_up.accuracy = lambda recipe: 10 * recipe.optimizer.lr
+    tuner = tuner_of(study_of(SMALL, PAIR, first_seed=1000), "lr=0.1,0.4,0.2", seeds=2)
+    tuned, results = tune_once(tuner, Execution(InlinePool(tmp_path), Watch))
+    assert {row.seed for row in results.trials} == {2000, 2001}
+    assert tuned.settings("pgt") == {"loss.alpha": 0.5, "optimizer.lr": 0.4}
+    assert results.tuning is not None
+    line = results.tuning.describe("pgt")
+    assert line == "pgt: lr 0.4 (lr 0.1: 1.00, lr 0.4: 4.00, lr 0.2: 2.00; lr at the edge)"
+    many = study_of(SMALL, PAIR, "2000")
+    assert list(tuner_of(many, "lr=0.1,0.4", seeds=2).seeds_of(3)) == [2006, 2007]
+
+
+def test_words_can_be_tuned(made_up, tmp_path):
+    made_up.accuracy = lambda recipe: 0.5 + (recipe.model.norm == "batch")
+    tuner = tuner_of(study_of(SMALL, PAIR), "model.norm=none,batch")
+    tuned, results = tune_once(tuner, Execution(InlinePool(tmp_path), Watch))
+    assert tuned.settings("baseline") == {"model.norm": "batch"}
+    assert results.tuning is not None
+    assert results.tuning.arms["baseline"].edges == ()
+
+
+def test_points_that_are_no_recipe_cannot_win(made_up, tmp_path):
+    """AGC must clip above the decay: with more decay, a point of agc is no recipe."""
+    made_up.accuracy = lambda recipe: 90 + 100 * recipe.optimizer.weight_decay
+    arms = {"baseline": {}, "clipped": {"clip.agc": 0.05}}
+    tuner = tuner_of(study_of(SMALL, arms), "wd=0.001,0.01,0.1")
+    _, results = tune_once(tuner, Execution(InlinePool(tmp_path), Watch))
+    assert results.tuning is not None
+    clipped = results.tuning.arms["clipped"]
+    assert [bool(trial.note) for trial in clipped.trials] == [False, False, True]
+    assert math.isnan(clipped.trials[2].mean)
+    assert (clipped.chosen, results.tuning.arms["baseline"].chosen) == (1, 2)
+    hopeless = tuner_of(study_of(SMALL, arms), "wd=0.1,0.2")
+    with pytest.raises(RecipeError, match="'clipped'"):
+        tune_once(hopeless, Execution(InlinePool(tmp_path), Watch))

@@ -1,0 +1,406 @@
+"""``powergrad compare``, ``sweep``, ``decompose`` and ``plan`` of recipes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_ind
+from studies import SMALL, TOKENS, powergrad
+
+from powergrad.lab.runs import RecipeProgram
+from powergrad.lab.signals import Interrupted
+from powergrad.lab.study import load_study
+from powergrad.lab.study.arms import decomposition
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.run_folder import Result, Run
+
+
+@pytest.fixture
+def compare(made_up, tmp_path, capsys):
+    """Runs the command with made-up runs; returns study.json, which the terminal must repeat."""
+
+    def run(*tokens: object, arms: str = "baseline,pgt", out: Path = tmp_path) -> dict[str, Any]:
+        command = ["compare", "digits", *TOKENS, "--arms", arms, "--out", out, "--name", "s"]
+        assert powergrad(*command, *tokens) == 0, capsys.readouterr().err
+        said = capsys.readouterr().out
+        saved = json.loads((out / "s/study.json").read_text())
+        sentences = [comparison["sentence"] for comparison in saved["comparisons"]]
+        for text in (saved["verdict"], *sentences, *saved["notes"], *saved["advice"]):
+            assert text in said
+        assert (out / "s/study.png").read_bytes().startswith(b"\x89PNG")
+        return saved
+
+    return run
+
+
+def sizes(saved: dict[str, Any]) -> dict[str, int]:
+    return {comparison["arm"]: comparison["n"] for comparison in saved["comparisons"]}
+
+
+def runs_of(saved: dict[str, Any]) -> Counter[str]:
+    return Counter(row["arm"] for row in saved["rows"])
+
+
+def accuracies(saved: dict[str, Any], arm: str) -> list[float]:
+    return [row["metrics"]["test_accuracy"] for row in saved["rows"] if row["arm"] == arm]
+
+
+def one_is_better(made_up):
+    """At alpha 0.5 runs are clearly better; otherwise they only vary."""
+
+    def accuracy(recipe: Recipe) -> float:
+        noise = made_up.noise(recipe)
+        return 100 + 0.1 * noise if recipe.loss.alpha == 0.5 else 97 + 1.5 * noise
+
+    made_up.accuracy = accuracy
+
+
+# Looks --------------------------------------------------------------------------------------------
+
+
+def test_arm_stops_at_the_look_that_settles_it(made_up, compare):
+    one_is_better(made_up)
+    saved = compare("--alpha", "0.5,0.25")
+    verdicts = {c["arm"]: c["verdict"] for c in saved["comparisons"]}
+    assert verdicts == {"pgt(0.5)": "better", "pgt(0.25)": "not settled"}
+    assert sizes(saved) == {"pgt(0.5)": 8, "pgt(0.25)": 24}
+    assert runs_of(saved) == {"baseline": 24, "pgt(0.5)": 8, "pgt(0.25)": 24}
+    assert len(made_up.done) == 56
+    assert any("pgt(0.5) after 8 seeds" in note for note in saved["notes"])
+    # The stopped arm is compared with as many runs of the baseline.
+    test: Any = ttest_ind(accuracies(saved, "pgt(0.5)"), accuracies(saved, "baseline")[:8],
+                          equal_var=False)  # fmt: skip
+    assert saved["comparisons"][0]["p_alone"] == pytest.approx(test.pvalue)
+    assert saved["comparisons"][0]["n_baseline"] == 8
+
+
+def test_other_numbers_of_seeds_are_noted_and_runs_are_reused(made_up, compare):
+    assert not compare("--seeds", 8).get("notes")
+    fewer = compare("--seeds", 6)
+    assert runs_of(fewer) == {"baseline": 6, "pgt": 6}
+    assert any("contains 2 more" in note for note in fewer["notes"])
+    assert len(made_up.done) == 16
+    more = compare("--seeds", 12)
+    (note,) = more["notes"]
+    assert "6 and 8 and 12 seeds" in note
+    assert compare("--seeds", 12)["notes"] == more["notes"]  # the same command changes nothing
+    assert len(made_up.done) == 24
+    assert any("up to 20%" in note for note in compare("--seeds", "8..16")["notes"])
+
+
+def test_arms_of_another_command_share_the_error(made_up, compare):
+    alone = compare("--seeds", 8)["comparisons"][0]
+    both = compare("--seeds", 8, arms="baseline,agc")
+    assert [c["arm"] for c in both["comparisons"]] == ["pgt", "agc"]
+    assert both["comparisons"][0]["p"] == pytest.approx(1 - (1 - alone["p"]) ** 2)  # Sidak
+    assert len(made_up.done) == 24
+
+
+def test_deleted_run_is_repeated(made_up, compare, tmp_path):
+    whole = compare("--seeds", 8)
+    (gone,) = (tmp_path / "s").glob("pgt-seed3-*")
+    shutil.rmtree(gone)
+    assert len(load_study(tmp_path / "s").rows) == 15
+    made_up.done.clear()
+    assert compare("--seeds", 8)["rows"] == whole["rows"]
+    assert made_up.done == [gone.name]
+
+
+def test_nothing_to_compare_is_shown_without_a_verdict(made_up, tmp_path, capsys):
+    command = ["compare", "digits", *TOKENS, "--out", tmp_path, "--name"]
+    for name, arms, seeds in (("r", "baseline,pgt", 1), ("s", "baseline", 2)):
+        assert powergrad(*command, name, "--arms", arms, "--seeds", seeds) == 0
+        assert "Nothing is compared" in capsys.readouterr().out
+        assert (tmp_path / name / "study.csv").exists()
+
+
+def test_known_runs_are_not_repeated_and_keep_their_commits(made_up, compare, tmp_path):
+    first = compare("--seeds", 8, out=tmp_path / "one")
+    table = tmp_path / "one/s/study.csv"
+    table.write_text(table.read_text().replace("c0ffee", "0ddba11"))
+    made_up.done.clear()
+    again = compare("--seeds", 8, "--reuse", table, out=tmp_path / "two")
+    assert made_up.done == []
+    assert again["comparisons"] == first["comparisons"]
+    assert {row["commit"] for row in again["rows"]} == {"0ddba11"}
+    more = compare("--seeds", 12, "--reuse", table, out=tmp_path / "two")
+    assert len(made_up.done) == 8
+    assert Counter(row["commit"] for row in more["rows"]) == {"0ddba11": 16, "c0ffee": 8}
+
+
+def test_diverged_runs_are_compared(made_up, compare):
+    made_up.accuracy = lambda recipe: (
+        math.nan if recipe.loss.alpha < 1 else 97 + made_up.noise(recipe)
+    )
+    saved = compare("--seeds", 6)
+    assert saved["comparisons"][0]["verdict"] == "worse"
+    assert saved["comparisons"][0]["diverged"] == 6
+    assert any("counts as 10" in note for note in saved["notes"])
+
+
+def test_run_without_the_metric_is_an_error_and_has_a_page(made_up, monkeypatch, tmp_path, capsys):
+    execute = made_up.execute
+
+    def without(recipe, run):
+        result = execute(recipe, run)
+        if len(made_up.done) == 1:
+            run.finish(Result(metrics={"seconds": 1.0, "test_accuracy": None}, about=result.about))
+        return run.result()
+
+    monkeypatch.setattr(made_up, "execute", without)
+    tokens = ["compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--seeds", 2]
+    assert powergrad(*tokens, "--out", tmp_path, "--name", "s") == 2
+    assert "'baseline' at seed 0" in capsys.readouterr().err
+    assert {"study.csv", "report.html"} <= {path.name for path in (tmp_path / "s").iterdir()}
+
+
+# Tuning -------------------------------------------------------------------------------------------
+
+REPEATS = ["--tune", "lr=0.006:0.4", "--trials", 3, "--repeats", 6, "--seeds", 2]
+
+
+def test_repeats_are_compared_by_their_means(made_up, compare, tmp_path):
+    saved = compare(*REPEATS)
+    means = {arm: np.reshape(accuracies(saved, arm), (6, 2)).mean(1) for arm in ("pgt", "baseline")}
+    (comparison,) = saved["comparisons"]
+    test: Any = ttest_ind(means["pgt"], means["baseline"], equal_var=False)
+    assert comparison["p"] == pytest.approx(test.pvalue)
+    assert comparison["interval"] == pytest.approx([*test.confidence_interval(0.95)])
+    assert (comparison["n"], comparison["counted"]) == (6, "repeats")
+    # 6 repeats x 2 arms x (3 points + 2 seeds); seeds are fresh everywhere.
+    assert len(made_up.done) == 60
+    finals = {row["seed"] for row in saved["rows"]}
+    trials = {row["seed"] for row in saved["trials"]}
+    assert finals == set(range(12))
+    assert len(trials) == 6
+    assert not trials & finals
+    for row in saved["rows"]:  # every repeat runs its own winner
+        choice = saved["tuning"]["repeats"][row.get("unit", 0)][row["arm"]]
+        best = max(choice["trials"], key=lambda trial: trial["mean"])
+        assert choice["trials"][choice["chosen"]] == best
+        assert (
+            Run(tmp_path / "s" / row["run"]).recipe().optimizer.lr == best["point"]["optimizer.lr"]
+        )
+
+
+def test_settled_arms_are_not_tuned_again(made_up, compare):
+    one_is_better(made_up)
+    tokens = ["--tune", "lr=0.006:0.4", "--trials", 3, "--repeats", "6,8", "--seeds", 1]
+    saved = compare(*tokens, "--alpha", "0.5,0.25")
+    assert runs_of(saved) == {"baseline": 8, "pgt(0.5)": 6, "pgt(0.25)": 8}
+    trials = Counter(row["arm"] for row in saved["trials"])
+    assert trials == {"baseline": 24, "pgt(0.5)": 18, "pgt(0.25)": 24}
+
+
+def test_interrupted_study_continues(made_up, compare, tmp_path, monkeypatch, capsys):
+    whole = compare(*REPEATS, out=tmp_path / "whole")
+    made_up.done.clear()
+    execute = made_up.execute
+
+    def interrupted(recipe, run):
+        if len(made_up.done) == 33:
+            raise Interrupted("stopped")
+        return execute(recipe, run)
+
+    tokens = ["compare", "digits", *TOKENS, "--arms", "baseline,pgt", *REPEATS]
+    with monkeypatch.context() as patch:
+        patch.setattr(made_up, "execute", interrupted)
+        assert powergrad(*tokens, "--out", tmp_path / "parts", "--name", "s") == 130
+    assert "the same command continues" in capsys.readouterr().err
+    resumed = compare(*REPEATS, out=tmp_path / "parts")
+    assert len(made_up.done) == len(set(made_up.done)) == 60
+    for part in ("rows", "trials", "comparisons", "tuning", "notes", "verdict"):
+        assert resumed[part] == whole[part], part
+
+
+def test_choice_at_the_edge_is_not_called_better(made_up, compare, tmp_path):
+    tokens = ["--seeds", 8, "--tune-seeds", 1, "--tune"]
+    made_up.accuracy = lambda recipe: (
+        90 + 5 * recipe.optimizer.lr + 3 * (recipe.loss.alpha < 1) + 0.1 * made_up.noise(recipe)
+    )
+    for name, values in (("list", ["lr=0.1,0.2,0.3"]), ("range", ["lr=0.01:0.4", "--trials", 16])):
+        (comparison,) = compare(*tokens, *values, out=tmp_path / name)["comparisons"]
+        assert comparison["interval"][0] > 0
+        assert comparison["verdict"] == "not settled"
+    made_up.accuracy = lambda recipe: (
+        90 - 50 * abs(recipe.optimizer.lr - 0.2) + 3 * (recipe.loss.alpha < 1)
+        + 0.1 * made_up.noise(recipe)
+    )  # fmt: skip
+    saved = compare(*tokens, "lr=0.1,0.2,0.3", out=tmp_path / "inner")
+    assert saved["comparisons"][0]["verdict"] == "better"
+    assert any("chosen values of lr" in note for note in saved["notes"])
+
+
+def test_trials_use_held_out_data(in_process, tmp_path):
+    tokens = ["compare", "digits", *TOKENS, "--train.epochs=2", "--arms", "baseline,pgt",
+              "--tune", "lr=0.0001,0.1", "model.width=6", "--tune-seeds", 1, "--seeds", 2,
+              "--out", tmp_path, "--name", "t"]  # fmt: skip
+    assert powergrad(*tokens) == 0
+    results = load_study(tmp_path / "t")
+    assert results.study is not None
+    assert results.study.base.model.width == 6  # a single value behind --tune is an override
+    trials = [Run(folder).recipe() for folder in (tmp_path / "t/tuning").glob("*-seed*")]
+    assert {(recipe.data.hold_out, recipe.seed) for recipe in trials} == {(0.2, 1000)}
+    assert len(trials) == 4
+    finals = [Run(folder).recipe() for folder in (tmp_path / "t").glob("*-seed*")]
+    assert {(recipe.data.hold_out, recipe.seed) for recipe in finals} == {(0, 0), (0, 1)}
+    for recipe in finals:
+        arm = "pgt" if recipe.loss.alpha < 1 else "baseline"
+        assert recipe.optimizer.lr == results.settings(arm)["optimizer.lr"]
+
+
+def test_study_is_not_continued_with_another_tuning(made_up, compare, tmp_path, capsys):
+    compare("--tune", "lr=0.1,0.2", "--seeds", 2)
+    tokens = ["compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--out", tmp_path]
+    for other in (["--tune", "lr=0.1,0.4"], []):
+        assert powergrad(*tokens, "--name", "s", "--seeds", 2, *other) == 2
+        assert "choose another --name" in capsys.readouterr().err
+
+
+# Real runs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.studies
+def test_comparison_with_worker_processes(tmp_path, capsys):
+    tokens = ["compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--seeds", 2, "--workers", 2,
+              "--out", tmp_path, "--name", "s"]  # fmt: skip
+    assert powergrad(*tokens) == 0
+    assert "4 runs, about" in capsys.readouterr().err
+    results = load_study(tmp_path / "s")
+    for row in results.rows:
+        result = Run(tmp_path / "s" / row.run).result()
+        assert result is not None
+        assert row.metrics["test_accuracy"] == result.metrics["test_accuracy"]
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("s/*/model.safetensors")}
+    assert len(before) == 4
+    assert powergrad(*tokens) == 0
+    assert "Reusing 4 finished runs" in capsys.readouterr().err
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    (delta,) = [2 * abs(c.difference) + 1 for c in results.comparisons]
+    assert powergrad("plan", "--delta", delta, "--study", tmp_path / "s") == 0
+    variances = [np.var(list(results.values(arm).values()), ddof=1) for arm in results.arms]
+    assert f"at sigma {math.sqrt(np.mean(variances)):.3g}" in capsys.readouterr().out
+
+
+def test_sweep_runs_its_grid_and_another_grid_is_added(made_up, tmp_path):
+    tokens = ["sweep", "digits", *TOKENS, "--seeds", 2, "--out", tmp_path, "--name", "s", "--grid"]
+    for grids in (["alpha=1,0.5"], ["alpha=0.25,0.1"], ["lr=0.1,0.2", "--grid", "alpha=1,0.5"]):
+        assert powergrad(*tokens, *grids) == 0
+        assert (tmp_path / "s/study.png").stat().st_size > 5000
+    arms = load_study(tmp_path / "s").arms
+    assert arms[:5] == ["alpha=1", "alpha=0.5", "alpha=0.25", "alpha=0.1", "lr=0.1, alpha=1"]
+
+
+def test_decomposition_tunes_cross_entropy_for_all_arms(made_up, tmp_path, capsys):
+    made_up.accuracy = lambda recipe: 90 + recipe.optimizer.lr + 0.1 * made_up.noise(recipe)
+    tokens = ["decompose", "digits", *TOKENS, "--tune", "lr=0.05,0.1", "--tune-seeds", 1,
+              "--seeds", 2, "--out", tmp_path, "--name", "d"]  # fmt: skip
+    assert powergrad(*tokens) == 0
+    said = capsys.readouterr().out
+    assert "they are the same training" in said
+    assert "At alpha 0.25, PGT" in said
+    results = load_study(tmp_path / "d")
+    assert results.identity is not None
+    assert max(results.identity.gaps.values()) < 1e-9
+    assert results.arms == list(decomposition(SMALL, 0.25))
+    for folder in (tmp_path / "d").glob("PGT-seed*"):
+        assert Run(folder).recipe().optimizer.lr == 0.1
+    assert powergrad("inspect", tmp_path / "d") == 0
+    assert powergrad(*tokens, "--repeats", 2) == 2
+
+
+# Bad input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "word"),
+    [
+        (["--arms", "baseline,pgtt"], "did you mean 'pgt'?"),
+        (["--seeds", "0"], "'0'"),
+        (["--seeds", "24..8"], "'24..8'"),
+        (["--seeds", "many"], "'many'"),
+        (["--seeds=-3"], "'-3'"),
+        (["--alpha", "1.5"], "loss.alpha"),
+        (["--alpha", "x"], "could not convert"),
+        (["--metric", "beauty"], "`metric`"),
+        (["--margin", "0"], "`margin`"),
+        (["--loss.alpha", "0.1"], "loss.alpha"),
+        (["--seed", "7"], "--first-seed"),
+        (["--arm", "x: data.hold_out=0.1"], "tested on the same examples"),
+        (["--tune", "lr=0.1,0.2", "--data.hold_out", "0.2"], "data.hold_out"),
+        (["loss=1", "loss.alpha=0.3"], "'loss'"),
+        (["--tune", "lrr=1,2"], "'lrr'"),
+        (["--optimizer.lrr", "1"], "did you mean 'optimizer.lr'?"),
+        (["--workers", "0"], "`workers`"),
+        (["--threads", "0"], "`threads`"),
+        (["--tune", "lr", "--tune-seeds", "0"], "--tune-seeds"),
+        (["--repeats", "8"], "--repeats only with --tune"),
+        (["--trials", "4"], "--trials only with --tune"),
+        (["--tune-map", "identity"], "--tune-map only with --tune"),
+        (["--tune", "lr", "--repeats", "few"], "--repeats"),
+        (["--tune", "lr", "--repeats", "8", "--seeds", "8..24"], "seeds per repeat"),
+        (["--tune", "lr=0.1:1", "--trials", "1"], "--trials"),
+        (["--tune", "lr=1:0.1"], "low < high"),
+        (["--tune", "lr=a:b"], "low < high"),
+        (["--tune", "lr=0.1,0.1"], "lr"),
+        (["--tune", "lr=0.1,0.2", "optimizer.lr=1,2"], "each key of --tune once"),
+        (["--tune", "lr", "nobody: wd=0.1:1"], "'nobody'"),
+        (["--tune", "pgt: lr=0.1:1"], "none for baseline"),
+        (["--tune", "optimizer.lr=0.1"], "several values or a range"),
+        (["--tune", "clip.agc"], "clip.agc"),
+        (["--reuse", "nowhere.csv"], "nowhere.csv"),
+        (["--head", "fc"], "--head only with your own program"),
+        (["--better", "lower"], "--better only with"),
+        (["--cluster", "tcp://127.0.0.1:1"], "127.0.0.1:1"),
+    ],
+)
+def test_bad_input_is_named_before_any_run(tmp_path, capsys, tokens, word):
+    assert powergrad("compare", "digits", *TOKENS, "--out", tmp_path / "runs", *tokens) == 2
+    assert word in capsys.readouterr().err
+    assert not list(tmp_path.glob("runs/*/*/model.safetensors"))
+
+
+# The plan -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("delta", "seeds"), [(0.09, 28), (0.14, 13), (0.30, 6)])
+def test_plan_agrees_with_the_textbook(capsys, delta, seeds):
+    """Numbers by the noncentral t distribution, at least 6; a simulation may need one more."""
+    assert powergrad("plan", "--delta", delta, "--sigma", 0.118) == 0
+    said = capsys.readouterr().out
+    planned = re.match(r"(\d+) runs per arm", said)
+    assert planned is not None
+    assert int(planned[1]) in (seeds, seeds + 1)
+    assert powergrad("plan", "--delta", delta, "--sigma", "imagenet-resnet18") == 0
+    assert capsys.readouterr().out.startswith(f"{planned[1]} runs per arm ")
+
+
+@pytest.mark.parametrize("tokens", [[], ["--delta", "0", "--sigma", "0.1"], ["--sigma", "mnist"]])
+def test_plan_with_bad_input(capsys, tokens):
+    assert powergrad("plan", "--delta", "0.1", *tokens) == 2
+    assert capsys.readouterr().err
+
+
+def test_plan_uses_the_metric_of_a_table(tmp_path, capsys):
+    rows = "".join(f"a,{seed},{90 + seed},{0.005 * seed}\n" for seed in range(8))
+    (tmp_path / "study.csv").write_text("arm,seed,test_accuracy,nll\n" + rows)  # one arm will do
+    said = []
+    for tokens in ([], ["--metric", "nll"]):
+        command = ["plan", "--delta", "1", "--study", tmp_path / "study.csv", *tokens]
+        assert powergrad(*command) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] != said[1]
+
+
+def test_program_of_a_recipe_is_its_recipe():
+    program = RecipeProgram(base=SMALL)
+    job = program.job("pgt", {"loss.alpha": 0.25}, 3)
+    assert job.name == f"pgt-seed3-{SMALL.override({'loss.alpha': 0.25, 'seed': 3}).key}"

@@ -1,0 +1,626 @@
+"""``powergrad compare -- python train.py --seed {seed}``: a user's own program, unchanged.
+
+References: the program with its changes written in by hand, run without powergrad; ``compare
+--from`` on the same numbers; the files that the programs themselves write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forking import Interpreter
+from studies import powergrad
+
+from powergrad.lab.cli import options
+from powergrad.lab.cli.options import StudyOptions
+from powergrad.lab.preflight import Plan
+from powergrad.lab.runs import CommandProgram, Job, RunFailed, process
+from powergrad.lab.runs.commands import _check_altered, _Parts, placeholders
+from powergrad.lab.runs.devices import visible_devices
+from powergrad.lab.runs.pool import InlinePool
+from powergrad.lab.runs.sources import Sources
+from powergrad.lab.signals import Interrupted
+from powergrad.lab.stats import Design
+from powergrad.lab.study import load_study
+from powergrad.lab.study.saving import compare_rows
+from powergrad.lab.trainer.recipe import RecipeError
+
+FOREIGN = Path(__file__).parents[1] / "foreign_train.py"
+ACCURACY = r"accuracy ([\d.]+)"
+
+
+@pytest.fixture(scope="module")
+def python():
+    interpreter = Interpreter()
+    yield interpreter
+    interpreter.close()
+
+
+def script(folder: Path, text: str, name: str = "train.py") -> Path:
+    path = folder / name
+    path.write_text("import json, os, sys, random\nseed = int(sys.argv[1])\n" + text)
+    return path
+
+
+def run_folder(study: Path, arm: str, seed: int) -> Path:
+    (found,) = study.glob(f"{arm}-seed{seed}-*")
+    return found
+
+
+# A study of a foreign script ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def study(python, tmp_path_factory):
+    """5 arms x 6 seeds of the foreign script."""
+    out = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "Pool", InlinePool)
+        status = powergrad(
+            "compare", "--arms", "baseline,pgt,head-lr,less-decay,agc", "--alpha", 0.3, "--seeds",
+            6, "--metric-regex", ACCURACY, "--out", out, "--name", "s", "--",
+            python.path, FOREIGN, "--seed", "{seed}", "--save", "{out}/weights.pt",
+        )  # fmt: skip
+    assert status == 0
+    return out / "s"
+
+
+def test_metrics_are_those_that_the_script_prints(study):
+    results = load_study(study)
+    assert len(results.rows) == 30
+    for row in results.rows:
+        printed = (study / row.run / "output.txt").read_text()
+        assert f"accuracy {row.metrics['accuracy']:.2f}\n" in printed
+    losses = {row.about["first_loss"] for row in results.rows}
+    assert len(losses) == 6  # one per seed, whatever the arm
+    first, again = results.repeated
+    assert first.metrics["accuracy"] == again.metrics["accuracy"]
+
+
+def test_verdict_is_that_of_the_same_numbers_in_a_table(study):
+    table = compare_rows(study / "study.csv", metric="accuracy")
+    assert [vars(c) for c in table.comparisons] == [vars(c) for c in load_study(study).comparisons]
+
+
+LOSS = "F.cross_entropy(network(x.double()), y)"
+STEP = "scaler.step(optimizer)"
+HEAD = '[{"params": model.body.parameters()}, {"params": model.fc.parameters(), "lr": %s}], lr'
+BY_HAND = {
+    "pgt": (LOSS, "powergrad.cross_entropy(network(x.double()), y, alpha=0.3)"),
+    "head-lr": ("model.parameters(), lr", HEAD % "args.lr * 0.3**2"),
+    "less-decay": ("default=0.01", "default=0.01 * 0.3"),
+    "agc": (STEP, f"powergrad.adaptive_clip_grad_(model, 0.01); {STEP}"),
+}
+
+
+@pytest.mark.parametrize("arm", BY_HAND)
+def test_arm_is_the_script_with_the_change_written_in(study, python, tmp_path, arm):
+    old, new = BY_HAND[arm]
+    text = FOREIGN.read_text()
+    assert text.count(old) == 1
+    path = tmp_path / f"{arm}.py"
+    path.write_text(
+        text.replace(old, new).replace("import torch\n", "import powergrad, torch\n", 1)
+    )
+    python.run(path, "--seed", 3, "--save", tmp_path / "weights.pt")
+    expected = torch.load(tmp_path / "weights.pt", weights_only=True)
+
+    def difference(name: str) -> float:
+        path = run_folder(study, name, 3) / "out/weights.pt"
+        weights = torch.load(path, weights_only=True)
+        assert all(weight.dtype == torch.float64 for weight in weights.values())
+        return max(float((weights[key] - expected[key]).abs().max()) for key in expected)
+
+    assert difference(arm) <= 1e-14
+    assert difference("baseline") > 1e-6
+
+
+# Nothing is compared that was not altered ---------------------------------------------------------
+
+NO_LOSS = """
+import torch
+weight = torch.nn.Parameter(torch.zeros(3))
+optimizer = torch.optim.SGD([weight], 0.1)
+((weight - seed) ** 2).sum().backward()
+optimizer.step()
+print("accuracy", random.Random(seed).random())
+"""
+OWN_KERNEL = """
+import torch
+class Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, y):
+        p = z.detach().exp() / z.detach().exp().sum(1, keepdim=True)
+        ctx.p, ctx.y = p, y
+        return -p[range(len(y)), y].log().mean()
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (ctx.p - torch.eye(3)[ctx.y]) / len(ctx.y), None
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+Loss.apply(model(torch.randn(8, 4)), torch.randint(0, 3, (8,))).backward()
+optimizer.step()
+print("accuracy", random.Random(seed).random())
+"""
+NO_OPTIMIZER = """
+import torch
+model = torch.nn.Linear(4, 3)
+loss = torch.nn.functional.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 3, (8,)))
+loss.backward()
+with torch.no_grad():
+    for p in model.parameters(): p -= 0.1 * p.grad
+print("accuracy", random.Random(seed).random())
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "arm", "words"),
+    [
+        (NO_LOSS, "pgt", "--alpha 0.25 altered nothing"),
+        (OWN_KERNEL, "pgt", "LossBackward"),
+        (NO_OPTIMIZER, "agc", "--agc changed nothing"),
+        (NO_OPTIMIZER, "less-decay", "--decay-scale changed nothing"),
+        (NO_LOSS, "less-decay", "no optimizer has a weight decay"),
+        ("print('accuracy', 1); os._exit(0)", "pgt", "not known whether it was altered"),
+    ],
+)
+def test_unaltered_program_stops_the_study(python, in_process, tmp_path, capsys, text, arm, words):
+    path = script(tmp_path, text)
+    status = powergrad("compare", "--arms", f"baseline,{arm}", "--seeds", 2, "--metric-regex",
+                       "accuracy (.+)", "--margin", 1, "--out", tmp_path, "--name", "s", "--",
+                       python.path, path, "{seed}")  # fmt: skip
+    assert status == 2
+    said = capsys.readouterr()
+    assert words in said.err
+    assert "Here" not in said.out
+    assert not list((tmp_path / "s").glob("*-seed1-*"))
+
+
+@pytest.mark.parametrize(("code", "problems"), [(3, ["x"]), (1, ["x"]), (3, []), (1, [])])
+def test_summary_of_run_decides_whether_a_study_stops(tmp_path, code, problems):
+    """Under torchrun the exit code is another one, and a program may have exit code 3 as well."""
+    path = tmp_path / "powergrad.json"
+    path.write_text(json.dumps({"problems": problems, "first_loss": 1.5, "optimizers": []}))
+    if not problems:
+        assert _check_altered(code, path, is_altered=True)["first_loss"] == 1.5
+        return
+    with pytest.raises(RunFailed, match="not altered as requested") as error:
+        _check_altered(code, path, is_altered=True)
+    assert error.value.stops
+    assert pickle.loads(pickle.dumps(error.value)).stops
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def test_arguments_reach_the_program_as_they_are(in_process, tmp_path, monkeypatch):
+    """Spaces, quotes, braces and unicode, in arguments, flags, the script's name and the folder."""
+    folder = tmp_path / "mein Ördner; $HOME"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    name = "träin it's.py"
+    script(folder, """
+json.dump([sys.argv, os.getcwd()], open(sys.argv[2] + "/gegeben.json", "w"))
+print("acc", 50 + random.Random(seed + len(sys.argv)).random())
+""", name)  # fmt: skip
+    given = ["a \"b\" 'c'", "$(touch hacked)", "*", "{{lr}}", "日本語", "", "x{arm}y", "-x"]
+    program = ["env", sys.executable, name, "{seed}", "{out}", *given]
+    status = powergrad("compare", "--arms", "baseline", "--arm", "breit ü: --width '6 4' {seed}",
+                       "--seeds", 2, "--metric-regex", "acc (.+)", "--out", "läufe x", "--name",
+                       "s", "--", *program)  # fmt: skip
+    assert status == 0
+    study = folder / "läufe x" / "s"
+    for arm, place in (("baseline", "baseline"), ("breit ü", "breit-ü")):
+        out = run_folder(study, place, 1) / "out"
+        arguments, where = json.loads((out / "gegeben.json").read_text())
+        filled = [*given[:3], "{lr}", *given[4:6], f"x{arm}y", "-x"]
+        flags = ["--width", "6 4", "1"] if arm != "baseline" else []
+        assert arguments == [name, "1", str(out), *filled, *flags]
+        assert where == str(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["läufe x", name]
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python train.py --x 1", "python RUN train.py --x 1"),
+        ("/a/python3.12 -u -W ignore t.py", "/a/python3.12 -u -W ignore RUN t.py"),
+        ("python -m pkg.train -x", "python RUN -m pkg.train -x"),
+        ("./train.py 1", f"{sys.executable} RUN ./train.py 1"),
+        ("torchrun --nproc-per-node 2 t.py -m x", "torchrun --nproc-per-node 2 RUN t.py -m x"),
+        ("torchrun --nproc-per-node 2 -m p a.py", "torchrun --nproc-per-node 2 RUN -m p a.py"),
+        ("python -m torch.distributed.run t.py", "python -m torch.distributed.run RUN t.py"),
+        ("accelerate launch train.py", None),
+        ("bash train.sh", None),
+        ("python -c print(1)", None),
+        ("python", None),
+    ],
+)  # fmt: skip
+def test_command_with_altered_gradients(command, expected):
+    parts = _Parts.of(command.split())
+    altered = parts and " ".join(parts.altered(["--alpha", "0.3"]))
+    assert altered == (expected and expected.replace("RUN", "-m powergrad run --alpha 0.3 --"))
+    assert parts is None or parts.is_distributed == ("torch" in command)
+
+
+TRAIN = "-- python train.py {seed}"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "word"),
+    [
+        ("-- python train.py", "{seed}"),
+        (f"{TRAIN} {{sede}}", "{sede}"),
+        (f'{TRAIN} {{"a":1}}', "literal braces"),
+        (f"{TRAIN} }}", "literal braces"),
+        ("-- python train.py {seed:03d}", "{seed:03d}"),
+        ("-- python lost.py {seed}", "'lost.py'"),
+        ("-- lost {seed}", "'lost'"),
+        ("-- ls {seed}", "'pgt' alters gradients"),
+        (f"--arms baseline,pqt {TRAIN}", "'pgt'"),
+        (f"--arms pgt --arm p:pgt {TRAIN}", "'pgt' and 'p'"),
+        (f"--metric-regex acc {TRAIN}", "--metric-regex"),
+        (f"--metric-regex (.)(.) {TRAIN}", "--metric-regex"),
+        (f"--metric-regex ( {TRAIN}", "--metric-regex"),
+        (f"--metric-regex (.) {TRAIN}", "name for the metric"),
+        (f"--metric-regex foo(.) {TRAIN}", "`better`"),
+        (f"--metric-regex foo(.) --better lower {TRAIN}", "`margin`"),
+        (f"--metric-file x.json {TRAIN}", "--metric-file"),
+        (f"--metric-file {{x}}.json:a {TRAIN}", "{x}"),
+        (f"--tune lr=1,2 {TRAIN} {{lr}}", "--tune-metric"),
+        (f"--tune lr=1,2 --tune-metric loss {TRAIN} {{lr}}", "--metric"),
+        (f"--tune lr=1,2 --tune-metric acc --metric acc {TRAIN} {{lr}}", "'acc' for both"),
+        (f"--tune lr=1,2 --tune-metric loss --metric acc {TRAIN}", "{lr}"),
+        (f"--tune lr=1 --tune-metric loss --metric acc {TRAIN} {{lr}}", "several values"),
+        (
+            f"--tune lr=1,2 --tune-map identity --tune-metric loss --metric acc {TRAIN} {{lr}}",
+            "--tune-map",
+        ),
+        (f"--tune-metric loss {TRAIN}", "--tune-metric only with --tune"),
+        (f"{TRAIN} {{lr}}", "{lr}"),
+        (f"--agc 0 --arms baseline,agc {TRAIN}", "--agc"),
+        (f"digits {TRAIN}", "'digits'"),
+        (f"--baseline x {TRAIN}", "--baseline only with --from"),
+        (f"--budget soon {TRAIN}", "--budget"),
+    ],
+)
+def test_bad_input_is_named_before_any_run(tmp_path, monkeypatch, capsys, tokens, word):
+    monkeypatch.chdir(tmp_path)
+    script(tmp_path, "raise SystemExit('it was run')")
+    monkeypatch.setattr(options.Pool, "run", lambda *_: pytest.fail("a run was started"))
+    assert powergrad("compare", *tokens.split(" ")) == 2
+    said = capsys.readouterr()
+    assert word in " ".join((said.err + said.out).split())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_placeholders_are_names_in_braces():
+    assert placeholders(["a", "{seed}", "x={lr},{seed}", "{{no}}"]) == ["seed", "lr"]
+
+
+# Metrics ------------------------------------------------------------------------------------------
+
+
+def job_of(path: Path, sources: Sources) -> Job:
+    """A run without ``powergrad run``, so that no torch is imported."""
+    command = ("env", sys.executable, str(path), "{seed}", "{out}")
+    return CommandProgram(command=command, sources=sources).job("a", {}, 5)
+
+
+def metrics_of(folder: Path, text: str, sources: Sources) -> dict[str, Any]:
+    result = job_of(script(folder, text), sources).execute(folder)
+    return {name: value for name, value in result.metrics.items() if name != "seconds"}
+
+
+@pytest.mark.parametrize(
+    ("text", "regexes", "files", "expected"),
+    [
+        ("for i in range(999): print(f'{i} acc {i / 8}', end='\\r')", [r"acc (\S+)"], [],
+         {"acc": 124.75}),
+        ("print('val 0.5 test 0.7')", [r"val (?P<val>\S+) test (?P<test>\S+)"], [],
+         {"val": 0.5, "test": 0.7}),
+        ("json.dump({'a': {'val': 1, 'test': [0, 2]}}, open(sys.argv[2] + '/r.json', 'w'))",
+         [], ["r.json:a.val", "{out}/r.json:a.test.1"], {"a.val": 1, "a.test.1": 2}),
+        ("json.dump({'a.b': 3}, open(sys.argv[2] + '/r.json', 'w'))", [], ["r.json:a.b"],
+         {"a.b": 3}),
+        ("open(sys.argv[2] + '/l.csv', 'w').write('e,acc\\n1,5\\n2,6.5\\n')", [], ["l.csv:acc"],
+         {"acc": 6.5}),
+        ("from powergrad import report; report(x=4); report(x=seed / 4, y=2); print('acc 1')",
+         ["acc (.)"], [], {"acc": 1, "x": 1.25, "y": 2}),
+    ],
+)  # fmt: skip
+def test_metrics_come_from_output_files_and_reports(tmp_path, text, regexes, files, expected):
+    assert metrics_of(tmp_path, text, Sources.parse(regexes, files)) == expected
+
+
+def test_seconds_can_be_a_metric_of_the_program(tmp_path):
+    sources = Sources.parse([r"seconds (\S+)"], [])
+    result = job_of(script(tmp_path, "print('seconds 0.125')"), sources).execute(tmp_path)
+    assert result.metrics == {"seconds": 0.125}
+
+
+def test_large_output_needs_little_memory(tmp_path):
+    path = tmp_path / "output.txt"
+    with open(path, "w") as file:
+        for i in range(200):
+            file.write(f"acc {i}\n" + 100 * ("x" * 999 + "\n"))
+        file.write("y" * 1_000_000 + "\n")
+    tracemalloc.start()
+    found = Sources.parse([r"^acc (\d+)$"], []).read(path, tmp_path / "report.json", tmp_path, str)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found["acc"] == 199
+    assert peak < 8_000_000
+
+
+ACC = Sources.parse(["acc (.)"], [])
+WRITE = "open(sys.argv[2] + '/%s', 'w').write('%s')"
+
+
+@pytest.mark.parametrize(
+    ("text", "sources", "word"),
+    [
+        ("print('hello')", ACC, "--metric-regex"),
+        ("print('hello')", Sources(), "powergrad.report"),
+        ("print('acc x')", ACC, "'x'"),
+        ("", Sources.parse([], ["r.json:acc"]), "No such file"),
+        (WRITE % ("r.json", "{"), Sources.parse([], ["r.json:acc"]), "JSONDecodeError"),
+        (WRITE % ("r.json", "{}"), Sources.parse([], ["r.json:a.b"]), "KeyError"),
+        (WRITE % ("r.csv", "a,b"), Sources.parse([], ["r.csv:a"]), "IndexError"),
+        ("print('acc 1')", ACC.model_copy(update={"wanted": ("f1",)}), "'f1'"),
+        ("print('a\\nb'); sys.exit(7)", Sources(), "exit code 7"),
+        ("os.abort()", Sources(), "SIGABRT"),
+    ],
+)
+def test_run_without_its_metric_fails_with_the_last_lines(tmp_path, text, sources, word):
+    with pytest.raises(RunFailed) as error:
+        metrics_of(tmp_path, "print('one'); print('two', file=sys.stderr)\n" + text, sources)
+    assert word in str(error.value)
+    assert "    one\n    two" in str(error.value)
+    assert not error.value.stops
+    assert not list(tmp_path.glob("*/result.json"))
+
+
+def test_last_lines_are_short(tmp_path):
+    text = "for i in range(1000): print('line', i)\nsys.stdout.write('z' * 5000)\n1 / 0"
+    with pytest.raises(RunFailed) as error:
+        metrics_of(tmp_path, text, Sources())
+    lines = str(error.value).splitlines()[1:]
+    assert len(lines) == 20
+    assert lines[-1] == "    ZeroDivisionError: division by zero"
+    assert all(len(line) < 450 for line in lines)
+
+
+def test_metric_is_named_by_the_word_before_its_group():
+    names = {
+        r"acc ([\d.]+)": "acc", r"val loss: ([\d.]+)": "loss", r"Acc@1\s*=\s*(\S+)": "Acc@1",
+        r"acc(?:uracy)? ([\d.]+)": "accuracy", r'"top1": (\S+)': "top1", r"(?i)f1=(\S+)": "f1",
+    }  # fmt: skip
+    for regex, name in names.items():
+        assert Sources.parse([regex], []).names == [name]
+    assert Sources.parse([r"(\S+)$"], [], "recall").names == ["recall"]
+    with pytest.raises(RecipeError, match="'acc'"):
+        Sources.parse(["acc (.)", "(?P<acc>.)"], [])
+
+
+# What the runs show of the program ----------------------------------------------------------------
+
+NOISY = "print('accuracy', 90 + random.Random(str(sys.argv)).gauss(0, 0.4))\n"
+AT = "if seed == 1 and len(sys.argv) > 2: "
+
+
+def compare_plain(folder: Path, path: Path, *tokens: object, seeds: object = 8) -> int:
+    return powergrad(
+        "compare", "--arms", "baseline", "--arm", "b: two", "--seeds", seeds, "--metric-regex",
+        "accuracy (.+)", "--margin", 1, "--out", folder, "--name", "s", *tokens, "--", "env",
+        sys.executable, path, "{seed}",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds", "words"),
+    [
+        (f"{AT}sys.exit(9)\n{NOISY}", 8, "1 of 8 runs of b failed and do not count"),
+        (f"if len(sys.argv) > 2: sys.exit(9)\n{NOISY}", 6, "This arm is not compared"),
+        (f"{AT}print('accuracy', 'nan'); sys.exit()\n{NOISY}", 8, "Diverged: 1 of 8 runs of b"),
+        ("print('accuracy 92')", "6,8", "your script does not use {seed}"),
+        ("print('accuracy', 90 + random.random())", 6, "Runs are not repeatable"),
+    ],
+)
+def test_odd_programs_are_noted(in_process, tmp_path, capsys, text, seeds, words):
+    assert compare_plain(tmp_path, script(tmp_path, text), seeds=seeds) == 0
+    assert words in capsys.readouterr().out
+    assert not list((tmp_path / "s").glob("*-seed6-*")) or seeds == 8  # constant ones stop early
+
+
+def test_program_that_always_fails_stops_the_study(in_process, tmp_path, capsys):
+    assert compare_plain(tmp_path, script(tmp_path, "sys.exit(9)")) == 2
+    said = capsys.readouterr()
+    assert "the first run failed" in said.err
+    assert "exit code 9" in said.err
+
+
+def test_runs_of_a_changed_script_are_repeated(in_process, tmp_path, capsys):
+    path = script(tmp_path, NOISY)
+    command = ["compare", "--arms", "baseline", "--arm", "b: two", "--seeds", 2, "--metric-regex",
+               "accuracy (.+)", "--margin", 1, "--out", tmp_path, "--name", "s", "--",
+               sys.executable, path, "{seed}"]  # fmt: skip
+    assert powergrad(*command) == 0
+    runs = {folder.name for folder in tmp_path.glob("s/*-seed*")}
+    assert powergrad(*command) == 0
+    assert "changed since" not in capsys.readouterr().err
+    path.write_text(path.read_text() + "# another one\n")
+    assert powergrad(*command) == 0
+    assert "changed since" in capsys.readouterr().err
+    assert not runs & {row.run for row in load_study(tmp_path / "s").rows}
+
+
+def test_fresh_moves_an_earlier_study_aside(in_process, tmp_path, capsys):
+    path = script(tmp_path, NOISY)
+    assert compare_plain(tmp_path, path, seeds=2) == 0
+    earlier = (tmp_path / "s/study.csv").read_bytes()
+    assert compare_plain(tmp_path, path, "--fresh", seeds=2) == 0
+    (aside,) = (folder for folder in tmp_path.glob("s-*") if folder.is_dir())
+    assert (aside / "study.csv").read_bytes() == earlier
+    assert str(aside) in capsys.readouterr().err
+
+
+def test_no_run_starts_after_the_budget(in_process, tmp_path, capsys):
+    """A run takes longer than the budget; with more time the same command continues."""
+    path = script(tmp_path, "import time; time.sleep(1.1)\n" + NOISY)
+    assert compare_plain(tmp_path, path, "--budget", "1s", seeds=2) == 0
+    assert "The time ran out" in capsys.readouterr().out
+    assert len(list(tmp_path.glob("s/*/result.json"))) == 1
+    assert compare_plain(tmp_path, path, "--budget", "1h", seeds=2) == 0
+    said = capsys.readouterr().out
+    assert "The time ran out" not in said
+    assert "inf" not in said  # two runs have no interval
+    assert len(load_study(tmp_path / "s").rows) == 4
+
+
+def test_time_is_announced():
+    assert Plan(2, Design((8, 24)), workers=2).announce(150.0).startswith(
+        "16 to 48 runs, about 20 min 00 s to 1 h 00 min with 2 at a time"
+    )  # fmt: skip
+
+
+def test_tuned_keys_fill_their_placeholders(in_process, tmp_path, capsys):
+    path = script(tmp_path, """
+lr = float(sys.argv[2])
+noise = random.Random(f"{sys.argv[1:]}").gauss(0, 0.05)
+print("val_loss", abs(lr - (0.2 if sys.argv[3:] else 0.1)) + 0.001 * noise, "accuracy", 90 + noise)
+json.dump(sys.argv, open(os.environ["POWERGRAD_REPORT"][:-11] + "out/argv.json", "w"))
+""")  # fmt: skip
+    status = powergrad(
+        "compare", "--arms", "baseline", "--arm", "b: two", "--seeds", 6, "--metric", "accuracy",
+        "--metric-regex", r"val_loss (?P<val_loss>\S+) accuracy (?P<accuracy>\S+)", "--margin", 1,
+        "--tune", "lr=0.05,0.1,0.2,0.4", "--tune-metric", "val_loss", "--tune-seeds", 2, "--out",
+        tmp_path, "--name", "s", "--", "env", sys.executable, path, "{seed}", "{lr}",
+    )  # fmt: skip
+    assert status == 0
+    said = capsys.readouterr()
+    assert "28 runs, about" in said.err  # 2 arms x (4 points x 2 seeds + 6 seeds)
+    results = load_study(tmp_path / "s")
+    for arm, lr in (("baseline", "0.1"), ("b", "0.2")):
+        assert f"{arm}: lr {lr} (" in said.out
+        argv = json.loads((run_folder(tmp_path / "s", arm, 4) / "out/argv.json").read_text())
+        assert argv[1:3] == ["4", lr]
+        assert results.settings(arm)["lr"] == float(lr)
+    assert results.tuning is not None
+    assert results.tuning.metric == "val_loss"
+
+
+# Processes ----------------------------------------------------------------------------------------
+
+STUBBORN = """
+import signal, subprocess, time
+signal.signal(signal.SIGTERM, lambda *_: print("no", flush=True))
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; "
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('child', flush=True); time.sleep(99)"])
+print(child.pid, flush=True)
+time.sleep(99)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "zombie" not in (Path("/proc") / str(pid) / "status").read_text().split("\n")[2]
+    except OSError:
+        return False
+
+
+def wait_for(condition: Any, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def output_of(folder: Path) -> str:
+    return "".join(path.read_text() for path in folder.glob("*/output.txt"))
+
+
+def test_program_that_ignores_sigterm_is_killed_with_its_children(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "PATIENCE", 0.5)
+
+    def interrupt() -> None:
+        wait_for(lambda: "child" in output_of(tmp_path))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(Interrupted):
+        metrics_of(tmp_path, STUBBORN, Sources())
+    pid = int(next(line for line in output_of(tmp_path).split() if line.isdigit()))
+    wait_for(lambda: not is_alive(pid))
+    assert "no" in output_of(tmp_path).split()  # it was asked first
+    assert not list(tmp_path.glob("*/result.json"))
+
+
+def test_leftovers_of_a_killed_worker_are_ended(tmp_path):
+    """The program still runs and writes, as its worker was killed; the run is then repeated."""
+    text = """
+import time
+if os.path.exists("WHERE/slow"):
+    os.remove("WHERE/slow"); open(sys.argv[2] + "/half", "w").close()
+    print(os.getpid(), flush=True)
+    while True: time.sleep(0.05); open(sys.argv[2] + "/half", "a").write("x")
+print("acc 3", os.listdir(sys.argv[2]))
+""".replace("WHERE", str(tmp_path))
+    job = job_of(script(tmp_path, text), ACC)
+    (tmp_path / "slow").touch()
+    (tmp_path / "job").write_bytes(pickle.dumps(job))
+    code = f"""
+import pickle; from pathlib import Path
+pickle.loads(Path({str(tmp_path / "job")!r}).read_bytes()).execute(Path({str(tmp_path)!r}))
+"""
+    worker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    wait_for(lambda: output_of(tmp_path).strip())
+    program = int(output_of(tmp_path))
+    worker.kill()
+    worker.wait()
+    assert is_alive(program)
+    assert job.execute(tmp_path).metrics["acc"] == 3
+    wait_for(lambda: not is_alive(program))
+    assert output_of(tmp_path) == "acc 3 []\n"
+    assert job.execute(tmp_path).metrics["acc"] == 3  # it is finished, and is not run again
+
+
+def test_program_that_cannot_be_started_fails(tmp_path):
+    (tmp_path / "not executable").touch()
+    job = CommandProgram(command=(str(tmp_path / "not executable"),)).job("a", {}, 0)
+    with pytest.raises(RunFailed, match="cannot be started"):
+        job.execute(tmp_path)
+
+
+def test_each_worker_has_a_gpu_if_there_are_some(monkeypatch, tmp_path):
+    path = script(tmp_path, "")
+    alone = CommandProgram.of([sys.executable, str(path), "{seed}"], Sources())
+    torchrun = [sys.executable, "-m", "torch.distributed.run", str(path), "{seed}"]
+    together = CommandProgram.of(torchrun, Sources())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_devices() == ["0", "1"]
+    pool = StudyOptions(threads=3).pool(tmp_path, alone)
+    assert pool.workers == 2
+    assert list(pool.environments) == [
+        {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": device} for device in ("0", "1")
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-8")
+    crowded = StudyOptions(workers=3).pool(tmp_path, alone).environments
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in crowded] == ["5", "GPU-8", "5"]
+    assert list(StudyOptions().pool(tmp_path, together).environments) == [{"OMP_NUM_THREADS": "1"}]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert StudyOptions(threads=2).pool(tmp_path, alone).workers == 4

@@ -1,0 +1,345 @@
+"""Results: what is compared, what is said of it, and what is written and read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import multivariate_normal
+from studies import SMALL, results_of, spread, study_of
+
+from powergrad.lab.files import write_json
+from powergrad.lab.study import RunRow, Tuning, load, load_study, save
+from powergrad.lab.study.notes import advice, missing_control, notes, verdict
+from powergrad.lab.study.records import Choice, IdentityCheck, LeftOut, Source, Trial
+from powergrad.lab.study.saving import claim, to_csv, to_json
+from powergrad.lab.terminal import describe_results
+from powergrad.lab.trainer.recipe import RecipeError, load_recipe
+from powergrad.lab.trainer.run_folder import RunError
+
+RESULTS = Path(__file__).parents[2] / "results"
+ARMS = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
+TUNED = {"tuned": ("optimizer.lr",)}
+
+
+def compared(baseline: list[float], pgt: list[float], seeds: str = "8", **settings: Any) -> Any:
+    """Results of a study of digits."""
+    records = {"tuning": settings.pop("tuning", None)}
+    arms = {**ARMS, **settings.pop("arms", {})}
+    study = study_of(load_recipe("digits"), arms, seeds, **settings)
+    return results_of({"baseline": baseline, "pgt": pgt}, study=study, **records)
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+def lost(arm: str, seed: int, **about: Any) -> RunRow:
+    return RunRow(arm=arm, seed=seed, metrics={"test_accuracy": math.nan}, about=about)
+
+
+def test_diverged_run_counts_as_chance_or_as_worst_value():
+    results = results_of({"a": [90.0, 91.0], "b": [80.0, 92.0]})
+    unknown = replace(results, rows=[*results.rows, lost("b", 2, diverged=True)])
+    assert unknown.values("b")[2] == 80.0
+    known = replace(results, rows=[*results.rows, lost("b", 2, diverged=True, classes=4)])
+    assert known.values("b")[2] == 25.0
+    assert "1 of 3 runs of b" in notes(known)[0]
+    assert "counts as 25" in notes(known)[0]
+    infinite = RunRow(arm="b", seed=2, metrics={"test_accuracy": math.inf})
+    assert replace(results, rows=[*results.rows, infinite]).values("b")[2] == 80.0
+
+
+def test_failed_runs_do_not_count_and_an_arm_of_failures_is_not_compared():
+    failed = [RunRow(arm="c", seed=seed, about={"failed": "exit code 1"}) for seed in range(2)]
+    results = results_of({"a": spread(90, 1, 6), "b": spread(91, 1, 6)})
+    results = replace(results, rows=[*results.rows, *failed])
+    assert results.values("c") == {}
+    assert [comparison.arm for comparison in results.comparisons] == ["b"]
+    (note,) = notes(results)
+    assert "2 of 2 runs of c failed" in note
+    assert "not compared" in note
+
+
+def test_unit_of_a_repeat_is_the_mean_over_its_seeds():
+    rows = [
+        RunRow(arm=arm, seed=seed, metrics={"test_accuracy": 90.0 + seed}, unit=seed // 2)
+        for arm in ("a", "b")
+        for seed in range(4)
+    ]
+    results = replace(results_of({"a": [1.0]}), rows=rows)
+    assert results.units("a") == {0: 90.5, 1: 92.5}
+    assert replace(results, rows=rows[:-1]).units("b") == {0: 90.5}  # the other is not complete
+
+
+def test_missing_metric_names_the_run():
+    results = results_of({"a": [90.0, 91.0], "b": [90.0, 91.0]})
+    rows = [*results.rows[:-1], RunRow(arm="b", seed=1, metrics={"nll": 1.0})]
+    with pytest.raises(ValueError, match="'b' at seed 1"):
+        _ = replace(results, rows=rows).comparisons
+    assert replace(results, rows=rows).comparable() is None  # one run of b is left
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"b": spread(95, 0.2)}, "Here b is better than a."),
+        ({"b": spread(88, 0.2), "c, d": spread(88, 0.2)}, 'Here b and "c, d" are worse than a.'),
+        ({"b": spread(90.01, 0.1)}, "Here b is equivalent to a within 0.5."),
+        ({"b": spread(90.3, 2)}, "Here b is not settled."),
+    ],
+)
+def test_verdict(values, expected):
+    assert verdict(results_of({"a": spread(90, 0.2), **values})) == expected
+
+
+# Notes --------------------------------------------------------------------------------------------
+
+
+def test_first_losses_that_differ_are_noted():
+    from powergrad.lab.runs import CommandProgram
+
+    program = CommandProgram(command=("python", "x.py", "{seed}"))
+    losses = {"baseline": 2.3, "pgt": 2.4, "wide": 2.5}
+    arms = {"baseline": {}, "pgt": {"--alpha": 0.3}, "wide": {"flags": ["--width", "4"]}}
+    rows = [
+        RunRow(arm=arm, seed=seed, metrics={"acc": 90.0 + seed}, about={"first_loss": loss})
+        for arm, loss in losses.items()
+        for seed in range(2)
+    ]
+    results = replace(results_of({"baseline": [1.0]}), rows=rows)
+    metric = results.metric.model_copy(update={"name": "acc"})
+    study = replace(study_of(SMALL, ARMS), program=program, arms=arms, metric=metric)
+    found = notes(replace(results, study=study, metric=metric))
+    assert ["initialisation differs" in note for note in found] == [True, False]
+    assert "its flags change" in found[1]
+
+
+def test_unplanned_looks_state_their_error():
+    results = compared(spread(95, 1, 12), spread(95, 1, 12), "12", earlier=(8,))
+    (note,) = [note for note in notes(results) if "without planning" in note]
+    assert "8 and 12 seeds" in note
+    shared = np.sqrt(8 / 12)  # the correlation of the two tests
+    inside = multivariate_normal(cov=[[1, shared], [shared, 1]])
+    box = inside.cdf([1.96, 1.96], lower_limit=[-1.96, -1.96])
+    assert f"is {100 * (1 - box):.1f}%, not 5%" in note
+    looks = compared(spread(95, 1, 12), spread(95, 1, 12), "8,12", earlier=(6,))
+    assert any("up to 10%" in note for note in notes(looks))
+
+
+# Advice -------------------------------------------------------------------------------------------
+
+
+def test_untuned_comparison_advises_tuning():
+    results = compared(spread(95, 0.2), spread(93, 0.2))
+    (line,) = advice(results)
+    assert "--tune lr=0.005:0.08 wd=1e-05:0.00016 --repeats 8" in line  # alpha and 1/alpha times
+    assert advice(compared(spread(95, 0.2), spread(93, 0.2), **TUNED)) == []
+
+
+def test_too_few_fixed_seeds_advise_more():
+    results = compared(spread(95, 0.5), spread(95.1, 0.5), **TUNED)
+    (line,) = advice(results)
+    assert f"About {results.comparisons[0].runs_needed} per arm" in line
+    assert "--seeds 8..24 --fresh" in line
+
+
+def test_impossible_numbers_of_seeds_advise_images_or_a_margin():
+    # 100 test images, on which 80% scatter by 4 points by chance alone.
+    coarse = spread(80, 4, 24, step=1.0)
+    few = compared(coarse, coarse, "24", **TUNED)
+    needed = few.comparisons[0].runs_needed
+    images, margin = advice(few)
+    assert "With 100 test images" in images
+    assert int(images.partition("about ")[2].split()[0]) == pytest.approx(
+        100 * needed / 24, abs=100
+    )
+    wide = float(margin.partition("--margin ")[2].partition(")")[0])
+    assert replace(few, margin=wide).comparisons[0].runs_needed <= 26
+    assert replace(few, margin=0.9 * wide).comparisons[0].runs_needed > 24
+    fine = spread(80, 4, 24, step=0.01)  # the number of images does not explain this scatter
+    (line,) = advice(compared(fine, fine[::-1], "24", **TUNED))
+    assert "margin" in line
+    assert advice(replace(compared(fine, fine), study=None))  # runs made elsewhere, too
+
+
+def test_open_arms_get_no_advice():
+    results = compared(spread(95, 1), spread(95.1, 1), "8..24", **TUNED)
+    assert results.comparisons[0].is_open
+    assert advice(results) == []
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(2, "lr=0.1:3.2"), (0, "lr=0.025:0.8")])
+def test_choice_at_the_edge_advises_a_wider_range_and_withholds_better(chosen, expected):
+    trials = tuple(
+        Trial(point={"optimizer.lr": lr}, changes={"optimizer.lr": lr}, mean=90.0)
+        for lr in (0.1, 0.3, 0.8)
+    )
+    edge = Choice(trials=trials, chosen=chosen, edges=("optimizer.lr",))
+    choices = {"baseline": Choice(trials=trials, chosen=1), "pgt": edge}
+    tuning = Tuning(keys=("optimizer.lr",), seeds=4, hold_out=0.2, repeats=(choices,))
+    results = compared(spread(93, 0.2), spread(95, 0.2), tuning=tuning, **TUNED)
+    assert advice(results)[0].endswith(f"--tune {expected}.")
+    (comparison,) = results.comparisons
+    assert comparison.verdict == "not settled"
+    assert not comparison.is_open
+    assert "of pgt is at the edge" in comparison.withheld
+
+
+@pytest.mark.parametrize(
+    ("better", "changes", "more", "expected"),
+    [
+        (["pgt"], {}, {}, "less-decay"),
+        (["agc"], {}, {"agc": {"clip.agc": 0.2}}, ""),
+        (["pgt"], {"optimizer.weight_decay": 0}, {}, "head-lr"),
+        (["pgt"], {"optimizer.name": "adam"}, {}, "less-decay"),
+        (["pgt"], {"optimizer.name": "adamw"}, {}, "head-lr"),  # there PGT moves no decay
+        (["pgt"], {}, {"half": {"optimizer.backbone.weight_decay": 0.5}}, "head-lr"),
+        (["pgt"], {}, {"less": {"optimizer.weight_decay": 0.001, "optimizer.head.lr": 0.1}}, ""),
+        (["pgt"], {}, {"both": {"optimizer.weight_decay": 1e-3, "loss.alpha": 0.2}}, "less-decay"),
+        (["pgt"], {}, {"more": {"optimizer.weight_decay": 0.1}}, "less-decay"),
+    ],
+)
+def test_missing_control_is_advised(better, changes, more, expected):
+    base = SMALL.override({"optimizer.weight_decay": 0.02, **changes})
+    study = study_of(base, {**ARMS, **more}, tuned=("optimizer.lr",))
+    found = missing_control(study, better)
+    assert bool(found) == bool(expected)
+    assert not expected or f"add {expected} to --arms" in (found or "")
+    assert missing_control(replace(study, kind="decompose"), better) is None
+    tuned = missing_control(replace(study, tuned=("optimizer.weight_decay",)), better)
+    assert "less-decay" not in (tuned or "")
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def full_results() -> Any:
+    """Results that have every record."""
+    results = compared(spread(93, 0.2), spread(95, 0.2), chosen={"pgt": {"optimizer.lr": 0.1}})
+    trial = Trial(point={"optimizer.lr": 0.1}, changes={"optimizer.lr": 0.1}, mean=math.nan)
+    choice = {"pgt": Choice(trials=(trial,), chosen=0)}
+    trials = [RunRow(arm="pgt", seed=1000, settings={"optimizer.lr": 0.1}, run="tuning/x")]
+    return replace(
+        results,
+        tuning=Tuning(keys=("optimizer.lr",), seeds=1, hold_out=0.2, repeats=(choice,)),
+        trials=trials,
+        identity=IdentityCheck(alpha=0.25, gaps={1: 0.0, 10: 1e-15}),
+        environment={"torch": "2.13", "command": "powergrad compare --out /home/ann/runs"},
+        remarks=["A remark."],
+    )
+
+
+def test_study_json_is_read_as_it_was_written(tmp_path):
+    results = full_results()
+    save(results, tmp_path)
+    again = load(tmp_path / "study.json")
+    assert again.tuning is not None
+    assert math.isnan(again.tuning.repeats[0]["pgt"].trials[0].mean)  # null in the file
+    assert to_json(again) == to_json(results)
+    assert again.rows == results.rows
+    assert again.study == results.study
+    assert "/home/ann" not in (tmp_path / "study.json").read_text()
+    assert replace(again, folder=tmp_path) == load_study(tmp_path)
+
+
+def test_file_terminal_and_results_say_the_same():
+    results = compared(spread(93, 0.2), spread(95, 0.2))
+    values, text = to_json(results), describe_results(results)
+    assert values["verdict"] == verdict(results)
+    assert values["advice"] == advice(results)
+    sentences = [comparison.sentence for comparison in results.comparisons]
+    assert [comparison["sentence"] for comparison in values["comparisons"]] == sentences
+    for line in (verdict(results), *sentences, *notes(results), *advice(results)):
+        assert line in text
+
+
+def test_study_csv_has_a_row_per_run():
+    text = to_csv(full_results())
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert len(rows) == 17
+    assert [row["phase"] for row in rows] == ["final"] * 16 + ["tuning"]
+    assert rows[-1]["optimizer.lr"] == "0.1"
+    assert float(rows[0]["test_accuracy"]) == full_results().rows[0].metrics["test_accuracy"]
+
+
+STUDIES = sorted(path for path in RESULTS.glob("*.json") if path.stem.startswith(("comp", "dec")))
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_committed_studies_give_the_conclusions_in_their_files(path):
+    values = json.loads(path.read_bytes())
+    again = to_json(load(path))
+    for name in ("verdict", "comparisons", "advice"):
+        assert json.loads(json.dumps(again[name])) == values[name]
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [("{", "JSON|Expecting"), ('{"format": 3}', "earlier version"), ("[]", "study"),
+     ('{"format": 99}', "newer version"), ('{"format": 4, "margin": 1}', "metric")],
+)  # fmt: skip
+def test_unreadable_study_raises(tmp_path, content, word):
+    path = tmp_path / "study.json"
+    path.write_text(content)
+    with pytest.raises(RunError, match=word):
+        load(path)
+    with pytest.raises(RunError, match=r"study\.json"):
+        load_study(tmp_path / "nowhere")
+
+
+def test_rows_whose_folder_was_deleted_are_dropped(tmp_path):
+    results = compared([90.0, 91.0], [92.0, 93.0])
+    rows = [row.model_copy(update={"run": f"r{n}"}) for n, row in enumerate(results.rows)]
+    rows[1] = rows[1].model_copy(update={"is_elsewhere": True})
+    save(replace(results, rows=rows), tmp_path)
+    (tmp_path / "r0").mkdir()
+    write_json(tmp_path / "r0/result.json", {"metrics": {}, "about": {}})
+    assert [row.run for row in load_study(tmp_path).rows] == ["r0", "r1"]
+
+
+def test_claimed_folder_keeps_its_study(tmp_path):
+    study = study_of(SMALL, ARMS, "8")
+    assert claim(study, tmp_path) == study
+    more = replace(study, arms={"baseline": {}, "agc": {"clip.agc": 0.1}})
+    assert list(claim(more, tmp_path).arms) == ["baseline", "pgt", "agc"]
+    for other in (
+        replace(study, kind="sweep"),
+        replace(study, finals=2),
+        replace(study, arms={"baseline": {}, "pgt": {"loss.alpha": 0.5}}),
+        study_of(SMALL.override({"train.epochs": 9}), ARMS, "8"),
+    ):
+        with pytest.raises(RecipeError, match="choose another --name"):
+            claim(other, tmp_path)
+    # A number of seeds that was never shown is no look; one that was shown is.
+    assert claim(replace(study, design=study_of(SMALL, ARMS, "12").design), tmp_path).earlier == ()
+    shown = replace(results_of({"baseline": spread(90, 1), "pgt": spread(91, 1)}), study=study)
+    save(shown, tmp_path)
+    assert claim(study_of(SMALL, ARMS, "12"), tmp_path).earlier == (8,)
+
+
+def test_changed_data_put_the_earlier_results_aside(tmp_path, capsys):
+    study = study_of(SMALL, ARMS, "8")
+    before = replace(study, program=study.program.model_copy(update={"fingerprint": "sha256:ab"}))
+    claim(before, tmp_path)
+    claim(
+        replace(study, program=study.program.model_copy(update={"fingerprint": "sha256:cd"})),
+        tmp_path,
+    )
+    assert "changed" in capsys.readouterr().err
+    assert (tmp_path / "study-ab.json").exists()
+
+
+def test_results_of_a_table_name_what_was_left_out():
+    runs = (LeftOut(line=3, arm="b", seed=4, reason="without acc"),)
+    columns = {"arm": "group", "seed": "seed", "metric": "acc"}
+    source = Source(file="x.csv", digest="", columns=columns, guessed=("arm",), left_out=runs)
+    guessed, left_out = notes(replace(results_of({"a": [1.0, 2.0]}), source=source))
+    assert "arm = 'group'" in guessed
+    assert "1 run of b without acc (seed 4)" in left_out
