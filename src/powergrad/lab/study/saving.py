@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,7 @@ def to_json(results: Results) -> dict[str, Any]:
             "verdict": verdict(compared),
             "notes": notes(compared),
             "advice": advice(compared),
-            "comparisons": [
-                {**asdict(c), "open": c.is_open, "sentence": c.sentence}
-                for c in compared.comparisons
-            ],
+            "comparisons": [comparison.to_dict() for comparison in compared.comparisons],
         }
     values = _adapter.dump_python(stored, mode="json")
     for name in ("rows", "trials", "repeated"):
