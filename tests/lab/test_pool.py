@@ -398,6 +398,8 @@ def cluster(folder: Path, workers: int = 2, preload: str = "") -> Iterator[tuple
     with contextlib.ExitStack() as stack:
         port = address.rpartition(":")[2]
         command = (*dask, "scheduler", "--host", "127.0.0.1", "--port", port, "--no-dashboard")
+        (folder / "preload.py").write_text("import sys; sys.modules['powergrad'] = None")
+        command = (*command, "--preload", folder / "preload.py")  # it needs only Dask
         scheduler = stack.enter_context(started(*command, **quiet))
         for number in range(workers):
             own = folder / f"machine{number}"
