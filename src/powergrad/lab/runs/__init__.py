@@ -1,0 +1,1 @@
+"""Runs, and the pool that executes them."""
