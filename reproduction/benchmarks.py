@@ -280,7 +280,7 @@ NOISE = {  # as results/bench_verdicts.csv names it, and as the page does
 
 
 def _simulated_verdicts() -> str:
-    """How the test was chosen, how often it errs, and how often it settles an arm."""
+    """How the test was chosen, and how often it errs."""
     rows = _load("bench_verdicts")
 
     def share(column: str, **wanted: str) -> str:
@@ -319,11 +319,6 @@ def _simulated_verdicts() -> str:
         ]
         for noise in values("noise", "error")
     ]
-    power = [
-        [arms, n, *settled(table="power", noise="as measured", arms=arms, runs=n)]
-        for arms in values("arms", "power")
-        for n in runs
-    ]
     head = [f"settled, {difference}" for difference in ("0", "margin", "twice the margin")]
     false = [f"false, {NOISE.get(noise, noise)}" for noise in uneven]
     spans = [f"false {what}, {n} runs" for what in ("difference", "equivalence") for n in runs]
@@ -339,9 +334,7 @@ def _simulated_verdicts() -> str:
         "**False verdicts of the intervals**: the largest share over studies with 1, 3 and 8 arms. "
         "*False equivalence* is the share of studies in which some arm is called equivalent "
         "although every arm differs by the margin.\n\n"
-        f"{markdown_table(['noise', *spans], errors)}\n\n"
-        "**How often an arm is settled**, with the noise of measured runs:\n\n"
-        f"{markdown_table(['arms', 'runs', *head], power)}"
+        f"{markdown_table(['noise', *spans], errors)}"
     )
 
 
