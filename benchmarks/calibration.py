@@ -19,9 +19,9 @@ import harness
 
 from powergrad import fold_alpha
 from powergrad.calibration import fit_temperature, reliability
-from powergrad.lab.config import load_recipe
-from powergrad.lab.train import train
-from powergrad.lab.trained import Answers, answers, measures, open_trained
+from powergrad.lab.trainer.recipe import load_recipe
+from powergrad.lab.trainer.trained import Answers, answers, measures, open_trained
+from powergrad.lab.trainer.training import train
 
 ARMS = {"CE": 1.0, "PGT": 0.25}
 SEEDS = range(8)

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from powergrad.lab.config import Data
 from powergrad.lab.data import load_data
+from powergrad.lab.trainer.recipe import Data
 
 IMAGES = 32
 BARS = {"ours": None, "timm, same": 1.25, "timm, default": 1.6}

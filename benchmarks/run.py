@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import powergrad
-from powergrad.lab.models import create_model
+from powergrad.lab.trainer.networks import create_model
 from powergrad.launch import Options
 from powergrad.launch.losses import Losses
 from powergrad.launch.optimizers import ATTEMPTS, Optimizers

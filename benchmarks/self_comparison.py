@@ -30,11 +30,11 @@ import harness
 import numpy as np
 from numpy.typing import NDArray
 
-from powergrad.lab.config import load_recipe
 from powergrad.lab.files import write_csv
 from powergrad.lab.stats import VERDICTS, Design, compare
 from powergrad.lab.study.space import Space
-from powergrad.lab.train import train
+from powergrad.lab.trainer.recipe import load_recipe
+from powergrad.lab.trainer.training import train
 
 PATH = harness.RESULTS / "self_comparison.csv"
 TUNE = ["lr=0.006:0.4", "wd=1e-5:3e-2"]

@@ -23,14 +23,14 @@ import torch.nn.functional as F
 from harness import save
 from torch import Tensor
 
-from powergrad.lab.config import Recipe, load_recipe
 from powergrad.lab.data import Datasets, load_data
 from powergrad.lab.data.memory import MemorySplit
 from powergrad.lab.data.split import Mixing
-from powergrad.lab.distributed import Processes
-from powergrad.lab.models import create_model
-from powergrad.lab.progress import Lines
-from powergrad.lab.session import Session
+from powergrad.lab.trainer.networks import create_model
+from powergrad.lab.trainer.processes import Processes
+from powergrad.lab.trainer.progress import Lines
+from powergrad.lab.trainer.recipe import Recipe, load_recipe
+from powergrad.lab.trainer.session import Session
 
 CIFAR = {
     "model.name": "resnet20",

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from powergrad.lab import stats
-from powergrad.lab.config import Recipe
 from powergrad.lab.jobs import Changes
 from powergrad.lab.paper.evidence import MARGIN, Evidence, Measurement, Outcome, describe_runs
 from powergrad.lab.paper.rows import changes_of
 from powergrad.lab.paper.small import decay_exponent
 from powergrad.lab.study import Results, RunRow, StudyKind, Tuning
+from powergrad.lab.trainer.recipe import Recipe
 
 __all__ = [
     "Arm",

@@ -18,7 +18,7 @@ import powergrad
 import powergrad_cli
 from powergrad import calibration, clipping, monitor
 from powergrad.lab.cli.common import recipe_and_overrides
-from powergrad.lab.config import describe_keys, parse_overrides
+from powergrad.lab.trainer.recipe import describe_keys, parse_overrides
 
 DOCS = ROOT / "docs"
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import powergrad
 from powergrad import PowerGrad, cross_entropy, verify
-from powergrad.lab.losses import as_published_cross_entropy
+from powergrad.lab.trainer.objectives import as_published_cross_entropy
 from powergrad.verify import StepWatcher, Verification
 
 ALPHAS = [0.0, 0.05, 0.3, 0.7, 1.0]

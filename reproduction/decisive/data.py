@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from powergrad.lab.files import write_csv
-from powergrad.lab.run import Run
 from powergrad.lab.study import Study
+from powergrad.lab.trainer.run_folder import Run
 from powergrad.lab.words import slug
 
 __all__ = [

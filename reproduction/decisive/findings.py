@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from powergrad.lab.config import load_recipe
 from powergrad.lab.stats import p_in_words, signed, span
 from powergrad.lab.study.space import Axis
+from powergrad.lab.trainer.recipe import load_recipe
 from powergrad.lab.words import markdown_table
 from reproduction.decisive.data import (
     FURTHER,

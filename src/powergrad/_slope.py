@@ -480,7 +480,7 @@ def _judged_by_factors(rows: Rows, q: Tensor, fit: Fit, result: Verification) ->
 def _is_listing(
     factor: Tensor, alpha: float, a: Tensor, b: Tensor, others: Tensor, tolerance: float
 ) -> bool:
-    r"""Whether `factor`, logarithms, are those of the authors' hook (`powergrad.lab.losses`).
+    r"""Whether `factor`, logarithms, are those of the hook in the authors' listing.
 
     It gives ``N * (p^ - q)`` with ``p^`` proportional to ``(k p_c)^alpha``, at the label to
     ``(1 - k (1 - p_t))^alpha``, where k is the loss scale / N^2. Relative to PGT the factor is

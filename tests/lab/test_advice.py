@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from powergrad.lab import glossary
-from powergrad.lab.config import load_recipe
 from powergrad.lab.glossary import TERMS
 from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.stats import Design, parse_runs
 from powergrad.lab.study import METRICS, Results, RunRow, Study, StudyKind, Tuning
 from powergrad.lab.study.records import Choice, Trial
+from powergrad.lab.trainer.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 PGT = {"loss.alpha": 0.25}

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import powergrad_cli
-from powergrad.lab.config import describe_keys, recipe_names
-from powergrad.lab.run import Run
+from powergrad.lab.trainer.recipe import describe_keys, recipe_names
+from powergrad.lab.trainer.run_folder import Run
 
 SMALL = ["--data.limit=128", "--model.width=4", "--train.epochs=2", "--train.batch_size=32",
          "--schedule.warmup_epochs=1", "--monitor.every=2", "--machine.threads=1"]  # fmt: skip

@@ -30,7 +30,6 @@ from forking import Interpreter
 
 import powergrad_cli
 from powergrad.lab.cli.studies import StudyOptions
-from powergrad.lab.config import RecipeError
 from powergrad.lab.jobs import CommandJob, CommandProgram, RunFailed, RunsFailed, process
 from powergrad.lab.jobs.command import _Parts, placeholders
 from powergrad.lab.jobs.devices import visible_devices
@@ -42,6 +41,7 @@ from powergrad.lab.stats import Design
 from powergrad.lab.study import Results, Study
 from powergrad.lab.study.arms import command_arms, head_exponent
 from powergrad.lab.study.first import announce
+from powergrad.lab.trainer.recipe import RecipeError
 
 FOREIGN = Path(__file__).parents[1] / "foreign_train.py"
 ACCURACY = r"accuracy ([\d.]+)"

@@ -3,7 +3,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from powergrad.lab.config import (
+from powergrad.lab.trainer.recipe import (
     Recipe,
     RecipeError,
     describe_keys,

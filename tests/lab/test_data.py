@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy import stats
 
-from powergrad.lab.config import Data
 from powergrad.lab.data import load_data, memory, sets
 from powergrad.lab.data.memory import MemorySplit
 from powergrad.lab.data.split import Batch, Mixing, cutmix, mixup
@@ -30,6 +29,7 @@ from powergrad.lab.data.streams import (
     permutation,
     uniform,
 )
+from powergrad.lab.trainer.recipe import Data
 
 WORD = 2**64
 

@@ -27,13 +27,13 @@ from torchvision_shim import declare_torchvision_schemas
 
 import powergrad_cli
 from powergrad import __version__
-from powergrad.lab import export, trained
-from powergrad.lab.config import Data, Recipe, load_recipe
 from powergrad.lab.data import load_data
 from powergrad.lab.data.streams import held_out
-from powergrad.lab.models import create_model
-from powergrad.lab.run import Run, RunError
-from powergrad.lab.train import train
+from powergrad.lab.trainer import export, trained
+from powergrad.lab.trainer.networks import create_model
+from powergrad.lab.trainer.recipe import Data, Recipe, load_recipe
+from powergrad.lab.trainer.run_folder import Run, RunError
+from powergrad.lab.trainer.training import train
 
 ALPHA = 0.25
 ALL = {"model.safetensors", "model.pt2", "model.onnx", "preprocessing.json", "README.md"}

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from photos import write_photos
 
-from powergrad.lab.config import Data, Recipe
 from powergrad.lab.data import fingerprint, sets
 from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.stats import Design
 from powergrad.lab.study import Study, StudyKind
+from powergrad.lab.trainer.recipe import Data, Recipe
 from powergrad_cli import main
 
 
@@ -41,7 +41,7 @@ def test_a_fingerprint_follows_the_files_and_not_the_path(photos: Path, tmp_path
     copy = Path(shutil.copytree(photos, tmp_path / "copy"))
     assert prints(copy) == before
     program = (
-        "import sys; from powergrad.lab.config import Data; from powergrad.lab.data import "
+        "import sys; from powergrad.lab.trainer.recipe import Data; from powergrad.lab.data import "
         "fingerprint; print(fingerprint(Data(name='folder:' + sys.argv[1])))"
     )
     command = [sys.executable, "-c", program, str(photos)]

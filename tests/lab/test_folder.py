@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from PIL import Image, JpegImagePlugin, UnidentifiedImageError
 from scipy import stats
 
-from powergrad.lab.config import Data
 from powergrad.lab.data import Datasets, load_data
 from powergrad.lab.data.folder import begin_worker, centre_box, random_box, read_image
 from powergrad.lab.data.listing import list_folder
 from powergrad.lab.data.streams import Stream, held_out_groups, permutation, uniform
+from powergrad.lab.trainer.recipe import Data
 
 # Python 3.12 and later warn of forks beside threads, which is how PyTorch starts its workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -728,7 +728,7 @@ def test_signals_to_all_processes_leave_the_workers_working(tmp_path: Path):
 SCRIPT = """
 import multiprocessing, sys, time
 import torch.utils.data._utils.worker
-from powergrad.lab.config import Data
+from powergrad.lab.trainer.recipe import Data
 from powergrad.lab.data import load_data
 
 torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2  # how often a worker looks

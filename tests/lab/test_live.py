@@ -31,10 +31,10 @@ from powergrad.lab.report.collect import collect
 from powergrad.lab.report.live import LiveStudy
 from powergrad.lab.report.page import as_json
 from powergrad.lab.report.serve import LiveServer
-from powergrad.lab.run import Run, RunError
 from powergrad.lab.stats import Design
 from powergrad.lab.study import Results, Study, StudyKind
 from powergrad.lab.study.execute import queue_name
+from powergrad.lab.trainer.run_folder import Run, RunError
 
 # The tests take runs from the queue by themselves, one after another.
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat of storage")

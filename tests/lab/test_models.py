@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torchvision_shim import declare_torchvision_schemas
 
 import powergrad
-from powergrad.lab import models
-from powergrad.lab.models import create_model, model_names
+from powergrad.lab.trainer import networks as models
+from powergrad.lab.trainer.networks import create_model, model_names
 from powergrad.monitor.layers import named_units
 
 IMAGENET = [f"{se}resnet{n}" for se in ("", "se") for n in (18, 34, 50, 101, 152)]

@@ -22,21 +22,21 @@ from PIL import Image
 
 import powergrad
 from powergrad.lab.cli.paper import app
-from powergrad.lab.config import Recipe, RecipeError
 from powergrad.lab.jobs import RecipeProgram
-from powergrad.lab.losses import as_published_cross_entropy
-from powergrad.lab.models import create_model
 from powergrad.lab.paper import draw as drawing
 from powergrad.lab.paper.collect import NORMS_BYTES, collect, record_runs, thinned_norms
 from powergrad.lab.paper.cost import cost, total_hours
 from powergrad.lab.paper.evidence import Evidence, MissingRunsError, Norms, Outcome
 from powergrad.lab.paper.rows import Use, changes_of, load_paper
 from powergrad.lab.paper.small import LEAST, decay_exponent, plan_replica
-from powergrad.lab.run import RunError
-from powergrad.lab.schedules import learning_rate_at
 from powergrad.lab.stats import Design, compare
 from powergrad.lab.study import Results, Study, StudyKind
-from powergrad.lab.train import train
+from powergrad.lab.trainer.networks import create_model
+from powergrad.lab.trainer.objectives import as_published_cross_entropy
+from powergrad.lab.trainer.recipe import Recipe, RecipeError
+from powergrad.lab.trainer.run_folder import RunError
+from powergrad.lab.trainer.schedules import learning_rate_at
+from powergrad.lab.trainer.training import train
 from powergrad.monitor import Recording, census
 
 PAPER = load_paper()

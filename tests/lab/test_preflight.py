@@ -25,7 +25,6 @@ from powergrad.lab import preflight
 from powergrad.lab.cli import preflight as said
 from powergrad.lab.cli.common import Declined, explain, recipe_and_overrides
 from powergrad.lab.cli.studies import StudyOptions
-from powergrad.lab.config import Recipe, load_recipe
 from powergrad.lab.files import FileError
 from powergrad.lab.jobs import JobError, RecipeJob, RecipeProgram
 from powergrad.lab.jobs import queue as queues
@@ -36,8 +35,9 @@ from powergrad.lab.stats import DEFAULT, LEAST, Design, parse_runs
 from powergrad.lab.study import Execution, Results, Study, StudyKind, run_study
 from powergrad.lab.study.execute import Watching
 from powergrad.lab.terminal import Watch
-from powergrad.lab.timing import Stopwatch, Timing, measure
-from powergrad.lab.train import train
+from powergrad.lab.trainer.recipe import Recipe, load_recipe
+from powergrad.lab.trainer.timing import Stopwatch, Timing, measure
+from powergrad.lab.trainer.training import train
 
 SMALL = {
     "data.limit": 64,

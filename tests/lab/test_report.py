@@ -26,14 +26,14 @@ from hypothesis import strategies as st
 
 from powergrad import calibration, census
 from powergrad.lab import stats
-from powergrad.lab.config import Recipe
 from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.report import norms, write_report
 from powergrad.lab.report.collect import collect
 from powergrad.lab.report.page import as_json, make_page
-from powergrad.lab.run import Run, RunError
 from powergrad.lab.stats import Design
 from powergrad.lab.study import Results, Study, StudyKind
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.run_folder import Run, RunError
 from powergrad.monitor import Recording
 
 RECIPE = Recipe.model_validate(

@@ -24,16 +24,16 @@ import yaml
 from test_report import die_and_return, make_study, rewrite_norms
 
 import powergrad
-from powergrad.lab.config import Recipe
 from powergrad.lab.glossary import TERMS
 from powergrad.lab.jobs import RecipeJob, RecipeProgram
-from powergrad.lab.models import create_model
 from powergrad.lab.report import write_report
-from powergrad.lab.run import Run
 from powergrad.lab.stats import Design
 from powergrad.lab.study import Decomposition, Grid, Results, Study, StudyKind, Tuning
 from powergrad.lab.study.arms import decomposition
 from powergrad.lab.study.records import Choice, Trial
+from powergrad.lab.trainer.networks import create_model
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.run_folder import Run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = os.environ.get("POWERGRAD_CHROMIUM") or next(

@@ -9,10 +9,10 @@ import zipfile
 import pytest
 import torch
 
-from powergrad.lab.config import Recipe
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import FileError
-from powergrad.lab.run import COLUMNS, Run, RunBusyError, RunError, open_run
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.run_folder import COLUMNS, Run, RunBusyError, RunError, open_run
 
 # Python 3.12 and later warn of forks beside threads.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")

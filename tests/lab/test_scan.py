@@ -14,9 +14,9 @@ import pytest
 from photos import write_photos
 from PIL import Image
 
-from powergrad.lab.config import Data
 from powergrad.lab.data import load_data, scan
 from powergrad.lab.data.scan import Scan, scan_folder
+from powergrad.lab.trainer.recipe import Data
 
 # Python 3.12 and later warn of forks beside threads, which is how PyTorch starts its workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")

@@ -31,13 +31,11 @@ import powergrad_cli
 from powergrad import equivalent_training
 from powergrad.lab import figures
 from powergrad.lab.cli.studies import compare
-from powergrad.lab.config import Recipe, RecipeError, flatten, load_recipe
 from powergrad.lab.jobs import JobError, RecipeJob, RecipeProgram
 from powergrad.lab.jobs.queue import JobQueue, enqueue, open_queue
 from powergrad.lab.jobs.worker import work
 from powergrad.lab.report.collect import collect
 from powergrad.lab.report.page import as_json
-from powergrad.lab.run import Run, RunError
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.stats import Design, parse_runs
 from powergrad.lab.study import (
@@ -62,6 +60,8 @@ from powergrad.lab.study.execute import tune_once
 from powergrad.lab.study.space import Axis, Space
 from powergrad.lab.study.tuning import Tuner
 from powergrad.lab.terminal import Watch, chart, result_tables
+from powergrad.lab.trainer.recipe import Recipe, RecipeError, flatten, load_recipe
+from powergrad.lab.trainer.run_folder import Run, RunError
 
 CHANGES = {
     "data.limit": 128,
@@ -1220,8 +1220,8 @@ def test_a_run_that_another_process_is_doing_is_waited_for(tmp_path):
     """As when a worker was too slow to show that it lives, and its run was given to another."""
     folder = tmp_path / "busy"
     code = (
-        "import time\nfrom powergrad.lab.run import Run\n"
-        "from powergrad.lab.config import Recipe\n"
+        "import time\nfrom powergrad.lab.trainer.run_folder import Run\n"
+        "from powergrad.lab.trainer.recipe import Recipe\n"
         f"recipe = Recipe.from_yaml(open({str(tmp_path / 'r.yaml')!r}).read(), 'r')\n"
         f"with Run({str(folder / 'a')!r}).open(recipe):\n"
         "    print('open', flush=True); time.sleep(12)"

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from scipy.stats import ttest_ind
 
 import powergrad_cli
-from powergrad.lab.config import RecipeError
 from powergrad.lab.stats import error_of_looks
 from powergrad.lab.study import Results
 from powergrad.lab.study.tables import parse_columns, read_table
+from powergrad.lab.trainer.recipe import RecipeError
 
 VALUES = {
     "baseline": [90.1, 90.4, 89.8, 90.0, 90.3, 90.2, 89.9, 90.1],

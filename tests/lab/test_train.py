@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 
 import powergrad
 import powergrad_cli
-from powergrad.lab.config import Recipe
 from powergrad.lab.data import load_data
-from powergrad.lab.distributed import Processes
-from powergrad.lab.progress import Bar, Lines, Progress
-from powergrad.lab.run import Run, RunError
-from powergrad.lab.session import Session, right_answers, score
 from powergrad.lab.signals import Interrupted
-from powergrad.lab.train import train
+from powergrad.lab.trainer.processes import Processes
+from powergrad.lab.trainer.progress import Bar, Lines, Progress
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.run_folder import Run, RunError
+from powergrad.lab.trainer.session import Session, right_answers, score
+from powergrad.lab.trainer.training import train
 
 SMALL = Recipe().override(
     {
@@ -189,7 +189,7 @@ def test_dropout_is_a_function_of_seed_and_step(tmp_path, monkeypatch):
             torch.nn.Linear(64 * in_channels, num_classes),
         )
 
-    monkeypatch.setattr("powergrad.lab.session.create_model", with_dropout)
+    monkeypatch.setattr("powergrad.lab.trainer.session.create_model", with_dropout)
     train(SMALL, tmp_path / "whole")
     with pytest.raises(Interrupted):
         train(SMALL, tmp_path / "parts", progress=StopAt(7))

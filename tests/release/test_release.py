@@ -27,7 +27,7 @@ ALLOWED = [  # in the wheel, below the place where packages are
     "powergrad_cli.py",
     "powergrad/*.py",
     "powergrad/py.typed",
-    "powergrad/lab/recipes/*.yaml",
+    "powergrad/lab/trainer/recipes/*.yaml",
     "powergrad/lab/paper/*.yaml",
     "powergrad/lab/report/*.css",
     "powergrad/lab/report/*.js",

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_ind
 
-from powergrad.lab.config import Recipe
 from powergrad.lab.files import write_json
 from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.paper.evidence import Evidence
@@ -18,6 +17,7 @@ from powergrad.lab.paper.rows import load_paper
 from powergrad.lab.stats import Design
 from powergrad.lab.study import METRICS, Results, RunRow, Study, StudyKind, Tuning
 from powergrad.lab.study.records import Choice, Trial
+from powergrad.lab.trainer.recipe import Recipe
 from reproduction.claims import CLAIMS
 from reproduction.pages import study_regions
 from reproduction.studies import (

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from powergrad.lab.config import load_recipe
-from powergrad.lab.run import Run
+from powergrad.lab.trainer.recipe import load_recipe
+from powergrad.lab.trainer.run_folder import Run
 from powergrad_cli import main
 from reproduction.claims import CLAIMS, published_gains
 from reproduction.decisive.data import FURTHER, RECIPES, collect, differences, read, units

@@ -20,7 +20,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from powergrad.lab.config import RecipeError
 from powergrad.lab.figures import draw_study
 from powergrad.lab.jobs import FunctionProgram
 from powergrad.lab.jobs.devices import default_workers, visible_devices, worker_environments
@@ -32,8 +31,7 @@ from powergrad.lab.stats import Comparison, Design, parse_runs, signed, span
 from powergrad.lab.study import Execution, Metric, Results, Study, StudyKind, run_study
 from powergrad.lab.study.first import announce, run_first
 from powergrad.lab.terminal import Watch, describe_results
-
-__all__ = ["Compared", "compare_function"]
+from powergrad.lab.trainer.recipe import RecipeError
 
 WORKER = "POWERGRAD_WORKER"  # set in processes that import `train`
 
@@ -84,11 +82,7 @@ class Compared:
         return f"<table>{table}</table>{paragraphs}"
 
     def to_frame(self) -> Any:
-        """A pandas DataFrame with one row per run: arm, seed and the final metrics.
-
-        Raises:
-            ImportError: If pandas is not installed.
-        """
+        """A pandas DataFrame with one row per run: arm, seed and the final metrics."""
         try:
             import pandas  # pyright: ignore[reportMissingImports]
         except ImportError as error:

@@ -15,8 +15,6 @@ import torch
 
 from powergrad import __version__
 
-__all__ = ["command_line", "commit_of", "describe_machine", "processor_name"]
-
 
 def describe_machine() -> dict[str, Any]:
     """Versions, commit, hardware and command."""

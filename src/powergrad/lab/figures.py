@@ -17,8 +17,6 @@ from powergrad.lab.stats import t_interval
 from powergrad.lab.study import Metric, Results
 from powergrad.lab.words import short_key
 
-__all__ = ["COLOURS", "draw_study", "save", "study_figure", "sweep_figure"]
-
 # The palette of Okabe and Ito, which is safe for common colour blindness.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
 

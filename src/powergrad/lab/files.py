@@ -13,23 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["FileError", "json_safe", "write_atomically", "write_csv", "write_json", "write_text"]
-
 
 class FileError(RuntimeError):
     """A file that cannot be written; the message states why, and what is still intact."""
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file completely, or leave it unchanged.
-
-    Args:
-        path: The file.
-        write: A function that writes the content to an open binary file.
-
-    Raises:
-        FileError: If the disk is full, or the folder is not writable.
-    """
+    """Write a file completely, or leave it unchanged."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(fresh, "wb") as file:

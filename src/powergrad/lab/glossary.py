@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["TERMS", "Term", "markdown"]
-
 
 class Term(NamedTuple):
     """A term.

@@ -18,16 +18,14 @@ from typing import Any
 
 import torch
 
-from powergrad.lab.config import Recipe
 from powergrad.lab.data import load_data
 from powergrad.lab.data.scan import Progress, Scan, scan_folder
 from powergrad.lab.jobs import Changes
-from powergrad.lab.models import create_model
 from powergrad.lab.stats import DEFAULT, LEAST, Design
-from powergrad.lab.timing import Timing
+from powergrad.lab.trainer.networks import create_model
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.timing import Timing
 from powergrad.lab.words import bytes_in_words, duration
-
-__all__ = ["Budget", "Found", "Plan", "check_disk", "check_recipe", "fit_budget"]
 
 SHORT_WORK = 5e10  # parameters x pixels x images x epochs: about ten seconds of one core
 SIZES = (192, 128, 96, 64, 48, 32)  # pixels that a budget may choose, if the recipe has more
@@ -86,18 +84,7 @@ class Found:
 def check_recipe(
     recipe: Recipe, *, arms: Iterable[Recipe] = (), progress: Progress | None = None
 ) -> Found:
-    """Check a recipe for errors that would make every run fail, such as missing data.
-
-    Args:
-        recipe: The recipe of the study.
-        arms: Recipes of arms, which may have other networks.
-        progress: For the scan of a folder; see :func:`powergrad.lab.data.scan.scan_folder`.
-
-    Raises:
-        FileNotFoundError: If the data are missing.
-        ValueError: If the network is unknown or does not fit the data, or if options of the data
-            are invalid. Problems of a folder of images are in the scan, so that all can be shown.
-    """
+    """Check a recipe for errors that would make every run fail, such as missing data."""
     machine, scan = recipe.machine, None
     if recipe.data.name.startswith("folder:"):
         scan = scan_folder(recipe.data, machine.data_dir, progress=progress)
@@ -129,11 +116,7 @@ def check_recipe(
 
 
 def check_disk(folder: Path, needed: int, runs: int) -> None:
-    """Check that there is enough disk space for the runs.
-
-    Raises:
-        ValueError: If there is not.
-    """
+    """Check that there is enough disk space for the runs."""
     place = folder.absolute()
     while not place.exists():
         place = place.parent
@@ -196,11 +179,7 @@ class Plan:
 
 
 class Clock:
-    """Measures the time of recipes, once for all recipes whose steps cost the same.
-
-    Args:
-        time: Measures a recipe.
-    """
+    """Measures the time of recipes, once for all recipes whose steps cost the same."""
 
     def __init__(self, time: Callable[[Recipe], Timing]) -> None:
         self.time = time
@@ -265,19 +244,6 @@ def fit_budget(
     (at least 8), fewer epochs (at least half), smaller images, a narrower network, still fewer
     epochs, and finally 6 seeds. Remaining time is used for more seeds, up to 24. Every candidate is
     measured.
-
-    Args:
-        plan: The study. Its design is used only if `seeds_given`.
-        facts: The data and the network.
-        clock: Measures the time of a run.
-        budget: The given time, in seconds.
-        left: The remaining part of `budget`.
-        reserve: The part of `left` that is not for runs.
-        given: Keys of the recipe that must not change.
-        seeds_given: Whether the design must not change.
-
-    Raises:
-        ValueError: If nothing fits.
     """
     base, available = plan.base, SPARE * (left - reserve)
     first = plan.design.looks[0] if seeds_given else DEFAULT.looks[0]

@@ -7,8 +7,6 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["Interrupted", "watching_signals"]
-
 
 class Interrupted(Exception):  # noqa: N818 (it is not an error)
     """A run or a study was asked to stop; it is saved and can be resumed."""
@@ -16,11 +14,7 @@ class Interrupted(Exception):  # noqa: N818 (it is not an error)
 
 @contextlib.contextmanager
 def watching_signals(*, second_interrupts: bool) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether SIGINT or SIGTERM has arrived inside the context.
-
-    Args:
-        second_interrupts: Whether a second SIGINT raises KeyboardInterrupt immediately.
-    """
+    """Yield a function that returns whether SIGINT or SIGTERM has arrived inside the context."""
     came = False
 
     def handle(number: int, frame: Any) -> None:

@@ -24,26 +24,9 @@ from powergrad.lab.study.metrics import metric_names
 from powergrad.lab.words import duration, spans
 from powergrad.monitor import Recording, Thresholds, census
 
-__all__ = [
-    "Watch",
-    "chart",
-    "describe_results",
-    "result_tables",
-    "show_plan",
-    "show_results",
-    "show_runs",
-    "show_study",
-]
-
 
 class Watch:
-    """Shows the progress of the arms: a live table in a terminal, otherwise occasional lines.
-
-    Args:
-        title: The title of the table.
-        jobs: The run of each arm and seed.
-        metric: The metric to show.
-    """
+    """Shows the progress of the arms: a live table in a terminal, otherwise occasional lines."""
 
     def __init__(self, title: str, jobs: Mapping[tuple[str, int], Job], metric: str) -> None:
         self.title, self.jobs, self.metric = title, jobs, metric

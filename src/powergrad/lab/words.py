@@ -7,19 +7,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = [
-    "bytes_in_words",
-    "did_you_mean",
-    "duration",
-    "hide_folders",
-    "markdown_table",
-    "number",
-    "parse_duration",
-    "short_key",
-    "slug",
-    "spans",
-]
-
 
 def duration(seconds: float) -> str:
     """A duration in readable form.
@@ -40,9 +27,6 @@ def duration(seconds: float) -> str:
 
 def parse_duration(text: str) -> float:
     """Seconds from ``90s``, ``10m``, ``2h`` or ``1h30m``.
-
-    Raises:
-        ValueError: If `text` has another form.
 
     Example:
         >>> parse_duration("90s"), parse_duration("10m"), parse_duration("1h30m")

@@ -13,8 +13,14 @@ from typing import Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
-from powergrad.lab.config import Recipe, RecipeError, default_recipe, describe_keys, parse_overrides
 from powergrad.lab.files import FileError
+from powergrad.lab.trainer.recipe import (
+    Recipe,
+    RecipeError,
+    default_recipe,
+    describe_keys,
+    parse_overrides,
+)
 from powergrad.lab.words import did_you_mean
 
 __all__ = [

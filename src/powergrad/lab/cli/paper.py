@@ -21,7 +21,6 @@ from powergrad.lab.cli.studies import (
     run_and_report,
     show_tuning,
 )
-from powergrad.lab.config import Recipe, parse_overrides
 from powergrad.lab.environment import command_line
 from powergrad.lab.paper.collect import collect, record_runs
 from powergrad.lab.paper.cost import cost
@@ -30,11 +29,12 @@ from powergrad.lab.paper.full import full_conditions, full_recipes
 from powergrad.lab.paper.rows import Experiment, Row, Use, load_paper
 from powergrad.lab.paper.show import hours_in_words, item_in_words, paper_table
 from powergrad.lab.paper.small import DATA, plan_replica
-from powergrad.lab.progress import for_terminal
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.study import StudyKind
 from powergrad.lab.study.execute import tune_once
-from powergrad.lab.train import train
+from powergrad.lab.trainer.progress import for_terminal
+from powergrad.lab.trainer.recipe import Recipe, parse_overrides
+from powergrad.lab.trainer.training import train
 from powergrad.lab.words import slug
 
 app = App(name="paper", help="List, show, run and draw the table rows and figures of the paper.")

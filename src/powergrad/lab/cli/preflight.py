@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from powergrad.lab.cli.common import Declined
-from powergrad.lab.config import Recipe
 from powergrad.lab.data.scan import Scan
 from powergrad.lab.files import write_text
 from powergrad.lab.preflight import (
@@ -28,7 +27,8 @@ from powergrad.lab.preflight import (
 from powergrad.lab.stats import Design, parse_runs
 from powergrad.lab.study import Study
 from powergrad.lab.study.tuning import Tuner
-from powergrad.lab.timing import Stopwatch
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.timing import Stopwatch
 from powergrad.lab.words import duration, parse_duration, slug, spans
 
 __all__ = ["Ready", "check_run", "prepare"]

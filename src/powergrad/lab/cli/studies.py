@@ -26,7 +26,6 @@ from powergrad.lab.cli.common import (
 )
 from powergrad.lab.cli.preflight import Ready, parse_budget, prepare
 from powergrad.lab.cli.tables import TableOptions, compare_table
-from powergrad.lab.config import Recipe, flatten, load_recipe, parse_overrides
 from powergrad.lab.files import write_text
 from powergrad.lab.jobs import Changes, CommandProgram, RecipeProgram
 from powergrad.lab.jobs.command import OWN, placeholders
@@ -63,6 +62,7 @@ from powergrad.lab.study.metrics import guess_metric
 from powergrad.lab.study.space import Space, split_overrides
 from powergrad.lab.study.tuning import Map, Tuner
 from powergrad.lab.terminal import Watch, show_results, show_runs
+from powergrad.lab.trainer.recipe import Recipe, flatten, load_recipe, parse_overrides
 
 __all__ = [
     "StudyOptions",

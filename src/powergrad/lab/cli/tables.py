@@ -9,14 +9,14 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from powergrad.lab.config import RecipeError
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.report import write_report
-from powergrad.lab.run import RunError
 from powergrad.lab.stats import LEAST
 from powergrad.lab.study import Results
 from powergrad.lab.study.tables import parse_columns
 from powergrad.lab.terminal import show_results
+from powergrad.lab.trainer.recipe import RecipeError
+from powergrad.lab.trainer.run_folder import RunError
 
 __all__ = ["TableOptions", "compare_table"]
 

@@ -23,13 +23,13 @@ from powergrad.lab.cli.common import (
     stopped,
 )
 from powergrad.lab.cli.preflight import check_run
-from powergrad.lab.config import Recipe, header, load_recipe, parse_overrides, recipe_names
 from powergrad.lab.data import folder_fingerprint
-from powergrad.lab.export import export_run
-from powergrad.lab.progress import for_terminal
-from powergrad.lab.run import Run, open_run
 from powergrad.lab.signals import Interrupted
-from powergrad.lab.train import train as run_recipe
+from powergrad.lab.trainer.export import export_run
+from powergrad.lab.trainer.progress import for_terminal
+from powergrad.lab.trainer.recipe import Recipe, header, load_recipe, parse_overrides, recipe_names
+from powergrad.lab.trainer.run_folder import Run, open_run
+from powergrad.lab.trainer.training import train as run_recipe
 from powergrad.lab.words import slug
 
 __all__ = ["export", "train"]

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powergrad.lab.config import Data
 from powergrad.lab.data import sets
 from powergrad.lab.data.fingerprints import fingerprint, folder_fingerprint
 from powergrad.lab.data.listing import Listing, choose, choose_images, open_folder
 from powergrad.lab.data.memory import MemorySplit
 from powergrad.lab.data.split import Batch, Mixing, Split
+from powergrad.lab.trainer.recipe import Data
 
 __all__ = ["Batch", "Datasets", "Split", "fingerprint", "folder_fingerprint", "load_data"]
 
@@ -45,20 +45,6 @@ def load_data(config: Data, *, data_dir: str | None = None, workers: int = 0) ->
     unaugmented; images of the same group (`groups`) stay together. With `limit`, the remaining
     training data are reduced to a fixed subset that is balanced over the classes. Neither depends
     on a seed.
-
-    Args:
-        config: The section `data` of the recipe.
-        data_dir: The first folder to search; then ``$POWERGRAD_DATA``, then the folders where
-            packages install data.
-        workers: The number of processes that decode the images of a folder.
-
-    Returns:
-        The training and test splits.
-
-    Raises:
-        FileNotFoundError: If the files are missing; the message lists the searched folders and
-            explains how to get the files.
-        ValueError: If the name is unknown, a file has unexpected content, or options do not fit.
 
     Example:
         >>> data = load_data(Data(name="digits"))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 
-from powergrad.lab.config import Data, Recipe
 from powergrad.lab.data.listing import open_folder
 from powergrad.lab.data.sets import find_set
-
-__all__ = ["fingerprint", "folder_fingerprint"]
+from powergrad.lab.trainer.recipe import Data, Recipe
 
 
 def fingerprint(
@@ -21,21 +19,6 @@ def fingerprint(
     splits. Names are relative to the folder, so its location does not matter. For data sets that
     are stored in a few files, it is a hash of the names and sizes of these files. Options that
     select images, such as ``hold_out``, do not change it.
-
-    Args:
-        config: The section `data` of the recipe.
-        data_dir: The folder to search, as in :func:`powergrad.lab.data.load_data`.
-        contents: Hash the contents of the files instead of sizes and times. This is slow, but the
-            same for copies that do not preserve the times.
-        times: Whether to include modification times, in nanoseconds (folders only).
-
-    Returns:
-        The kind of hash (``times``, ``sizes`` or ``contents``), a colon, and 32 hexadecimal digits;
-        for digits, which are part of scikit-learn, a constant.
-
-    Raises:
-        FileNotFoundError: If the data are missing.
-        ValueError: If the name is unknown.
 
     Example:
         >>> fingerprint(Data(name="digits"))

@@ -33,10 +33,10 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from powergrad.lab.config import Data
 from powergrad.lab.data.listing import FORMATS, Listing
 from powergrad.lab.data.split import Batch, Mixing, Split
 from powergrad.lab.data.streams import Stream, uniform
+from powergrad.lab.trainer.recipe import Data
 
 MEAN = (0.485, 0.456, 0.406)  # the usual values for ImageNet
 STD = (0.229, 0.224, 0.225)
@@ -56,19 +56,7 @@ def random_box(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> Box:
-    """The box of a random resized crop, with uniform area and log-uniform aspect ratio.
-
-    Args:
-        width: The width of the image.
-        height: The height of the image.
-        draws: Numbers in [0, 1): position from left and top, then area and aspect of each attempt.
-        scale: The smallest and largest area, as fractions of the area of the image.
-        ratio: The smallest and largest width / height.
-
-    Returns:
-        The box of the first attempt that fits; otherwise the largest centred box with the nearest
-        aspect ratio.
-    """
+    """The box of a random resized crop, with uniform area and log-uniform aspect ratio."""
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for area, aspect in zip(draws[2::2], draws[3::2], strict=True):
         area = width * height * (scale[0] + area * (scale[1] - scale[0]))
@@ -112,11 +100,7 @@ def read_image(
     *,
     by_pillow: bool = False,
 ) -> Tensor:
-    """The box ``choose(width, height)`` of an image, resized to `size` by PyTorch or by Pillow.
-
-    Returns:
-        uint8 (3, size, size), or (1, size, size) of a grey image.
-    """
+    """The box ``choose(width, height)`` of an image, resized to `size` by PyTorch or by Pillow."""
     with open_image(path) as image:
         width, height = image.size
         left, top, right, bottom = choose(width, height)

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from powergrad.lab.config import Data
 from powergrad.lab.data.sets import roots
 from powergrad.lab.data.streams import balanced_subset, held_out, held_out_groups
+from powergrad.lab.trainer.recipe import Data
 
 # The formats that Pillow decodes itself or with a library made for untrusted files (EPS, for
 # example, would run Ghostscript). Files are selected by extension, and read in the format of their
@@ -77,11 +77,7 @@ class Listing(NamedTuple):
         return stamps
 
     def groups(self, pattern: str) -> NDArray[np.int64]:
-        """The group number of each image, from group 1 of the match in its path or the whole match.
-
-        Raises:
-            ValueError: If the pattern does not match every path.
-        """
+        """The group number of each image: group 1 of the match in its path, or the whole match."""
         compiled = re.compile(pattern)
         names = [os.fsdecode(path) for path in self.paths]
         matches = [compiled.search(name) for name in names]
@@ -134,11 +130,7 @@ class ImageFolder:
 
 
 def open_folder(config: Data, data_dir: str | None) -> ImageFolder:
-    """List the images of the folder ``data.name``, which may be relative to a data folder.
-
-    Raises:
-        FileNotFoundError: If there is no such folder, or it has no folders for training or testing.
-    """
+    """List the images of the folder ``data.name``, which may be relative to a data folder."""
     path = Path(config.name.removeprefix("folder:")).expanduser()
     candidates = [path, *(root / path for root in roots(data_dir))]
     root = next((candidate for candidate in candidates if candidate.is_dir()), None)
@@ -156,16 +148,6 @@ def list_folder(root: Path, *, needs_test: bool = True) -> ImageFolder:
     Images are files with one of the :data:`EXTENSIONS`, in upper or lower case, at any depth below
     their class. Names that start with a dot are ignored. Links are followed, unless they lead to a
     folder above themselves. A class may be missing from val.
-
-    Args:
-        root: The folder.
-        needs_test: Whether ``train/`` and ``val/`` (or ``test/``) must exist.
-
-    Returns:
-        The content of the folder, with all problems except missing folders.
-
-    Raises:
-        FileNotFoundError: If a folder that must exist is missing.
     """
     train_folder = root / "train"
     test_folder = root / "val" if (root / "val").is_dir() else root / "test"
@@ -259,13 +241,7 @@ class _Walk:
         return Listing(os.fsencode(split), np.array(all_paths, np.bytes_), labels)
 
     def _below(self, folder: str, above: list[str], seen: set[str]) -> Iterator[str]:
-        """The images below a folder.
-
-        Args:
-            folder: The folder.
-            above: The real paths of the folder and of the folders above it.
-            seen: The real paths of all folders of the class so far.
-        """
+        """The images below a folder."""
         folders, files = self._look(folder, above)
         for entry in files:
             if entry.name.lower().endswith(EXTENSIONS):
@@ -314,11 +290,7 @@ def _leads_above(link: str, above: Sequence[str]) -> bool:
 def choose(
     labels: NDArray[np.int64], config: Data, groups: NDArray[np.int64] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The indices for training, and those held out; images of one group stay together.
-
-    Raises:
-        ValueError: If one of the two would be empty although `data.hold_out` is not 0.
-    """
+    """The indices for training, and those held out; images of one group stay together."""
     if groups is None:
         is_held = held_out(labels, config.hold_out)
     else:

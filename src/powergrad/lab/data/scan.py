@@ -26,7 +26,6 @@ import torch
 from PIL import UnidentifiedImageError
 from torch.utils.data import DataLoader, Dataset
 
-from powergrad.lab.config import Data
 from powergrad.lab.data.folder import begin_worker, eight_bits, grey_or_rgb, open_image, unchanged
 from powergrad.lab.data.listing import (
     BROKEN,
@@ -41,8 +40,7 @@ from powergrad.lab.data.listing import (
     some,
 )
 from powergrad.lab.files import FileError, write_text
-
-__all__ = ["Scan", "scan_folder"]
+from powergrad.lab.trainer.recipe import Data
 
 FORMAT = 1  # of the cache
 CHUNK = 64  # images that a process decodes at a time
@@ -138,20 +136,7 @@ def scan_folder(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Scan:
-    """Scan the folder of images of a recipe, and decode every image.
-
-    Args:
-        config: The section `data` of the recipe; ``name`` is ``folder:PATH``.
-        data_dir: A folder to search, besides the working directory.
-        workers: The number of decoding processes; by default one per core, or none for few images.
-        progress: Called with the number of decoded images and the total number to decode.
-
-    Returns:
-        The scan.
-
-    Raises:
-        FileNotFoundError: If there is no such folder, or it has no folders for training or testing.
-    """
+    """Scan the folder of images of a recipe, and decode every image."""
     began = time.perf_counter()
     folder = open_folder(config, data_dir)
     images, cached = _check_all(folder, workers, progress)

@@ -100,11 +100,7 @@ def _idx_pair(images_path: Path, labels_path: Path) -> Examples:
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """Read an array of bytes from a gzip file in IDX format: 0, 0, 8, dimensions, sizes, values.
-
-    Raises:
-        ValueError: If the file has another format, or its length does not match its sizes.
-    """
+    """Read an array of bytes from a gzip file in IDX format: 0, 0, 8, dimensions, sizes, values."""
     try:
         content = gzip.decompress(path.read_bytes())
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -263,11 +259,7 @@ SETS = {
 
 
 def find_set(name: str) -> Stored:
-    """The data set of this name.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """The data set of this name."""
     if name not in SETS:
         raise ValueError(
             f"Expected `data.name` to be {', '.join(SETS)} or folder:PATH, but got {name!r}."

@@ -39,11 +39,7 @@ class Split(ABC):
         return len(self.labels)
 
     def steps(self, batch_size: int) -> int:
-        """The number of batches in a training epoch.
-
-        Raises:
-            ValueError: If `batch_size` is larger than the number of examples.
-        """
+        """The number of batches in a training epoch."""
         if batch_size > len(self):
             raise ValueError(
                 f"Expected `batch_size` to be at most the {len(self)} training examples, but got "
@@ -61,23 +57,7 @@ class Split(ABC):
         world: int = 1,
         start: int = 0,
     ) -> Iterator[Batch]:
-        """The augmented batches of an epoch, without an incomplete last one.
-
-        Args:
-            batch_size: Examples per batch, over all processes.
-            seed: The seed of order and augmentation, which are separate streams.
-            epoch: The epoch, from 0.
-            rank: Which contiguous part of each batch to return.
-            world: The number of parts.
-            start: The number of the first batch within the epoch.
-
-        Returns:
-            The part of each batch that belongs to `rank`.
-
-        Raises:
-            ValueError: If `batch_size` is larger than the number of examples or not a multiple of
-                `world`, if a part with mixing has an odd size, or if `start` is beyond the epoch.
-        """
+        """The augmented batches of an epoch, without an incomplete last one."""
         steps, part = self.steps(batch_size), batch_size // world
         is_mixed = self.mixing.mixup or self.mixing.cutmix
         if batch_size % world:
@@ -104,14 +84,6 @@ class Split(ABC):
 
         Each rank has a contiguous range of the split, so the numbers of batches may differ by one.
         The last batch may be smaller, and so may batches with unreadable images, which are skipped.
-
-        Args:
-            batch_size: Examples per batch, over all processes.
-            rank: Which range to return.
-            world: The number of ranges.
-
-        Returns:
-            Batches with their indices (B,).
         """
         low, high = (r * len(self) // world for r in (rank, rank + 1))
         part = -(-batch_size // world)

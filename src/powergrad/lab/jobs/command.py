@@ -26,17 +26,15 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self, override
 
-from powergrad.lab.config import RecipeError
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import write_json
 from powergrad.lab.jobs.job import Changes, Job, Program, RunFailed
 from powergrad.lab.jobs.process import describe_exit, end_leftovers, last_lines, run_process
 from powergrad.lab.jobs.sources import Missing, Sources
-from powergrad.lab.run import Run
+from powergrad.lab.trainer.recipe import RecipeError
+from powergrad.lab.trainer.run_folder import Run
 from powergrad.lab.words import did_you_mean, slug
 from powergrad.reporting import VARIABLE
-
-__all__ = ["FLAGS", "OWN", "CommandJob", "CommandProgram", "placeholders"]
 
 FLAGS = "flags"  # the key of the flags that an arm adds; its other keys are of `powergrad run`
 OWN = ("seed", "out", "arm")  # the placeholders of every run
@@ -50,9 +48,6 @@ TAKES_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # options of Python
 
 def placeholders(tokens: Sequence[str]) -> list[str]:
     """The names in braces in some tokens.
-
-    Raises:
-        RecipeError: If a brace is neither part of a placeholder nor doubled.
 
     Example:
         >>> placeholders(["train.py", "--seed={seed}", "--set={{a: 1}}"])
@@ -202,11 +197,7 @@ class CommandJob(Job):
         return {**metrics, **about, "seconds": round(seconds, 3)}
 
     def _check_altered(self, code: int, path: Path) -> dict[str, Any]:
-        """The first loss and the optimizers, from the summary of ``powergrad run``.
-
-        Raises:
-            RunFailed: If the program was not altered as requested, or this is not known.
-        """
+        """The first loss and the optimizers, from the summary of ``powergrad run``."""
         if self.options is None:
             return {}
         summary = json.loads(path.read_text()) if path.is_file() else None
@@ -284,11 +275,7 @@ class CommandProgram(Program):
         head: str | None = None,
         tuned: Iterable[str] = (),
     ) -> Self:
-        """The program of a command, with the current fingerprint of its script.
-
-        Raises:
-            RecipeError: If the program does not exist, or placeholders are invalid.
-        """
+        """The program of a command, with the current fingerprint of its script."""
         parts = _Parts.of(command)
         first = command[0] if parts is None else parts.before[0]
         if shutil.which(first) is None:
@@ -403,11 +390,7 @@ class CommandProgram(Program):
                 )
 
     def check_tuned(self, arm: str, changes: Changes, keys: Sequence[str]) -> None:
-        """Check that the command of an arm has a placeholder for every key that is tuned for it.
-
-        Raises:
-            RecipeError: If one is missing, or a placeholder is not tuned.
-        """
+        """Check that the command of an arm has a placeholder for every key that is tuned for it."""
         names = placeholders([*self.command, *changes.get(FLAGS, ())])
         for key in keys:
             if key not in names:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["default_workers", "visible_devices", "worker_environments"]
-
 
 def visible_devices() -> list[str]:
     """The GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``."""

@@ -8,15 +8,6 @@ from pathlib import Path
 
 from powergrad.lab.jobs.job import JobError, Metrics
 
-__all__ = [
-    "DISK_FULL",
-    "RunsFailed",
-    "describe_failures",
-    "disk_full_error",
-    "is_disk_full",
-    "same_failure",
-]
-
 DISK_FULL = 28  # the exit code of a worker that cannot write any more
 SHOWN = 8  # the maximal number of causes to show
 
@@ -64,10 +55,6 @@ def same_failure(failed: Mapping[str, str]) -> str | None:
 
 def describe_failures(failed: Mapping[str, str], total: int) -> str:
     """A message about failed runs, with each reason once.
-
-    Args:
-        failed: The reason of each failed run, by name.
-        total: The total number of runs.
 
     Example:
         >>> print(describe_failures({"a-seed0": "no memory", "a-seed1": "no memory"}, 8))

@@ -20,15 +20,13 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self, override
 
-from powergrad.lab.config import RecipeError
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import write_json
 from powergrad.lab.jobs.job import Changes, Job, Program, RunFailed
 from powergrad.lab.jobs.sources import check_metrics
-from powergrad.lab.run import Run
+from powergrad.lab.trainer.recipe import RecipeError
+from powergrad.lab.trainer.run_folder import Run
 from powergrad.lab.words import slug
-
-__all__ = ["FunctionJob", "FunctionProgram", "place_of"]
 
 Train = Callable[..., Any]
 LINES = 20  # the number of lines of a traceback to show

@@ -10,10 +10,8 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from powergrad.lab.config import RecipeError
-from powergrad.lab.run import Run, RunError
-
-__all__ = ["Changes", "Job", "JobError", "Metrics", "Program", "RunFailed"]
+from powergrad.lab.trainer.recipe import RecipeError
+from powergrad.lab.trainer.run_folder import Run, RunError
 
 Changes = Mapping[str, Any]  # the changes of an arm, by dotted key
 Metrics = dict[str, Any]
@@ -49,12 +47,7 @@ class Job(ABC):
 
     @abstractmethod
     def execute(self, folder: Path) -> Metrics:
-        """Execute or continue the run in the `folder` of the study; return the final metrics.
-
-        Raises:
-            Interrupted: If it was asked to stop; its state is saved.
-            RunFailed: If it is a user's program and failed.
-        """
+        """Execute or continue the run in the `folder` of the study; return the final metrics."""
 
     def result(self, folder: Path) -> Metrics | None:
         """The final metrics; None if the run is not finished."""
@@ -129,13 +122,7 @@ class Program(ABC):
             )
 
     def at_point(self, changes: Changes, point: Changes, shared: Collection[str]) -> Metrics:
-        """The changes of an arm at a point of a tuning, in addition to its own `changes`.
-
-        Args:
-            changes: The changes of the arm.
-            point: The values of the tuned keys.
-            shared: The keys that are tuned for every arm.
-        """
+        """The changes of an arm at a point of a tuning, in addition to its own `changes`."""
         return dict(point)
 
     def in_trial(self, changes: Changes) -> Changes:

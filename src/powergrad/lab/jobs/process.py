@@ -13,25 +13,12 @@ from pathlib import Path
 from powergrad.lab.jobs.job import RunFailed
 from powergrad.lab.signals import Interrupted, watching_signals
 
-__all__ = ["describe_exit", "end_leftovers", "last_lines", "lines_of", "run_process"]
-
 PATIENCE = 8  # seconds from SIGTERM to SIGKILL
 LONGEST = 1 << 20  # the maximal length of a line; longer lines are split
 
 
 def run_process(command: Sequence[str], output: Path, environment: Mapping[str, str]) -> int:
-    """Run a command without a shell until it ends; return its exit code.
-
-    Args:
-        command: The program and its arguments.
-        output: The file for standard output and standard error.
-        environment: Environment variables in addition to those of this process.
-
-    Raises:
-        Interrupted: On SIGINT or SIGTERM. The program and its children are ended by SIGTERM, and
-            by SIGKILL if they ignore it.
-        RunFailed: If the program cannot be started.
-    """
+    """Run a command without a shell until it ends; return its exit code."""
     with open(output, "wb") as file, watching_signals(second_interrupts=False) as stopped:
         try:
             process = subprocess.Popen(

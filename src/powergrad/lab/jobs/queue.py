@@ -32,10 +32,8 @@ from powergrad.lab.jobs.failures import (
     same_failure,
 )
 from powergrad.lab.jobs.job import Job, JobError, RunFailed
-from powergrad.lab.run import RunError
 from powergrad.lab.signals import Interrupted, watching_signals
-
-__all__ = ["InlineQueue", "JobQueue", "Snapshot", "enqueue", "local_storage", "open_queue"]
+from powergrad.lab.trainer.run_folder import RunError
 
 HEARTBEAT = 2  # seconds
 GRACE = 12  # after this many seconds without a heartbeat, a worker counts as dead
@@ -64,19 +62,7 @@ class Snapshot:
 
 
 class JobQueue:
-    """Executes runs on this machine, in one or several batches with the same workers.
-
-    Args:
-        folder: The folder of the study, which contains the folder of each run.
-        study: The name of the study in the storage.
-        workers: The number of runs at a time on this machine.
-        storage: The URL of a database that several machines share; by default a file in `folder`.
-        known: The final metrics of runs made elsewhere, by name; they are not repeated.
-        deadline: The time at which to finish, as of `time.monotonic`: no run is started that would
-            end later. Runs that were not started are then missing from the results.
-        run_seconds: The estimated time of a run, if known before one is finished.
-        environments: The environment variables of each worker.
-    """
+    """Executes runs on this machine, in one or several batches with the same workers."""
 
     def __init__(
         self,
@@ -115,15 +101,6 @@ class JobQueue:
         """Execute the unfinished runs; return the final metrics of all, by name.
 
         With a deadline, runs that could not be started are missing.
-
-        Args:
-            jobs: The runs.
-            watch: Called about twice per second.
-
-        Raises:
-            Interrupted: On SIGINT or SIGTERM; every run is saved.
-            RunsFailed: If some runs failed.
-            JobError: If a run reports that all others would fail, or workers keep dying.
         """
         results = {job.name: result for job in jobs if (result := self._result(job)) is not None}
         missing = [job for job in jobs if job.name not in results]

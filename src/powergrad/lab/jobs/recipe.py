@@ -9,14 +9,12 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self, override
 
-from powergrad.lab.config import Recipe, RecipeError
 from powergrad.lab.data import folder_fingerprint
 from powergrad.lab.jobs.job import Changes, Job, Program
-from powergrad.lab.run import Run
-from powergrad.lab.train import train
+from powergrad.lab.trainer.recipe import Recipe, RecipeError
+from powergrad.lab.trainer.run_folder import Run
+from powergrad.lab.trainer.training import train
 from powergrad.lab.words import slug
-
-__all__ = ["RecipeJob", "RecipeProgram"]
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,7 @@ class RecipeProgram(Program):
 
     @classmethod
     def of(cls, base: Recipe) -> Self:
-        """The program of a recipe, with the current fingerprint of its data.
-
-        Raises:
-            FileNotFoundError: If the data are missing.
-        """
+        """The program of a recipe, with the current fingerprint of its data."""
         return cls(base, folder_fingerprint(base))
 
     @property

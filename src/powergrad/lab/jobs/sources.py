@@ -12,10 +12,8 @@ from typing import Any
 
 from typing_extensions import Self
 
-from powergrad.lab.config import RecipeError
 from powergrad.lab.jobs.process import lines_of
-
-__all__ = ["RESERVED", "Missing", "Sources", "check_metrics"]
+from powergrad.lab.trainer.recipe import RecipeError
 
 # Columns of study.csv that are not metrics of the program.
 RESERVED = frozenset(
@@ -54,17 +52,7 @@ class Sources:
         metric: str | None = None,
         tune_metric: str | None = None,
     ) -> Self:
-        """Parse ``--metric-regex`` and ``--metric-file``.
-
-        Args:
-            regexes: The regular expressions.
-            files: Values such as ``FILE:KEY``.
-            metric: The value of ``--metric``, if given; it names a single source without a name.
-            tune_metric: The metric by which points of a tuning are chosen.
-
-        Raises:
-            RecipeError: If a value has another form, or a name occurs twice.
-        """
+        """Parse ``--metric-regex`` and ``--metric-file``."""
         compiled = [(text, _compile(text)) for text in regexes]
         is_single = len(regexes) + len(files) == 1 and not tune_metric
         named = [(_name_of(regex, metric if is_single else None), text) for text, regex in compiled]
@@ -100,17 +88,7 @@ class Sources:
     def read(
         self, output: Path, report: Path, out: Path, fill: Callable[[str], str]
     ) -> dict[str, float]:
-        """The metrics of a run that has ended.
-
-        Args:
-            output: The file with its output.
-            report: The file that ``powergrad.report`` writes.
-            out: The folder to which file names are relative.
-            fill: Replaces the placeholders in the name of a file.
-
-        Raises:
-            Missing: If a metric is not found; the message lists the sources.
-        """
+        """The metrics of a run that has ended."""
         metrics = _reported(report) | self._matched(output)
         for name, path, key in self.files:
             metrics[name] = _of_file(out / fill(path), key)
@@ -169,11 +147,7 @@ class Sources:
 
 
 def check_metrics(names: Sequence[str] | Mapping[str, Any]) -> None:
-    """Check the names of metrics.
-
-    Raises:
-        RecipeError: If a name is reserved.
-    """
+    """Check the names of metrics."""
     for name in names:
         if name in RESERVED:
             raise RecipeError(

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
-from powergrad.lab.config import RecipeError
 from powergrad.lab.jobs import job_from_dict
 from powergrad.lab.jobs.job import Job
 from powergrad.lab.jobs.queue import ALIVE, GRACE, HEARTBEAT
-from powergrad.lab.run import RunError
-
-__all__ = ["JobState", "QueueReader"]
+from powergrad.lab.trainer.recipe import RecipeError
+from powergrad.lab.trainer.run_folder import RunError
 
 UNREADABLE = (RunError, RecipeError, OSError, ValueError, KeyError, TypeError)  # half-written files
 OUTPUT = "output.txt"  # the output of a program, in the folder of its run
@@ -42,13 +40,7 @@ class JobState:
 
 
 class QueueReader:
-    """Reads the queue of a study.
-
-    Args:
-        folder: The folder of the study.
-        study: The name of the study in a shared storage.
-        storage: The URL of that storage; by default all studies of the file in `folder`.
-    """
+    """Reads the queue of a study."""
 
     def __init__(self, folder: Path, study: str, storage: str | None = None) -> None:
         self.folder, self.study, self.url = folder, study, storage

@@ -16,10 +16,8 @@ from typing import Any
 from powergrad.lab.jobs import RunFailed, job_from_dict
 from powergrad.lab.jobs.failures import DISK_FULL, is_disk_full
 from powergrad.lab.jobs.queue import HEARTBEAT, local_storage, open_queue
-from powergrad.lab.run import RunBusyError
 from powergrad.lab.signals import Interrupted
-
-__all__ = ["work"]
+from powergrad.lab.trainer.run_folder import RunBusyError
 
 
 class _Failed(Exception):  # noqa: N818
@@ -30,11 +28,6 @@ def work(url: str, study: str, folder: Path) -> None:
     """Take runs from the queue until none is waiting or running, and none will be added.
 
     The parent keeps the standard input of this process open as long as it may add runs.
-
-    Args:
-        url: The storage.
-        study: The name of the study in the storage.
-        folder: The folder in which the folders of the runs are created.
     """
     import optuna
 

@@ -13,11 +13,9 @@ from powergrad.lab.files import write_atomically, write_csv, write_json
 from powergrad.lab.paper.evidence import FORMAT, Conditions, file_part, read_json
 from powergrad.lab.paper.rows import Experiment, Use, load_paper
 from powergrad.lab.report.norms import evenly_spaced
-from powergrad.lab.run import Run, RunError
 from powergrad.lab.study.metrics import COLUMNS
+from powergrad.lab.trainer.run_folder import Run, RunError
 from powergrad.monitor import Recording, census
-
-__all__ = ["collect", "record_runs"]
 
 ABOUT = "paper.json"  # in a folder of runs: the experiment, and the arm and seed of each run
 NORMS_BYTES = 400_000  # the maximal size of the norms of one run, before compression
@@ -35,17 +33,7 @@ def record_runs(
     conditions: Conditions,
     runs: Mapping[str, tuple[str, int]],
 ) -> None:
-    """Record the runs of an experiment in a folder; earlier entries are kept.
-
-    Args:
-        folder: The folder that contains the folders of the runs.
-        experiment: The experiment.
-        conditions: The conditions of the runs.
-        runs: Arm and seed of each run, by the name of its folder.
-
-    Raises:
-        RunError: If the folder contains runs of another experiment.
-    """
+    """Record the runs of an experiment in a folder; earlier entries are kept."""
     path = folder / ABOUT
     before: dict[str, Any] = read_json(path) if path.exists() else {"experiment": experiment.id}
     if before["experiment"] != experiment.id:
@@ -67,19 +55,7 @@ def record_runs(
 
 
 def collect(folder: Path, out: Path, label: str | None = None) -> list[Path]:
-    """Extract the data for figures and pages from a folder of finished runs.
-
-    Args:
-        folder: A folder that ``powergrad paper run`` created.
-        out: The folder for the files, ``results/paper``.
-        label: A label to distinguish studies of the experiment; by default the name of the data.
-
-    Returns:
-        The written files.
-
-    Raises:
-        RunError: If the folder has no finished run of an experiment.
-    """
+    """Extract the data for figures and pages from a folder of finished runs."""
     path = folder / ABOUT
     if not path.exists():
         raise RunError(

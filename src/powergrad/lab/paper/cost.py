@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from powergrad.lab.config import Recipe
 from powergrad.lab.paper.rows import load_paper
-
-__all__ = ["Cost", "cost", "examples_of", "total_hours"]
+from powergrad.lab.trainer.recipe import Recipe
 
 
 def examples_of(recipe: Recipe) -> int:
@@ -41,12 +39,6 @@ def cost(recipe: Recipe) -> list[Cost]:
     If a source has only ResNet-50, the speed of another network is estimated by its ratio to
     ResNet-50 in the table that has both. Networks without normalisation are assumed to be as fast
     as those with it, which gives an upper bound of their cost.
-
-    Args:
-        recipe: The recipe, on ImageNet or CIFAR-10.
-
-    Returns:
-        One cost per GPU; empty for a network or data set without a source.
 
     Example:
         >>> recipe = load_paper().find("T1.2").baseline.recipe

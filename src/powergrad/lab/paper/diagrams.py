@@ -12,12 +12,10 @@ from matplotlib.patches import Circle, Rectangle
 
 from powergrad import power_transform, stationary_threshold
 from powergrad.lab.figures import COLOURS
-from powergrad.lab.losses import published_hook
-from powergrad.lab.models import create_model
 from powergrad.lab.paper.style import GREY, note, panel_title, plain
+from powergrad.lab.trainer.networks import create_model
+from powergrad.lab.trainer.objectives import published_hook
 from powergrad.monitor.layers import named_units
-
-__all__ = ["code", "gradient_altering", "prob_plots", "resnet18", "simplenn"]
 
 ORANGE, GREEN, PURPLE, RED = COLOURS[1:5]
 # The colours of the paper's Figure 1, from a palette that is safe for colour blindness.

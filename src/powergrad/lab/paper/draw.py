@@ -17,8 +17,6 @@ from powergrad.lab.paper.evidence import Evidence, KeptRun, Measurement, Norms
 from powergrad.lab.paper.rows import Figure, Use, load_paper
 from powergrad.lab.paper.style import note, panel_title, plain
 
-__all__ = ["FORMATS", "draw", "plot"]
-
 FORMATS = ("png", "svg", "pdf")
 BLUE, ORANGE, GREEN, _, RED = COLOURS[:5]
 DEAD = "dead: a filter that ended under 1% of its own start, a feature that ended at 0"
@@ -30,20 +28,7 @@ Panel = tuple[Use, int | None, str | None]
 def draw(
     figure: Figure, evidence: Evidence, out: Path, formats: Sequence[str] = FORMATS
 ) -> list[Path]:
-    """Draw a figure as PNG, SVG and PDF.
-
-    Args:
-        figure: The figure.
-        evidence: The measured results.
-        out: The folder for the files, created if missing.
-        formats: The formats.
-
-    Returns:
-        The files.
-
-    Raises:
-        MissingRunsError: If runs are missing.
-    """
+    """Draw a figure as PNG, SVG and PDF."""
     drawn = plot(figure, evidence)
     drawn.get_layout_engine().execute(drawn)
     drawn.set_layout_engine(None)  # do not repeat the layout for every format

@@ -26,16 +26,14 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from powergrad.lab import stats
-from powergrad.lab.config import Recipe
 from powergrad.lab.jobs import Changes
 from powergrad.lab.paper.rows import Experiment, Use, load_paper
-from powergrad.lab.run import RunError
 from powergrad.lab.study import METRICS, Results, Tuning
 from powergrad.lab.study.results import CLASSES
 from powergrad.lab.study.tables import read_rows
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.run_folder import RunError
 from powergrad.lab.words import slug
-
-__all__ = ["Conditions", "Evidence", "KeptRun", "Measurement", "MissingRunsError", "Outcome"]
 
 FORMAT = 1
 METRIC = METRICS["test_accuracy"]
@@ -306,9 +304,6 @@ class Evidence:
     """The contents of ``results/paper``.
 
     If nothing is found, `best`, `kept_run` and `most_tested` raise MissingRunsError.
-
-    Args:
-        results: The folder ``results``.
     """
 
     def __init__(self, results: Path) -> None:

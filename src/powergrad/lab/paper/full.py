@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from powergrad.lab.config import Recipe
 from powergrad.lab.data import load_data
 from powergrad.lab.paper.cost import examples_of
 from powergrad.lab.paper.evidence import Conditions
 from powergrad.lab.paper.rows import Row, changes_of
 from powergrad.lab.paper.small import decay_exponent
-
-__all__ = ["full_conditions", "full_recipes"]
+from powergrad.lab.trainer.recipe import Recipe
 
 # Keys that may differ from the paper without being a departure from it.
 FREE = ("data.name", "seed", "machine.", "monitor.", "train.accumulate")
@@ -21,14 +19,7 @@ FREE = ("data.name", "seed", "machine.", "monitor.", "train.accumulate")
 def full_recipes(
     rows: Sequence[Row], data: str | None, changes: Mapping[str, Any], seed: int
 ) -> dict[str, Recipe]:
-    """The recipe of every arm, at full scale.
-
-    Args:
-        rows: The rows to train.
-        data: The location of ImageNet, ``folder:PATH``; None for CIFAR-10.
-        changes: Dotted keys to change in every arm.
-        seed: The seed of all runs.
-    """
+    """The recipe of every arm, at full scale."""
     given: dict[str, Any] = {} if data is None else {"data.name": data}
     if rows[0].recipe.model.norm == "none":  # for the figures of zeroing out
         given |= {"monitor.every": 1000, "monitor.features": True}

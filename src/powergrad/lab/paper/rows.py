@@ -10,10 +10,8 @@ from typing import Any
 
 import yaml
 
-from powergrad.lab.config import Recipe, RecipeError, flatten
+from powergrad.lab.trainer.recipe import Recipe, RecipeError, flatten
 from powergrad.lab.words import did_you_mean
-
-__all__ = ["Experiment", "Figure", "Paper", "Row", "Use", "changes_of", "load_paper"]
 
 
 @dataclass(frozen=True)
@@ -180,11 +178,7 @@ class Paper:
         return list(items.items())
 
     def find(self, item: str) -> Experiment:
-        """The experiment of an item, or of its own id.
-
-        Raises:
-            RecipeError: If there is none.
-        """
+        """The experiment of an item, or of its own id."""
         for experiment in self.experiments:
             if experiment.own_rows(item):
                 return experiment

@@ -10,12 +10,10 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
-from powergrad.lab.config import nest as nest
 from powergrad.lab.paper.cost import cost, total_hours
 from powergrad.lab.paper.evidence import Evidence, Measurement, Outcome, small_command
 from powergrad.lab.paper.rows import Experiment, Figure, Row, Use, changes_of, load_paper
-
-__all__ = ["hours_in_words", "item_in_words", "paper_table"]
+from powergrad.lab.trainer.recipe import nest as nest
 
 
 def paper_table(evidence: Evidence) -> Table:
@@ -68,13 +66,7 @@ def hours_in_words() -> str:
 
 
 def item_in_words(item: str, data: str, evidence: Evidence) -> str:
-    """A description of an item: recipe, published numbers, commands, cost, open questions.
-
-    Args:
-        item: The id of a row, run, grid or figure, or the name of a figure.
-        data: The location of ImageNet, for the commands.
-        evidence: The measured results.
-    """
+    """A description of an item: recipe, published numbers, commands, cost, open questions."""
     paper = load_paper()
     figure = paper.figure(item)
     if figure is not None:

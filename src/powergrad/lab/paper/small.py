@@ -14,16 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from powergrad.lab.config import Recipe
 from powergrad.lab.data import load_data
 from powergrad.lab.jobs import Changes
 from powergrad.lab.paper.cost import examples_of
 from powergrad.lab.paper.evidence import Conditions
 from powergrad.lab.paper.rows import Experiment, Row, changes_of
-from powergrad.lab.schedules import learning_rate_at
 from powergrad.lab.study import Tuning
-
-__all__ = ["DATA", "Replica", "decay_exponent", "plan_replica"]
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.schedules import learning_rate_at
 
 LEAST = 7.0  # the decay exponent that a replica must exceed
 GOAL = 7.5  # the decay exponent for which it is planned
@@ -107,10 +105,6 @@ class Replica:
 def decay_exponent(recipe: Recipe, examples: int) -> float:
     """The negative logarithm of the factor by which decay alone shrinks a filter in a run.
 
-    Args:
-        recipe: The run.
-        examples: The training examples of an epoch.
-
     Example:
         >>> round(decay_exponent(Recipe(), 1_281_167))
         125
@@ -135,15 +129,6 @@ def plan_replica(
 
     Epochs, warm-up and milestones are multiplied by the smallest factor with which the decay
     exponent of every arm exceeds 7.
-
-    Args:
-        experiment: The experiment.
-        rows: Its rows, the baseline first.
-        data: ``digits``, ``fashion-mnist``, ``cifar10`` or ``folder:PATH``.
-        changes: Dotted keys to change in every arm; ``train.epochs`` is for the longest arm.
-
-    Raises:
-        ValueError: If there is no such data set.
     """
     given = dict(changes or {})
     epochs = given.pop("train.epochs", None)

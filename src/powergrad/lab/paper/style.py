@@ -6,8 +6,6 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["GREY", "note", "panel_title", "plain"]
-
 GREY = "0.35"
 
 

@@ -23,16 +23,6 @@ def write_report(sources: Sequence[Path | Results], out: Path) -> Path:
 
     The page states if a study is not finished or runs have diverged. Runs that do not belong to a
     study are shown together, without a verdict.
-
-    Args:
-        sources: Results of studies; or folders of runs or studies, or folders that contain some.
-        out: The file to write; its folder is created if missing.
-
-    Returns:
-        `out`.
-
-    Raises:
-        RunError: If a path holds neither a run nor a study, or `out` cannot be written.
     """
     page = make_page(collect(sources))
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -14,10 +14,8 @@ from powergrad import calibration
 from powergrad.lab import stats
 from powergrad.lab.report.norms import encode_norms, evenly_spaced
 from powergrad.lab.report.runs import ShownRun, is_finite, try_read
-from powergrad.lab.run import COLUMNS as CURVES
-from powergrad.lab.run import Run
-
-__all__ = ["describe_arms"]
+from powergrad.lab.trainer.run_folder import COLUMNS as CURVES
+from powergrad.lab.trainer.run_folder import Run
 
 ROWS = 400  # the maximal number of rows of metrics.csv to show per run
 BINS = 15  # bins of a reliability diagram

@@ -11,19 +11,17 @@ from typing import Any
 import yaml
 
 from powergrad import __version__
-from powergrad.lab.config import Recipe, flatten
 from powergrad.lab.glossary import TERMS
 from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.report.arms import describe_arms
 from powergrad.lab.report.runs import UNREADABLE, ShownRun, try_read
-from powergrad.lab.run import Run, RunError
 from powergrad.lab.stats import Comparison
 from powergrad.lab.study import METRICS, Metric, Results, RunRow, Study
 from powergrad.lab.study.decompose import describe_identity, explain_decomposition
 from powergrad.lab.study.metrics import COLUMNS, metric_names
+from powergrad.lab.trainer.recipe import Recipe, flatten
+from powergrad.lab.trainer.run_folder import Run, RunError
 from powergrad.lab.words import hide_folders, short_key, slug
-
-__all__ = ["collect"]
 
 FORMAT = 1
 NO_VERDICT = "No verdict yet: too few runs are finished."
@@ -39,18 +37,7 @@ NOT_KNOWN: dict[str, Any] = {
 def collect(
     sources: Sequence[Path | Results], states: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The data of the page of some runs and studies.
-
-    Args:
-        sources: Results of studies; or folders of runs or studies, or folders that contain some.
-        states: For a running study, the states of the runs in its queue, by name.
-
-    Returns:
-        JSON values.
-
-    Raises:
-        RunError: If a path contains neither a run nor a study.
-    """
+    """The data of the page of some runs and studies."""
     studies: list[dict[str, Any]] = []
     folders: dict[Path, None] = {}
     for source in sources:

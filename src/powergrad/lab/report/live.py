@@ -15,12 +15,10 @@ from powergrad.lab.jobs.states import JobState, QueueReader
 from powergrad.lab.report.collect import collect
 from powergrad.lab.report.page import make_page
 from powergrad.lab.report.runs import UNREADABLE
-from powergrad.lab.run import RunError
 from powergrad.lab.study import Results, Study
 from powergrad.lab.study.execute import queue_name
+from powergrad.lab.trainer.run_folder import RunError
 from powergrad.lab.words import duration
-
-__all__ = ["LiveStudy"]
 
 SHOWN = 60  # the maximal number of unfinished runs to list
 ORDER = ("running", "failed", "waiting")
@@ -28,15 +26,7 @@ ENDS = ("finished", "failed")
 
 
 class LiveStudy:
-    """Reads the folder of a study while other processes write to it.
-
-    Args:
-        folder: The folder.
-        storage: The URL of the storage, if the study has one.
-
-    Raises:
-        RunError: If the folder contains no study.
-    """
+    """Reads the folder of a study while other processes write to it."""
 
     def __init__(self, folder: Path, storage: str | None = None) -> None:
         arms = folder / "arms"  # the runs of a decomposition, after cross-entropy is tuned
@@ -56,11 +46,7 @@ class LiveStudy:
         return make_page(self.data(), is_live=True)
 
     def data(self) -> dict[str, Any]:
-        """The current data of the page.
-
-        Raises:
-            RunError: If the study cannot be read at the moment.
-        """
+        """The current data of the page."""
         with self.lock:
             states = self.queue.states()
             data = collect([self.folder], {name: run.state for name, run in states.items()})

@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 
 from powergrad.monitor import Census, Recording, census
 
-__all__ = ["encode_norms", "evenly_spaced"]
-
 POINTS = 100  # the maximal number of times to show of a recording
 LEAST_POINTS = 12
 BUDGET = 8_000_000  # the maximal number of characters of all recordings together
@@ -35,11 +33,7 @@ UNBORN = 3  # the state of a unit at the first step, among the events
 
 
 def encode_norms(folders: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]], list[str]]:
-    """Encode the recordings of some runs, with as many points in time as fit.
-
-    Returns:
-        The encoded recordings by run folder, and messages about unreadable ones.
-    """
+    """Encode the recordings of some runs, with as many points in time as fit."""
     recordings: dict[Path, Recording] = {}
     counts: dict[Path, Census] = {}
     faults = []

@@ -12,8 +12,6 @@ from typing import Any
 
 from powergrad.lab.files import json_safe
 
-__all__ = ["as_json", "make_page"]
-
 SCRIPTS = ("elements", "terms", "charts", "study", "norms", "alpha", "playground", "page")
 LIVE = "; connect-src 'self'"
 # Without an icon, browsers request one from the server.
@@ -48,12 +46,7 @@ PAGE = """<!DOCTYPE html>
 
 
 def make_page(data: Mapping[str, Any], *, is_live: bool = False) -> str:
-    """The page for the `data` of :func:`powergrad.lab.report.collect.collect`.
-
-    Args:
-        data: The data.
-        is_live: Whether the page may request newer data from its own server.
-    """
+    """The page for the `data` of :func:`powergrad.lab.report.collect.collect`."""
     scripts = (*SCRIPTS[:-1], "live", SCRIPTS[-1]) if is_live else SCRIPTS
     style, script = _asset("page.css"), "".join(_asset(f"{name}.js") for name in scripts)
     policy = (

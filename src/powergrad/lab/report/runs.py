@@ -12,10 +12,8 @@ import yaml
 from safetensors import SafetensorError
 from torch import Tensor
 
-from powergrad.lab.config import Recipe
-from powergrad.lab.run import Run, RunError
-
-__all__ = ["ShownRun", "is_finite", "try_read"]
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.run_folder import Run, RunError
 
 UNREADABLE = (RunError, ValueError, TypeError, KeyError, OSError, SafetensorError, yaml.YAMLError)
 

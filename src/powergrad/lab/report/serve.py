@@ -14,8 +14,6 @@ from powergrad.lab.files import json_safe
 from powergrad.lab.report.live import LiveStudy
 from powergrad.lab.report.runs import UNREADABLE
 
-__all__ = ["ADDRESS", "LiveServer"]
-
 ADDRESS = "127.0.0.1"
 # Another site may resolve its name to this machine (DNS rebinding); its requests carry that name.
 HOSTS = (ADDRESS, "localhost")
@@ -32,15 +30,7 @@ HTML, JSON, TEXT = (
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Serves the page of a study at :attr:`url`, and its data.
-
-    Args:
-        live: The study.
-        port: The port; 0 chooses a free one.
-
-    Raises:
-        OSError: If the port is in use.
-    """
+    """Serves the page of a study at :attr:`url`, and its data."""
 
     daemon_threads = True
 

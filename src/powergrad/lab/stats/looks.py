@@ -28,8 +28,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DEFAULT", "LEAST", "Design", "error_of_looks", "parse_runs"]
-
 LEAST = 6  # with fewer runs per arm, no verdict is given
 NODES = 96  # quadrature nodes over the region in which a study continues
 
@@ -110,9 +108,6 @@ class Design:
 
 def parse_runs(text: str) -> tuple[int, ...]:
     """Parse the looks of ``12`` (one look), ``8..24`` (a look every four runs) or ``8,16,24``.
-
-    Raises:
-        ValueError: If `text` has another form.
 
     Example:
         >>> parse_runs("8..24"), parse_runs("12"), parse_runs("8,20")

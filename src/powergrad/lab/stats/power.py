@@ -20,18 +20,6 @@ from numpy.typing import NDArray
 from powergrad.lab.stats.looks import DEFAULT, LEAST, Design
 from powergrad.lab.stats.tests import Array, check_fraction, check_positive, welch
 
-__all__ = [
-    "KNOWN_NOISE",
-    "Noise",
-    "Outcome",
-    "Plan",
-    "estimate_noise",
-    "judge",
-    "plan",
-    "runs_to_settle",
-    "simulate",
-]
-
 STUDIES = 4_000
 MOST = 3_000  # the maximal number of runs per arm in a plan
 
@@ -62,19 +50,7 @@ def judge(
     comparisons: int = 1,
     step: float = 0.0,
 ) -> Judged:
-    """Judge many studies as :func:`powergrad.lab.stats.compare` judges one.
-
-    Args:
-        arm: The metrics, of shape (studies, runs), in the order of the runs.
-        baseline: The same for the baseline.
-        design: The numbers of runs per arm at which each study is tested.
-        margin: The largest difference that does not matter.
-        comparisons: The number of arms that share the error.
-        step: The resolution of the metric.
-
-    Returns:
-        The verdicts.
-    """
+    """Judge many studies as :func:`powergrad.lab.stats.compare` judges one."""
     studies = len(arm)
     sign = np.zeros(studies, int)
     is_equivalent = np.zeros(studies, bool)
@@ -128,16 +104,6 @@ def simulate(
     seed: int = 0,
 ) -> Outcome:
     """The outcome of a design in simulated studies with normal noise.
-
-    Args:
-        effect: The true difference; its sign does not matter.
-        sigma: The standard deviation of runs that differ only in their seed.
-        design: The numbers of runs per arm at which a study is tested.
-        margin: The largest difference that does not matter.
-        comparisons: The number of arms that share the error.
-        step: The resolution of the metric; 0 if it is continuous.
-        studies: The number of simulated studies.
-        seed: The seed of the simulation.
 
     Example:
         >>> outcome = simulate(1.0, 0.4, Design((8,)), margin=0.5)
@@ -227,12 +193,6 @@ KNOWN_NOISE = {
 def estimate_noise(samples: Sequence[Sequence[float]]) -> Noise:
     """The noise of a finished study: the pooled standard deviation within its arms.
 
-    Args:
-        samples: The metric of each run, arm by arm.
-
-    Raises:
-        ValueError: If no arm has 2 runs, or the metric does not vary.
-
     Example:
         >>> noise = estimate_noise([[97.2, 97.5, 96.9, 97.4]])
         >>> round(noise.sigma, 3), [round(end, 2) for end in noise.interval()]
@@ -316,22 +276,6 @@ def plan(
     workers: int = 1,
 ) -> Plan:
     r"""The number of runs that detect a difference, with a fixed number and with looks.
-
-    Args:
-        difference: The difference to detect, in the unit of the noise.
-        noise: The standard deviation of a run; the name of a published value, a key of
-            ``KNOWN_NOISE``; or the result of :func:`estimate_noise`.
-        comparisons: The number of arms compared with the baseline.
-        power: The probability of detecting the difference.
-        level: The probability of any false verdict.
-        margin: The largest difference that does not matter; `difference` by default.
-        images: The number of test images, if the metric is an accuracy in percent.
-        design: The design with looks; 8, 12, 16, 20 and 24 runs by default.
-        seconds: The time of one run in seconds.
-        workers: The number of runs at a time.
-
-    Raises:
-        ValueError: If ``noise`` is an unknown name, or an argument is out of range.
 
     Example:
         >>> p = plan(0.30, "imagenet-resnet18", seconds=7200, workers=4)

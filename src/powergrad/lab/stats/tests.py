@@ -20,18 +20,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    "Difference",
-    "check_fraction",
-    "check_positive",
-    "failure_bound",
-    "permutation_p",
-    "rank_p",
-    "step_of",
-    "t_interval",
-    "welch",
-]
-
 Array = NDArray[np.float64]
 
 
@@ -58,16 +46,6 @@ class Difference(NamedTuple):
 
 def welch(arm: ArrayLike, baseline: ArrayLike, *, step: float = 0.0) -> Difference:
     r"""Welch's comparison of two means with different variances.
-
-    Args:
-        arm: Shape (..., n): one study, or many.
-        baseline: Shape (..., k).
-        step: The resolution of the metric, such as 100 / 360 for the accuracy in percent on 360
-            images. Rounding to steps has the variance ``step^2 / 12``, which is used as a lower
-            bound of the variance of a sample.
-
-    Returns:
-        The difference of the means, with the shape of the arguments without their last dimension.
 
     Example:
         >>> difference = welch([0.9, 1.1, 1.0], [0.5, 0.7, 0.6])

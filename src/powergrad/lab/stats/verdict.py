@@ -35,17 +35,6 @@ from powergrad.lab.stats.tests import (
     welch,
 )
 
-__all__ = [
-    "VERDICTS",
-    "Comparison",
-    "Verdict",
-    "by_arm_and_seed",
-    "compare",
-    "p_in_words",
-    "signed",
-    "span",
-]
-
 Verdict = Literal["better", "worse", "equivalent", "not settled"]
 VERDICTS: tuple[Verdict, ...] = ("better", "worse", "equivalent", "not settled")
 
@@ -218,30 +207,6 @@ def compare(
 
     The docstring of this module explains the procedure. An arm is judged at the first look at which
     it is settled. Later runs do not count, so a verdict does not change afterwards.
-
-    Args:
-        values: For each arm, the metric of each run by seed (or by repeat). A look uses the runs
-            with the smallest seeds.
-        baseline: The name of the arm with which the others are compared.
-        margin: The largest difference that does not matter, in the unit of the metric.
-        design: The numbers of runs per arm at which to test; by default once, with all runs.
-        higher_is_better: Whether a larger metric is better.
-        unit: The unit of the metric for the sentence, such as "points of test accuracy".
-        step: The resolution of the metric, such as 100 / 360 for the accuracy in percent on 360
-            images; 0 if it is continuous. None infers it from the values.
-        diverged: For each arm, the seeds of the diverged runs.
-        failed: For each arm, the seeds of the failed runs. They count toward the size of a look,
-            but have no value.
-        withhold: For some arms, the reason why they cannot be called better.
-        counted: What the values are, for the sentence: "runs" or "repeats".
-
-    Returns:
-        One comparison per arm, in the order of ``values``.
-
-    Raises:
-        ValueError: If there is no other arm, ``baseline`` is not an arm, an arm has no runs, a
-            metric is not finite, or another argument is out of range.
-        TypeError: If a metric is not a number.
 
     Example:
         >>> accuracy = {
@@ -436,9 +401,6 @@ def span(interval: Sequence[float], digits: int = 2) -> str:
 
 def by_arm_and_seed(rows: Iterable[tuple[str, int, float]]) -> dict[str, dict[int, float]]:
     """Convert rows of (arm, seed, metric), such as those of a CSV file, for `compare`.
-
-    Raises:
-        ValueError: If an arm has the same seed twice.
 
     Example:
         >>> by_arm_and_seed([("pgt", 0, 0.9), ("pgt", 1, 0.8), ("baseline", 0, 0.7)])

@@ -11,8 +11,6 @@ from powergrad.lab.study.definition import Study, StudyKind
 from powergrad.lab.study.records import Tuning
 from powergrad.lab.words import short_key
 
-__all__ = ["advise", "missing_control"]
-
 LINES = 2  # the maximal number of lines
 WIDER = 4  # the factor by which a range is widened
 
@@ -24,14 +22,7 @@ def advise(
     *,
     accuracy: float = math.nan,
 ) -> list[str]:
-    """Advice on what to do next, the most important first.
-
-    Args:
-        study: The study; None for runs made elsewhere.
-        comparisons: The comparison of each arm with the baseline.
-        tuning: The tuning of the arms.
-        accuracy: The mean of the baseline, if an accuracy in percent is compared.
-    """
+    """Advice on what to do next, the most important first."""
     better = [comparison.arm for comparison in comparisons if comparison.verdict == "better"]
     lines = [
         _at_an_edge(tuning),
@@ -70,12 +61,7 @@ def _at_an_edge(tuning: Tuning | None) -> str | None:
 
 
 def missing_control(study: Study, better: Collection[str]) -> str | None:
-    """Advice to run a control, if PGT is better and no control was run.
-
-    Args:
-        study: The study.
-        better: The arms that are better than the baseline.
-    """
+    """Advice to run a control, if PGT is better and no control was run."""
     if study.kind is not StudyKind.COMPARE or not isinstance(study.program, RecipeProgram):
         return None
     base = study.base

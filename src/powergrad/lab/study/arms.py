@@ -6,22 +6,10 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from powergrad.lab.config import Recipe, RecipeError, parse_overrides
 from powergrad.lab.jobs.command import FLAGS
 from powergrad.lab.study.records import Grid
+from powergrad.lab.trainer.recipe import Recipe, RecipeError, parse_overrides
 from powergrad.lab.words import did_you_mean
-
-__all__ = [
-    "SHORT",
-    "arms_of",
-    "command_arms",
-    "decomposition",
-    "expand_key",
-    "head_exponent",
-    "parse_arm",
-    "parse_grid",
-    "parse_values",
-]
 
 Changes = dict[str, Any]
 AGC = 0.01  # the threshold of Brock et al.
@@ -100,15 +88,6 @@ OF_ALPHA = {"pgt", "less-decay", "head-lr"}  # the methods that depend on alpha
 
 def parse_arm(text: str, recipe: Recipe, alpha: float) -> tuple[str, Changes]:
     """Parse an arm into its name and its changes.
-
-    Args:
-        text: Methods joined by ``+`` (``agc+pgt``), or ``key=value,key=value``; optionally with
-            ``NAME:`` before it.
-        recipe: The recipe that it changes.
-        alpha: The alpha of the methods that depend on it.
-
-    Raises:
-        RecipeError: If a part is neither a method nor a change.
 
     Example:
         >>> parse_arm("agc+pgt", Recipe(), 0.3)
@@ -192,17 +171,6 @@ def command_arms(
 ) -> dict[str, Changes]:
     """The arms of a comparison of a user's program.
 
-    Args:
-        texts: Methods joined by ``+``; or ``NAME: METHODS FLAGS``, where the flags are added to the
-            command, and the methods are optional.
-        alphas: The alphas of the methods that depend on it; with several, one arm for each.
-        exponent: With PGT, the ratio of the head's learning rate to the backbone's is alpha to this
-            power.
-        agc: The threshold of agc; by default 0.01.
-
-    Raises:
-        RecipeError: If a part is not a method, no arm uses `agc`, or a name occurs twice.
-
     Example:
         >>> command_arms(["baseline", "agc+pgt", "wide: pgt --width '6 4'"], [0.5])["wide"]
         {'--alpha': 0.5, 'flags': ['--width', '6 4']}
@@ -244,11 +212,7 @@ def command_arms(
 
 
 def head_exponent(optimizers: Iterable[str]) -> int:
-    """The exponent of alpha in the ratio of learning rates, for the optimizers of a program.
-
-    Raises:
-        RecipeError: If it is unknown for one of them, or differs between them.
-    """
+    """The exponent of alpha in the ratio of learning rates, for the optimizers of a program."""
     names = list(dict.fromkeys(optimizers))
     exponents = {HEAD_RATE_EXPONENT.get(name.lower()) for name in names}
     exponent = exponents.pop() if len(exponents) == 1 else None
@@ -291,16 +255,7 @@ def parse_values(key: str, text: str) -> tuple[Any, ...]:
 
 
 def decomposition(recipe: Recipe, alpha: float) -> dict[str, Changes]:
-    """The arms that decompose PGT, by the identity of `powergrad.equivalent_training`.
-
-    Args:
-        recipe: The recipe with cross-entropy, already tuned.
-        alpha: The alpha of PGT, above 0 and below 1.
-
-    Returns:
-        Cross-entropy; PGT; the equivalent training with two parameter groups; each of its factors
-        alone; cross-entropy of alpha times the logits; and cross-entropy at ``lr / alpha``.
-    """
+    """The arms that decompose PGT, by the identity of `powergrad.equivalent_training`."""
     if not 0 < alpha < 1:
         raise RecipeError(f"Expected `alpha` to be above 0 and below 1, but got {alpha:g}.")
     backbone: Changes = {"optimizer.backbone.lr": 1 / alpha}

@@ -8,27 +8,19 @@ import torch
 from torch import Tensor
 
 from powergrad._head import find_head
-from powergrad.lab.config import Recipe
 from powergrad.lab.data import load_data
-from powergrad.lab.distributed import Processes
-from powergrad.lab.session import Session
 from powergrad.lab.study.arms import decomposition
 from powergrad.lab.study.results import Results
-
-__all__ = ["check_identity", "describe_identity", "explain_decomposition"]
+from powergrad.lab.trainer.processes import Processes
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.session import Session
 
 ROUNDING = 1e-6  # a relative difference in float64 above this is not rounding
 MARKS = (1, 10, 50, 200)  # steps at which the identity is checked
 
 
 def check_identity(recipe: Recipe, alpha: float) -> dict[int, float]:
-    """The difference between PGT and the equivalent two-group training over the first steps.
-
-    Returns:
-        For each number of steps, the largest difference of a weight (of the head: times alpha),
-        relative to the largest weight of its tensor, in float64. At first it is rounding, about
-        1e-15. Then it grows: slowly in a stable training, exponentially in an unstable one.
-    """
+    """The difference between PGT and the equivalent two-group training over the first steps."""
     arms = decomposition(recipe, alpha)
     data = load_data(recipe.data, data_dir=recipe.machine.data_dir)
     passed: dict[int, dict[str, Tensor]] = {}

@@ -12,15 +12,13 @@ from typing import Any
 
 import yaml
 
-from powergrad.lab.config import Recipe, RecipeError
 from powergrad.lab.files import write_text
 from powergrad.lab.jobs import Changes, Job, Program, RecipeProgram, program_from_dict
-from powergrad.lab.run import Run, RunError
 from powergrad.lab.stats import Design, check_positive, parse_runs
 from powergrad.lab.study.metrics import METRICS, Metric, saved_metric
+from powergrad.lab.trainer.recipe import Recipe, RecipeError
+from powergrad.lab.trainer.run_folder import Run, RunError
 from powergrad.lab.words import short_key
-
-__all__ = ["Study", "StudyKind", "again", "read_kind"]
 
 FORMAT = 3
 FILE = "study.yaml"
@@ -96,11 +94,7 @@ class Study:
 
     @property
     def base(self) -> Recipe:
-        """The recipe that every arm changes.
-
-        Raises:
-            TypeError: If the runs are of another kind.
-        """
+        """The recipe that every arm changes."""
         if not isinstance(self.program, RecipeProgram):
             raise TypeError(f"Expected a study of a recipe, but got {self.program.title}.")
         return self.program.base
@@ -146,12 +140,6 @@ class Study:
 
         Arms may be added; they are then compared together with the earlier ones. The number of
         seeds may change too; the notes of the results state how this affects the error.
-
-        Returns:
-            The study, merged with its earlier definition.
-
-        Raises:
-            RecipeError: If the folder holds another study.
         """
         study = self
         if (folder / FILE).exists():
@@ -235,11 +223,7 @@ class Study:
 
     @classmethod
     def load(cls, folder: Path) -> Study:
-        """Load the study in `folder`.
-
-        Raises:
-            RunError: If there is none, or it has a newer format.
-        """
+        """Load the study in `folder`."""
         try:
             values = yaml.safe_load((folder / FILE).read_text(encoding="utf-8"))
             if values.get("format", 1) > FORMAT:

@@ -12,7 +12,6 @@ from typing import Any
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.jobs import Job, JobError, RunsFailed
 from powergrad.lab.jobs.queue import JobQueue, Snapshot
-from powergrad.lab.run import Run
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.stats import LEAST
 from powergrad.lab.study.definition import Study
@@ -20,9 +19,8 @@ from powergrad.lab.study.records import RunRow
 from powergrad.lab.study.results import Results, judged
 from powergrad.lab.study.tables import read_rows
 from powergrad.lab.study.tuning import Tuner
+from powergrad.lab.trainer.run_folder import Run
 from powergrad.lab.words import short_key
-
-__all__ = ["Execution", "Watching", "queue_name", "run_study", "tune_once"]
 
 # Creates the progress display of some jobs from a title, the jobs by arm and seed, and the metric.
 Watching = Callable[
@@ -88,18 +86,7 @@ def queue_name(folder: Path, study: Study) -> str:
 def run_study(
     study: Study, folder: Path, execution: Execution, *, tuner: Tuner | None = None, **records: Any
 ) -> Results:
-    """Execute the missing runs of a study in `folder`.
-
-    Args:
-        study: The study. If it was tuned once, its arms have their chosen values.
-        folder: The folder of the study.
-        execution: The options.
-        tuner: Tunes every repeat, if the study has repeats.
-        records: ``tuning``, ``trials``, ``grid`` and ``decomposition`` for :class:`Results`.
-
-    Returns:
-        The results after the last look.
-    """
+    """Execute the missing runs of a study in `folder`."""
     study = study.claim(folder)
     if tuner is not None:
         tuner = replace(tuner, study=study)  # includes the arms of an earlier start
@@ -206,11 +193,7 @@ def _do(
     queue: JobQueue,
     execution: Execution,
 ) -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, str]]:
-    """The final metrics of the finished runs, and the reasons of the failed ones, by name.
-
-    Raises:
-        JobError: If a run of a recipe failed.
-    """
+    """The final metrics of the finished runs, and the reasons of the failed ones, by name."""
     try:
         with execution.watching(title, jobs, metric) as watch:
             return queue.run(list(jobs.values()), watch), {}

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from powergrad.lab.config import RecipeError
 from powergrad.lab.jobs import JobError, RunsFailed
 from powergrad.lab.jobs.sources import RESERVED
 from powergrad.lab.study.definition import Study, again
 from powergrad.lab.study.execute import Execution
 from powergrad.lab.study.metrics import Metric, guess_metric
 from powergrad.lab.study.tuning import Tuner
+from powergrad.lab.trainer.recipe import RecipeError
 from powergrad.lab.words import duration
-
-__all__ = ["FirstRun", "announce", "run_first"]
 
 
 @dataclass(frozen=True)
@@ -47,18 +45,7 @@ class FirstRun:
         margin: float | None,
         better: str | None,
     ) -> Metric:
-        """The metric to compare.
-
-        Args:
-            name: Its name, if given.
-            usual: The metric to compare if no name is given and the run has several metrics.
-            margin: See :func:`powergrad.lab.study.metrics.guess_metric`.
-            better: See :func:`powergrad.lab.study.metrics.guess_metric`.
-
-        Raises:
-            RecipeError: If there is no metric of that name, or if no name is given and there are
-                several.
-        """
+        """The metric to compare."""
         names = [
             key
             for key, value in self.repeated[0].items()
@@ -75,11 +62,7 @@ class FirstRun:
 
 
 def run_first(study: Study, tuner: Tuner | None, folder: Path, execution: Execution) -> FirstRun:
-    """Execute the first run of the baseline twice; if arms are tuned, its first trial.
-
-    Raises:
-        JobError: If both fail.
-    """
+    """Execute the first run of the baseline twice; if arms are tuned, its first trial."""
     if tuner is None:
         job = study.program.job(study.baseline, study.settings(study.baseline), study.first_seed)
     else:
@@ -99,14 +82,7 @@ def run_first(study: Study, tuner: Tuner | None, folder: Path, execution: Execut
 
 
 def announce(study: Study, tuner: Tuner | None, seconds: float, workers: int) -> str:
-    """A sentence with the number of runs and their expected time.
-
-    Args:
-        study: The study.
-        tuner: The tuner of its arms, if any.
-        seconds: The time of a run.
-        workers: The number of runs at a time.
-    """
+    """A sentence with the number of runs and their expected time."""
     finals = len(study.arms) * (study.finals or 1)
     fixed, per_unit = 0, finals
     if tuner is not None:

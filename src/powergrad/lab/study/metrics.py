@@ -7,18 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from powergrad.lab.config import RecipeError
-
-__all__ = [
-    "COLUMNS",
-    "METRICS",
-    "Metric",
-    "chance_of",
-    "guess_metric",
-    "metric_named",
-    "metric_names",
-    "saved_metric",
-]
+from powergrad.lab.trainer.recipe import RecipeError
 
 
 @dataclass(frozen=True)
@@ -107,11 +96,7 @@ def chance_of(metric: str, classes: int) -> float | None:
 
 
 def metric_named(name: str) -> Metric:
-    """The known metric with a name.
-
-    Raises:
-        RecipeError: If there is none.
-    """
+    """The known metric with a name."""
     if name not in METRICS:
         raise RecipeError(f"Expected `metric` to be one of {', '.join(METRICS)}, but got {name!r}.")
     return METRICS[name]
@@ -128,18 +113,7 @@ def saved_metric(name: str, better: str | None, margin: float) -> Metric:
 def guess_metric(
     name: str, values: Sequence[float], *, margin: float | None, better: str | None
 ) -> Metric:
-    """The metric of a user-defined name.
-
-    Args:
-        name: The name, such as that of a column.
-        values: The known values.
-        margin: The largest difference that does not matter; by default that of a known metric, or
-            0.5 if the values are percentages.
-        better: ``higher`` or ``lower``; by default guessed from the name.
-
-    Raises:
-        RecipeError: If `better` or `margin` is needed and not given.
-    """
+    """The metric of a user-defined name."""
     known = METRICS.get(name)
     lower_name = name.lower()
     is_percentage = name == "metric" or "acc" in lower_name

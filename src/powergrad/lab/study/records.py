@@ -12,8 +12,6 @@ from typing_extensions import Self
 
 from powergrad.lab.words import number, short_key
 
-__all__ = ["Choice", "Decomposition", "Grid", "RunRow", "Trial", "Tuning", "describe_point"]
-
 
 @dataclass(frozen=True)
 class RunRow:

@@ -1,7 +1,7 @@
 """The results of a study: reads and writes the files of a study.
 
 study.yaml     the definition (see `powergrad.lab.study.definition`)
-<run>/         one folder per run (see `powergrad.lab.run`)
+<run>/         one folder per run (see `powergrad.lab.trainer.run_folder`)
 tuning/        the runs of the tuning
 jobs.db        which runs are waiting, running, done
 study.csv      one row per run, including the tuning: arm, seed, final metrics
@@ -23,11 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from powergrad.lab import stats
-from powergrad.lab.config import Recipe
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import csv_text, write_json, write_text
 from powergrad.lab.jobs import Program, RecipeProgram, program_from_dict
-from powergrad.lab.run import Run, RunError
 from powergrad.lab.study.advice import advise
 from powergrad.lab.study.definition import FILE, Study, read_kind
 from powergrad.lab.study.metrics import (
@@ -41,9 +39,9 @@ from powergrad.lab.study.metrics import (
 )
 from powergrad.lab.study.records import Decomposition, Grid, RunRow, Tuning
 from powergrad.lab.study.tables import Source, read_table
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.run_folder import Run, RunError
 from powergrad.lab.words import hide_folders, short_key, slug
-
-__all__ = ["Results", "judged"]
 
 FORMAT = 3
 CLASSES = {"digits": 10, "fashion-mnist": 10, "cifar10": 10}  # for rows without a class count
@@ -198,11 +196,7 @@ class Results:
 
     @functools.cached_property
     def comparisons(self) -> list[stats.Comparison]:
-        """The comparison of each arm with the baseline.
-
-        Raises:
-            ValueError: If there are too few runs, or a run has no number to compare.
-        """
+        """The comparison of each arm with the baseline."""
         name = self.metric.name
         stats.by_arm_and_seed((row.arm, row.seed, 0.0) for row in self.rows)  # checks the seeds
         # An arm whose runs all failed is not compared; the notes mention it.
@@ -533,14 +527,6 @@ class Results:
         """Load the results of the folder of a study, of a study.json, or of a CSV.
 
         For a folder, the finished runs are read; study.json adds the tuning.
-
-        Args:
-            path: The folder or the file.
-            metric: The column to compare, for a CSV.
-
-        Raises:
-            RunError: If it cannot be read, or has a newer format.
-            RecipeError: If a CSV lacks a column, or a number.
         """
         if path.is_dir() and (path / FILE).is_file():
             return _load_folder(path)
@@ -579,20 +565,7 @@ class Results:
         margin: float | None = None,
         better: str | None = None,
     ) -> Results:
-        """The results of runs made elsewhere, from a table with one line per run.
-
-        Args:
-            path: The file.
-            metric: The column to compare; see :func:`powergrad.lab.study.tables.read_table`.
-            columns: The columns of arm and seed; see the same function.
-            baseline: The arm to compare with; by default ``baseline`` or the first arm.
-            margin: See :func:`powergrad.lab.study.metrics.guess_metric`.
-            better: See :func:`powergrad.lab.study.metrics.guess_metric`.
-
-        Raises:
-            RecipeError: If columns or numbers are missing, or the metric is unknown.
-            ValueError: If there is nothing to compare.
-        """
+        """The results of runs made elsewhere, from a table with one line per run."""
         table = read_table(path, metric, columns=columns)
         values = [value for row in table.rows if (value := row.value(table.metric)) is not None]
         chosen = guess_metric(table.metric, values, margin=margin, better=better)

@@ -16,11 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from powergrad.lab.config import RecipeError, parse_overrides
 from powergrad.lab.study.arms import expand_key, parse_values
+from powergrad.lab.trainer.recipe import RecipeError, parse_overrides
 from powergrad.lab.words import did_you_mean
-
-__all__ = ["Axis", "Point", "Space", "split_overrides"]
 
 OUTER = 0.1  # the fraction at either end of a range that counts as its edge
 TRIALS = 6  # the default number of points per arm if a range is tuned
@@ -47,14 +45,6 @@ class Axis:
     @classmethod
     def parse(cls, text: str, own: Any = None, expand: Callable[[str], str] = expand_key) -> Axis:
         """Parse an axis such as ``lr=0.006:0.4``, ``lr=0.1,0.2`` or ``lr``.
-
-        Args:
-            text: The text of the option.
-            own: The value of the program, around which values are tried if `text` has none.
-            expand: Returns the key of a short name.
-
-        Raises:
-            RecipeError: If `text` has another form.
 
         Example:
             >>> Axis.parse("lr=0.006:0.4")
@@ -144,20 +134,7 @@ class Space:
         seed: int = 0,
         expand: Callable[[str], str] = expand_key,
     ) -> Space:
-        """Parse the values of ``--tune``.
-
-        Args:
-            texts: The values of the option.
-            values: The values of the program, by dotted key.
-            arms: The arms of the study.
-            trials: The number of points per arm; by default all combinations of lists, or 6 if
-                there is a range.
-            seed: The seed of the random points.
-            expand: Returns the key of a short name.
-
-        Raises:
-            RecipeError: If a key is unknown or given twice, or an arm is unknown.
-        """
+        """Parse the values of ``--tune``."""
         shared: list[Axis] = []
         own: dict[str, list[Axis]] = {}
         for text in texts:

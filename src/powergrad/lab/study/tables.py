@@ -21,11 +21,9 @@ from typing import Any
 
 from typing_extensions import Self
 
-from powergrad.lab.config import RecipeError
 from powergrad.lab.study.records import RunRow
+from powergrad.lab.trainer.recipe import RecipeError
 from powergrad.lab.words import did_you_mean
-
-__all__ = ["LeftOut", "Source", "Table", "parse_columns", "read_rows", "read_table"]
 
 ROLES = ("arm", "seed")  # the columns that --columns can name; --metric names the metric
 USUAL = ("test_accuracy", "metric")  # default metrics
@@ -140,9 +138,6 @@ class Table:
 def parse_columns(texts: Iterable[str]) -> dict[str, str]:
     """Parse the values of ``--columns arm=group seed=config.seed``.
 
-    Raises:
-        RecipeError: If a value has another form.
-
     Example:
         >>> parse_columns(["arm=run group", "seed=config.seed"])
         {'arm': 'run group', 'seed': 'config.seed'}
@@ -163,16 +158,7 @@ def parse_columns(texts: Iterable[str]) -> dict[str, str]:
 def read_rows(
     path: Path, metric: str | None = None, *, all_phases: bool = False
 ) -> tuple[str, list[RunRow]]:
-    """The name of the metric, and the runs of a file in which every run must have a number.
-
-    Args:
-        path: The file.
-        metric: See :func:`read_table`.
-        all_phases: See :func:`read_table`.
-
-    Raises:
-        RecipeError: If a run has no number, or as in :func:`read_table`.
-    """
+    """The name of the metric, and the runs of a file in which every run must have a number."""
     table = read_table(path, metric, all_phases=all_phases)
     for run in table.source.left_out:
         raise RecipeError(
@@ -194,16 +180,6 @@ def read_table(
     Cells are separated by commas, semicolons or tabs. With semicolons or tabs, numbers may have a
     decimal comma. A metric of NaN or infinity means that the run diverged. Runs without a metric,
     and runs that another tool marks as unfinished, are left out.
-
-    Args:
-        path: The file.
-        metric: The column to compare; by default ``test_accuracy``, ``metric``, or the only
-            possible column.
-        columns: The columns of ``arm`` and ``seed``; by default they are guessed.
-        all_phases: Whether to read the runs of a tuning as well.
-
-    Raises:
-        RecipeError: If a column is missing or ambiguous, or a cell is not a number.
     """
     return _Reader(path, all_phases).table(metric, dict(columns or {}))
 

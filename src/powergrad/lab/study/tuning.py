@@ -12,14 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from powergrad.lab.config import RecipeError
 from powergrad.lab.jobs import Changes, Job
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.metrics import Metric
 from powergrad.lab.study.records import Choice, Trial, Tuning, describe_point
 from powergrad.lab.study.space import Point, Space
-
-__all__ = ["Tuner"]
+from powergrad.lab.trainer.recipe import RecipeError
 
 FOLDER = "tuning"  # the folder of the trials, in the folder of the study
 FIRST_SEED = 1000  # the smallest seed of trials, so that the study has other seeds
@@ -98,15 +96,7 @@ class Tuner:
     def choose(
         self, repeat: int, results: Mapping[tuple[str, int, int], Mapping[str, Any]]
     ) -> dict[str, Choice]:
-        """The best point of every arm.
-
-        Args:
-            repeat: The number of the tuning.
-            results: The final metrics of its jobs.
-
-        Raises:
-            RecipeError: If an arm can be trained at no point.
-        """
+        """The best point of every arm."""
         metric = self.judging
         refusal = "failed" if self.study.program.is_foreign else "not a valid recipe"
         choices = {}
@@ -143,15 +133,7 @@ def _trial(
     metric: str,
     refusal: str,
 ) -> Trial:
-    """A point and the mean over its seeds. A run that diverged counts with its recorded value.
-
-    Args:
-        point: The point.
-        changes: The changes of the arm at the point.
-        runs: The final metrics of its runs; None for a run that was not executed.
-        metric: The metric by which points are chosen.
-        refusal: Why a run was not executed.
-    """
+    """A point and the mean over its seeds. A run that diverged counts with its recorded value."""
     if any(run is None for run in runs):
         return Trial(point, changes, math.nan, refusal)
     values = [run.get(metric) for run in runs if run is not None]

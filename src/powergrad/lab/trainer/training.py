@@ -17,35 +17,19 @@ from pathlib import Path
 import torch
 
 import powergrad
-from powergrad.lab.config import Recipe
 from powergrad.lab.data import folder_fingerprint, load_data
-from powergrad.lab.distributed import Processes, join_processes
-from powergrad.lab.progress import Progress, Row, Silent
-from powergrad.lab.run import Run, RunError
-from powergrad.lab.session import Session
 from powergrad.lab.signals import Interrupted, watching_signals
-
-__all__ = ["train"]
+from powergrad.lab.trainer.processes import Processes, join_processes
+from powergrad.lab.trainer.progress import Progress, Row, Silent
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.run_folder import Run, RunError
+from powergrad.lab.trainer.session import Session
 
 KEPT_LOGITS = 5_000_000  # the outputs of the last test are kept up to this many numbers
 
 
 def train(recipe: Recipe, folder: str | Path, *, progress: Progress | None = None) -> Run:
-    """Start or resume the run of `recipe` in `folder`, or return it if it is finished.
-
-    Args:
-        recipe: The recipe of the run.
-        folder: The folder of the run, created if missing.
-        progress: Shows the progress; by default nothing is shown.
-
-    Returns:
-        The finished run.
-
-    Raises:
-        Interrupted: On SIGINT or SIGTERM; the run is saved.
-        FileError: If the folder cannot be used or written.
-        ValueError: If the data, the device or the network of the recipe is not available.
-    """
+    """Start or resume the run of `recipe` in `folder`, or return it if it is finished."""
     run = Run(folder)
     if recipe.machine.threads is not None:
         torch.set_num_threads(recipe.machine.threads)

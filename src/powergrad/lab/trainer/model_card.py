@@ -8,13 +8,11 @@ from typing import Any
 
 import yaml
 
-from powergrad.lab.config import Recipe
 from powergrad.lab.data import Datasets
 from powergrad.lab.environment import describe_machine
-from powergrad.lab.trained import BINS, HeldOut, Trained
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.trained import BINS, HeldOut, Trained
 from powergrad.lab.words import markdown_table
-
-__all__ = ["model_card", "preprocessing"]
 
 # For each metric: its column heading, its type on model hubs, and its name there if it needs one.
 MEASURES = {
@@ -240,7 +238,7 @@ def _snippets(
     if "safetensors" in formats:
         yield (
             "from safetensors.torch import load_file\n"
-            "from powergrad.lab.models import create_model\n\n"
+            "from powergrad.lab.trainer.networks import create_model\n\n"
             f"network = create_model({arguments})\n"
             'network.load_state_dict(load_file("model.safetensors"))\n'
             f"mean, std = torch.tensor([{metadata['mean']}, {metadata['std']}])[..., None, None]\n"

@@ -12,10 +12,8 @@ from typing import Any, TextIO
 from torch import Tensor
 from typing_extensions import override
 
-from powergrad.lab.config import Recipe
+from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.words import duration
-
-__all__ = ["Bar", "Lines", "Progress", "Row", "Silent", "for_terminal"]
 
 Row = Mapping[str, float | None]  # the metrics of an epoch
 
@@ -104,12 +102,7 @@ def _results(row: Row) -> str:
 
 
 class Lines(_Text):
-    """A line every few seconds, for files and pipes.
-
-    Args:
-        every: Seconds between lines.
-        file: The output file; standard error by default.
-    """
+    """A line every few seconds, for files and pipes."""
 
     def __init__(self, every: float = 10.0, file: TextIO | None = None) -> None:
         self.every, self.file = every, file

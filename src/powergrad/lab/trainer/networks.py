@@ -26,8 +26,6 @@ from torch import Tensor, nn
 
 from powergrad.lab.words import did_you_mean
 
-__all__ = ["create_model", "model_names"]
-
 Norm = Literal["batch", "group", "none"]
 Stem = Literal["imagenet", "small"]
 Layer = tuple[int, int, int]  # output channels, kernel and stride of a convolution
@@ -59,28 +57,6 @@ def create_model(
     zero_init_residual: bool = False,
 ) -> nn.Module:
     """Create a network by name; the weights are drawn from PyTorch's default generator.
-
-    Args:
-        name: One of :func:`model_names`, ``resnetN`` or ``seresnetN`` with N = 6 n + 2, or
-            ``timm:NAME`` for any network of timm, if it is installed.
-        num_classes: The number of logits.
-        in_channels: The number of channels of an image.
-        width: The number of channels of the first stage, by default 64, or 16 for the CIFAR family.
-            Every stage doubles it; the output of a bottleneck block has four times as many.
-        norm: ``"batch"``; ``"group"``, with 32 groups, or the largest divisor of the channels up to
-            32 (with up to 32 channels this is one group per channel, which maps a single pixel to
-            zero); or ``"none"``, in which case convolutions have no bias either.
-        stem: ``"imagenet"``, a 7x7 convolution of stride 2 and max-pooling, for large images; or
-            ``"small"``, a 3x3 convolution that keeps the size. The default depends on the family;
-            the CIFAR family has only ``"small"``.
-        zero_init_residual: Whether the last gain of each block is initialised to 0.
-
-    Returns:
-        The network, from ``(batch, in_channels, height, width)`` to ``(batch, num_classes)``.
-
-    Raises:
-        ValueError: If there is no such network, or an argument does not apply to it.
-        ImportError: For ``timm:NAME``, if timm cannot be imported.
 
     Example:
         >>> model = create_model("resnet20", num_classes=10)

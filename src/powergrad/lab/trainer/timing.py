@@ -1,8 +1,7 @@
 """Estimates the time of a run from a few real steps, under the conditions of the study.
 
-``python -m powergrad.lab.timing`` reads one recipe per line from standard input and prints its
-timing. As many of these processes measure at the same time as runs will, because runs share caches
-and memory bandwidth.
+``python -m powergrad.lab.trainer.timing`` reads one recipe per line and prints its timing. As many
+of these processes measure at the same time as runs will, because runs share caches and bandwidth.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ from typing import Any
 import torch
 
 import powergrad
-from powergrad.lab.config import Recipe
 from powergrad.lab.data import Datasets, load_data
-from powergrad.lab.distributed import Processes, join_processes
-from powergrad.lab.session import Session
-
-__all__ = ["Stopwatch", "Timing", "measure"]
+from powergrad.lab.trainer.processes import Processes, join_processes
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.session import Session
 
 STEPS = 12  # timed steps, after the first
 PATIENCE = 1.0  # after this many seconds, three steps are enough
@@ -130,9 +127,6 @@ def _test_seconds(session: Session, data: Datasets) -> float:
 class Stopwatch:
     """Times recipes in several processes at once; a context manager.
 
-    Args:
-        workers: The number of processes.
-
     Attributes:
         boot: Seconds until a process is ready, which the workers of a study need too.
     """
@@ -143,7 +137,7 @@ class Stopwatch:
         self.boot = 0.0
 
     def __enter__(self) -> Stopwatch:
-        command = [sys.executable, "-m", "powergrad.lab.timing"]
+        command = [sys.executable, "-m", "powergrad.lab.trainer.timing"]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as for the workers of a study
         began = time.monotonic()
         for _ in range(self.workers):
@@ -170,11 +164,7 @@ class Stopwatch:
                     stream.close()  # pyright: ignore[reportOptionalMemberAccess]
 
     def time(self, recipe: Recipe) -> Timing:
-        """The timing of `recipe`, as the mean over the processes.
-
-        Raises:
-            ValueError: If the recipe cannot be run.
-        """
+        """The timing of `recipe`, as the mean over the processes."""
         question = json.dumps(recipe.model_dump(mode="json")) + "\n"
         for member in self.members:
             assert member.stdin is not None

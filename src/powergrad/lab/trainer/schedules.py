@@ -5,9 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 
-from powergrad.lab.config import Loss, Schedule
-
-__all__ = ["alpha_at", "learning_rate_at"]
+from powergrad.lab.trainer.recipe import Loss, Schedule
 
 
 def learning_rate_at(epoch: float, schedule: Schedule, peak: float, epochs: int) -> float:

@@ -35,14 +35,12 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from powergrad import __version__, fold_alpha
-from powergrad.lab.card import model_card, preprocessing
 from powergrad.lab.data import Datasets, Split
 from powergrad.lab.data.memory import MemorySplit
-from powergrad.lab.run import RunError
-from powergrad.lab.trained import FOLDED, Trained, answers, fit_on, measures, open_trained
+from powergrad.lab.trainer.model_card import model_card, preprocessing
+from powergrad.lab.trainer.run_folder import RunError
+from powergrad.lab.trainer.trained import FOLDED, Trained, answers, fit_on, measures, open_trained
 from powergrad.lab.words import did_you_mean
-
-__all__ = ["Exported", "export_run"]
 
 FILES = {"safetensors": "model.safetensors", "torch": "model.pt2", "onnx": "model.onnx"}
 CARD, PREPROCESSING = "README.md", "preprocessing.json"
@@ -80,28 +78,7 @@ def export_run(
     force: bool = False,
     data_dir: str | None = None,
 ) -> Exported:
-    """Export the network of a run, calibrated, with a model card.
-
-    Args:
-        source: The folder of a finished run, or a file of weights in the folder of a run.
-        out: The folder to write, by default ``export`` in the folder of the run.
-        formats: One or more of ``safetensors``, ``torch`` (torch.export) and ``onnx``.
-        temperature: The divisor of the head: ``"alpha"`` for ``1 / alpha``; ``"fitted"`` for the
-            temperature with the smallest NLL on images not used for training; ``"none"``; or a
-            number.
-        force: Replace an existing export.
-        data_dir: The folder of the data files, if it differs from the recipe.
-
-    Returns:
-        The folder, the files and the results.
-
-    Raises:
-        RunError: If `source` is not a finished run, `out` cannot be written, or the logits of a
-            file differ from those of the network. Nothing is written then.
-        ValueError: If an argument is invalid, alpha is 0 and should be folded, or the head cannot
-            be scaled.
-        ImportError: If the packages for ONNX are missing.
-    """
+    """Export the network of a run, calibrated, with a model card."""
     formats = _check_formats(formats)
     trained = open_trained(Path(source), data_dir)
     wanted = _check_temperature(temperature, trained)

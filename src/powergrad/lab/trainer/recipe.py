@@ -29,10 +29,8 @@ from pydantic import (
 
 from powergrad.lab.words import did_you_mean
 
-__all__ = ["Recipe", "RecipeError", "flatten", "load_recipe", "nest", "recipe_names"]
-
 FORMAT = 1
-RECIPES = resources.files("powergrad.lab") / "recipes"
+RECIPES = resources.files("powergrad.lab.trainer") / "recipes"
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -342,11 +340,7 @@ class Recipe(Section):
         return hashlib.sha256(f"{FORMAT}:{canonical}".encode()).hexdigest()[:12]
 
     def value(self, key: str) -> Any:
-        """The value of a dotted key.
-
-        Raises:
-            RecipeError: If there is no such key.
-        """
+        """The value of a dotted key."""
         values = dict(flatten(self.model_dump()))
         if key not in values:
             raise RecipeError(f"Expected a known key, but got {key!r}{did_you_mean(key, values)}")
@@ -431,16 +425,6 @@ def recipe_names() -> list[str]:
 def load_recipe(source: str | Path, changes: Mapping[str, Any] | None = None) -> Recipe:
     """Load a recipe by name or from a YAML file, with dotted `changes`.
 
-    Args:
-        source: The name of a recipe that comes with the package, or the path of a file.
-        changes: Dotted keys and their values.
-
-    Returns:
-        The recipe.
-
-    Raises:
-        RecipeError: If there is no such recipe, or if the recipe or `changes` are invalid.
-
     Example:
         >>> load_recipe("digits", {"loss.alpha": 0.5}).loss.alpha
         0.5
@@ -512,9 +496,6 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """Nested values from dotted keys: the inverse of :func:`flatten`.
-
-    Raises:
-        RecipeError: If a key is both a value and a section.
 
     Example:
         >>> nest({"loss.alpha": 0.3, "seed": 1})

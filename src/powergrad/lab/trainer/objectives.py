@@ -15,20 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import powergrad
-from powergrad.lab.config import Loss
-
-__all__ = ["as_published_cross_entropy", "published_hook", "training_loss"]
+from powergrad.lab.trainer.recipe import Loss
 
 
 def training_loss(config: Loss, num_classes: int) -> Callable[[Tensor, Tensor, float], Tensor]:
     """The loss of a recipe.
-
-    Args:
-        config: The section `loss` of the recipe.
-        num_classes: The number of classes, for the paper's form of label smoothing.
-
-    Returns:
-        The function ``(logits, labels, alpha) -> loss``, a mean over the rows.
 
     Example:
         >>> loss = training_loss(Loss(label_smoothing=0.1), num_classes=10)
@@ -51,17 +42,7 @@ def training_loss(config: Loss, num_classes: int) -> Callable[[Tensor, Tensor, f
 
 
 def published_hook(grad: Tensor, targets: Tensor, alpha: float) -> Tensor:
-    """The authors' hook, operation for operation.
-
-    Args:
-        grad: The gradient at the logits, ``(rows, classes)``: ``S / rows * (p - q)`` for
-            mean-reduced cross-entropy under a loss scale S.
-        targets: ``q``, ``(rows, classes)``, in the dtype of `grad`.
-        alpha: The exponent.
-
-    Returns:
-        The altered gradient, in the dtype of `grad`.
-    """
+    """The authors' hook, operation for operation."""
     rows = grad.shape[0]
     pred = (grad / rows + targets) ** alpha
     pred = pred / pred.sum(-1, keepdim=True)
@@ -76,19 +57,6 @@ def as_published_cross_entropy(
     As in the authors' code, the hook sees the gradient including the factors of a loss scaler and
     of gradient accumulation. 16-bit logits are widened for the loss, as autocast does on CUDA, so
     the gradient is rounded to 16 bits just before the hook.
-
-    Args:
-        logits: ``(rows, classes)``.
-        labels: Class indices, ``(rows,)``.
-        alpha: Above 0; 1 is cross-entropy without the hook.
-        label_smoothing: The probability mass that is spread over all classes.
-
-    Returns:
-        The mean of the cross-entropies, a scalar.
-
-    Raises:
-        ValueError: If `alpha` is outside (0, 1] (in the authors' code, 0 means no hook); or if
-            `labels` are not class indices, the only labels that the hook supports.
 
     Example:
         >>> logits = torch.zeros(4, 10, requires_grad=True)

@@ -18,14 +18,12 @@ import powergrad
 from powergrad import calibration
 from powergrad._head import find_head
 from powergrad.clipping import ClipHandle
-from powergrad.lab.config import Recipe
 from powergrad.lab.data import Datasets, Split
-from powergrad.lab.distributed import Processes
-from powergrad.lab.losses import training_loss
-from powergrad.lab.models import create_model
-from powergrad.lab.schedules import alpha_at, learning_rate_at
-
-__all__ = ["Session", "right_answers", "score"]
+from powergrad.lab.trainer.networks import create_model
+from powergrad.lab.trainer.objectives import training_loss
+from powergrad.lab.trainer.processes import Processes
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.schedules import alpha_at, learning_rate_at
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 AGREE_EVERY = 10  # steps between two synchronisations of flags among several processes

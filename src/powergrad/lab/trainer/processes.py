@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
-__all__ = ["Processes", "join_processes"]
-
 
 @dataclass(frozen=True)
 class Processes:
@@ -65,15 +63,7 @@ class Processes:
 
 @contextlib.contextmanager
 def join_processes(device: str) -> Iterator[Processes]:
-    """Join the processes that torchrun started; without torchrun, there is only this one.
-
-    Args:
-        device: ``"auto"``, or an argument of :class:`torch.device`. With several GPUs, each process
-            uses the GPU of its local rank.
-
-    Raises:
-        ValueError: If there is no such device.
-    """
+    """Join the processes that torchrun started; without torchrun, there is only this one."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -33,7 +33,6 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from powergrad.lab.config import Recipe, RecipeError, flatten
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import (
     FileError,
@@ -43,8 +42,7 @@ from powergrad.lab.files import (
     write_json,
     write_text,
 )
-
-__all__ = ["COLUMNS", "Run", "RunBusyError", "RunError", "open_run"]
+from powergrad.lab.trainer.recipe import Recipe, RecipeError, flatten
 
 FORMAT = 1
 LOCK = "lock"  # the file that the process of the run locks
@@ -68,9 +66,6 @@ class RunBusyError(RunError):
 
 class Run:
     """The folder of a run.
-
-    Args:
-        folder: Its path; it need not exist yet.
 
     Example:
         >>> import tempfile
@@ -148,11 +143,7 @@ class Run:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Create the folder if missing, and lock it.
-
-        Raises:
-            RunError: If another process has locked it, or it cannot be written.
-        """
+        """Create the folder if missing, and lock it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = open(self.folder / LOCK, "a")  # noqa: SIM115 (closed below)
@@ -180,16 +171,7 @@ class Run:
 
     @contextlib.contextmanager
     def open(self, recipe: Recipe, data: str = "") -> Iterator[Run]:
-        """Lock the folder for the run of `recipe`, to start or resume it.
-
-        Args:
-            recipe: The recipe of the run.
-            data: The fingerprint of its data; empty if they cannot change.
-
-        Raises:
-            RunError: If another process has locked the folder, it contains another run or a run
-                with other data, or it cannot be written.
-        """
+        """Lock the folder for the run of `recipe`, to start or resume it."""
         with self.hold():
             try:
                 self.checkpoints.mkdir(exist_ok=True)
@@ -215,11 +197,7 @@ class Run:
             yield self
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Check that the folder holds the run of `recipe`.
-
-        Raises:
-            RunError: If it holds the run of another recipe.
-        """
+        """Check that the folder holds the run of `recipe`."""
         stored = self.recipe()
         if stored.key == recipe.key:
             return
@@ -247,11 +225,7 @@ class Run:
             old.unlink(missing_ok=True)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """The last usable checkpoint, or None if none was written yet.
-
-        Raises:
-            RunError: If there are checkpoints, but none of them can be used.
-        """
+        """The last usable checkpoint, or None if none was written yet."""
         faults = []
         for path in self._checkpoint_paths():
             try:
@@ -297,11 +271,7 @@ class Run:
 
 
 def open_run(folder: str | os.PathLike[str]) -> Run:
-    """The existing run in `folder`.
-
-    Raises:
-        RunError: If there is none.
-    """
+    """The existing run in `folder`."""
     run = Run(folder)
     try:
         run.recipe()

@@ -14,15 +14,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from powergrad import calibration
-from powergrad.lab.config import Recipe
 from powergrad.lab.data import Datasets, Split, load_data
 from powergrad.lab.data.streams import held_out
-from powergrad.lab.models import create_model
-from powergrad.lab.run import Run, RunError, open_run
-from powergrad.lab.session import right_answers
+from powergrad.lab.trainer.networks import create_model
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.run_folder import Run, RunError, open_run
+from powergrad.lab.trainer.session import right_answers
 from powergrad.monitor.checkpoint import load_checkpoint
-
-__all__ = ["Answers", "HeldOut", "Trained", "answers", "fit_on", "measures", "open_trained"]
 
 BINS = 15  # of the calibration errors
 FOLDED = "temperature_folded"  # in the metadata of an export
@@ -85,18 +83,7 @@ class Trained:
 
 
 def open_trained(source: Path, data_dir: str | None = None) -> Trained:
-    """Open the weights of a finished run, or a file of weights in the folder of a run.
-
-    Args:
-        source: The folder of the run, or the file.
-        data_dir: The folder of the data files, if it differs from the recipe.
-
-    Returns:
-        The weights and their run.
-
-    Raises:
-        RunError: If there is no run, it is not finished, or it has diverged.
-    """
+    """Open the weights of a finished run, or a file of weights in the folder of a run."""
     if not source.exists():
         raise RunError(
             f"Expected the folder or the weights of a run, but {str(source)!r} does not exist."

@@ -1,0 +1,1 @@
+"""Our own training: recipe, networks, session, run folder, export."""
