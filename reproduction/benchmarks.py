@@ -455,25 +455,21 @@ def _calibration() -> str:
             for place in readings
         ],
     )
-    pairs = [
-        (("PGT", "T = 1"), ("PGT", "T = 1/alpha")),
-        (("PGT", "T = 1/alpha"), ("PGT", "T fitted")),
-        (("PGT", "T = 1/alpha"), ("CE", "T = 1")),
-        (("PGT", "T fitted"), ("CE", "T fitted")),
-    ]
-    lines = []
-    for first, second in pairs:
-        cells = [f"({', '.join(first)}) minus ({', '.join(second)})"]
-        for metric in ERRORS:
-            gaps = np.subtract(values(*first, metric), values(*second, metric)).tolist()
-            low, high = t_interval(gaps)
-            cells.append(f"{fmean(gaps):+.3f} ({low:+.3f} to {high:+.3f})")
-        lines.append(cells)
-    differences = markdown_table(["difference", *ERRORS.values()], lines)
+    gaps = {
+        metric: np.subtract(values("PGT", "T = 1", metric), values("PGT", "T = 1/alpha", metric))
+        for metric in ERRORS
+    }
+    spans = {metric: t_interval(differences.tolist()) for metric, differences in gaps.items()}
+    words = ", ".join(
+        f"{differences.mean():+.3f} ({spans[metric][0]:+.3f} to {spans[metric][1]:+.3f}) in "
+        f"{ERRORS[metric]}"
+        for metric, differences in gaps.items()
+    )
     one, seeds = rows[0], len({row["seed"] for row in rows})
     return (
         f"Means ± standard deviations over {seeds} seeds, on {one['test_images']} test images. "
         f"Temperatures are fitted on {one['fitted_on']} held-out training images "
         f"(`{one['command']}`; {_conditions(one)}; `results/calibration_digits.csv`).\n\n"
-        f"{measured}\n\nMean differences, paired by seed, with 95% t intervals:\n\n{differences}"
+        f"{measured}\n\nPGT at T = 1 minus PGT at T = 1/alpha, paired by seed, with 95% t "
+        f"intervals: {words}."
     )
