@@ -447,11 +447,15 @@ def _calibration() -> str:
 
     readings = [("CE", reading) for reading in ("T = 1", "T fitted")]
     readings += [("PGT", reading) for reading in ("T = 1", "T = 1/alpha", "T fitted")]
-    decimals = {"temperature": 2, "accuracy": 2, "confidence": 2, **dict.fromkeys(ERRORS, 3)}
+    decimals = {"accuracy": 2, "confidence": 2, **dict.fromkeys(ERRORS, 3)}
     measured = markdown_table(
         ["arm", "temperature", "T", "accuracy %", "confidence %", *ERRORS.values()],
         [
-            [*place, *(_spread(values(*place, metric), n) for metric, n in decimals.items())]
+            [
+                *place,
+                f"{fmean(values(*place, 'temperature')):.2f}",
+                *(_spread(values(*place, metric), n) for metric, n in decimals.items()),
+            ]
             for place in readings
         ],
     )
