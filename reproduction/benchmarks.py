@@ -280,61 +280,25 @@ NOISE = {  # as results/bench_verdicts.csv names it, and as the page does
 
 
 def _simulated_verdicts() -> str:
-    """How the test was chosen, and how often it errs."""
-    rows = _load("bench_verdicts")
+    """How often the intervals err: the largest share over the numbers of arms."""
+    rows = [row for row in _load("bench_verdicts") if row["table"] == "error"]
+    runs = ("8", "8..24")
 
-    def share(column: str, **wanted: str) -> str:
-        """The largest share, over the numbers of arms."""
+    def share(noise: str, n: str, column: str, effect: str) -> str:
+        wanted = {"noise": noise, "runs": n, "effect": effect}
         shares = [float(row[column]) for row in rows if wanted.items() <= row.items()]
         return f"{100 * max(shares):.1f}%"
 
-    def settled(**wanted: str) -> list[str]:
-        """For a true difference of 0, the margin and twice the margin."""
-        cells = []
-        for effect in ("0.0", "0.5", "1.0"):
-            wanted["effect"] = effect
-            row = next(row for row in rows if wanted.items() <= row.items())
-            both = float(row["called_different"]) + float(row["called_equivalent"])
-            cells.append(f"{100 * both:.0f}% ({float(row['mean_runs']):.1f})")
-        return cells
-
-    def values(column: str, table: str) -> list[str]:
-        return list(dict.fromkeys(row[column] for row in rows if row["table"] == table))
-
-    looks = {"table": "choice", "runs": "8..24"}
-    uneven = ("normal", "one arm varies thrice", "baseline varies thrice", "as measured")
-    runs, different = ("8", "8..24"), "any_called_different"
-    tests = [
-        [test]
-        + [share(different, **looks, test=test, noise=n, effect="0.0") for n in uneven]
-        + settled(**looks, test=test, noise="as measured")
-        for test in values("test", "choice")
-    ]
-    errors = [
+    lines = [
         [NOISE.get(noise, noise)]
-        + [share(different, table="error", noise=noise, runs=n, effect="0.0") for n in runs]
-        + [
-            share("any_called_equivalent", table="error", noise=noise, runs=n, effect="0.5")
-            for n in runs
-        ]
-        for noise in values("noise", "error")
+        + [share(noise, n, "any_called_different", "0.0") for n in runs]
+        + [share(noise, n, "any_called_equivalent", "0.5") for n in runs]
+        for noise in dict.fromkeys(row["noise"] for row in rows)
     ]
-    head = [f"settled, {difference}" for difference in ("0", "margin", "twice the margin")]
-    false = [f"false, {NOISE.get(noise, noise)}" for noise in uneven]
-    spans = [f"false {what}, {n} runs" for what in ("difference", "equivalence") for n in runs]
+    head = [f"false {what}, {n} runs" for what in ("difference", "equivalence") for n in runs]
     return (
-        "The simulations use a standard deviation of 0.4 and a margin of 0.5 (`python "
-        f"benchmarks/verdicts.py`; {_conditions(rows[0])}; `results/bench_verdicts.csv`). *8..24 "
-        "runs* means looks at 8, 12, 16, 20 and 24 runs per arm.\n\n"
-        "**Choice of the test**: 3 arms besides the baseline, 8..24 runs. *False* is the share of "
-        "studies without any true difference in which some arm is called better or worse. "
-        "*Settled* is the share of arms that are settled at a true difference of 0, the margin, or "
-        "twice the margin; the mean number of runs per arm is in brackets.\n\n"
-        f"{markdown_table(['test', *false, *head], tests)}\n\n"
-        "**False verdicts of the intervals**: the largest share over studies with 1, 3 and 8 arms. "
-        "*False equivalence* is the share of studies in which some arm is called equivalent "
-        "although every arm differs by the margin.\n\n"
-        f"{markdown_table(['noise', *spans], errors)}"
+        f"{markdown_table(['noise', *head], lines)}\n\n"
+        f"(`python benchmarks/verdicts.py`; {_conditions(rows[0])}; `results/bench_verdicts.csv`)"
     )
 
 
