@@ -17,9 +17,8 @@ from benchmarks import audit
 from powergrad.lab.paper.evidence import Outcome
 from powergrad.lab.stats import VERDICTS, t_interval
 from powergrad.lab.study import Results
-from powergrad.lab.words import markdown_table, number, short_key
+from powergrad.lab.words import markdown_table
 from reproduction.marks import Regions
-from reproduction.studies import verdict_in_words
 
 __all__ = ["benchmark_regions"]
 
@@ -32,7 +31,6 @@ def benchmark_regions() -> Regions:
     """The regions that are made from results/*.csv and from the default comparison."""
     return {
         "calibration": _calibration,
-        "compare": lambda: _study("compare_digits"),
         "compare-short": _compare_short,
         "examples": _examples,
         "loss": _loss,
@@ -321,56 +319,6 @@ def _compare_short() -> str:
         lines.append([arm, str(len(values)), _spread(values, 2), *cells])
     table = markdown_table(("arm", "seeds", "test %", "difference (95%)", "verdict"), lines)
     return f"{table}\n\n**{results.verdict()}** (`results/compare_digits.json`)"
-
-
-def _study(name: str) -> str:
-    """A finished study."""
-    results = Results.load(RESULTS / f"{name}.json")
-    tuning = results.tuning
-    keys = tuning.keys if tuning and not tuning.is_unit else ()
-    lines = []
-    for arm in results.arms:
-        means = {
-            metric: results.mean(arm, metric)
-            for metric in ("train_accuracy", "nll", "nll_scaled", "ece", "ece_scaled", "dead_units")
-        }
-        comparison = results.comparison(arm)
-        outcome = Outcome.of(comparison) if comparison else None
-        lines.append(
-            [
-                arm,
-                *(number(tuning.arms[arm].winner.point[key]) for key in keys if tuning),
-                f"{means['train_accuracy']:.2f}",
-                _spread([*results.units(arm).values()], 2),
-                *(
-                    [outcome.with_interval, outcome.p, verdict_in_words(comparison)]
-                    if outcome and comparison
-                    else [""] * 3
-                ),
-                f"{means['nll']:.3f} / {means['nll_scaled']:.3f}",
-                f"{means['ece']:.3f} / {means['ece_scaled']:.3f}",
-                f"{means['dead_units']:.1f}",
-            ]
-        )
-    head = (
-        "arm",
-        *map(short_key, keys),
-        "train %",
-        "test %",
-        "difference (95% interval)",
-        "p",
-        "verdict",
-    )
-    table = markdown_table((*head, "NLL at 1 / at 1/alpha", "ECE", "dead filters"), lines)
-    counts = sorted({len(results.of_arm(arm)) for arm in results.arms})
-    seeds = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    made = results.environment
-    notes = "".join(f"\n\n{note}" for note in results.notes())
-    return (
-        f"`{made['command']}`: {seeds} seeds per arm, torch {made['torch']}, {made['time'][:10]}, "
-        f"commit {made['commit']} (`results/{name}.json`). **{results.verdict()}**\n\n"
-        f"{table}{notes}"
-    )
 
 
 def _examples() -> str:

@@ -347,7 +347,8 @@ def _short_table(contrasts: Iterable[Contrast]) -> str:
 
 def _short_cells(contrast: Contrast) -> list[str]:
     _, arm, _, _, *rest = contrast.cells
-    return [arm, *(cell.replace(", inflated", "") for cell in rest)]
+    *cells, verdict = (cell.replace(", inflated", "") for cell in rest)
+    return [arm, *cells, verdict.replace("not settled; better withheld", "better withheld")]
 
 
 def _grid_cells(rows: Sequence[Contrast]) -> list[str]:
