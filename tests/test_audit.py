@@ -176,7 +176,7 @@ def test_nan_exactly_when_a_true_class_is_under_1_minus_n_squared_over_s(
 def test_from_twice_n_squared_what_is_not_nan_is_too_small(
     rest: Tensor, margin: float, n: int, r: float, alpha: float
 ) -> None:
-    """By N^2 / S at the worst, and silently. The proof is in benchmarks/audit.py."""
+    """By N^2 / S at the worst, and silently. The proof is in docs/audit.md."""
     wrong = margin / r
     p = torch.cat([torch.tensor([1 - wrong], dtype=torch.float64), wrong * rest])
     got, want = hook_at(p, n, r * n**2, alpha), wanted_at(p, n, r * n**2, alpha)
@@ -191,7 +191,7 @@ def test_from_twice_n_squared_what_is_not_nan_is_too_small(
 def test_up_to_half_of_n_squared_too_large_by_up_to_n_squared_over_s(
     p: Tensor, n: int, r: float, alpha: float
 ) -> None:
-    """The proof is in benchmarks/audit.py."""
+    """The proof is in docs/audit.md."""
     got, want = hook_at(p, n, r * n**2, alpha), wanted_at(p, n, r * n**2, alpha)
     ratio = (got[0] / want[0]).item()
     assert 1 - 1e-9 <= ratio <= (1 + 1e-9) / r

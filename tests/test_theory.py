@@ -2,7 +2,7 @@
 
 First what holds, as hypothesis properties in float64. A sentence of the paper that does not hold in
 general has a counterexample next to it, under a comment that quotes it. `docs/theory.md` restates
-the section and lists the most important of those sentences.
+the section and lists those sentences.
 
 `P` is a distribution, `P'` its transform, `t` the stationary threshold, `y` the true class.
 """
