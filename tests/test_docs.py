@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from cyclopts import App
-from pages import NEEDED, PAGES, ROOT, blocks_of, name_of, run
+from pages import PAGES, ROOT, blocks_of, name_of, run
 
 import powergrad
 import powergrad_cli
@@ -32,11 +32,6 @@ def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     count = run(page.read_text(), str(page))
     assert count == page.read_text().count("```python\n") - page.read_text().count("<!-- needs: ")
-
-
-@pytest.mark.parametrize(("page", "library"), NEEDED)
-def test_examples_with_other_libraries_run(page, library):
-    pytest.skip(f"{name_of(page)} needs {library}: make test-integrations")
 
 
 def test_a_page_that_is_wrong_fails():
