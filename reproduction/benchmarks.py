@@ -133,7 +133,7 @@ def _linear() -> str:
 
 def _compiled() -> str:
     rows = _load("bench_compiled")
-    names = list(dict.fromkeys(row["variant"] for row in rows if row["variant"] != "plain"))
+    names = ("pgt", "compiled plain", "compiled pgt")
     by_size = _by_size([{"case": "", **row} for row in rows])
     lines = [
         [size, dtype, *(variants[name]["ratio"] for name in names)]

@@ -336,8 +336,10 @@ def _short_table(contrasts: Iterable[Contrast]) -> str:
     lines = []
     studies = itertools.groupby(contrasts, lambda contrast: contrast.trial.name)
     for name, rows in ((name, [*rows]) for name, rows in studies):
-        network_and_data = rows[0].arm.measured_on.partition(", batch")[0]
-        where = [f"`{name}`", re.sub(r" of width \d+", "", network_and_data)]
+        network, _, data = rows[0].arm.measured_on.partition(", batch")[0].partition(" on ")
+        network = re.sub(r" of width \d+", "", network)
+        is_named = data.replace("-", "_") in name.replace("-", "_")
+        where = [f"`{name}`", network if is_named else f"{network} on {data}"]
         for row in [_grid_cells(rows)] if rows[0].trial.is_grid else map(_short_cells, rows):
             lines.append([*where, *row])
             where = ["", ""]
