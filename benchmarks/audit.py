@@ -34,6 +34,23 @@ FIELDS: list[str] = [*CONDITIONS, "metric", "value"]
 # The two gradients -------------------------------------------------------------------------------
 
 
+# With r = S / N^2, s = 1 - p_y and T the sum of p_k^alpha over the wrong classes (T >= s^alpha),
+# the listing's gradient of a row is the equation's times f(r) / (r f(1)), where
+# f(r) = r^alpha T / ((1 - rs)^alpha + r^alpha T). It is between 1 and 1/r for r <= 1/2, and between
+# 1/r and 1 for r >= 2 if it is not NaN:
+#
+# f grows, so f(r) <= f(1) for r < 1 and >= for r > 1: these are the bounds 1/r. With x = rs, the
+# derivative of f(r)/r has the sign of x - (1 - alpha) - x^alpha (1 - x)^(1-alpha) T/s^alpha. That
+# is convex in x and negative at 0, so f(r)/r falls and then perhaps rises; and it is negative for
+# x <= 1/2, where x^alpha (1 - x)^(1-alpha) >= x.
+#
+# r <= 1/2: there f(r)/r >= 2 f(1/2), and 2 f(1/2) >= f(1) amounts to 2 (1 - s)^alpha + T >=
+# (2 - s)^alpha, true because T >= s^alpha and powers under 1 are subadditive.
+#
+# r >= 2 and not NaN: s < 1/2, and f(r)/r is at most the larger of its values at the ends r = 1 and
+# r = 1/s, which are f(1) and s; and s <= s^alpha / ((1 - s)^alpha + s^alpha) <= f(1) for s <= 1/2.
+
+
 def listing_hook(grad: Tensor, labels: Tensor, alpha: float) -> Tensor:
     """What the paper's hook returns for `grad`, operation for operation; `labels` is one-hot."""
     n = grad.shape[0]
@@ -417,37 +434,12 @@ def size_text(results: Results, **conditions: object) -> str:
 def scale_table(results: Results) -> str:
     def line(n: int) -> Iterator[str]:
         yield str(n)
-        for scale in (1, n * n / 4, n * n / 2, n * n, 2 * n * n, 65536):
+        for scale in (1, n * n / 2, n * n, 2 * n * n, 65536):
             where = {"experiment": "scale", "dtype": "float32", "C": 1000, "N": n}
             yield size_text(results, **where, S=scale)
 
-    header = "N | S = 1 (no scaler) | N²/4 | N²/2 | N² | 2N² | 65536 (a scaler's start)"
-    return table(header, map(line, (32, 64, 100, 128, 256)))
-
-
-def classes_table(results: Results) -> str:
-    def line(c: int) -> Iterator[str]:
-        yield str(c)
-        for n in (64, 256):
-            for scale in (1, n * n / 2):
-                where = {"experiment": "scale", "dtype": "float32", "C": c, "N": n}
-                yield size_text(results, **where, S=scale)
-
-    header = "C | N = 64, S = 1 | N = 64, S = N²/2 | N = 256, S = 1 | N = 256, S = N²/2"
-    return table(header, map(line, (10, 100, 1000)))
-
-
-def dtypes_table(results: Results) -> str:
-    def line(dtype: str) -> Iterator[str]:
-        yield dtype
-        where = {"experiment": "scale", "dtype": dtype, "C": 1000, "N": 256}
-        yield size_text(results, **where, S=1)
-        yield f"{results.value('cosine', **where, S=1):.3f}"
-        yield size_text(results, **where, S=65536)
-        yield f"{results.value('worst_row', **where, S=65536):.0e}"
-
-    header = "dtype | S = 1: size | S = 1: cosine | S = N²: size | S = N²: worst row's error"
-    return table(header, map(line, ("float64", "float32", "bfloat16", "float16")))
+    header = "N | S = 1 (no scaler) | N²/2 | N² | 2N² | 65536 (a scaler's start)"
+    return table(header, map(line, (32, 64, 100, 256)))
 
 
 def settle_table(results: Results) -> str:
@@ -456,111 +448,31 @@ def settle_table(results: Results) -> str:
         setting = f"distance={distance} steps=600 growth_interval=50 sgd lr=0.05"
         where = {"experiment": "settle", "N": n, "setting": setting}
         yield from (clusters, str(n), f"{n**2:,}")
-        yield results.range("hard_steps", ".0%", **where)
         yield results.range("at_n_squared", ".1%", **where)
-        yield results.range("most_common", ",.0f", **where) if distance == 1 else "—"
         yield results.range("last", ",.0f", **where)
         yield results.range("skipped", ".1%", **where)
 
-    header = (
-        "clusters | N | N² | steps with some p_y < 1/2 | steps at N² | most common scale"
-        " | last scale | steps lost to NaN"
-    )
-    cases = [("overlap", 1, n) for n in (32, 48, 64, 100, 128, 256)]
-    cases += [("apart", 4, n) for n in (32, 64, 128)]
-    return table(header, map(line, cases))
-
-
-def powers_table(results: Results) -> str:
-    def line(n: int) -> Iterator[str]:
-        where = {"experiment": "powers", "N": n}
-        yield str(n)
-        yield f"{results.value('bit_for_bit', **where):.1%}"
-        yield f"{results.value('worst_relative', **where):.1g}"
-        yield f"{results.value('power_of_two_below', **where):,.0f}"
-        yield f"{results.value('size_there', **where):.3f}"
-
-    header = (
-        "N | S = N² set by hand: p recovered bit for bit | worst relative error"
-        " | S, the power of two at or below N² | size there"
-    )
-    return table(header, map(line, (32, 48, 64, 100, 128, 200, 256)))
-
-
-def flush_table(results: Results) -> str:
-    def power_of_two(p: float) -> str:
-        exponent = math.floor(math.log2(p * (1 + 2.0**-19)))
-        return f"{p / 2.0**exponent:.4f} × 2^{exponent}"
-
-    def line(case: tuple[str, int]) -> Iterator[str]:
-        dtype, n = case
-        yield from (dtype, str(n))
-        for metric in ("wrong_class", "true_class"):
-            yield power_of_two(results.value(metric, experiment="flush", dtype=dtype, N=n))
-
-    cases = [(dtype, n) for dtype in ("float32", "bfloat16", "float16") for n in (32, 256)]
-    return table(
-        "dtype of the hook | N | wrong class: p up to | true class: p up to", map(line, cases)
-    )
-
-
-def push_table(results: Results) -> str:
-    def line(alpha: float) -> Iterator[str]:
-        yield str(alpha)
-        for setting in ("gap=17.2", "gap=17.4"):
-            for metric in ("equation", "listing"):
-                where = {"experiment": "push", "alpha": alpha, "setting": setting}
-                yield f"{results.value(metric, **where):.3g}"
-
-    header = (
-        "alpha | gap 17.2: equation | gap 17.2: listing | gap 17.4: equation | gap 17.4: listing"
-    )
-    return table(header, map(line, (0.05, 0.25, 0.3, 0.92)))
+    header = "clusters | N | N² | steps at N² | last scale | steps lost to NaN"
+    cases = [("overlap", 1, n) for n in (32, 64, 100, 256)]
+    return table(header, map(line, [*cases, ("apart", 4, 64)]))
 
 
 def gap_table(results: Results) -> str:
     def line(alpha: float) -> Iterator[str]:
         yield str(alpha)
-        for metric, form in (("gap", ".1f"), ("loss", ".3f"), ("accuracy", ".1%")):
+        for metric, form in (("gap", ".1f"), ("loss", ".3f")):
             for method in ("listing", "equation"):
                 setting = f"{method} sgd lr=0.01 steps=2000"
                 yield results.range(metric, form, experiment="gap", alpha=alpha, setting=setting)
 
-    header = (
-        "alpha | gap: listing | gap: equation | loss: listing | loss: equation"
-        " | accuracy: listing | accuracy: equation"
-    )
+    header = "alpha | gap: listing | gap: equation | loss: listing | loss: equation"
     return table(header, map(line, (0.05, 0.25, 0.3, 0.92)))
-
-
-def no_scaler_table(results: Results) -> str:
-    def line(case: tuple[str, str]) -> Iterator[str]:
-        dtype, optimizer = case
-        yield from (dtype, optimizer.replace("lr=", "rate "))
-        for method in ("listing", "equation"):
-            where = {"experiment": "no_scaler", "dtype": dtype}
-            setting = f"{method} {optimizer} steps=300"
-            yield results.range("loss", ".3f", **where, setting=setting)
-            yield results.range("accuracy", ".1%", **where, setting=setting)
-
-    header = (
-        "dtype | optimizer | loss: listing | accuracy: listing | loss: equation"
-        " | accuracy: equation"
-    )
-    optimizers = ("sgd lr=0.05", "sgd lr=0.01", "adam lr=0.003")
-    return table(header, ((line((d, o))) for d in ("float32", "bfloat16") for o in optimizers))
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "scale": scale_table,
-    "classes": classes_table,
-    "dtypes": dtypes_table,
     "settle": settle_table,
-    "powers": powers_table,
-    "flush": flush_table,
-    "push": push_table,
     "gap": gap_table,
-    "no_scaler": no_scaler_table,
 }
 
 

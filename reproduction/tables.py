@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from powergrad.lab.paper.cost import cost
@@ -10,11 +13,12 @@ from powergrad.lab.paper.evidence import Evidence, Measurement, Outcome, describ
 from powergrad.lab.paper.rows import Experiment, Figure, Use, changes_of, load_paper
 from powergrad.lab.paper.show import hours_in_words
 from powergrad.lab.paper.small import LEAST
+from powergrad.lab.stats import signed
 from powergrad.lab.study import Results, Tuning
 from powergrad.lab.study.records import Trial as TuningTrial
 from powergrad.lab.study.records import describe_point
 from powergrad.lab.words import markdown_table, number
-from reproduction.claims import PGT, SHORTER, against_controls, contrast_table, counted
+from reproduction.claims import PGT, SHORTER, against_controls, counted
 from reproduction.marks import Regions
 from reproduction.studies import (
     Contrast,
@@ -316,14 +320,8 @@ def _not_better(trials: Sequence[Trial]) -> str:
     return (
         f"Of {len(rows)} comparisons ({grid} of them points of grids over alpha), PGT was better "
         f"in {len(better)}{at_decay}. In {withheld} more, *better* was withheld because a learning "
-        "rate was chosen at the edge of the tried values.\n\n"
-        "- Intervals and p-values are corrected for the arms of a study, but not for the number "
-        "of studies.\n"
-        "- They do not include the noise of tuning: every arm was tuned once or not at all, so a "
-        "verdict holds only for the chosen values.\n"
-        "- Some studies share a baseline, so they are not independent. A study whose runs are all "
-        "part of a larger study is not counted.\n\n"
-        f"In these comparisons PGT was not better:\n\n{contrast_table(others)}"
+        "rate was chosen at the edge of the tried values. In these comparisons PGT was not better:"
+        f"\n\n{_short_table(others)}"
     )
 
 
@@ -333,11 +331,47 @@ def _is_pgt(contrast: Contrast) -> bool:
     return "PGT" in methods and methods <= {"PGT", "AGC", "GC", "LS"}
 
 
+def _short_table(contrasts: Iterable[Contrast]) -> str:
+    """A line per comparison, or per grid over alpha, under the name of its study."""
+    lines = []
+    studies = itertools.groupby(contrasts, lambda contrast: contrast.trial.name)
+    for name, rows in ((name, [*rows]) for name, rows in studies):
+        network, _, data = rows[0].arm.measured_on.partition(", batch")[0].partition(" on ")
+        network = re.sub(r" of width \d+", "", network)
+        is_named = data.replace("-", "_") in name.replace("-", "_")
+        where = [f"`{name}`", network if is_named else f"{network} on {data}"]
+        for row in [_grid_cells(rows)] if rows[0].trial.is_grid else map(_short_cells, rows):
+            lines.append([*where, *row])
+            where = ["", ""]
+    head = ("study", "measured on", "arm", "decay / paper's", "n")
+    return markdown_table((*head, "difference (95% interval)", "verdict"), lines)
+
+
+def _short_cells(contrast: Contrast) -> list[str]:
+    _, arm, _, _, *rest = contrast.cells
+    *cells, verdict = (cell.replace(", inflated", "") for cell in rest)
+    return [arm, *cells, verdict.replace("not settled; better withheld", "better withheld")]
+
+
+def _grid_cells(rows: Sequence[Contrast]) -> list[str]:
+    """The cells of a whole grid: the range of the differences, and how often each verdict is."""
+    differences = [row.comparison.difference for row in rows]
+    alphas = [row.arm.changes["loss.alpha"] for row in rows]
+    verdicts = Counter(row.verdict for row in rows)
+    return [
+        f"{len(rows)} alphas from {min(alphas):g} to {max(alphas):g}",
+        rows[0].arm.decay.replace(", inflated", ""),
+        str(len(rows[0].arm.rows)),
+        f"from {signed(min(differences))} to {signed(max(differences))}",
+        ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()),
+    ]
+
+
 def _fewer_epochs(trials: Sequence[Trial]) -> str:
     contrasts = [contrast for trial in trials for contrast in contrasts_of(trial)]
-    return contrast_table(c for c in contrasts if c.arm.methods == PGT | SHORTER)
+    return _short_table(c for c in contrasts if c.arm.methods == PGT | SHORTER)
 
 
 def _simpler(trials: Sequence[Trial]) -> str:
-    contrasts = against_controls(trials)
-    return contrast_table(contrast for contrast in contrasts if contrast.verdict != "better")
+    contrasts = [c for c in against_controls(trials) if c.verdict != "better"]
+    return _short_table(sorted(contrasts, key=lambda contrast: contrast.trial.name))

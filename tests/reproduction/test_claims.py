@@ -408,8 +408,8 @@ def test_less_decay_is_the_control_of_pgt(tmp_path, norm, words):
     summary = "Of 1 comparisons (0 of them points of grids over alpha), PGT was better in 1."
     assert summary in regions["not-better"]()
     simpler = regions["simpler"]()
-    assert direct in simpler
-    assert both not in simpler + regions["not-better"]()
+    assert f"| pgt (alpha 0.25) against less (decay 0.0001) | 1x; 0.2x | 8 | {loss} |" in simpler
+    assert "both (alpha 0.25" not in simpler + regions["not-better"]()
 
 
 def test_batch_and_depth_without_normalisation_have_their_claims(tmp_path):
