@@ -64,7 +64,7 @@ def serve() -> None:
     import torch
     import torch._dynamo  # which every optimizer loads
 
-    import powergrad.launch  # noqa: F401
+    import powergrad.run  # noqa: F401
     import powergrad_cli
 
     torch.set_num_threads(1)

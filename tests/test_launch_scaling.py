@@ -14,9 +14,9 @@ from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
 
 from powergrad import clip_grads_before_step
-from powergrad.launch import Options
-from powergrad.launch.models import find_model
-from powergrad.launch.optimizers import Optimizers
+from powergrad.run import Options
+from powergrad.run.optimizers import Optimizers
+from powergrad.run.trained_model import find_model
 
 SCALES = Options(lr_scale=0.5, head_lr_scale=0.25, decay_scale=4.0)
 
