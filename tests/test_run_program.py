@@ -230,7 +230,7 @@ x, y = torch.randn(8, 4).double(), torch.arange(8) % 3
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 """
 PARALLEL = f"""
-import torch.distributed as dist
+import gc, torch.distributed as dist
 dist.init_process_group("gloo")
 {START}
 parallel = nn.parallel.DistributedDataParallel(model)
@@ -241,8 +241,8 @@ for _ in range(3):
     optimizer.step()
 if dist.get_rank() == 0:
     torch.save(model.state_dict(), sys.argv[1])
-dist.barrier()
-del parallel  # a process that ends with it may abort
+del parallel
+gc.collect()  # threads of the group that hold tensors while Python ends would abort it
 dist.destroy_process_group()
 """
 
