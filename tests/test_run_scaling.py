@@ -104,18 +104,6 @@ def test_a_shared_group_is_split_for_the_step(kind, form):
     assert len(optimizer.state) == 4  # of the user's own optimizer, by parameter
 
 
-def test_sparse_adam_is_scaled():
-    torch.manual_seed(0)
-    models = [nn.Embedding(5, 3, sparse=True) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    for model, lr, scale in zip(models, (0.02, 0.01), (0.5, 1.0), strict=True):
-        with attached(lr_scale=scale):
-            optimizer = optim.SparseAdam(model.parameters(), lr=lr)
-            model(torch.tensor([1, 2])).sum().backward()
-            optimizer.step()
-    assert_equal(*models)
-
-
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_a_learning_rate_in_a_tensor_stays_that_tensor(factor):
     ours, theirs = network(), network()
