@@ -11,6 +11,7 @@ import math
 import random
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import powergrad
-from powergrad import PowerGrad, cross_entropy, verify
+from powergrad import cross_entropy, verify
 from powergrad.lab.losses import as_published_cross_entropy
 from powergrad.verify import StepWatcher, Verification
 
@@ -208,14 +209,6 @@ def test_labels_as_target():
 def test_two_classes_need_the_target():
     assert measured(pgt, classes=2).verdict == "cannot tell"
     assert_alpha(measured(pgt, classes=2, target=batch(classes=2)[1]), 0.3, 1e-5)
-
-
-@pytest.mark.parametrize("alpha", [0.3, 1.0])
-def test_the_mode_around_any_loss(alpha):
-    assert_alpha(measured(PowerGrad(alpha)(lambda z, y: F.nll_loss(F.log_softmax(z, 1), y))), alpha)
-    assert_alpha(measured(F.cross_entropy), 1.0)
-    with PowerGrad(alpha):  # around the whole step
-        assert_alpha(measured(F.cross_entropy), alpha)
 
 
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
@@ -616,12 +609,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_everything_is_as_before(name, earlier_steps, fails):
     model = Net()
-    optimizer = OPTIMIZERS[name](model.parameters())
+    temperature = nn.Parameter(torch.ones(()))  # trained, and not in the model
+    optimizer = OPTIMIZERS[name]([*model.parameters(), temperature])
 
     def step(fails: bool = False) -> None:
         optimizer.zero_grad()
         model.train()
-        pgt(model(X), Y).backward()
+        pgt(model(X) * temperature, Y).backward()
         optimizer.step()
         random.random()
         np.random.rand()  # noqa: NPY002
@@ -637,36 +631,15 @@ def test_everything_is_as_before(name, earlier_steps, fails):
         step()
     if earlier_steps == 0:
         model.body.eval()
-    kept, before = tensors(), state_of(model, optimizer)
+    kept, before, value = tensors(), state_of(model, optimizer), temperature.item()
     if fails:
         with pytest.raises(KeyError, match="own"):
             verify(lambda: step(True), model)
     else:
-        assert_alpha(verify(step, model), 0.3)
+        assert verify(step, model).verdict == "pgt"
     torch.testing.assert_close(state_of(model, optimizer), before, rtol=0, atol=0)
     assert all(a is b for a, b in zip(tensors(), kept, strict=True))  # in place
-
-
-def test_a_verified_training_is_the_same_training():
-    """Weights after four steps, bit for bit, with and without a verification before each."""
-
-    def trained(verified: bool) -> list[Tensor]:
-        model = Net()
-        temperature = nn.Parameter(torch.ones(()))  # trained, and not in the model
-        optimizer = torch.optim.AdamW([*model.parameters(), temperature], lr=0.05)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            pgt(model(X) * temperature, Y).backward()
-            optimizer.step()
-
-        for _ in range(4):
-            if verified:
-                assert verify(step, model).verdict == "pgt"
-            step()
-        return [*model.state_dict().values(), temperature.detach()]
-
-    assert all(map(torch.equal, trained(True), trained(False)))
+    assert temperature.item() == value
 
 
 def test_options_of_the_optimizer_are_restored_unless_a_scheduler_changed_them():
@@ -700,22 +673,20 @@ def test_an_earlier_graph_is_still_usable():
 
 
 def test_a_watched_step_is_the_same_step():
-    def gradients(watched: bool) -> list[Tensor]:
+    gradients = []
+    for watched in (True, False):
         model = Net()
         hooks = [len(m._forward_hooks) for m in model.modules()]
-        watcher = StepWatcher(model)
-        if watched:
-            watcher.__enter__()
-            assert "has not ended" in watcher.result().reason
-        pgt(model(X), Y).backward()
-        if watched:
-            watcher.__exit__()
+        with StepWatcher(model) if watched else nullcontext() as watcher:
+            pgt(model(X), Y).backward()
+            if watcher is not None:
+                assert "has not ended" in watcher.result().reason
+        assert [len(m._forward_hooks) for m in model.modules()] == hooks
+        gradients.append([*(p.grad for p in model.parameters()), torch.get_rng_state()])
+        if watcher is not None:
             assert_alpha(watcher.result(), 0.3)
             assert watcher.result() is watcher.result()
-        assert [len(m._forward_hooks) for m in model.modules()] == hooks
-        return [p.grad for p in model.parameters() if p.grad is not None] + [torch.get_rng_state()]
-
-    assert all(map(torch.equal, gradients(True), gradients(False)))
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["_zero_sum_dim", "_logits_of", "measure"])
