@@ -81,6 +81,10 @@ def assert_same(one, other, tolerance=1e-6):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+def norms_of(module):
+    return next(module.network.parameters()).detach().norm(dim=1)
+
+
 def assert_nothing_left(module, trainer):
     assert "training_step" not in module.__dict__
     assert not any(o._optimizer_step_pre_hooks for o in trainer.optimizers)
@@ -131,13 +135,13 @@ def test_alpha_may_change_while_training():
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_monitor(tmp_path, accumulate):
     module = Module()
-    start = module.network[0].weight.detach().norm(dim=1)
+    start = norms_of(module)
     callback = PowerGradCallback(0.3, monitor=tmp_path / "norms", every=3)
     fit(module, callback, accumulate_grad_batches=accumulate)
     steps, norms = Recording(tmp_path / "norms").read("network.0")
     assert steps.tolist() == list(range(0, 12 // accumulate + 1, 3))
     torch.testing.assert_close(norms[0], start)
-    torch.testing.assert_close(norms[-1], module.network[0].weight.detach().norm(dim=1))
+    torch.testing.assert_close(norms[-1], norms_of(module))
 
 
 def test_monitor_continues_after_a_checkpoint(tmp_path):
