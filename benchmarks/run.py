@@ -29,9 +29,9 @@ from torch.nn import functional as F
 
 import powergrad
 from powergrad.lab.trainer.networks import create_model
-from powergrad.launch import Options
-from powergrad.launch.losses import Losses
-from powergrad.launch.optimizers import ATTEMPTS, Optimizers
+from powergrad.run import Options
+from powergrad.run.altered_losses import Losses
+from powergrad.run.optimizers import ATTEMPTS, Optimizers
 
 ALPHA = 0.3
 WARM_UP, TIMED = 2, 6  # steps per turn

@@ -64,8 +64,7 @@ def serve(address: str) -> None:
     import torch
     import torch._dynamo  # which every optimizer loads
 
-    import powergrad.lab.cli.running
-    import powergrad.launch  # noqa: F401
+    import powergrad.run  # noqa: F401
 
     torch.set_num_threads(1)
     gc.freeze()

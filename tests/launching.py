@@ -1,17 +1,19 @@
-"""Runs many programs as processes of their own, of which each begins with torch imported.
+"""Runs many programs, each in its own process, without importing torch again for each of them.
 
-``Launcher`` starts one process, which forks for every program: importing torch takes seconds.
+A `Launcher` starts one process that has imported torch, and forks it for every program.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Ended(NamedTuple):
@@ -25,53 +27,52 @@ class Ended(NamedTuple):
 class Launcher:
     """Executes programs, one at a time, in `folder`."""
 
-    def __init__(self, folder: Path, prepare: str = "") -> None:
-        self.folder = folder
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "POWERGRAD_PREPARE": prepare}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env=environment,
-        )
+    def __init__(self, folder: Path, server: subprocess.Popen[str]) -> None:
+        self.folder, self.server = folder, server
 
-    def close(self) -> None:
-        self.process.communicate(timeout=60)
+    @classmethod
+    @contextmanager
+    def started(cls, folder: Path, prepare: str = "") -> Iterator[Launcher]:
+        """A launcher whose programs start after the Python code `prepare`."""
+        pipe = subprocess.PIPE
+        command = [sys.executable, __file__, prepare]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, cwd=folder, env=environment
+        ) as server:
+            yield cls(folder, server)
 
     def powergrad(self, *tokens: object) -> Ended:
         """``powergrad TOKENS``."""
-        return self._start(["powergrad", *tokens])
+        return self._start("powergrad", tokens)
 
     def python(self, *tokens: object) -> Ended:
         """``python TOKENS``: the same program, without powergrad."""
-        return self._start(["python", *tokens])
+        return self._start("python", tokens)
 
-    def _start(self, command: Sequence[object]) -> Ended:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(json.dumps([str(token) for token in command]), file=self.process.stdin, flush=True)
-        code = int(self.process.stdout.readline())
-        texts = [(self.folder / name).read_text() for name in ("stdout", "stderr")]
-        return Ended(code, *texts)
+    def _start(self, kind: str, tokens: tuple[object, ...]) -> Ended:
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        print(json.dumps([kind, *map(str, tokens)]), file=self.server.stdin, flush=True)
+        code = int(self.server.stdout.readline())
+        return Ended(code, *((self.folder / name).read_text() for name in ("stdout", "stderr")))
 
 
-def serve() -> None:
+def serve(prepare: str) -> None:
     import gc
     import runpy
 
     import torch
     import torch._dynamo  # which every optimizer loads
 
-    import powergrad.launch  # noqa: F401
+    import powergrad.run  # noqa: F401
     import powergrad_cli
 
     torch.set_num_threads(1)
-    exec(os.environ.pop("POWERGRAD_PREPARE"), {})
+    exec(prepare, {})
     gc.freeze()
     for line in sys.stdin:
-        kind, *tokens = json.loads(line)
+        kind, *sys.argv = json.loads(line)
         if child := os.fork():
             _, status = os.waitpid(child, 0)
             print(os.waitstatus_to_exitcode(status), flush=True)
@@ -79,20 +80,23 @@ def serve() -> None:
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(name, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), number)
         if kind == "powergrad":
-            sys.argv = ["powergrad", *tokens]
-            sys.exit(powergrad_cli.main())
-        sys.argv = tokens
-        sys.path[0] = os.path.dirname(os.path.abspath(tokens[0]))
-        runpy.run_path(tokens[0], run_name="__main__")
+            sys.exit(powergrad_cli.main(sys.argv))
+        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
         return
 
 
-def in_new_process(*command: object, **options: Any) -> Ended:
-    """``python COMMAND`` from the beginning."""
-    whole = [sys.executable, *map(str, command)]
-    ended = subprocess.run(whole, capture_output=True, text=True, timeout=120, **options)
+def in_new_process(*command: object, cwd: Path | None = None) -> Ended:
+    """``python COMMAND`` from the beginning; SIGINT interrupts it, even if it is ignored here."""
+    ended = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     return Ended(ended.returncode, ended.stdout, ended.stderr)
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])

@@ -70,7 +70,7 @@ def commands() -> Iterator[Any]:
 def app() -> App:
     """The command line, as `powergrad_cli.main` makes it."""
     command_line = App(name="powergrad")
-    for name in powergrad_cli.COMMANDS:
+    for name in [name for name in powergrad_cli.COMMANDS if name != "run"]:
         command_line.command(powergrad_cli.place_of(name), name=name)
     return command_line
 
@@ -81,6 +81,9 @@ def parse(line: str) -> None:
     if tokens[0] not in powergrad_cli.COMMANDS:
         raise ValueError(f"Expected a command, but got {tokens[0]!r}.")
     if len(tokens) == 1:  # only its name
+        return
+    if tokens[0] == "run":
+        powergrad_cli.parse_run(tokens[1:])
         return
     _, bound, _ = app().parse_args(tokens, exit_on_error=False, print_error=False)
     given = bound.arguments
@@ -103,6 +106,7 @@ def test_commands_parse(line):
         "plan --delta 1 --gamma 1",
         "compare --data.nome x",
         "plan --delta much",
+        "run --alhpa 0.3 -- train.py",
     ],
 )
 def test_a_command_that_is_wrong_fails(line):

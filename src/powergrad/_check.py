@@ -126,10 +126,10 @@ def check_alpha(alpha: float | Tensor, tensor: Tensor, dim: int | None) -> Tenso
     raise ValueError(f"Expected `alpha` to have shape {allowed}, but got {shape_of(alpha)}.")
 
 
-def check_number(alpha: float) -> float:
-    number = alpha if type(alpha) is float else _real(alpha, "alpha")
+def check_number(alpha: float, name: str = "alpha") -> float:
+    number = alpha if type(alpha) is float else _real(alpha, name)
     if not 0 <= number <= 1:
-        raise ValueError(f"Expected `alpha` to be in [0, 1], but got {alpha}.")
+        raise ValueError(f"Expected `{name}` to be in [0, 1], but got {alpha}.")
     return number
 
 

@@ -33,38 +33,33 @@ def run(monkeypatch, capsys, tmp_path):
     return script
 
 
-def accuracy(printed):
-    return float(re.findall(r"accuracy ([\d.]+)%", printed)[-1])
+TRAININGS = [  # the script, its options, the libraries it needs, and the accuracy it exceeds
+    ("timm_train.py", "--epochs 5", ["timm"], 60),
+    ("timm_train.py", "--epochs 4 --mixup 0.2", ["timm"], 60),
+    ("lightning_train.py", "--epochs 3 --precision 32-true", ["lightning"], 80),
+    ("lightning_train.py", "--epochs 3 --precision bf16-mixed", ["lightning"], 80),
+    ("jax_train.py", "--steps 150", ["jax", "optax"], 80),
+]
 
 
-@pytest.mark.parametrize("arguments", [["--epochs", "5"], ["--epochs", "4", "--mixup", "0.2"]])
-def test_timm(run, arguments):
-    pytest.importorskip("timm", reason="needs timm: make test-integrations")
-    assert accuracy(run("timm_train.py", *arguments)) > 60
+@pytest.mark.parametrize(("name", "options", "libraries", "least"), TRAININGS)
+def test_a_training_learns(run, name, options, libraries, least):
+    for library in libraries:
+        pytest.importorskip(library, reason=f"needs {library}: make test-integrations")
+    printed = run(name, *options.split())
+    assert float(re.findall(r"accuracy ([\d.]+)%", printed)[-1]) > least
+    if name == "lightning_train.py":
+        assert "17 records" in printed  # at the start, and every 5th of 84 steps
 
 
 @pytest.mark.parametrize("through", ["model", "compute_loss_func"])
-def test_transformers(run, through):
-    pytest.importorskip("transformers", reason="needs transformers: make test-integrations")
-    pytest.importorskip("accelerate", reason="needs accelerate: make test-integrations")
+def test_a_language_model_learns_and_is_calibrated(run, through):
+    for library in ("transformers", "accelerate"):
+        pytest.importorskip(library, reason=f"needs {library}: make test-integrations")
     printed = run("transformers_trainer.py", "--steps", "60", "--through", through)
     at_one, calibrated = map(float, re.findall(r"temperature [\d.]+: ([\d.]+)", printed))
     assert calibrated < at_one
     assert calibrated < 3.5  # 4.85 is guessing
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_lightning(run, precision):
-    pytest.importorskip("lightning", reason="needs lightning: make test-integrations")
-    printed = run("lightning_train.py", "--epochs", "3", "--precision", precision)
-    assert accuracy(printed) > 80
-    assert "17 records" in printed  # at the start, and every 5th of 84 steps
-
-
-def test_jax(run):
-    pytest.importorskip("jax", reason="needs jax: pip install powergrad[jax]")
-    pytest.importorskip("optax", reason="needs optax: pip install optax")
-    assert accuracy(run("jax_train.py", "--steps", "150")) > 80
 
 
 COMPARISONS = {"segmentation.py": "mIoU", "language_model.py": "bits at 1/alpha"}

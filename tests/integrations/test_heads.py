@@ -29,14 +29,22 @@ GPT2 = {
     "vocab_size": 37, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2,
     "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
-GEMMA = {**SMALL, "vocab_size": 37, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+GEMMA = {
+    **SMALL, "vocab_size": 37, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 NO_WEIGHTS = {"weights": None, "weights_backbone": None, "num_classes": 7}
 PIXELS = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 IDS = {"input_ids": torch.tensor([[1, 2, 3]])}
 
 
 def of_transformers(name: str, config: str, **options):
+    """Makes a model of transformers, by the name of its class and of its configuration."""
     return lambda: getattr(transformers, name)(getattr(transformers, config)(**options))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def names(heads, model: nn.Module) -> list[str]:
@@ -124,39 +132,20 @@ def test_refused_without_an_example_and_found_with_it(name):
     torch.testing.assert_close(logits_of(model, example), 0.25 * before)
 
 
-def test_tied_and_capped_language_models_are_refused():
-    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
-    gemma = transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(tie_word_embeddings=False, **GEMMA)
-    )
-    for example in (None, IDS):
-        for model, message in ((gpt2, "a tied head"), (gemma, "final_logit_softcapping` = 30")):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            with pytest.raises(ValueError, match=message):
-                fold_alpha(None, 0.5, model=model, example_inputs=example)
-            with pytest.raises(ValueError, match=message):
-                equivalent_training(model, optimizer, 0.5, example_inputs=example)
-
-
-def test_an_example_shows_a_cap_that_the_configuration_hides():
-    config = transformers.Gemma2Config(tie_word_embeddings=False, **GEMMA)
-    model = transformers.Gemma2ForCausalLM(config)
-    forward = model.forward
-
-    def capped(**inputs):
-        config.final_logit_softcapping = 30.0
-        try:
-            return forward(**inputs)
-        finally:
-            config.final_logit_softcapping = None
-
-    config.final_logit_softcapping = None
-    fold_alpha(None, 0.5, model=copy.deepcopy(model), example_inputs=IDS)
-    model.forward = capped
-    with pytest.raises(ValueError, match="lm_head, with which they do not scale"):
-        equivalent_training(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), 0.5, example_inputs=IDS
-        )
+@pytest.mark.parametrize("example", [None, IDS])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (of_transformers("GPT2LMHeadModel", "GPT2Config", **GPT2), "a tied head"),
+        (of_transformers("Gemma2ForCausalLM", "Gemma2Config", **GEMMA), "softcapping` = 30"),
+    ],
+)
+def test_tied_and_capped_language_models_are_refused(make, message, example):
+    model = make()
+    with pytest.raises(ValueError, match=message):
+        fold_alpha(None, 0.5, model=model, example_inputs=example)
+    with pytest.raises(ValueError, match=message):
+        equivalent_training(model, sgd(model), 0.5, example_inputs=example)
 
 
 # Optimizers ---------------------------------------------------------------------------------------
@@ -172,10 +161,8 @@ def accelerated(optimizer):
 
 
 def lightning(optimizer):
-    pytest.importorskip("lightning", reason="needs it: make test-integrations")
-    return importlib.import_module("lightning.fabric.wrappers")._FabricOptimizer(
-        optimizer, importlib.import_module("lightning.fabric.strategies").SingleDeviceStrategy()
-    )
+    fabric = pytest.importorskip("lightning.fabric", reason="needs it: make test-integrations")
+    return fabric.wrappers._FabricOptimizer(optimizer, fabric.strategies.SingleDeviceStrategy())
 
 
 @pytest.mark.parametrize("wrap", [lookahead, accelerated, lightning])

@@ -9,50 +9,47 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from references import literal_gradient, row_error
+from references import row_error
 
 import powergrad
 
 jax = pytest.importorskip("jax", reason="needs jax: pip install powergrad[jax]")
 optax = pytest.importorskip("optax", reason="compares with optax: pip install optax")
-
-jnp = jax.numpy
 pgt = pytest.importorskip("powergrad.jax")
+jnp = jax.numpy
 
+INTEGER = pgt.softmax_cross_entropy_with_integer_labels
 LOSSES = {
-    "integer": (
-        pgt.softmax_cross_entropy_with_integer_labels,
-        optax.softmax_cross_entropy_with_integer_labels,
-    ),
+    "integer": (INTEGER, optax.softmax_cross_entropy_with_integer_labels),
     "soft": (pgt.softmax_cross_entropy, optax.softmax_cross_entropy),
 }
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
+ALPHAS = [0.0, 0.05, 0.3, 1.0]
 
 
-@pytest.fixture(params=["float32", "float64"])
+@pytest.fixture(params=TOLERANCE)
 def dtype(request):
     with jax.enable_x64(request.param == "float64"):
         yield request.param
 
 
-def batch(dtype="float32", shape=(6, 5), seed=0, scale=3.0):
-    """Logits, upstream gradient, integer and soft labels; classes last."""
-    random = np.random.default_rng(seed)
-    logits = (scale * random.standard_normal(shape)).astype(dtype)
+def batch(dtype="float32", shape=(6, 5)):
+    """Logits, upstream gradient, and the targets of each loss; classes last."""
+    random = np.random.default_rng(0)
+    logits = (3 * random.standard_normal(shape)).astype(dtype)
     upstream = random.uniform(-2, 2, shape[:-1]).astype(dtype)
     labels = random.integers(0, shape[-1], shape[:-1])
     soft = random.dirichlet(np.ones(shape[-1]), shape[:-1]).astype(dtype)
-    return logits, upstream, labels, soft
+    return logits, upstream, {"integer": labels, "soft": soft}
 
 
 def by_torch(logits, target, alpha, upstream):
     """Value and gradient of `powergrad.cross_entropy`, classes last."""
     leaf = torch.tensor(logits, requires_grad=True)
     target = torch.as_tensor(target)
-    soft = target.is_floating_point()
     losses = powergrad.cross_entropy(
-        leaf.movedim(-1, 1) if leaf.dim() > 1 else leaf,
-        target.movedim(-1, 1) if soft and leaf.dim() > 1 else target,
+        leaf.movedim(-1, 1),
+        target.movedim(-1, 1) if target.is_floating_point() else target,
         alpha=torch.as_tensor(alpha) if isinstance(alpha, np.ndarray) else alpha,
         reduction="none",
     )
@@ -80,38 +77,24 @@ def hessian(loss, logits, target, alpha, where=None):
 
 # Value and gradient -------------------------------------------------------------------------------
 
-ALPHAS = [0.0, 0.05, 0.3, 1.0]
-
 
 @pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("alpha", [*ALPHAS, "an example"])
-@pytest.mark.parametrize("shape", [(6, 5), (4, 3, 5)], ids=str)
-def test_equals_torch_and_optax(kind, alpha, shape, dtype):
-    logits, upstream, labels, soft = batch(dtype, shape)
-    if alpha == "an example":
-        alpha = np.random.default_rng(1).uniform(0, 1, shape[:-1][:1]).astype(dtype)
-    target = labels if kind == "integer" else soft
-    ours, plain = LOSSES[kind]
-    losses, by_jax = loss_and_gradient(ours, logits, target, alpha, upstream)
-    assert losses.dtype == by_jax.dtype == dtype
-    expected, gradient = by_torch(logits, target, alpha, upstream)
-    np.testing.assert_allclose(losses, expected, rtol=0, atol=10 * TOLERANCE[dtype])
-    np.testing.assert_allclose(losses, plain(logits, target), rtol=0, atol=10 * TOLERANCE[dtype])
-    close(by_jax, gradient, TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("alpha", ALPHAS)
-def test_equals_the_literal_equation(alpha):
-    """One row at a time, without a batch axis."""
-    logits, _, labels, soft = batch("float64")
-    with jax.enable_x64(True):
-        for row, label, q in zip(logits, labels, soft, strict=True):
-            for loss, target, mass in (
-                (LOSSES["soft"][0], q, q),
-                (LOSSES["integer"][0], label, np.eye(5)[label]),
-            ):
-                _, gradient = loss_and_gradient(loss, row, target, alpha, np.float64(1.0))
-                close(gradient, literal_gradient(list(row), list(mass), alpha), 1e-12)
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((6, 5), -1), ((4, 3, 5), -1), ((4, 3, 5), 0), ((4, 3, 5), -2)]
+)
+def test_equals_torch_and_optax(kind, shape, axis, dtype):
+    logits, upstream, targets = batch(dtype, shape)
+    target, (ours, plain) = targets[kind], LOSSES[kind]
+    given = np.moveaxis(logits, -1, axis), np.moveaxis(target, -1, axis)
+    given = given if kind == "soft" else (given[0], target)
+    of_examples = np.random.default_rng(1).uniform(0, 1, shape[0]).astype(dtype)
+    for alpha in [*ALPHAS, *([of_examples] if axis == -1 else [])]:
+        losses, gradient = loss_and_gradient(ours, *given, alpha, upstream, axis=axis)
+        assert losses.dtype == gradient.dtype == dtype
+        expected, by_hand = by_torch(logits, target, alpha, upstream)
+        for value in (expected, plain(logits, target)):
+            np.testing.assert_allclose(losses, value, rtol=0, atol=10 * TOLERANCE[dtype])
+        close(np.moveaxis(gradient, axis, -1), by_hand, TOLERANCE[dtype])
 
 
 @jax.jit
@@ -146,21 +129,19 @@ def test_any_loss_of_log_p_equals_torch(shape, alpha, scale, offset, seed):
 
 def test_a_confident_label_keeps_its_gradient():
     """p' rounds to 1 in float32, and its distance from 1 is not lost."""
-    logits = jnp.array([[60.0, 0.0, 1.0]])
-    loss = LOSSES["integer"][0]
-    ones = jnp.ones(1)
-    _, gradient = loss_and_gradient(loss, logits, jnp.array([0]), 0.9, ones)
-    close(gradient, by_torch(np.array([[60.0, 0.0, 1.0]]), np.array([0]), 0.9, np.ones(1))[1], 2e-6)
+    logits, label, one = np.array([[60.0, 0.0, 1.0]]), np.array([0]), np.ones(1)
+    _, gradient = loss_and_gradient(INTEGER, jnp.asarray(logits), label, 0.9, jnp.ones(1))
+    close(gradient, by_torch(logits, label, 0.9, one)[1], 2e-6)
     assert gradient[0, 0] < 0
 
 
 @pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
-def test_16_bits(narrow):
-    """As exact as 16 bits hold: p' and the loss are formed in float32."""
-    logits, _, labels, _ = batch(shape=(8, 1000))
-    z = jnp.asarray(logits, narrow)
+def test_16_bits_are_as_exact_as_they_can_be(narrow):
+    """p' and the loss are formed in float32."""
+    logits, _, targets = batch(shape=(8, 1000))
+    z, labels = jnp.asarray(logits, narrow), targets["integer"]
     eighths = jnp.full(8, 1 / 8, narrow)  # the upstream gradient of a mean
-    losses, gradient = loss_and_gradient(LOSSES["integer"][0], z, labels, 0.1, eighths)
+    losses, gradient = loss_and_gradient(INTEGER, z, labels, 0.1, eighths)
     assert losses.dtype == gradient.dtype == narrow
     wide = np.asarray(z, "float32")
     expected = by_torch(wide, labels, 0.1, np.full(8, 1 / 8, "float32"))[1]
@@ -168,64 +149,47 @@ def test_16_bits(narrow):
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("traced", [False, True])
-def test_alpha_one_is_optax(kind, traced):
-    logits, upstream, labels, soft = batch()
-    target = labels if kind == "integer" else soft
-    ours, plain = LOSSES[kind]
-    if traced:
-        _, gradient = loss_and_gradient(ours, logits, target, 1.0, upstream)
-    else:  # JAX's own function
-        _, pull = jax.vjp(lambda z: ours(z, target, alpha=1), jnp.asarray(logits))
-        (gradient,) = pull(jnp.asarray(upstream))
-    _, pull = jax.vjp(lambda z: plain(z, target), jnp.asarray(logits))
+def test_alpha_one_is_optax(kind):
+    logits, upstream, targets = batch()
+    gradients = []
+    for loss in (functools.partial(LOSSES[kind][0], alpha=1), LOSSES[kind][1]):
+        _, pull = jax.vjp(lambda z, loss=loss: loss(z, targets[kind]), jnp.asarray(logits))
+        gradients.append(pull(jnp.asarray(upstream))[0])
     # optax forms p - 1 at the label: relative to the terms, not to what is left of them.
-    expected = pull(jnp.asarray(upstream))[0]
-    np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(*gradients, rtol=0, atol=1e-6)
 
 
 # Masks --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alpha", ALPHAS)
-def test_classes_at_minus_infinity(alpha):
-    logits, upstream, labels, _ = batch()
-    logits[np.arange(6), (labels + 1) % 5] = -np.inf
-    loss = LOSSES["integer"][0]
-    losses, ours = loss_and_gradient(loss, logits, labels, alpha, upstream)
-    expected, gradient = by_torch(logits, labels, alpha, upstream)
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    close(ours, gradient, 1e-6)
-    assert (np.asarray(ours)[np.isneginf(logits)] == 0).all()
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("alpha", ALPHAS)
-def test_where_leaves_classes_out(kind, alpha):
-    """The excluded classes might as well not be there; their gradient is 0."""
-    logits, upstream, labels, soft = batch()
-    labels = labels % 3
-    where = np.broadcast_to(np.arange(5) < 3, (6, 5))
-    target, part = (labels, labels) if kind == "integer" else (soft, soft[:, :3])
+@pytest.mark.parametrize(
+    ("kind", "mask"), [("integer", "where"), ("soft", "where"), ("integer", "minus infinity")]
+)
+def test_masked_classes_might_as_well_not_be_there(kind, mask):
+    logits, upstream, targets = batch()
     ours, plain = LOSSES[kind]
-    losses, gradient = loss_and_gradient(ours, logits, target, alpha, upstream, where)
-    np.testing.assert_allclose(losses, plain(logits, target, where=jnp.asarray(where)), rtol=2e-6)
-    fewer, expected = loss_and_gradient(ours, logits[:, :3], part, alpha, upstream)
-    np.testing.assert_allclose(losses, fewer, rtol=1e-6)
-    close(gradient[:, :3], expected, 1e-6)
-    assert not np.asarray(gradient)[:, 3:].any()
+    target = targets[kind] % 3 if kind == "integer" else targets[kind]
+    part = target if kind == "integer" else target[:, :3]
+    where = jnp.broadcast_to(jnp.arange(5) < 3, (6, 5)) if mask == "where" else None
+    if where is None:
+        logits[:, 3:] = -np.inf
+    for alpha in ALPHAS:
+        losses, gradient = loss_and_gradient(ours, logits, target, alpha, upstream, where)
+        np.testing.assert_allclose(losses, plain(logits, target, where=where), rtol=2e-6)
+        fewer, expected = loss_and_gradient(ours, logits[:, :3], part, alpha, upstream)
+        np.testing.assert_allclose(losses, fewer, rtol=1e-6)
+        close(gradient[:, :3], expected, 1e-6)
+        assert not np.asarray(gradient)[:, 3:].any()
 
 
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_where_leaves_positions_out(kind, alpha):
     """Padding: no loss and no gradient of any order, whatever stands there."""
-    logits, _, labels, soft = batch()
+    logits, _, targets = batch()
     kept = np.array([True, False, True, True, False, True])
-    logits[1], labels[1], labels[4] = np.inf, -100, 77
-    ours = LOSSES[kind][0]
-    target = labels if kind == "integer" else soft
-
+    logits[1], targets["integer"][1], targets["integer"][4] = np.inf, -100, 77
+    ours, target = LOSSES[kind][0], targets[kind]
     losses, gradient = loss_and_gradient(ours, logits, target, alpha, np.ones(6, "f"), kept)
     alone, expected = loss_and_gradient(ours, logits[kept], target[kept], alpha, np.ones(4, "f"))
     assert not np.asarray(losses)[~kept].any()
@@ -237,64 +201,31 @@ def test_where_leaves_positions_out(kind, alpha):
 
 def test_a_label_left_out_is_infinite():
     where = jnp.array([[True, True, False]])
-    loss = LOSSES["integer"][0](jnp.zeros((1, 3)), jnp.array([2]), alpha=0.3, where=where)
+    loss = INTEGER(jnp.zeros((1, 3)), jnp.array([2]), alpha=0.3, where=where)
     assert np.isposinf(loss).all()
-
-
-@pytest.mark.parametrize("axis", [0, 1, -1, -2])
-def test_axis(axis):
-    logits, upstream, labels, soft = batch(shape=(4, 3, 5))
-    z = np.moveaxis(logits, -1, axis)
-    for ours, target, moved in (
-        (LOSSES["integer"][0], labels, labels),
-        (LOSSES["soft"][0], soft, np.moveaxis(soft, -1, axis)),
-    ):
-        losses, by_jax = loss_and_gradient(ours, z, moved, 0.3, upstream, axis=axis)
-        expected, gradient = by_torch(logits, target, 0.3, upstream)
-        np.testing.assert_allclose(losses, expected, rtol=2e-6)
-        close(np.moveaxis(by_jax, axis, -1), gradient, 1e-6)
 
 
 # Transformations ----------------------------------------------------------------------------------
 
 
-def test_jit_and_a_traced_alpha(dtype):
-    logits, upstream, labels, _ = batch(dtype)
-    loss = LOSSES["integer"][0]
-
-    @jax.jit
-    def gradient(z, alpha):
-        return jax.grad(lambda z: (loss(z, labels, alpha=alpha) * upstream).sum())(z)
-
-    for alpha in (0.0, 0.3, 1.0):
-        close(
-            gradient(logits, alpha),
-            by_torch(logits, labels, alpha, upstream)[1],
-            TOLERANCE[dtype],
-        )
-    assert gradient._cache_size() == 1  # a schedule does not compile again
-
-
 def test_vmap_over_examples_and_their_alphas(dtype):
-    logits, upstream, labels, _ = batch(dtype)
-    alpha = np.linspace(0, 1, 6).astype(dtype)
-    loss = LOSSES["integer"][0]
-    one = jax.vmap(jax.grad(lambda z, y, a: loss(z, y, alpha=a)))
+    logits, upstream, targets = batch(dtype)
+    alpha, labels = np.linspace(0, 1, 6).astype(dtype), targets["integer"]
+    one = jax.vmap(jax.grad(lambda z, y, a: INTEGER(z, y, alpha=a)))
     gradient = one(jnp.asarray(logits), labels, jnp.asarray(alpha)) * upstream[:, None]
     close(gradient, by_torch(logits, labels, alpha, upstream)[1], TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_second_derivatives_are_the_potentials(kind):
-    logits, upstream, labels, soft = batch("float64", (3, 4))
-    target = labels if kind == "integer" else soft
+    logits, upstream, targets = batch("float64", (3, 4))
     ours, plain = LOSSES[kind]
 
     def total(z, alpha):
-        return (ours(z, target, alpha=alpha) * upstream).sum()
+        return (ours(z, targets[kind], alpha=alpha) * upstream).sum()
 
     def potential(z, alpha):
-        return (plain(alpha * z, target) * upstream).sum() / alpha
+        return (plain(alpha * z, targets[kind]) * upstream).sum() / alpha
 
     @jax.jit
     def derivatives(z, alpha):
@@ -310,56 +241,42 @@ def test_second_derivatives_are_the_potentials(kind):
                 np.testing.assert_allclose(derivative, expected, rtol=0, atol=1e-12)
 
 
-def test_second_derivatives_at_alpha_zero_are_none():
-    logits, _, labels, _ = batch()
-    loss = LOSSES["integer"][0]
-    assert not np.asarray(hessian(loss, logits, labels, 0)).any()
-
-
 @pytest.mark.parametrize("alpha", [0.0, 0.3])
 def test_second_derivatives_with_masked_classes_are_finite(alpha):
     """Also reverse over reverse, where 0 times a NaN of the branch not taken would be NaN."""
-    logits = jnp.array([[1.0, -jnp.inf, 2.0]])
-    loss = LOSSES["integer"][0]
-    part = hessian(loss, logits[:, ::2], jnp.array([1]), alpha)
-    backward = jax.jit(jax.jacrev(jax.grad(lambda z: loss(z, jnp.array([2]), alpha=alpha).sum())))
-    for whole in (hessian(loss, logits, jnp.array([2]), alpha), backward(logits)):
+    logits, label = jnp.array([[1.0, -jnp.inf, 2.0]]), jnp.array([2])
+    part = hessian(INTEGER, logits[:, ::2], jnp.array([1]), alpha)
+    assert bool(np.asarray(part).any()) == (alpha > 0)
+    backward = jax.jit(jax.jacrev(jax.grad(lambda z: INTEGER(z, label, alpha=alpha).sum())))
+    for whole in (hessian(INTEGER, logits, label, alpha), backward(logits)):
         np.testing.assert_allclose(whole[:, ::2, :, ::2], part, rtol=1e-6)
         assert np.isfinite(whole).all()
 
 
-def test_forward_mode_is_refused():
-    z = jnp.ones((1, 3))
+def test_forward_mode_is_refused_and_alpha_has_no_gradient():
+    z = jnp.array([1.0, 2.0])
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda z: pgt.log_softmax(z, alpha=0.3), (z,), (z,))
-
-
-def test_alpha_has_no_gradient():
-    z = jnp.array([1.0, 2.0])
     assert jax.grad(lambda a: pgt.log_softmax(z, alpha=a)[0])(0.3) == 0
 
 
-# Checks -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "error"),
     [
-        ({"alpha": 1.3}, ValueError, r"Expected `alpha` to be in \[0, 1\], but got 1.3"),
-        ({"alpha": float("nan")}, ValueError, r"Expected `alpha` to be in \[0, 1\]"),
-        ({"alpha": np.array([0.1, -0.2])}, ValueError, r"Expected `alpha` to be in \[0, 1\]"),
-        ({"alpha": "0.3"}, TypeError, "Expected `alpha` to be real numbers"),
-        ({"alpha": True}, TypeError, "Expected `alpha` to be real numbers"),
-        ({"alpha": np.ones(3)}, ValueError, r"shape \(\) or \(2,\), but got \(3,\)"),
-        ({"axis": 2}, ValueError, r"Expected `axis` .* shape \(2, 3\), but got 2"),
-        ({"where": np.ones(3)}, ValueError, r"shape \(2, 3\) or \(2,\), but got \(3,\)"),
-        ({"labels": np.zeros((2, 3), int)}, ValueError, r"shape \(2,\) .* but got \(2, 3\)"),
-        ({"labels": np.zeros(2)}, TypeError, "Expected `labels` to be integers"),
-        ({"logits": np.zeros((2, 3), int)}, TypeError, "Expected `logits` to be floating-point"),
+        ({"alpha": 1.3}, ValueError),
+        ({"alpha": float("nan")}, ValueError),
+        ({"alpha": np.array([0.1, -0.2])}, ValueError),
+        ({"alpha": "0.3"}, TypeError),
+        ({"alpha": True}, TypeError),
+        ({"alpha": np.ones(3)}, ValueError),
+        ({"axis": 2}, ValueError),
+        ({"where": np.ones(3)}, ValueError),
+        ({"labels": np.zeros((2, 3), int)}, ValueError),
+        ({"labels": np.zeros(2)}, TypeError),
+        ({"logits": np.zeros((2, 3), int)}, TypeError),
     ],
 )
-def test_errors_name_the_argument(arguments, error, message):
+def test_errors_name_the_argument(arguments, error):
     usual = {"logits": np.zeros((2, 3), "float32"), "labels": np.zeros(2, int), "alpha": 0.3}
-    given_arguments = {**usual, **arguments}
-    with pytest.raises(error, match=message):
-        pgt.softmax_cross_entropy_with_integer_labels(**given_arguments)
+    with pytest.raises(error, match=f"`{next(iter(arguments))}`"):
+        INTEGER(**{**usual, **arguments})

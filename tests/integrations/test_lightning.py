@@ -60,12 +60,12 @@ def fit(module, *callbacks, epochs=2, ckpt_path=None, val=False, **options):
     return trainer
 
 
-def by_hand(alpha, agc=None, epochs=2, accumulate=1, dtype=None):
+def by_hand(alpha, agc=None, accumulate=1, dtype=None):
     module = Module()
     optimizer = module.configure_optimizers()
     if agc:
         clip_grads_before_step(optimizer, module, agc=agc)
-    for _ in range(epochs):
+    for _ in range(2):
         for i, (x, y) in enumerate(DataLoader(DATA, batch_size=4)):
             with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
                 loss = cross_entropy(3 * module.network(x), y, alpha=alpha)
@@ -82,8 +82,7 @@ def assert_same(one, other, tolerance=1e-6):
 
 
 def norms_of(module):
-    first = next(module.network.parameters())
-    return first.detach().norm(dim=1)
+    return next(module.network.parameters()).detach().norm(dim=1)
 
 
 def assert_nothing_left(module, trainer):
@@ -93,39 +92,34 @@ def assert_nothing_left(module, trainer):
 
 
 @pytest.mark.parametrize("agc", [None, 0.02])
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_trains_as_by_hand(agc, accumulate):
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        ({}, {}),
+        ({"accumulate_grad_batches": 3}, {"accumulate": 3}),
+        ({"precision": "bf16-mixed"}, {"dtype": torch.bfloat16}),
+        ({"precision": "16-mixed"}, {"dtype": torch.bfloat16}),  # what Lightning takes on a CPU
+    ],
+)
+def test_trains_as_by_hand(agc, options, same):
     module = Module()
-    trainer = fit(module, PowerGradCallback(0.3, agc=agc), accumulate_grad_batches=accumulate)
-    assert_same(module, by_hand(0.3, agc, accumulate=accumulate))
-    with pytest.raises(AssertionError):
-        assert_same(module, by_hand(1.0, agc, accumulate=accumulate), 1e-3)
+    trainer = fit(module, PowerGradCallback(0.3, agc=agc), **options)
+    assert_same(module, by_hand(0.3, agc, **same))
+    for other in [by_hand(1.0, agc, **same)] + [by_hand(0.3, **same)] * (agc is not None):
+        with pytest.raises(AssertionError):
+            assert_same(module, other, 1e-3)
     assert_nothing_left(module, trainer)
 
 
-def test_agc_clips():
-    module = Module()
-    fit(module, PowerGradCallback(0.3, agc=0.02))
-    with pytest.raises(AssertionError):
-        assert_same(module, by_hand(0.3), 1e-3)
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_mixed_precision(precision):
-    """On a CPU Lightning takes bfloat16 for both."""
-    module = Module()
-    fit(module, PowerGradCallback(0.3, agc=0.02), precision=precision)
-    assert_same(module, by_hand(0.3, 0.02, dtype=torch.bfloat16))
-
-
 def test_only_training_is_inside():
-    module = Module()
-    fit(module, PowerGradCallback(0.3), val=True)
+    module, callback = Module(), PowerGradCallback(0.3, agc=0.02)
+    fit(module, callback, val=True, epochs=1)
+    trainer = fit(module, callback, val=True, epochs=1)  # once more
     validations = [entry for entry in module.seen if isinstance(entry, tuple)]
     trainings = [entry for entry in module.seen if isinstance(entry, list)]
-    assert validations
     assert set(validations) == {("validation", 0)}
     assert trainings == [[0.3]] * 12
+    assert_nothing_left(module, trainer)
 
 
 def test_alpha_may_change_while_training():
@@ -178,14 +172,6 @@ def test_an_error_leaves_nothing_behind(tmp_path):
     module.seen.clear()
     fit(module, epochs=1)
     assert module.seen == [[]] * 6
-
-
-def test_fits_twice():
-    module, callback = Module(), PowerGradCallback(0.3, agc=0.02)
-    fit(module, callback, epochs=1)
-    trainer = fit(module, callback, epochs=1)
-    assert module.seen == [[0.3]] * 12
-    assert_nothing_left(module, trainer)
 
 
 @pytest.mark.parametrize("options", [{"alpha": 1.3}, {"alpha": 0.3, "agc": 0.0}])

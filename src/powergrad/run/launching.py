@@ -16,11 +16,11 @@ from powergrad._compat import on_first_backward
 from powergrad._head import _REMEDY
 from powergrad._slope import counted
 from powergrad._version import __version__
-from powergrad.launch.losses import Losses
-from powergrad.launch.optimizers import Optimizers
-from powergrad.launch.options import Options
-from powergrad.launch.program import Program
 from powergrad.reporting import write_json
+from powergrad.run.altered_losses import Losses
+from powergrad.run.optimizers import Optimizers
+from powergrad.run.options import Options
+from powergrad.run.program import Program
 
 __all__ = ["NOT_ALTERED", "launch"]
 

@@ -6,16 +6,15 @@ import importlib.util
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
 from launching import Launcher
 from pages import ROOT, blocks_of
 
-PAGE = ROOT / "docs" / "your-script.md"
+PAGE = (ROOT / "docs" / "your-script.md").read_text()
 SCRIPTS: dict[str | None, str] = {}  # the first of each library, in the order of the page
-for block in blocks_of(PAGE.read_text()):
+for block in blocks_of(PAGE):
     if block.language == "python":
         SCRIPTS.setdefault(block.needs, block.code)
 PREPARE = f"""
@@ -29,10 +28,6 @@ for name in ("timm", "transformers.trainer", "lightning"):
     except ModuleNotFoundError:
         pass
 """
-START = "import powergrad, torch\ntorch.set_default_dtype(torch.float64)\n"
-SEED = "import numpy; numpy.random.seed(0)\n"
-END = "import sys\ntorch.save(model.state_dict(), sys.argv[1])\n"
-
 # The head's learning rate halved in each group of an optimizer, by hand.
 SPLIT = """
 def split(optimizer, head, key="lr"):
@@ -44,14 +39,13 @@ def split(optimizer, head, key="lr"):
     ]
     return type(optimizer)([g for g in groups if g["params"]])
 """
-ALTERED = "powergrad.cross_entropy({}, {}, alpha=0.3)"
 CHANGES: dict[str | None, list[tuple[str, str]]] = {
     None: [
-        ("F.cross_entropy(model(images), labels)", ALTERED.format("model(images)", "labels")),
+        ("F.cross_entropy(model(images), labels)", "CE(model(images), labels, alpha=0.3)"),
         ("schedule = ", "optimizer = split(optimizer, model[2])\nschedule = "),
     ],
     "timm": [
-        ("loss_fn(model(mixed), targets)", ALTERED.format("model(mixed)", "targets")),
+        ("loss_fn(model(mixed), targets)", "CE(model(mixed), targets, alpha=0.3)"),
         (  # by timm's own factor for a group, which its schedules know, also their warm-up
             "schedule = ",
             "optimizer = split(optimizer, model.get_classifier(), 'lr_scale')\nschedule = ",
@@ -69,7 +63,7 @@ CHANGES: dict[str | None, list[tuple[str, str]]] = {
     "lightning": [
         (
             "F.cross_entropy(self.network(batch[0]), batch[1])",
-            ALTERED.format("self.network(batch[0])", "batch[1]"),
+            "CE(self.network(batch[0]), batch[1], alpha=0.3)",
         ),
         ("return torch.optim.AdamW(", "return split(torch.optim.AdamW("),
         ("weight_decay=0.01)\n\nlight", "weight_decay=0.01), self.network[2])\n\nlight"),
@@ -80,51 +74,52 @@ STEPS = {None: 20, "timm": 4, "transformers": 6, "lightning": 8}
 
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory):
-    launcher = Launcher(tmp_path_factory.mktemp("launch"), PREPARE)
-    yield launcher
-    launcher.close()
+    with Launcher.started(tmp_path_factory.mktemp("run"), PREPARE) as launcher:
+        yield launcher
 
 
-@pytest.mark.parametrize("library", SCRIPTS, ids=str)
-def test_a_run_is_the_script_with_the_change_written_in(library, launcher, tmp_path):
-    if library and importlib.util.find_spec(library) is None:
-        pytest.skip(f"needs {library}: make test-integrations")
-    text = SCRIPTS[library]
-    by_hand = text
+@pytest.fixture(params=SCRIPTS, ids=str)
+def library(request) -> str | None:
+    if request.param and importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"needs {request.param}: make test-integrations")
+    return request.param
+
+
+def test_a_run_equals_the_change_written_by_hand(library, launcher, tmp_path):
+    text = by_hand = SCRIPTS[library]
     for old, new in CHANGES[library]:
         assert by_hand.count(old) == 1, old
         by_hand = by_hand.replace(old, new)
-    weights = {}
-    file = tmp_path / "summary.json"
+    start = "import numpy, powergrad, torch\nfrom powergrad import cross_entropy as CE\n"
+    start += "torch.set_default_dtype(torch.float64)\nnumpy.random.seed(0)\n"
+    weights, file = {}, tmp_path / "summary.json"
     for name, code in (("plain", text), ("ours", text), ("by_hand", SPLIT + by_hand)):
         script, saved = tmp_path / f"{name}.py", tmp_path / f"{name}.pt"
-        script.write_text(START + SEED + code + END)
+        script.write_text(f"{start}{code}import sys\ntorch.save(model.state_dict(), sys.argv[1])\n")
         options = ("run", "--alpha", 0.3, "--head-lr-scale", 0.5, "--json", file, "--")
-        run = (
-            launcher.powergrad(*options, script, saved)
-            if name == "ours"
-            else launcher.python(script, saved)
-        )
+        if name == "ours":
+            run = launcher.powergrad(*options, script, saved)
+        else:
+            run = launcher.python(script, saved)
         assert run.code == 0, run.err
         weights[name] = torch.load(saved, weights_only=True)
     assert distance(weights["ours"], weights["by_hand"]) < 1e-10  # Adam divides by gradients near 0
     assert distance(weights["ours"], weights["plain"]) > 1e-4
-    found = json.loads(Path(file).read_text())
-    assert found["steps"] == STEPS[library]
-    assert sum(found["altered"].values()) == STEPS[library]
+    found = json.loads(file.read_text())
+    assert found["steps"] == sum(found["altered"].values()) == STEPS[library]
     measured = found["verification"]["text"]
     assert ("cannot tell" if library == "timm" else "PGT at alpha 0.300") in measured
 
 
-@pytest.mark.parametrize("library", SCRIPTS, ids=str)
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
 def test_the_page_shows_what_is_printed(library, launcher, tmp_path):
-    if library and importlib.util.find_spec(library) is None:
-        pytest.skip(f"needs {library}: make test-integrations")
-    shown = [line for line in PAGE.read_text().splitlines() if line.startswith("powergrad run")]
     place = list(SCRIPTS).index(library)
-    command = [line for line in shown if line.startswith("powergrad run --alpha 0.3 -- ")][place]
-    line = [line for line in shown if line.startswith("powergrad run: ")][place]
-    _, *tokens, script = shlex.split(command)
+    command = re.findall(r"^powergrad (run --alpha 0\.3 -- .*)", PAGE, re.MULTILINE)[place]
+    line = re.findall(r"^powergrad run: .*", PAGE, re.MULTILINE)[place]
+    *tokens, script = shlex.split(command)
     (tmp_path / script).write_text(SCRIPTS[library])
     run = launcher.powergrad(*tokens, tmp_path / script)
     assert run.code == 0, run.err
@@ -134,7 +129,3 @@ def test_the_page_shows_what_is_printed(library, launcher, tmp_path):
 def rounded(line: str) -> str:
     """A line without what another processor computes otherwise: deviation and uncertainty."""
     return re.sub(r"± 0\.00\d|\de-0\d", "_", line)
-
-
-def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    return max(float((a[name] - b[name]).abs().max()) for name in a)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from powergrad._check import check_number, check_threshold
 from powergrad.clipping import ClipThresholds
-from powergrad.launch.scaling import Scales
 from powergrad.monitor import Recording
+from powergrad.run.scaling import Scales
 
 __all__ = ["Options"]
 
@@ -35,24 +35,25 @@ class Options:
     json: Path | None = None
 
     def __post_init__(self) -> None:
-        check_number(self.alpha)
+        check_number(self.alpha, "--alpha")
         for name in ("agc", "clip_norm", "clip_value"):
             value = getattr(self, name)
             if value is not None:
-                check_threshold(value, name)
+                check_threshold(value, _option(name))
         for name, least in (("decay_scale", "at least 0"), ("lr_scale", ""), ("head_lr_scale", "")):
             value = getattr(self, name)
             if not (math.isfinite(value) and (value > 0 or (value == 0 and least))):
-                raise ValueError(f"Expected `{name}` to be {least or 'positive'}, but got {value}.")
+                raise ValueError(
+                    f"Expected `{_option(name)}` to be {least or 'positive'}, but got {value}."
+                )
         if self.monitor is not None and Recording.exists(self.monitor):
             raise ValueError(
-                "Expected `monitor` to be a folder without a recording, but got "
+                "Expected `--monitor` to be a folder without a recording, but got "
                 f"{str(self.monitor)!r}, which holds one."
             )
-
         if self.json is not None and not self.json.parent.is_dir():
             raise ValueError(
-                f"Expected `json` to be a file in an existing folder, but got {str(self.json)!r}."
+                f"Expected `--json` to be a file in an existing folder, but got {str(self.json)!r}."
             )
 
     @property
@@ -65,3 +66,7 @@ class Options:
     def scales(self) -> Scales:
         """The factors of learning rates and weight decays."""
         return Scales(self.lr_scale, self.head_lr_scale, self.decay_scale)
+
+
+def _option(field: str) -> str:
+    return f"--{field.replace('_', '-')}"

@@ -3,8 +3,8 @@
 :func:`launch` executes a :class:`Program` with :class:`Options`. It needs only torch.
 """
 
-from powergrad.launch.options import Options
-from powergrad.launch.program import Program
-from powergrad.launch.session import NOT_ALTERED, launch
+from powergrad.run.launching import NOT_ALTERED, launch
+from powergrad.run.options import Options
+from powergrad.run.program import Program
 
 __all__ = ["NOT_ALTERED", "Options", "Program", "launch"]

@@ -22,10 +22,10 @@ from powergrad._clip import ClipHandle
 from powergrad._compat import run_eagerly
 from powergrad._head import unwrap
 from powergrad.clipping import _stepping_optimizer, clip_grads_before_step
-from powergrad.launch.models import find_model, head_parameters
-from powergrad.launch.options import Options
-from powergrad.launch.scaling import ScaledStep
 from powergrad.monitor import FilterMonitor
+from powergrad.run.options import Options
+from powergrad.run.scaling import ScaledStep
+from powergrad.run.trained_model import find_model, head_parameters
 from powergrad.verify import StepWatcher, Verification
 
 __all__ = ["Clipped", "Optimizers", "Seen"]
