@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from powergrad import (
     FilterMonitor,
     adaptive_clip_grad_,
-    clip_grads_before_step,
     equivalent_training,
     fold_alpha,
 )
@@ -105,17 +104,26 @@ class Distilled(Teacher):
 
 
 class Sum(nn.Module):
-    """As torchvision's LRASPP: two classifiers inside one part of the network."""
+    """As in torchvision's LRASPP: two classifiers inside one part of the network."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Linear(3, 8)
-        self.classifier = nn.Module()
-        self.classifier.low, self.classifier.high = nn.Linear(3, CLASSES), nn.Linear(8, CLASSES)
+        self.low, self.high = nn.Linear(8, CLASSES), nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        low, high = self.classifier.children()
-        return low(x) + high(F.relu(self.body(x)))
+        return self.low(x) + self.high(x.square())
+
+
+class After(nn.Module):
+    """A function of the logits after the head."""
+
+    def __init__(self, function: Callable[[Tensor], Any], head: nn.Module | None = None) -> None:
+        super().__init__()
+        self.function, self.body = function, nn.Linear(3, 8)
+        self.fc = head or nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.fc(F.relu(self.body(x))))
 
 
 TWO = "cls_classifier distillation_classifier"
@@ -127,7 +135,7 @@ AMBIGUOUS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {  # candidates
     "auxiliary": (Auxiliary, "aux_classifier.1 classifier.2", "classifier.2"),
     "teacher": (Teacher, TWO, TWO),
     "teacher, classes as wide as the body": (lambda: Teacher(8), TWO, TWO),
-    "sum": (Sum, "classifier.high classifier.low", "classifier.high classifier.low"),
+    "two inside": (lambda: After(torch.clone, Sum()), "fc.high fc.low", "fc.high fc.low"),
 }
 
 
@@ -141,29 +149,22 @@ def logits_of(model: nn.Module) -> Tensor:
 
 @both
 @pytest.mark.parametrize("name", AMBIGUOUS)
-def test_ambiguous_head_raises_and_an_example_finds_it(name: str, call) -> None:
+def test_ambiguous_head_raises_and_an_example_finds_it(name: str, call, tmp_path) -> None:
     make, candidates, heads = AMBIGUOUS[name]
     torch.manual_seed(0)
     model = make()
     for candidate in candidates.split():
         assert_refused(call, model, f"{candidate}.*`head`.*`example_inputs`")
+    with pytest.raises(ValueError, match="`head=None`"):
+        adaptive_clip_grad_(model)
+    with pytest.raises(ValueError, match="`features`"):
+        FilterMonitor(model, tmp_path, features=True)
     before, start = logits_of(model), copy.deepcopy(model.state_dict())
     call(model, example_inputs=X)
     torch.testing.assert_close(logits_of(model), 0.25 * before)
     for key, value in model.state_dict().items():
         factor = 0.25 if key.rpartition(".")[0] in heads.split() else 1
         assert torch.equal(value, factor * start[key]), key
-
-
-@pytest.mark.parametrize("name", AMBIGUOUS)
-def test_clipping_and_monitors_refuse_an_ambiguous_head(name: str, tmp_path) -> None:
-    model = AMBIGUOUS[name][0]()
-    with pytest.raises(ValueError, match="`head=None`"):
-        adaptive_clip_grad_(model)
-    with pytest.raises(ValueError, match="`head`"):
-        clip_grads_before_step(sgd(model), model, agc=0.01)
-    with pytest.raises(ValueError, match="`features`"):
-        FilterMonitor(model, tmp_path, features=True)
 
 
 def test_declared_heads_are_scaled_together() -> None:
@@ -183,50 +184,35 @@ def test_declared_heads_are_scaled_together() -> None:
         assert list(find_heads(outer)) == [model.cls_classifier, model.distillation_classifier]  # type: ignore[arg-type]
 
 
-def modules(**children: nn.Module) -> nn.Module:
-    return nn.ModuleDict(children)
-
-
-def tutorial() -> nn.Module:
-    """The network of PyTorch's tutorial."""
-    linear = {"fc1": nn.Linear(400, 120), "fc2": nn.Linear(120, 84), "fc3": nn.Linear(84, 10)}
-    return modules(conv1=nn.Conv2d(3, 6, 5), conv2=nn.Conv2d(6, 16, 5), **linear)
-
-
-def attention() -> nn.Module:
-    """With attention heads that are called so, each a few linear layers."""
-    heads = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
-    block = modules(heads=heads, qkv=nn.Linear(8, 24), projection=nn.Linear(8, 8))
-    return modules(
-        embedding=nn.Embedding(9, 8),
-        blocks=nn.Sequential(block, copy.deepcopy(block)),
-        norm=nn.LayerNorm(8),
-        lm_head=nn.Linear(8, 9),
+def modules(**children: Any) -> nn.Module:
+    """Of linear layers, where sizes are given."""
+    return nn.ModuleDict(
+        {name: nn.Linear(*m) if isinstance(m, tuple) else m for name, m in children.items()}
     )
 
 
-def distilbert() -> nn.Module:
-    body, pre, head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-    return modules(body=body, pre_classifier=pre, classifier=head)
-
-
-def recurrent() -> nn.Module:
-    return modules(encoder=nn.Embedding(9, 4), rnn=nn.LSTM(4, 6), decoder=nn.Linear(6, 9))
-
-
-def one_width() -> nn.Module:
-    """The name tells."""
-    return modules(body=nn.Linear(4, 4), classifier=nn.Sequential(nn.ReLU(), nn.Linear(4, 4)))
-
-
+CONVOLUTIONS = {"conv1": nn.Conv2d(3, 6, 5), "conv2": nn.Conv2d(6, 16, 5)}
+TUTORIAL = modules(**CONVOLUTIONS, fc1=(400, 120), fc2=(120, 84), fc3=(84, 10))  # PyTorch's
+BLOCK = modules(heads=modules(a=(8, 4), b=(8, 4)), qkv=(8, 24), projection=(8, 8))
 FOUND: dict[str, tuple[nn.Module, str]] = {
-    "tutorial": (tutorial(), "fc3"),
-    "attention": (attention(), "lm_head"),
-    "distilbert": (distilbert(), "classifier"),
-    "recurrent": (recurrent(), "decoder"),
-    "one width": (one_width(), "classifier.1"),
+    "tutorial": (TUTORIAL, "fc3"),
+    "attention heads": (
+        modules(
+            embedding=nn.Embedding(9, 8),
+            blocks=nn.Sequential(BLOCK, copy.deepcopy(BLOCK)),
+            norm=nn.LayerNorm(8),
+            lm_head=(8, 9),
+        ),
+        "lm_head",
+    ),
+    "DistilBERT": (modules(body=(3, 4), pre_classifier=(4, 4), classifier=(4, 2)), "classifier"),
+    "recurrent": (
+        modules(encoder=nn.Embedding(9, 4), rnn=nn.LSTM(4, 6), decoder=(6, 9)),
+        "decoder",
+    ),
+    "named": (modules(body=(4, 4), classifier=nn.Sequential(nn.Linear(4, 4))), "classifier.0"),
     "sequential": (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "2"),
-    "nested": (nn.Sequential(nn.Linear(4, 4), nn.Sequential(tutorial(), nn.ReLU())), "1.0.fc3"),
+    "nested": (nn.Sequential(nn.Linear(4, 4), nn.Sequential(TUTORIAL, nn.ReLU())), "1.0.fc3"),
     "parallel": (nn.DataParallel(Teacher().body), "module.0"),
 }
 
@@ -266,18 +252,6 @@ def test_cap_in_a_configuration_raises(name: str, call) -> None:
     assert_refused(call, nn.Sequential(network(**{name: 30.0})), rf"`config\.{name}` = 30\.0")
 
 
-class After(nn.Module):
-    """A function of the logits after the head."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.body, self.fc = nn.Linear(3, 8), nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self.fc(F.relu(self.body(x))))
-
-
 NOT_LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "cap": lambda z: 30 * torch.tanh(z / 30),
     "softmax": lambda z: z.softmax(1),
@@ -296,7 +270,9 @@ def test_example_shows_a_function_after_the_head(name: str, head: str | None, ca
     torch.manual_seed(0)
     model = After(NOT_LINEAR[name])
     with torch.no_grad():
-        model.fc.weight.mul_(0.1)  # small logits, as of a new network, hardly feel a cap
+        model.get_parameter("fc.weight").mul_(
+            0.1
+        )  # small logits, as of a new network, hardly feel a cap
     assert_refused(call, model, "scale.*fc", head, example_inputs=X)
 
 
@@ -313,9 +289,9 @@ def test_example_shows_a_function_after_the_head(name: str, head: str | None, ca
 def test_functions_that_scale_with_the_logits_are_allowed(function, dtype) -> None:
     torch.manual_seed(0)
     model = After(function).to(dtype)
-    start = model.fc.weight.clone()
+    start = model.get_parameter("fc.weight").clone()
     fold_alpha(None, 0.25, model=model, example_inputs=X.to(dtype))
-    assert torch.equal(model.fc.weight, 0.25 * start)
+    assert torch.equal(model.get_parameter("fc.weight"), 0.25 * start)
 
 
 @both
