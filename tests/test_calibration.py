@@ -301,12 +301,3 @@ def test_bad_arguments_raise(name, values, error, calls) -> None:
     for call, value in itertools.product(calls, values):
         with pytest.raises(error, match=f"Expected `{name}`"):
             call(**{"logits": Z, "labels": Y, name: value})
-
-
-@pytest.mark.parametrize(
-    ("alpha", "error"),
-    [*((a, ValueError) for a in (0, -0.5, math.nan, math.inf)), (torch.tensor(0.5), TypeError)],
-)
-def test_bad_alphas_raise(alpha, error) -> None:
-    with pytest.raises(error, match="Expected `alpha`"):
-        fold_alpha(nn.Linear(3, 2), alpha)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -51,91 +52,77 @@ def assert_refused(
 # Finding the head ---------------------------------------------------------------------------------
 
 
-class Reversed(nn.Module):
-    """The head is registered first."""
+class Net(nn.Module):
+    """Modules in this order (linear layers, where sizes are given), and how they are called."""
 
-    def __init__(
-        self, width: int = 8, classes: int = CLASSES, names: tuple[str, str] = ("b", "a")
-    ) -> None:
+    def __init__(self, run: Callable[[Any, Tensor], Any] | None = None, **children: Any) -> None:
         super().__init__()
-        self.names = names
-        self.add_module(names[0], nn.Linear(width, classes))
-        self.add_module(names[1], nn.Linear(3, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        head, body = (self.get_submodule(name) for name in self.names)
-        return head(F.relu(body(x)))
-
-
-class Auxiliary(nn.Module):
-    """As torchvision's segmentation networks: the auxiliary classifier is registered last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU())
-        self.classifier = nn.Sequential(nn.Conv2d(8, 4, 1), nn.ReLU(), nn.Conv2d(4, CLASSES, 1))
-        self.aux_classifier = nn.Sequential(nn.ReLU(), nn.Conv2d(8, CLASSES, 1))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        features = self.backbone(x[:, :, None, None])
-        return {"out": self.classifier(features), "aux": self.aux_classifier(features)}
-
-
-class Teacher(nn.Module):
-    """As transformers' DeiT with a teacher: the logits are the mean of two heads'."""
-
-    def __init__(self, classes: int = CLASSES) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 8), nn.ReLU())
-        self.cls_classifier = nn.Linear(8, classes)
-        self.distillation_classifier = nn.Linear(8, classes)
-
-    def forward(self, x: Tensor) -> SimpleNamespace:
-        x = self.body(x)
-        logits = (self.cls_classifier(x) + self.distillation_classifier(x)) / 2
-        return SimpleNamespace(loss=None, logits=logits)
-
-
-class Distilled(Teacher):
-    """As timm's."""
-
-    def get_classifier(self) -> tuple[nn.Module, nn.Module]:
-        return self.cls_classifier, self.distillation_classifier
-
-
-class Sum(nn.Module):
-    """As in torchvision's LRASPP: two classifiers inside one part of the network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low, self.high = nn.Linear(8, CLASSES), nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.low(x) + self.high(x.square())
-
-
-class After(nn.Module):
-    """A function of the logits after the head."""
-
-    def __init__(self, function: Callable[[Tensor], Any], head: nn.Module | None = None) -> None:
-        super().__init__()
-        self.function, self.body = function, nn.Linear(3, 8)
-        self.fc = head or nn.Linear(8, CLASSES)
+        self.run = run
+        for name, child in children.items():
+            self.add_module(name, nn.Linear(*child) if isinstance(child, tuple) else child)
 
     def forward(self, x: Tensor) -> Any:
-        return self.function(self.fc(F.relu(self.body(x))))
+        assert self.run is not None
+        return self.run(self, x)
+
+
+def reversed_net(width: int = 8, classes: int = CLASSES) -> Net:
+    return Net(lambda net, x: net.b(F.relu(net.a(x))), b=(width, classes), a=(3, width))
+
+
+def head_first() -> Net:
+    body = nn.Sequential(nn.Linear(3, 8), nn.ReLU())
+    return Net(lambda net, x: net.head(net.body(x)), head=(8, CLASSES), body=body)
+
+
+def auxiliary() -> Net:
+    """As torchvision's segmentation networks: the auxiliary classifier is registered last."""
+
+    def run(net: Any, x: Tensor) -> dict[str, Tensor]:
+        features = net.backbone(x[:, :, None, None])
+        return {"out": net.classifier(features), "aux": net.aux_classifier(features)}
+
+    return Net(
+        run,
+        backbone=nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU()),
+        classifier=nn.Sequential(nn.Conv2d(8, 4, 1), nn.ReLU(), nn.Conv2d(4, CLASSES, 1)),
+        aux_classifier=nn.Sequential(nn.ReLU(), nn.Conv2d(8, CLASSES, 1)),
+    )
+
+
+def teacher(classes: int = CLASSES) -> Net:
+    """As transformers' DeiT with a teacher: the logits are the mean of two heads'."""
+
+    def run(net: Any, x: Tensor) -> SimpleNamespace:
+        x = net.body(x)
+        logits = (net.cls_classifier(x) + net.distillation_classifier(x)) / 2
+        return SimpleNamespace(loss=None, logits=logits)
+
+    heads = {"cls_classifier": (8, classes), "distillation_classifier": (8, classes)}
+    return Net(run, body=nn.Sequential(nn.Linear(3, 8), nn.ReLU()), **heads)
+
+
+def two_inside() -> Net:
+    """As torchvision's LRASPP: two classifiers inside one part of the network."""
+    run = lambda net, x: net.low(x) + net.high(x.square())  # noqa: E731
+    return after(torch.clone, Net(run, low=(8, CLASSES), high=(8, CLASSES)))
+
+
+def after(function: Callable[[Tensor], Any], head: Any = (8, CLASSES)) -> Net:
+    """A function of the logits after the head."""
+    return Net(lambda net, x: function(net.fc(F.relu(net.body(x)))), body=(3, 8), fc=head)
 
 
 TWO = "cls_classifier distillation_classifier"
 AMBIGUOUS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {  # candidates, and heads
-    "head first": (lambda: Reversed(names=("head", "body")), "body head", "head"),
-    "nameless head first": (Reversed, "a b", "b"),
-    "all of one width": (lambda: Reversed(3, 3), "a b", "b"),
-    "head that nothing takes": (lambda: Reversed(7, 3), "a b", "b"),
-    "auxiliary": (Auxiliary, "aux_classifier.1 classifier.2", "classifier.2"),
-    "teacher": (Teacher, TWO, TWO),
-    "teacher, classes as wide as the body": (lambda: Teacher(8), TWO, TWO),
-    "two inside": (lambda: After(torch.clone, Sum()), "fc.high fc.low", "fc.high fc.low"),
+    "head first": (head_first, "body.0 head", "head"),
+    "nameless head first": (reversed_net, "a b", "b"),
+    "all of one width": (lambda: reversed_net(3, 3), "a b", "b"),
+    "head that nothing takes": (lambda: reversed_net(7, 3), "a b", "b"),
+    "auxiliary": (auxiliary, "aux_classifier.1 classifier.2", "classifier.2"),
+    "teacher": (teacher, TWO, TWO),
+    "teacher, classes as wide as the body": (lambda: teacher(8), TWO, TWO),
+    "two inside": (two_inside, "fc.high fc.low", "fc.high fc.low"),
 }
 
 
@@ -168,52 +155,37 @@ def test_ambiguous_head_raises_and_an_example_finds_it(name: str, call, tmp_path
 
 
 def test_declared_heads_are_scaled_together() -> None:
+    """As timm's models declare them."""
     torch.manual_seed(0)
-    model = Distilled()
-    before = logits_of(model)
-    heads = fold_alpha(None, 0.25, model=model)
-    assert list(heads.children()) == [model.cls_classifier, model.distillation_classifier]
-    torch.testing.assert_close(logits_of(model), 0.25 * before)
-    for call in CALLS.values():
-        assert_refused(call, model, "one of several .*distillation_classifier", "cls_classifier")
+    model: Any = teacher()
+    declared = [model.cls_classifier, model.distillation_classifier]
+    model.get_classifier = lambda: tuple(declared)
+    for outer in (Net(model=model), nn.DataParallel(model), torch.compile(model)):
+        assert list(find_heads(outer)) == declared  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=TWO.replace(" ", ", ")):
         find_head(model)
-    wrapper = nn.Module()
-    wrapper.model = model
-    for outer in (wrapper, nn.DataParallel(model), torch.compile(model)):
-        assert list(find_heads(outer)) == [model.cls_classifier, model.distillation_classifier]  # type: ignore[arg-type]
-
-
-def modules(**children: Any) -> nn.Module:
-    """Of linear layers, where sizes are given."""
-    return nn.ModuleDict(
-        {name: nn.Linear(*m) if isinstance(m, tuple) else m for name, m in children.items()}
-    )
+    for call in CALLS.values():
+        assert_refused(call, model, "one of several .*distillation_classifier", "cls_classifier")
+    start = copy.deepcopy(model.state_dict())
+    assert list(fold_alpha(None, 0.25, model=model).children()) == declared
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, (1 if "body" in key else 0.25) * start[key])
 
 
 CONVOLUTIONS = {"conv1": nn.Conv2d(3, 6, 5), "conv2": nn.Conv2d(6, 16, 5)}
-TUTORIAL = modules(**CONVOLUTIONS, fc1=(400, 120), fc2=(120, 84), fc3=(84, 10))  # PyTorch's
-BLOCK = modules(heads=modules(a=(8, 4), b=(8, 4)), qkv=(8, 24), projection=(8, 8))
+TUTORIAL = Net(**CONVOLUTIONS, fc1=(400, 120), fc2=(120, 84), fc3=(84, 10))  # PyTorch's
+BLOCK = Net(heads=Net(a=(8, 4), b=(8, 4)), qkv=(8, 24), projection=(8, 8))
+ATTENTION = {"embedding": nn.Embedding(9, 8), "blocks": nn.Sequential(BLOCK, copy.deepcopy(BLOCK))}
+RECURRENT = {"encoder": nn.Embedding(9, 4), "rnn": nn.LSTM(4, 6)}
 FOUND: dict[str, tuple[nn.Module, str]] = {
     "tutorial": (TUTORIAL, "fc3"),
-    "attention heads": (
-        modules(
-            embedding=nn.Embedding(9, 8),
-            blocks=nn.Sequential(BLOCK, copy.deepcopy(BLOCK)),
-            norm=nn.LayerNorm(8),
-            lm_head=(8, 9),
-        ),
-        "lm_head",
-    ),
-    "DistilBERT": (modules(body=(3, 4), pre_classifier=(4, 4), classifier=(4, 2)), "classifier"),
-    "recurrent": (
-        modules(encoder=nn.Embedding(9, 4), rnn=nn.LSTM(4, 6), decoder=(6, 9)),
-        "decoder",
-    ),
-    "named": (modules(body=(4, 4), classifier=nn.Sequential(nn.Linear(4, 4))), "classifier.0"),
+    "attention heads": (Net(**ATTENTION, norm=nn.LayerNorm(8), lm_head=(8, 9)), "lm_head"),
+    "DistilBERT": (Net(body=(3, 4), pre_classifier=(4, 4), classifier=(4, 2)), "classifier"),
+    "recurrent": (Net(**RECURRENT, decoder=(6, 9)), "decoder"),
+    "named": (Net(body=(4, 4), classifier=nn.Sequential(nn.Linear(4, 4))), "classifier.0"),
     "sequential": (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "2"),
     "nested": (nn.Sequential(nn.Linear(4, 4), nn.Sequential(TUTORIAL, nn.ReLU())), "1.0.fc3"),
-    "parallel": (nn.DataParallel(Teacher().body), "module.0"),
+    "parallel": (nn.DataParallel(nn.Sequential(nn.Linear(3, 8), nn.ReLU())), "module.0"),
 }
 
 
@@ -268,7 +240,7 @@ NOT_LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", NOT_LINEAR)
 def test_example_shows_a_function_after_the_head(name: str, head: str | None, call) -> None:
     torch.manual_seed(0)
-    model = After(NOT_LINEAR[name])
+    model = after(NOT_LINEAR[name])
     with torch.no_grad():
         model.get_parameter("fc.weight").mul_(
             0.1
@@ -288,7 +260,7 @@ def test_example_shows_a_function_after_the_head(name: str, head: str | None, ca
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_functions_that_scale_with_the_logits_are_allowed(function, dtype) -> None:
     torch.manual_seed(0)
-    model = After(function).to(dtype)
+    model = after(function).to(dtype)
     start = model.get_parameter("fc.weight").clone()
     fold_alpha(None, 0.25, model=model, example_inputs=X.to(dtype))
     assert torch.equal(model.get_parameter("fc.weight"), 0.25 * start)
@@ -316,18 +288,14 @@ def test_modules_after_the_head_of_a_sequential(
         call(network(after), "2")
 
 
-class Tied(nn.Module):
-    def __init__(self, tie: Callable[[Tensor], Tensor] | None) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.head = nn.Linear(4, 7, bias=False)
-        if tie is None:
-            self.head.weight = self.embedding.weight
-        else:
-            self.head.weight.data = tie(self.embedding.weight.data)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.embedding(x))
+def tied(tie: Callable[[Tensor], Tensor] | None) -> Any:
+    model: Any = Net(lambda net, x: net.head(net.embedding(x)), embedding=nn.Embedding(7, 4))
+    model.head = nn.Linear(4, 7, bias=False)
+    if tie is None:
+        model.head.weight = model.embedding.weight
+    else:
+        model.head.weight.data = tie(model.embedding.weight.data)
+    return model
 
 
 TOKENS = torch.arange(7)
@@ -345,12 +313,12 @@ TIES = [None, lambda w: w, lambda w: w[1:6], lambda w: w[:4].t()]
 def test_tied_heads_raise(tie, head, example, call) -> None:
     """By being one parameter, or by sharing memory."""
     names = r"embedding\.weight and head\.weight"
-    assert_refused(call, Tied(tie), names, head, example_inputs=example)
+    assert_refused(call, tied(tie), names, head, example_inputs=example)
 
 
 def test_parts_of_one_buffer_are_not_tied() -> None:
     """As where all parameters are views of one flat tensor."""
-    model = Tied(lambda w: w)
+    model = tied(lambda w: w)
     flat = torch.randn(56)
     model.embedding.weight.data, model.head.weight.data = flat[:28].view(7, 4), flat[28:].view(7, 4)
     fold_alpha(None, 0.5, model=model, example_inputs=TOKENS)
@@ -382,6 +350,8 @@ def test_heads_with_other_parameters_raise(make, word: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "word"),
     [
+        *(({"alpha": alpha}, ValueError, "`alpha`") for alpha in (0, -0.5, math.nan, math.inf)),
+        ({"alpha": torch.tensor(0.5)}, TypeError, "`alpha`"),
         ({"head": "2", "model": None}, TypeError, "`head`.*str"),
         ({"model": None}, TypeError, "`head`.*NoneType"),
         ({"head": network(), "model": None}, ValueError, "Sequential"),
@@ -391,8 +361,8 @@ def test_heads_with_other_parameters_raise(make, word: str) -> None:
         ({"head": 3}, TypeError, "`head`.*int"),
         ({"head": nn.Linear(3, 2), "model": None, "example_inputs": X}, TypeError, "`model`"),
         ({"example_inputs": 3}, TypeError, "`example_inputs`"),
-        ({"model": After(lambda z: {"scores": z}), "example_inputs": X}, TypeError, "dict"),
-        ({"model": After(torch.zeros_like), "example_inputs": X}, ValueError, "zeros"),
+        ({"model": after(lambda z: {"scores": z}), "example_inputs": X}, TypeError, "dict"),
+        ({"model": after(torch.zeros_like), "example_inputs": X}, ValueError, "zeros"),
     ],
 )
 def test_bad_arguments_raise(arguments: Any, error: type[Exception], word: str) -> None:
