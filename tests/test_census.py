@@ -296,22 +296,22 @@ def test_revived_and_killed_again(
             monitor.step(10 * row)
     result = census(folder)
 
-    changes: dict[str, list[tuple[int, str, int]]] = {"died": [], "revived": []}
-    for unit, life in lives.items():
-        for row, (before, now) in enumerate(itertools.pairwise(life), start=1):
-            if before != now:
-                changes["revived" if now else "died"].append((10 * row, *unit))
-    for what, expected in changes.items():
-        happened = [(e.step, e.layer, e.unit) for e in result.events if e.what == what]
-        assert sorted(happened) == sorted(expected)
-        layers = [getattr(layer, what) for layer in result.layers]
-        assert sum(layers) == len({event[1:] for event in expected})
+    changes = [
+        (10 * row, *unit, "revived" if now else "died")
+        for unit, life in lives.items()
+        for row, (before, now) in enumerate(itertools.pairwise(life), start=1)
+        if before != now
+    ]
+    assert sorted((e.step, e.layer, e.unit, e.what) for e in result.events) == sorted(changes)
     assert [e.step for e in result.events] == sorted(e.step for e in result.events)
+    for what in ("died", "revived"):
+        units = {(name, unit) for _, name, unit, change in changes if change == what}
+        assert sum(getattr(layer, what) for layer in result.layers) == len(units)
     assert filters(result) == {unit for unit, life in lives.items() if not life[-1]}
     for unit in result.units:
-        own = (unit.layer, unit.unit)
-        assert unit.since == max(step for step, *which in changes["died"] if tuple(which) == own)
-        assert unit.revivals == sum(tuple(which) == own for _, *which in changes["revived"])
+        own = [(step, what) for step, *which, what in changes if which == [unit.layer, unit.unit]]
+        assert unit.since == own[-1][0]
+        assert unit.revivals == sum(what == "revived" for _, what in own)
     assert result.steps == (0, 10 * rows)
 
 
