@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,8 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.multiprocessing.spawn import start_processes
+from torch import Tensor, distributed, nn
 from torchvision_shim import declare_torchvision_schemas
 
 from powergrad._native import norms
@@ -383,10 +385,10 @@ def test_features_seen_before_a_stop_are_not_lost(stop: int, tmp_path: Path) -> 
 # Several processes --------------------------------------------------------------------------------
 
 
-def train_rank(rank: int, folder: str) -> None:
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
-    )
+def train_rank(rank: int, folder: str) -> Tensor:
+    """Train and monitor as one of two processes; returns the norms of the last layer."""
+    store, limit = f"file://{folder}/store", datetime.timedelta(seconds=100)
+    distributed.init_process_group("gloo", store, limit, world_size=2, rank=rank)
     model = nn.parallel.DistributedDataParallel(MLP())
     options: Any = {"every": 1, "gradients": True, "features": True}
     with FilterMonitor(model, f"{folder}/norms", **options) as monitor:
@@ -397,18 +399,27 @@ def train_rank(rank: int, folder: str) -> None:
             for parameter in model.parameters():
                 parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]
             monitor.step(step)
-    torch.save(model.module.last.weight.detach().norm(dim=1), f"{folder}/{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    distributed.barrier()
+    return model.module.last.weight.detach().norm(dim=1)
 
 
 def test_rank_0_writes_under_distributed_data_parallel(tmp_path: Path, monkeypatch: Any) -> None:
+    """Rank 0 is this process, which has loaded PyTorch already; rank 1 is another."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    start_processes(train_rank, (str(tmp_path),), 2, start_method="fork")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    script = f"import os, test_monitor; test_monitor.train_rank(1, {str(tmp_path)!r}); os._exit(0)"
+    other = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        final = train_rank(0, str(tmp_path))
+        assert other.wait(timeout=100) == 0
+    finally:
+        other.kill()
+        other.wait()
+        distributed.destroy_process_group()
     recording = Recording(tmp_path)  # the run's folder, which has the recording as `norms`
     steps, norms = recording.read("last")
     assert steps.tolist() == [0, 1, 2, 3]
-    torch.testing.assert_close(norms[-1], torch.load(tmp_path / "0.pt"))
+    torch.testing.assert_close(norms[-1], final)
     for quantity in ("gradient", "feature"):
         assert recording.read("last", quantity)[1][1:].isfinite().all()
 
