@@ -499,11 +499,11 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kernel", "threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", LAYERS)
-def test_as_timm_bit_for_bit(name: str, dtype: torch.dtype, timm, device: torch.device) -> None:
+def test_as_timm_bit_for_bit(name: str, timm, device: torch.device) -> None:
     torch.manual_seed(1)
-    layer = LAYERS[name]().to(device, dtype)
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+    layer = nn.ModuleList(LAYERS[name]().to(device, dtype) for dtype in dtypes)
     give_gradients(layer)
     bare = copy.deepcopy(layer)
     for p, q in zip(layer.parameters(), bare.parameters(), strict=True):

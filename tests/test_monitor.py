@@ -404,7 +404,7 @@ def train_rank(rank: int, folder: str) -> Tensor:
 
 
 def test_rank_0_writes_under_distributed_data_parallel(tmp_path: Path, monkeypatch: Any) -> None:
-    """Rank 0 is this process, which has loaded PyTorch already; rank 1 is another."""
+    """Rank 0 is this process; rank 1 is another, which gloo's threads abort in an ordinary exit."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     script = f"import os, test_monitor; test_monitor.train_rank(1, {str(tmp_path)!r}); os._exit(0)"
