@@ -77,9 +77,7 @@ def test_calibration_error_is_torchmetrics(seed, examples, classes, bins, temper
     assert ours == pytest.approx(float(expected), abs=1e-6)
 
 
-def sort_by_hand(
-    logits: Tensor, labels: Tensor, bins: int, temperature: float, binning: str
-) -> tuple[list[list[float]], list[list[bool]]]:
+def sort_by_hand(logits: Tensor, labels: Tensor, bins: int, temperature: float, binning: str):
     """The confidences and the hits of each bin, sorted example by example."""
     p = np.exp((logits - logits.amax(1, keepdim=True)).numpy() / temperature)
     p = p / p.sum(1, keepdims=True)

@@ -271,18 +271,14 @@ def test_census_over_data_finds_what_ablation_finds(network: str, data: st.DataO
 
 @pytest.mark.parametrize("network", NETWORKS)
 @given(data=st.data())
-def test_revived_and_killed_again(
-    network: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_revived_and_killed_again(network: str, data: st.DataObject, tmp_path_factory) -> None:
     """Every planted life is read back from the recording, death by death."""
     model = build(network)
     # 5 are less than a layer before a normalisation has, which would live if all were tiny.
     chosen = sorted(data.draw(st.sets(st.sampled_from(units_of(model, LAYER)), max_size=5)))
     rows = data.draw(st.integers(1, 8))
-    lives = {
-        unit: [True, *data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))]
-        for unit in chosen
-    }
+    rest_of_life = st.lists(st.booleans(), min_size=rows, max_size=rows)
+    lives = {unit: [True, *data.draw(rest_of_life)] for unit in chosen}
     folder = tmp_path_factory.mktemp("lives")
     alive = {unit: filter_of(model, *unit).detach().clone() for unit in chosen}
     with FilterMonitor(model, folder, every=1) as monitor:

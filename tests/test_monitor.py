@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,42 +136,37 @@ def test_layers_of_resnet18_have_the_numbers_of_the_paper(tmp_path: Path) -> Non
     assert (tmp_path / "records.bin").stat().st_size == 8 + 4 * 5800 == 23_208
 
 
+def train(model: MLP) -> Iterator[tuple[int, Tensor]]:
+    """Some steps; after each, its number and the features of its batch."""
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1, 9):
+        batch = torch.randn(6 + step, 4, generator=generator)
+        features = model.features(batch).detach()
+        optimizer.zero_grad()
+        model(batch).square().sum().backward()
+        optimizer.step()
+        yield step, features
+
+
 def test_training_is_recorded_and_not_touched(tmp_path: Path) -> None:
-    def train(folder: Path | None) -> list[float]:
-        model, losses = MLP(), []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        monitor = None
-        if folder:
-            monitor = FilterMonitor(model, folder, every=2, gradients=True, features=True)
-            monitor.step(0)
-        for step in range(1, 9):
-            batch = torch.randn(6 + step, 4)
-            with torch.no_grad():
-                seen.append(model.features(batch))
-            optimizer.zero_grad()
-            loss = model(batch).square().sum()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+    model, plain, seen = MLP(), MLP(), []
+    expected: dict[str, list[Tensor]] = {"weight": [], "gradient": [], "feature": []}
+    with FilterMonitor(model, tmp_path, every=2, gradients=True, features=True) as monitor:
+        monitor.step(0)
+        for step, features in train(model):
             model.eval()(torch.full((3, 4), 1e6))  # an evaluation in between is not counted
             model.train()
-            if monitor:
-                monitor.step(step)
-                if step % 2 == 0:
-                    weight: Any = model.first.weight
-                    expected["weight"].append(weight.detach().norm(dim=1))
-                    expected["gradient"].append(weight.grad.norm(dim=1))
-                    expected["feature"].append(root_mean_square(torch.cat(seen)))
-                    seen.clear()
-        if monitor:
-            monitor.close()
-            assert not model.last._forward_pre_hooks
-        return losses
-
-    expected: dict[str, list[Tensor]] = {"weight": [], "gradient": [], "feature": []}
-    seen: list[Tensor] = []
-    losses = train(tmp_path)
-    assert train(None) == losses
+            monitor.step(step)
+            seen.append(features)
+            if step % 2 == 0:
+                weight: Any = model.first.weight
+                expected["weight"].append(weight.detach().norm(dim=1))
+                expected["gradient"].append(weight.grad.norm(dim=1))
+                expected["feature"].append(root_mean_square(torch.cat(seen[-2:])))
+    assert len(list(train(plain))) == 8
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert not model.last._forward_pre_hooks
     recording = Recording(tmp_path)
     for quantity, layer in (("weight", 1), ("gradient", "first"), ("feature", "last")):
         steps, values = recording.read(layer, quantity)
@@ -256,14 +251,11 @@ def rows_of(steps: list[int]) -> Tensor:
     return (5**0.5 * weights).expand(-1, 3)
 
 
-@given(
-    steps=st.sets(st.integers(0, 40), min_size=1, max_size=8).map(sorted),
-    resume=st.integers(0, 45),
-    data=st.data(),
-)
-def test_file_cut_at_any_byte_is_read_and_resumed(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[int], resume: int, data: st.DataObject
-) -> None:
+STEPS = st.sets(st.integers(0, 40), min_size=1, max_size=8).map(sorted)
+
+
+@given(steps=STEPS, resume=st.integers(0, 45), data=st.data())
+def test_file_cut_at_any_byte_is_read_and_resumed(tmp_path_factory, steps, resume, data) -> None:
     """Whole rows are read. Those up to the step `resume` are kept, the others written again."""
     folder = tmp_path_factory.mktemp("cut")
     write_rows(folder, steps)
