@@ -128,12 +128,6 @@ def norm_of(x: Tensor) -> float:
     return math.sqrt(sum(value * value for value in x.flatten().tolist()))
 
 
-def clip_unit(g: Tensor, w: Tensor, clip: float = 0.01, eps: float = 1e-3) -> Tensor:
-    """The paper's equation for one unit, in float64. Like timm, it divides by at least 1e-6."""
-    norm, limit = norm_of(g), clip * max(norm_of(w), eps)
-    return g.double() * limit / max(norm, 1e-6) if norm > limit else g.double()
-
-
 def reference(
     method: str, grads: Sequence[Tensor], weights: Sequence[Tensor], threshold: float, eps: float
 ) -> tuple[list[Tensor], dict[str, list[float]]]:
@@ -150,12 +144,14 @@ def reference(
             continue
         rows = method == "agc" and w.dim() > 1
         units = list(zip(g, w, strict=True)) if rows else [(g, w)]
-        floors = [max(norm_of(w), eps) if method == "agc" else 1.0 for _, w in units]
-        pairs = [(norm_of(g), floor) for (g, _), floor in zip(units, floors, strict=True)]
-        values[f"0.{i}"] = [g / w if w else math.inf if g else 0.0 for g, w in pairs]
-        least = 1e-6 if method == "agc" else 1e-300
-        factors = [threshold * w / max(g, least) if g > threshold * w else 1.0 for g, w in pairs]
-        parts = [factor * g.double() for (g, _), factor in zip(units, factors, strict=True)]
+        sizes = [(norm_of(g), max(norm_of(w), eps) if method == "agc" else 1.0) for g, w in units]
+        values[f"0.{i}"] = [norm / to if to else math.inf if norm else 0.0 for norm, to in sizes]
+        parts = []
+        for (unit, _), (norm, to) in zip(units, sizes, strict=True):
+            limit, least = threshold * to, 1e-6 if method == "agc" else 0.0  # timm divides so
+            parts.append(
+                unit.double() * limit / max(norm, least) if norm > limit else unit.double()
+            )
         clipped.append(torch.stack(parts) if rows else parts[0])
     return clipped, values
 
@@ -271,7 +267,8 @@ def test_unit_is_what_one_output_depends_on(name: str) -> None:
     before = grad_of(weight).clone()
     report = adaptive_clip_grad_(layer, head=None)
     for mask in masks:
-        expected = clip_unit(before[mask], weight.detach()[mask])
+        unit = [before[mask]], [weight.detach()[mask]]
+        (expected,), _ = reference("agc", *unit, 0.01, 1e-3)
         torch.testing.assert_close(grad_of(weight)[mask], expected, rtol=1e-12, atol=0)
     assert report["weight"].units == len(masks)
     assert 0 < report["weight"].clipped < len(masks)
@@ -373,17 +370,16 @@ def test_head_is_not_clipped(make, head, clipped) -> None:
 
 def test_nothing_to_clip() -> None:
     empty, frozen = with_grad(torch.zeros(0, 3)), nn.Parameter(torch.ones(2))
-    for parameters in ([], [empty, frozen], (p for p in ()), nn.ReLU()):
-        for report in (
-            adaptive_clip_grad_(parameters, head=None),
-            clip_grad_norm_per_tensor_(parameters, 1.0),
-        ):
-            assert dict(report) == {}
-            assert (report.units, report.clipped, report.largest) == (0, 0, 0.0)
     optimizer = torch.optim.SGD([empty, frozen], lr=0.1)
     handle = attach(optimizer, METHODS)
     optimizer.step()
-    assert all(dict(report) == {} for report in handle.last_report.values())
+    reports = list(handle.last_report.values())
+    for parameters in ([], [empty, frozen], (p for p in ()), nn.ReLU()):
+        reports.append(adaptive_clip_grad_(parameters, head=None))
+        reports.append(clip_grad_norm_per_tensor_(parameters, 1.0))
+    for report in reports:
+        assert dict(report) == {}
+        assert (report.units, report.clipped, report.largest) == (0, 0, 0.0)
 
 
 def test_parameter_given_twice_is_clipped_once() -> None:
