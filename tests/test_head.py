@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +17,6 @@ from torch import Tensor, nn
 from powergrad import (
     FilterMonitor,
     adaptive_clip_grad_,
-    clip_grads_before_step,
     equivalent_training,
     fold_alpha,
 )
@@ -23,103 +25,103 @@ from powergrad._head import find_head, find_heads
 CLASSES, X = 5, torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 
 
-class HeadFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, CLASSES)
-        self.body = nn.Sequential(nn.Linear(3, 8), nn.ReLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
-
-
-class NamelessHeadFirst(nn.Module):
-    def __init__(self, width: int = 8, classes: int = CLASSES) -> None:
-        super().__init__()
-        self.b = nn.Linear(width, classes)
-        self.a = nn.Linear(3, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(F.relu(self.a(x)))
-
-
-class Auxiliary(nn.Module):
-    """As torchvision's segmentation networks: the auxiliary classifier is registered last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU())
-        self.classifier = nn.Sequential(nn.Conv2d(8, 4, 1), nn.ReLU(), nn.Conv2d(4, CLASSES, 1))
-        self.aux_classifier = nn.Sequential(nn.ReLU(), nn.Conv2d(8, CLASSES, 1))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        features = self.backbone(x[:, :, None, None])
-        return {"out": self.classifier(features), "aux": self.aux_classifier(features)}
-
-
-class Teacher(nn.Module):
-    """As transformers' DeiT with a teacher: the logits are the mean of two heads'."""
-
-    def __init__(self, classes: int = CLASSES) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 8), nn.ReLU())
-        self.cls_classifier = nn.Linear(8, classes)
-        self.distillation_classifier = nn.Linear(8, classes)
-
-    def forward(self, x: Tensor) -> SimpleNamespace:
-        x = self.body(x)
-        logits = (self.cls_classifier(x) + self.distillation_classifier(x)) / 2
-        return SimpleNamespace(loss=None, logits=logits)
-
-
-class Distilled(Teacher):
-    """As timm's."""
-
-    def get_classifier(self) -> tuple[nn.Module, nn.Module]:
-        return self.cls_classifier, self.distillation_classifier
-
-
-class Sum(nn.Module):
-    """As torchvision's LRASPP: two classifiers inside one part of the network."""
-
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.low, self.high = nn.Linear(3, CLASSES), nn.Linear(8, CLASSES)
-
-        def forward(self, x: Tensor, features: Tensor) -> Tensor:
-            return self.low(x) + self.high(features)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.classifier = nn.Linear(3, 8), self.Head()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(x, F.relu(self.body(x)))
-
-
-AMBIGUOUS = {
-    "head first": (HeadFirst, ["body.0", "head"], ["head"]),
-    "nameless head first": (NamelessHeadFirst, ["a", "b"], ["b"]),
-    "all of one width": (lambda: NamelessHeadFirst(3, 3), ["a", "b"], ["b"]),
-    "auxiliary": (Auxiliary, ["aux_classifier.1", "classifier.2"], ["classifier.2"]),
-    "teacher": (
-        Teacher,
-        ["cls_classifier", "distillation_classifier"],
-        ["cls_classifier", "distillation_classifier"],
-    ),
-    "teacher, classes as wide as the body": (
-        lambda: Teacher(8),
-        ["cls_classifier", "distillation_classifier"],
-        ["cls_classifier", "distillation_classifier"],
-    ),
-    "head that nothing takes": (lambda: NamelessHeadFirst(7, 3), ["a", "b"], ["b"]),
-    "sum": (Sum, ["classifier.high", "classifier.low"], ["classifier.high", "classifier.low"]),
-}
-
-
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# Both scale the head of `model` by 0.25.
+CALLS: dict[str, Callable[..., Any]] = {
+    "fold_alpha": lambda model, head=None, **more: fold_alpha(head, 0.25, model=model, **more),
+    "equivalent_training": lambda model, head=None, **more: equivalent_training(
+        model, sgd(model), 0.25, head, **more
+    ),
+}
+both = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+def assert_refused(call: Any, model: nn.Module, match: str, head: Any = None, **more: Any) -> None:
+    """A ValueError, and the model is as it was."""
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=match):
+        call(model, head, **more)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+# Finding the head ---------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Modules in this order (linear layers, where sizes are given), and how they are called."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Any] | None = None, **children: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, child in children.items():
+            self.add_module(name, nn.Linear(*child) if isinstance(child, tuple) else child)
+
+    def forward(self, x: Tensor) -> Any:
+        assert self.run is not None
+        return self.run(self, x)
+
+
+def reversed_net(width: int = 8, classes: int = CLASSES) -> Net:
+    return Net(lambda net, x: net.b(F.relu(net.a(x))), b=(width, classes), a=(3, width))
+
+
+def head_first() -> Net:
+    body = nn.Sequential(nn.Linear(3, 8), nn.ReLU())
+    return Net(lambda net, x: net.head(net.body(x)), head=(8, CLASSES), body=body)
+
+
+def auxiliary() -> Net:
+    """As torchvision's segmentation networks: the auxiliary classifier is registered last."""
+
+    def run(net: Any, x: Tensor) -> dict[str, Tensor]:
+        features = net.backbone(x[:, :, None, None])
+        return {"out": net.classifier(features), "aux": net.aux_classifier(features)}
+
+    return Net(
+        run,
+        backbone=nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU()),
+        classifier=nn.Sequential(nn.Conv2d(8, 4, 1), nn.ReLU(), nn.Conv2d(4, CLASSES, 1)),
+        aux_classifier=nn.Sequential(nn.ReLU(), nn.Conv2d(8, CLASSES, 1)),
+    )
+
+
+def teacher(classes: int = CLASSES) -> Net:
+    """As transformers' DeiT with a teacher: the logits are the mean of two heads'."""
+
+    def run(net: Any, x: Tensor) -> SimpleNamespace:
+        x = net.body(x)
+        logits = (net.cls_classifier(x) + net.distillation_classifier(x)) / 2
+        return SimpleNamespace(loss=None, logits=logits)
+
+    heads = {"cls_classifier": (8, classes), "distillation_classifier": (8, classes)}
+    return Net(run, body=nn.Sequential(nn.Linear(3, 8), nn.ReLU()), **heads)
+
+
+def two_inside() -> Net:
+    """As torchvision's LRASPP: two classifiers inside one part of the network."""
+    run = lambda net, x: net.low(x) + net.high(x.square())  # noqa: E731
+    return after(torch.clone, Net(run, low=(8, CLASSES), high=(8, CLASSES)))
+
+
+def after(function: Callable[[Tensor], Any], head: Any = (8, CLASSES)) -> Net:
+    """A function of the logits after the head."""
+    return Net(lambda net, x: function(net.fc(F.relu(net.body(x)))), body=(3, 8), fc=head)
+
+
+TWO = "cls_classifier distillation_classifier"
+AMBIGUOUS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {  # candidates, and heads
+    "head first": (head_first, "body.0 head", "head"),
+    "nameless head first": (reversed_net, "a b", "b"),
+    "all of one width": (lambda: reversed_net(3, 3), "a b", "b"),
+    "head that nothing takes": (lambda: reversed_net(7, 3), "a b", "b"),
+    "auxiliary": (auxiliary, "aux_classifier.1 classifier.2", "classifier.2"),
+    "teacher": (teacher, TWO, TWO),
+    "teacher, classes as wide as the body": (lambda: teacher(8), TWO, TWO),
+    "two inside": (two_inside, "fc.high fc.low", "fc.high fc.low"),
+}
 
 
 def logits_of(model: nn.Module) -> Tensor:
@@ -130,159 +132,97 @@ def logits_of(model: nn.Module) -> Tensor:
     return output["out"] if isinstance(output, dict) else output.logits
 
 
-CALLS = {
-    "fold_alpha": lambda model, **more: fold_alpha(None, 0.25, model=model, **more),
-    "equivalent_training": lambda model, **more: equivalent_training(
-        model, sgd(model), 0.25, **more
-    ),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
+@both
 @pytest.mark.parametrize("name", AMBIGUOUS)
-def test_what_is_ambiguous_is_refused(name: str, call: str) -> None:
-    make, candidates, _ = AMBIGUOUS[name]
-    model = make()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"pass `head`.*`example_inputs`") as caught:
-        CALLS[call](model)
-    assert all(candidate in str(caught.value) for candidate in candidates)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("name", AMBIGUOUS)
-def test_adaptive_clipping_and_monitors_refuse_it_too(name: str, tmp_path) -> None:
-    model = AMBIGUOUS[name][0]()
-    with pytest.raises(ValueError, match=r"pass `head`.*Pass `head=None` to clip every layer"):
-        adaptive_clip_grad_(model)
-    with pytest.raises(ValueError, match="pass `head`"):
-        clip_grads_before_step(sgd(model), model, agc=0.01)
-    with pytest.raises(ValueError, match="pass `features`"):
-        FilterMonitor(model, tmp_path, features=True)
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", AMBIGUOUS)
-def test_an_example_shows_the_head(name: str, call: str) -> None:
-    make, _, heads = AMBIGUOUS[name]
+def test_ambiguous_head_raises_and_an_example_finds_it(name: str, call, tmp_path) -> None:
+    make, candidates, heads = AMBIGUOUS[name]
     torch.manual_seed(0)
     model = make()
+    for candidate in candidates.split():
+        assert_refused(call, model, f"{candidate}.*`head`.*`example_inputs`")
+    with pytest.raises(ValueError, match="`head=None`"):
+        adaptive_clip_grad_(model)
+    with pytest.raises(ValueError, match="`features`"):
+        FilterMonitor(model, tmp_path, features=True)
     before, start = logits_of(model), copy.deepcopy(model.state_dict())
-    CALLS[call](model, example_inputs=X)
+    call(model, example_inputs=X)
     torch.testing.assert_close(logits_of(model), 0.25 * before)
     for key, value in model.state_dict().items():
-        factor = 0.25 if key.rpartition(".")[0] in heads else 1
+        factor = 0.25 if key.rpartition(".")[0] in heads.split() else 1
         assert torch.equal(value, factor * start[key]), key
 
 
-def test_several_heads_are_scaled_together() -> None:
+def test_declared_heads_are_scaled_together() -> None:
+    """As timm's models declare them."""
     torch.manual_seed(0)
-    model = Distilled()
-    before = logits_of(model)
-    heads = fold_alpha(None, 0.25, model=model)  # `get_classifier` names both: no example is needed
-    assert list(heads.children()) == [model.cls_classifier, model.distillation_classifier]
-    torch.testing.assert_close(logits_of(model), 0.25 * before)
-    for call in (
-        lambda: fold_alpha("cls_classifier", 0.25, model=model),
-        lambda: equivalent_training(model, sgd(model), 0.25, head="cls_classifier"),
-    ):
-        with pytest.raises(
-            ValueError, match=r"one of several .*distillation_classifier.*None to scale all"
-        ):
-            call()
+    model: Any = teacher()
+    declared = [model.cls_classifier, model.distillation_classifier]
+    model.get_classifier = lambda: tuple(declared)
+    for outer in (Net(model=model), nn.DataParallel(model), torch.compile(model)):
+        assert list(find_heads(outer)) == declared  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=TWO.replace(" ", ", ")):
+        find_head(model)
+    for call in CALLS.values():
+        assert_refused(call, model, "one of several .*distillation_classifier", "cls_classifier")
+    start = copy.deepcopy(model.state_dict())
+    assert list(fold_alpha(None, 0.25, model=model).children()) == declared
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, (1 if "body" in key else 0.25) * start[key])
 
 
-class Plain(nn.Module):
-    """conv1, conv2, fc1, fc2, fc3, as in PyTorch's tutorial."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(3, 6, 5), nn.Conv2d(6, 16, 5)
-        self.fc1, self.fc2, self.fc3 = nn.Linear(400, 120), nn.Linear(120, 84), nn.Linear(84, 10)
-
-
-class Named(nn.Module):
-    """Of one width everywhere: its name tells."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.classifier = nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4))
-
-
-class PreClassifier(nn.Module):
-    """As transformers' DistilBERT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.pre_classifier = nn.Linear(3, 4), nn.Linear(4, 4)
-        self.classifier = nn.Linear(4, 2)
+CONVOLUTIONS = {"conv1": nn.Conv2d(3, 6, 5), "conv2": nn.Conv2d(6, 16, 5)}
+TUTORIAL = Net(**CONVOLUTIONS, fc1=(400, 120), fc2=(120, 84), fc3=(84, 10))  # PyTorch's
+BLOCK = Net(heads=Net(a=(8, 4), b=(8, 4)), qkv=(8, 24), projection=(8, 8))
+ATTENTION = {"embedding": nn.Embedding(9, 8), "blocks": nn.Sequential(BLOCK, copy.deepcopy(BLOCK))}
+RECURRENT = {"encoder": nn.Embedding(9, 4), "rnn": nn.LSTM(4, 6)}
+FOUND: dict[str, tuple[nn.Module, str]] = {
+    "tutorial": (TUTORIAL, "fc3"),
+    "attention heads": (Net(**ATTENTION, norm=nn.LayerNorm(8), lm_head=(8, 9)), "lm_head"),
+    "DistilBERT": (Net(body=(3, 4), pre_classifier=(4, 4), classifier=(4, 2)), "classifier"),
+    "recurrent": (Net(**RECURRENT, decoder=(6, 9)), "decoder"),
+    "named": (Net(body=(4, 4), classifier=nn.Sequential(nn.Linear(4, 4))), "classifier.0"),
+    "sequential": (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "2"),
+    "nested": (nn.Sequential(nn.Linear(4, 4), nn.Sequential(TUTORIAL, nn.ReLU())), "1.0.fc3"),
+    "parallel": (nn.DataParallel(nn.Sequential(nn.Linear(3, 8), nn.ReLU())), "module.0"),
+}
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.rnn = nn.Embedding(9, 4), nn.LSTM(4, 6)
-        self.decoder = nn.Linear(6, 9)
-
-
-class Attention(nn.Module):
-    """With attention heads that are called so, each a few linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(9, 8)
-        self.blocks = nn.Sequential(*(self.Block() for _ in range(2)))
-        self.norm, self.lm_head = nn.LayerNorm(8), nn.Linear(8, 9)
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.heads = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
-            self.qkv, self.projection = nn.Linear(8, 24), nn.Linear(8, 8)
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (Plain, "fc3"),
-        (Named, "classifier.1"),
-        (PreClassifier, "classifier"),
-        (Recurrent, "decoder"),
-        (Attention, "lm_head"),
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "2"),
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(Plain(), nn.ReLU())), "1.0.fc3"),
-        (lambda: nn.DataParallel(Distilled().body), "module.0"),
-    ],
-)
-def test_common_models_need_no_example(make, name: str) -> None:
-    model = make()
-    assert find_head(model) is model.get_submodule(name)
-
-
-def test_what_a_wrapper_holds_is_asked_for_its_heads() -> None:
-    model = Distilled()
-    wrapper = nn.Module()
-    wrapper.model = model
-    for outer in (wrapper, nn.DataParallel(model), torch.compile(model)):
-        assert list(find_heads(outer)) == [model.cls_classifier, model.distillation_classifier]  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", FOUND)
+def test_head_of_common_models_is_found(name: str) -> None:
+    model, head = FOUND[name]
+    assert find_head(model) is model.get_submodule(head)
 
 
 # Scaling the head must scale the logits -----------------------------------------------------------
 
 
-class After(nn.Module):
-    """A function of the logits after the head."""
-
-    def __init__(self, function) -> None:
-        super().__init__()
-        self.function = function
-        self.body, self.fc = nn.Linear(3, 8), nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.fc(F.relu(self.body(x))))
+def network(*after: nn.Module, **config: Any) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, CLASSES), *after)
+    if config:
+        model.config = SimpleNamespace(**config)  # pyright: ignore[reportArgumentType]
+    return model
 
 
-NOT_LINEAR = {
+@pytest.mark.parametrize("head", [2, "2", None])
+def test_only_the_head_is_scaled(head: Any) -> None:
+    # None of these caps the logits of the head.
+    caps = {"attn_logit_softcapping": 50.0, "router_logit_softcapping": 30.0}
+    model = network(**caps, final_logit_softcapping=None, vocab_size=3)
+    start = copy.deepcopy(model.state_dict())
+    assert fold_alpha(model[2] if head == 2 else head, 0.5, model=model) is model[2]
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, (0.5 if key.startswith("2.") else 1) * start[key])
+
+
+@both
+@pytest.mark.parametrize(
+    "name", ["final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"]
+)
+def test_cap_in_a_configuration_raises(name: str, call) -> None:
+    assert_refused(call, nn.Sequential(network(**{name: 30.0})), rf"`config\.{name}` = 30\.0")
+
+
+NOT_LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "cap": lambda z: 30 * torch.tanh(z / 30),
     "softmax": lambda z: z.softmax(1),
     "clamp": lambda z: z.clamp(-10, 10),
@@ -293,21 +233,17 @@ NOT_LINEAR = {
 }
 
 
+@both
 @pytest.mark.parametrize("head", [None, "fc"])
 @pytest.mark.parametrize("name", NOT_LINEAR)
-def test_a_function_after_the_head_is_refused(name: str, head: str | None) -> None:
+def test_example_shows_a_function_after_the_head(name: str, head: str | None, call) -> None:
     torch.manual_seed(0)
-    model = After(NOT_LINEAR[name])
+    model = after(NOT_LINEAR[name])
     with torch.no_grad():
-        model.fc.weight.mul_(0.1)  # small logits, as of a new network, hardly feel a cap
-    before = copy.deepcopy(model.state_dict())
-    for call in (
-        lambda: fold_alpha(head, 0.25, model=model, example_inputs=X),
-        lambda: equivalent_training(model, sgd(model), 0.25, head, example_inputs=X),
-    ):
-        with pytest.raises(ValueError, match=r"logits .* scale.*fc"):
-            call()
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        model.get_parameter("fc.weight").mul_(
+            0.1
+        )  # small logits, as of a new network, hardly feel a cap
+    assert_refused(call, model, "scale.*fc", head, example_inputs=X)
 
 
 @pytest.mark.parametrize(
@@ -320,97 +256,116 @@ def test_a_function_after_the_head_is_refused(name: str, head: str | None) -> No
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_scales_with_the_logits_is_not(function, dtype) -> None:
+def test_functions_that_scale_with_the_logits_are_allowed(function, dtype) -> None:
     torch.manual_seed(0)
-    model = After(function).to(dtype)
-    start = model.fc.weight.clone()
+    model = after(function).to(dtype)
+    start = model.get_parameter("fc.weight").clone()
     fold_alpha(None, 0.25, model=model, example_inputs=X.to(dtype))
-    assert torch.equal(model.fc.weight, 0.25 * start)
+    assert torch.equal(model.get_parameter("fc.weight"), 0.25 * start)
 
 
+@both
 @pytest.mark.parametrize(
     ("after", "refused"),
     [
-        (nn.Tanh(), True),
-        (nn.Softmax(1), True),
-        (nn.Linear(CLASSES, 2), True),
-        (nn.Sequential(nn.Dropout(), nn.Sigmoid()), True),
-        (nn.LogSoftmax(1), False),
-        (nn.Sequential(nn.ReLU(), nn.Flatten()), False),
+        (nn.Tanh(), "Tanh"),
+        (nn.Softmax(1), "Softmax"),
+        (nn.Linear(CLASSES, 2), "Linear"),
+        (nn.Sequential(nn.Dropout(), nn.Sigmoid()), "Dropout|Sigmoid"),
+        (nn.LogSoftmax(1), None),
+        (nn.Sequential(nn.ReLU(), nn.Flatten()), None),
     ],
 )
-def test_a_sequential_shows_what_follows(after: nn.Module, refused: bool) -> None:
-    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, CLASSES), after)
-    for call in (
-        lambda: fold_alpha("2", 0.5, model=model),
-        lambda: equivalent_training(model, sgd(model), 0.5, head="2"),
-    ):
-        if refused:
-            with pytest.raises(ValueError, match=r"compute the logits, but got .* after it"):
-                call()
-        else:
-            call()
+def test_modules_after_the_head_of_a_sequential(
+    after: nn.Module, refused: str | None, call
+) -> None:
+    if refused:
+        assert_refused(call, network(after), refused, "2")
+        assert_refused(call, nn.Sequential(network(after)), refused, "0.2")
+    else:
+        call(network(after), "2")
 
 
-def test_equivalent_training_refuses_a_cap_by_configuration() -> None:
-    model: Any = After(lambda z: 30 * torch.tanh(z / 30))
-    model.config = SimpleNamespace(final_logit_softcapping=30.0)
-    with pytest.raises(ValueError, match=r"`config\.final_logit_softcapping` = 30\.0"):
-        equivalent_training(model, sgd(model), 0.5)
+def tied(tie: Callable[[Tensor], Tensor] | None) -> Any:
+    model: Any = Net(lambda net, x: net.head(net.embedding(x)), embedding=nn.Embedding(7, 4))
+    model.head = nn.Linear(4, 7, bias=False)
+    if tie is None:
+        model.head.weight = model.embedding.weight
+    else:
+        model.head.weight.data = tie(model.embedding.weight.data)
+    return model
 
 
-class Tied(nn.Module):
-    def __init__(self, tie) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight.data = tie(self.embedding.weight.data)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.embedding(x))
+TOKENS = torch.arange(7)
+TIES = [None, lambda w: w, lambda w: w[1:6], lambda w: w[:4].t()]
 
 
-@pytest.mark.parametrize("example", [None, torch.arange(7)])
-@pytest.mark.parametrize("tie", [lambda w: w, lambda w: w[1:6], lambda w: w[:4].t()])
-def test_heads_tied_by_memory_are_refused(tie, example) -> None:
-    model = Tied(tie)
-    before = model.head.weight.clone()
-    for call in (
-        lambda: fold_alpha("head", 0.5, model=model, example_inputs=example),
-        lambda: equivalent_training(model, sgd(model), 0.5, "head", example_inputs=example),
-    ):
-        with pytest.raises(ValueError, match=r"shared by embedding\.weight and head\.weight"):
-            call()
-    assert torch.equal(model.head.weight, before)
+@both
+@pytest.mark.parametrize(
+    ("tie", "head", "example"),
+    [
+        *((tie, "head", example) for tie in TIES for example in (None, TOKENS)),
+        *((tie, None, TOKENS) for tie in TIES[:2]),
+    ],
+)
+def test_tied_heads_raise(tie, head, example, call) -> None:
+    """By being one parameter, or by sharing memory."""
+    names = r"embedding\.weight and head\.weight"
+    assert_refused(call, tied(tie), names, head, example_inputs=example)
 
 
 def test_parts_of_one_buffer_are_not_tied() -> None:
     """As where all parameters are views of one flat tensor."""
-    model = Tied(lambda w: w)
+    model = tied(lambda w: w)
     flat = torch.randn(56)
     model.embedding.weight.data, model.head.weight.data = flat[:28].view(7, 4), flat[28:].view(7, 4)
-    fold_alpha(None, 0.5, model=model, example_inputs=torch.arange(7))
+    fold_alpha(None, 0.5, model=model, example_inputs=TOKENS)
     assert not torch.equal(model.head.weight, model.embedding.weight)
 
 
-def test_a_head_with_more_than_weight_and_bias_is_refused() -> None:
-    class Scaled(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(3, 2)
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, input: Tensor) -> Tensor:
-            return self.scale * super().forward(input)
-
-    for call in (
-        lambda: fold_alpha(Scaled(), 0.5),
-        lambda: equivalent_training(model := Scaled(), sgd(model), 0.5),
-    ):
-        with pytest.raises(ValueError, match=r"only a weight and a bias, but got also scale"):
-            call()
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.scale = nn.Parameter(torch.ones(()))
 
 
-# The example --------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (Scaled, "scale"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), "parametrised"),
+        (lambda: nn.utils.weight_norm(nn.Linear(3, 2)), "parametrised"),
+    ],
+)
+def test_heads_with_other_parameters_raise(make, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        fold_alpha(make(), 0.5)
+    for call in CALLS.values():
+        assert_refused(call, nn.Sequential(make()), word)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "word"),
+    [
+        *(({"alpha": alpha}, ValueError, "`alpha`") for alpha in (0, -0.5, math.nan, math.inf)),
+        ({"alpha": torch.tensor(0.5)}, TypeError, "`alpha`"),
+        ({"head": "2", "model": None}, TypeError, "`head`.*str"),
+        ({"model": None}, TypeError, "`head`.*NoneType"),
+        ({"head": network(), "model": None}, ValueError, "Sequential"),
+        ({"head": nn.Linear(5, 4)}, ValueError, "`head`"),
+        ({"head": "1"}, ValueError, "ReLU"),
+        ({"head": "9"}, ValueError, "'9'"),
+        ({"head": 3}, TypeError, "`head`.*int"),
+        ({"head": nn.Linear(3, 2), "model": None, "example_inputs": X}, TypeError, "`model`"),
+        ({"example_inputs": 3}, TypeError, "`example_inputs`"),
+        ({"model": after(lambda z: {"scores": z}), "example_inputs": X}, TypeError, "dict"),
+        ({"model": after(torch.zeros_like), "example_inputs": X}, ValueError, "zeros"),
+    ],
+)
+def test_bad_arguments_raise(arguments: Any, error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
+        fold_alpha(**{"head": None, "alpha": 0.5, "model": network(), **arguments})
 
 
 class Counting(nn.Module):
@@ -432,34 +387,17 @@ class Counting(nn.Module):
         return scale * self.head(x), x
 
 
-def test_an_example_leaves_the_model_as_it_was() -> None:
+@pytest.mark.parametrize("example", [X, (X,), {"x": X, "scale": 2.0}, {"y": X}])
+def test_example_leaves_the_model_as_it_was(example: Any) -> None:
     model = Counting()
     model.norm.eval()
     count, state, random = model.count, copy.deepcopy(model.state_dict()), torch.get_rng_state()
     modes = [module.training for module in model.modules()]
-    for example in (X, (X,), {"x": X, "scale": 2.0}):
+    wrong = isinstance(example, dict) and "y" in example
+    with pytest.raises(TypeError, match="unexpected") if wrong else nullcontext():
         fold_alpha(None, 1.0, model=model, example_inputs=example)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert model.count is count
     assert torch.equal(torch.get_rng_state(), random)
     assert [module.training for module in model.modules()] == modes
     assert all(not module._forward_hooks for module in model.modules())
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        fold_alpha(None, 0.5, model=model, example_inputs={"y": X})
-    assert [module.training for module in model.modules()] == modes
-    assert all(not module._forward_hooks for module in model.modules())
-
-
-def test_bad_examples() -> None:
-    model = After(lambda z: z)
-    with pytest.raises(TypeError, match="`model` to be given with `example_inputs`"):
-        fold_alpha(model.fc, 0.5, example_inputs=X)
-    with pytest.raises(TypeError, match="`example_inputs` to be a tensor, a tuple or a dict"):
-        fold_alpha(None, 0.5, model=model, example_inputs=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"to return logits .* but got a dict"):
-        fold_alpha(None, 0.5, model=After(lambda z: {"scores": z}), example_inputs=X)
-    with torch.no_grad():
-        model.fc.weight.zero_()
-        model.fc.bias.zero_()
-    with pytest.raises(ValueError, match="logits that are not all 0"):
-        fold_alpha(None, 0.5, model=model, example_inputs=X)
