@@ -203,7 +203,7 @@ def _allowance(case: Case, oracle: Tensor) -> Tensor:
     if oracle.numel() == 0:
         return oracle
     largest = oracle.abs().amax(case.class_dim, keepdim=True)
-    terms = _size_of_terms(case, oracle)
+    terms = size_of_terms(case, oracle)
     if case.target.is_floating_point() or case.options["label_smoothing"]:
         largest = torch.maximum(largest, terms)
     else:
@@ -214,7 +214,7 @@ def _allowance(case: Case, oracle: Tensor) -> Tensor:
     return largest.clamp(min=smallest / TOLERANCE[dtype][0])
 
 
-def _size_of_terms(case: Case, oracle: Tensor) -> Tensor:
+def size_of_terms(case: Case, oracle: Tensor) -> Tensor:
     """The larger of ``s * sum(w q) * p'`` and ``s * w * q``; their difference is the gradient."""
     dim, target, options = case.class_dim, case.target, case.options
     classes, eps = case.logits.shape[dim], options["label_smoothing"]
