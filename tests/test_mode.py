@@ -10,7 +10,8 @@ import itertools
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -31,6 +32,10 @@ from powergrad import CrossEntropyLoss, PowerGrad, cross_entropy, log_softmax
 Y = torch.tensor([0, 2, 4, 1])
 
 
+def plain(z: Tensor) -> Tensor:
+    return F.cross_entropy(z, Y.to(z.device))
+
+
 class Wrapped(nn.Module):
     """A model that computes its own loss, and makes the criterion there, as many do."""
 
@@ -39,7 +44,7 @@ class Wrapped(nn.Module):
 
 
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "F.cross_entropy": lambda z: F.cross_entropy(z, Y.to(z.device)),
+    "F.cross_entropy": plain,
     "nn.CrossEntropyLoss": lambda z: nn.CrossEntropyLoss()(z, Y.to(z.device)),
     "a model with its own loss": Wrapped(),
     "F.log_softmax": lambda z: F.nll_loss(F.log_softmax(z, dim=1), Y.to(z.device)),
@@ -128,20 +133,17 @@ def test_under_compile(z, name):
         assert close(torch.compile(function, fullgraph=True, backend="eager")(z), z, 0.3)
 
 
-def test_every_option_passes_through(z):
+def test_positional_and_old_options_pass_through(z):
     y, w = Y.to(z.device), torch.rand(5, dtype=z.dtype, device=z.device)
-    options = {"weight": w, "ignore_index": 2, "reduction": "sum", "label_smoothing": 0.1}
     with PowerGrad(0.3):
-        functional = F.cross_entropy(z, y, **options)  # pyright: ignore
-        module = nn.CrossEntropyLoss(**options)(z, y)  # pyright: ignore
         positional = F.cross_entropy(z, y, w, None, 2, None, "sum", 0.1)
-    (reference,) = torch.autograd.grad(cross_entropy(z, y, alpha=0.3, **options), z)  # pyright: ignore
-    for loss in (functional, module, positional):
-        assert torch.equal(torch.autograd.grad(loss, z)[0], reference)
-    with PowerGrad(0.3), pytest.warns(UserWarning, match="size_average and reduce"):
-        old = F.cross_entropy(z, y, size_average=False)
-    (reference,) = torch.autograd.grad(cross_entropy(z, y, alpha=0.3, reduction="sum"), z)
-    assert torch.equal(torch.autograd.grad(old, z)[0], reference)
+        with pytest.warns(UserWarning, match="size_average"):
+            old = F.cross_entropy(z, y, size_average=False)
+    options: dict[str, Any] = {"weight": w, "ignore_index": 2, "label_smoothing": 0.1}
+    for loss, given in ((positional, options), (old, {})):
+        reference = cross_entropy(z, y, alpha=0.3, reduction="sum", **given)
+        (actual,) = torch.autograd.grad(loss, z)
+        assert torch.equal(actual, torch.autograd.grad(reference, z)[0])
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs a newer torch")
@@ -180,7 +182,7 @@ def test_linear_cross_entropy_in_blocks(device):
 
 
 def test_an_implicit_dimension_warns_as_pytorch_does(z):
-    with pytest.warns(UserWarning, match="Implicit dimension choice"), PowerGrad(0.3):
+    with pytest.warns(UserWarning, match="Implicit"), PowerGrad(0.3):
         log_p = F.log_softmax(z)
     assert close(F.nll_loss(log_p, Y.to(z.device)), z, 0.3)
 
@@ -213,7 +215,7 @@ def test_what_the_documentation_says_is_not_altered(z):
         by_operator = torch.ops.aten.cross_entropy_loss(z, y)
         return [by_softmax, by_logsumexp, by_operator]
 
-    with pytest.warns(UserWarning, match="alter a cross-entropy"):
+    with pytest.warns(UserWarning, match="PowerGrad"):
         losses = PowerGrad(0.3)(others)()
     for loss in losses:
         assert close(loss, z, 1.0)
@@ -234,17 +236,11 @@ def test_kl_and_ctc_of_a_log_softmax(z):
     assert torch.equal(torch.autograd.grad(ctc, z)[0], torch.autograd.grad(same, z)[0])
 
 
-def test_with_one_alpha_an_example(z):
-    alpha = torch.tensor([0.1, 0.4, 0.7, 1.0], device=z.device)
-    with PowerGrad(alpha):
-        assert close(F.cross_entropy(z, Y.to(z.device)), z, alpha)
-
-
 def test_an_exception_leaves_nothing_behind(z):
     with pytest.raises(ZeroDivisionError), PowerGrad(0.3), PowerGrad(0.5):
         _ = 1 / 0
     assert _get_current_function_mode_stack() == []
-    assert close(F.cross_entropy(z, Y.to(z.device)), z, 1.0)
+    assert close(plain(z), z, 1.0)
     with PowerGrad(0.3), pytest.raises(ValueError, match="`target`"):
         F.cross_entropy(z, Y.to(z.device)[:2])
 
@@ -253,11 +249,11 @@ def test_one_instance_serves_again_and_nested(z):
     mode = PowerGrad(0.3)
     for _ in range(2):
         with mode, mode:
-            loss = F.cross_entropy(z, Y.to(z.device))
+            loss = plain(z)
         assert close(loss, z, 0.3)
     mode.alpha = 0.6
     with mode:
-        loss = F.cross_entropy(z, Y.to(z.device))
+        loss = plain(z)
     assert close(loss, z, 0.6)
 
 
@@ -265,7 +261,7 @@ def test_threads_do_not_see_each_other(z):
     losses = {}
 
     def work(name: str) -> None:
-        losses[name] = F.cross_entropy(z, Y.to(z.device))
+        losses[name] = plain(z)
 
     with PowerGrad(0.3):
         thread = threading.Thread(target=work, args=("thread",))
@@ -278,47 +274,31 @@ def test_threads_do_not_see_each_other(z):
     assert close(losses["inside"], z, 0.3)
 
 
-def test_decorated_functions_keep_their_name_and_generators_are_refused():
+def test_a_decorated_function_keeps_its_name():
     @PowerGrad(0.3)
     def step(z: Tensor) -> Tensor:
         """Doc."""
         return z
 
-    assert step.__name__ == "step"
-    assert step.__doc__ == "Doc."
-    with pytest.raises(TypeError, match="generator or coroutine"):
-
-        @PowerGrad(0.3)
-        def batches():
-            yield 1
-
-    with pytest.raises(TypeError, match="generator or coroutine"):
-
-        @PowerGrad(0.3)
-        async def later():
-            pass
-
-
-@pytest.mark.parametrize(("alpha", "error"), [(1.5, ValueError), ("0.3", TypeError)])
-def test_bad_alpha_is_named(alpha, error):
-    with pytest.raises(error, match="`alpha`"):
-        PowerGrad(alpha)
+    assert (step.__name__, step.__doc__) == ("step", "Doc.")
 
 
 @pytest.mark.parametrize(
-    ("alpha", "error", "message"),
+    ("alpha", "error"),
     [
-        (torch.tensor(1.2), ValueError, "got 1.2"),
-        (torch.tensor([0.5, torch.nan]), ValueError, "got NaN"),
-        (torch.tensor(1), TypeError, "floating-point"),
-        (torch.tensor(0.5, requires_grad=True), ValueError, "not to require grad"),
+        (1.5, ValueError),
+        ("0.3", TypeError),
+        (torch.tensor(1.2), ValueError),
+        (torch.tensor([0.5, torch.nan]), ValueError),
+        (torch.tensor(1), TypeError),
+        (torch.tensor(0.5, requires_grad=True), ValueError),
     ],
 )
-def test_a_tensor_alpha_is_checked_where_it_is_given(alpha, error, message):
-    with pytest.raises(error, match=message):
+def test_alpha_is_checked_where_it_is_given(alpha, error):
+    with pytest.raises(error, match="`alpha`"):
         PowerGrad(alpha)
     mode = PowerGrad(0.3)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match="`alpha`"):
         mode.alpha = alpha
     assert mode.alpha == 0.3
 
@@ -339,13 +319,19 @@ class Asynchronous:
         pass
 
 
+def batches() -> Iterator[int]:
+    yield 1
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (Wrapped, "the class Wrapped"),
-        (Asynchronous(), "generator or coroutine"),
-        (functools.partial(Asynchronous().__call__), "generator or coroutine"),
-        (3, "a function to decorate, but got int"),
+        (Wrapped, "class"),
+        (batches, "generator"),
+        (Asynchronous(), "coroutine"),
+        (Asynchronous.__call__, "coroutine"),
+        (functools.partial(Asynchronous().__call__), "coroutine"),
+        (3, "int"),
     ],
 )
 def test_what_cannot_be_decorated_is_refused(function, message):
@@ -365,7 +351,7 @@ LAZY: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("name", LAZY)
 def test_what_computes_later_is_refused_when_it_returns(z, name):
-    with pytest.raises(TypeError, match="return a computed value"):
+    with pytest.raises(TypeError, match="computed"):
         PowerGrad(0.3)(LAZY[name])(z)
     assert _get_current_function_mode_stack() == []
 
@@ -385,7 +371,7 @@ def test_coroutines_with_alphas_of_their_own_are_refused(z):
         await asyncio.sleep(first)
         with PowerGrad(alpha):
             await asyncio.sleep(second)
-            return F.cross_entropy(z, Y.to(z.device))
+            return plain(z)
 
     async def both(*seconds: tuple[float, float]) -> list[Tensor | BaseException]:
         tasks = (loss(a, *s) for a, s in zip((0.3, 0.6), seconds, strict=True))
@@ -410,7 +396,7 @@ def test_a_block_that_ends_out_of_order_raises_and_leaves_nothing_behind(z):
     second.__enter__()
     with pytest.raises(RuntimeError, match="innermost"):
         first.__exit__(None, None, None)
-    assert close(F.cross_entropy(z, Y.to(z.device)), z, 0.6)
+    assert close(plain(z), z, 0.6)
     second.__exit__(None, None, None)
     assert _get_current_function_mode_stack() == []
     with pytest.raises(RuntimeError, match="innermost"):
@@ -420,7 +406,7 @@ def test_a_block_that_ends_out_of_order_raises_and_leaves_nothing_behind(z):
 def test_tasks_that_a_block_starts_are_inside(z):
     async def loss() -> Tensor:
         await asyncio.sleep(0)
-        return F.cross_entropy(z, Y.to(z.device))
+        return plain(z)
 
     async def main() -> list[Tensor]:
         with PowerGrad(0.3):
@@ -476,33 +462,28 @@ def test_alpha_changes_without_another_compilation(z, way):
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute:UserWarning")  # TorchDynamo reads it
 def test_a_graph_break_inside_the_block(z):
     torch.compiler.reset()
-
     log: Any = torch.compiler.disable(lambda loss: None)
     mode = PowerGrad(0.3)
 
+    def broken(z: Tensor) -> Tensor:
+        loss = plain(z)
+        log(loss)
+        return loss + plain(z)
+
     def local(z: Tensor) -> Tensor:
         with PowerGrad(0.3):
-            loss = F.cross_entropy(z, Y.to(z.device))
-            log(loss)
-            return loss + F.cross_entropy(z, Y.to(z.device))
+            return broken(z)
 
     def shared(z: Tensor) -> Tensor:
         with mode:
-            loss = F.cross_entropy(z, Y.to(z.device))
-            log(loss)
-            return loss + F.cross_entropy(z, Y.to(z.device))
+            return broken(z)
 
-    def around(z: Tensor) -> Tensor:
-        loss = F.cross_entropy(z, Y.to(z.device))
-        log(loss)
-        return loss + F.cross_entropy(z, Y.to(z.device))
-
-    for function in (local, shared, mode(around)):
+    for function in (local, shared, mode(broken)):
         compiled = torch.compile(function, backend="aot_eager")
         for _ in range(2):
             assert close(compiled(z) / 2, z, 0.3)
             assert _get_current_function_mode_stack() == []
-    compiled = torch.compile(around, backend="aot_eager")
+    compiled = torch.compile(broken, backend="aot_eager")
     for _ in range(2):
         with mode:
             loss = compiled(z)
@@ -530,40 +511,6 @@ assert (actual - expected).abs().max() < 1e-14, (actual - expected).abs().max()
 
 
 # Recomputation ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["F.cross_entropy", "nn.CrossEntropyLoss", "F.log_softmax"])
-def test_a_loss_inside_a_checkpoint(z, reentrant, name):
-    call = CALLS[name]
-
-    def loss(x: Tensor) -> Tensor:
-        return call(x * 1)
-
-    with PowerGrad(0.3):
-        value = checkpoint(loss, z, use_reentrant=reentrant)
-    assert isinstance(value, Tensor)
-    value.backward()
-    assert z.grad is not None
-    assert (z.grad - expected(z, 0.3)).abs().max() <= 1e-14
-    # What one had to write before PowerGrad reached into checkpoints.
-    for explicit in (
-        lambda: checkpoint(PowerGrad(0.3)(loss), z, use_reentrant=reentrant),
-        lambda: checkpoint(
-            lambda x: cross_entropy(x * 1, Y.to(z.device), alpha=0.3), z, use_reentrant=reentrant
-        ),
-    ):
-        for outer in (None, 0.5):
-            z.grad = None
-            if outer is None:
-                value = explicit()
-            else:
-                with PowerGrad(outer):
-                    value = explicit()
-            assert isinstance(value, Tensor)
-            value.backward()
-            assert z.grad is not None
-            assert (z.grad - expected(z, 0.3)).abs().max() <= 1e-14
 
 
 def gradient(loss: object, z: Tensor) -> Tensor:
@@ -630,7 +577,7 @@ CHECKPOINTS: dict[str, Callable[[Tensor], object]] = {
     "nested, both reentrant": lambda z: reentrant(lambda z: reentrant(doubled, z), z),
     "sequential": lambda z: checkpoint_sequential([doubled], 1, z, use_reentrant=False),
     "sequential, a segment each": lambda z: checkpoint_sequential(
-        [torch.sin, lambda z: 2 * z, lambda z: F.cross_entropy(z, Y.to(z.device)), torch.clone],
+        [torch.sin, lambda z: 2 * z, lambda z: plain(z), torch.clone],
         4,
         z,
         use_reentrant=False,
@@ -666,9 +613,10 @@ def test_every_form_of_checkpoint(z, name, inside):
 @pytest.mark.parametrize("form", [reentrant, non_reentrant])
 def test_the_innermost_holds_in_a_checkpoint_too(z, form):
     for inner in (0.6, 1.0):
-        with PowerGrad(0.3):
-            loss = form(PowerGrad(inner)(doubled), z)
-        assert (gradient(loss, z) - of_doubled(z, inner)).abs().max() <= 1e-14
+        for outer in (nullcontext(), PowerGrad(0.3)):
+            with outer:
+                loss = form(PowerGrad(inner)(doubled), z)
+            assert (gradient(loss, z) - of_doubled(z, inner)).abs().max() <= 1e-14
         with PowerGrad(0.3), PowerGrad(inner):
             loss = form(doubled, z)
         assert (gradient(loss, z) - of_doubled(z, inner)).abs().max() <= 1e-14
@@ -687,11 +635,10 @@ def test_an_alpha_tensor_is_captured_by_value(z, form):
 
 
 @pytest.mark.parametrize("form", [reentrant, non_reentrant])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_compiled_loss_inside_an_eager_checkpoint(z, form, backend, inside):
+def test_a_compiled_loss_inside_an_eager_checkpoint(z, form, inside):
     torch.compiler.reset()
-    compiled = torch.compile(doubled, backend=backend, fullgraph=True)
+    compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
     for alpha in (0.3, 0.7, 1.0):
         with PowerGrad(alpha):
             loss = form(compiled, z)
@@ -737,47 +684,40 @@ def test_a_checkpoint_fails_as_ever(z):
 def test_where_checkpoints_cannot_be_captured_the_error_stays(z, monkeypatch):
     monkeypatch.setattr("powergrad._compat._captured", False)
     for form in (reentrant, non_reentrant):
-        with PowerGrad(0.3), pytest.raises(RuntimeError, match="outside checkpoints and custom"):
+        with PowerGrad(0.3), pytest.raises(RuntimeError, match="checkpoints"):
             form(doubled, z)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_before_the_loss_is_fine(z, reentrant):
+@pytest.mark.parametrize("form", [reentrant, non_reentrant])
+def test_a_checkpoint_before_the_loss_is_fine(z, form):
     with PowerGrad(0.3):
-        hidden = checkpoint(torch.sin, z, use_reentrant=reentrant)
-        assert isinstance(hidden, Tensor)
-        loss = F.cross_entropy(hidden, Y.to(z.device))
-    loss.backward()
-    (reference,) = torch.autograd.grad(cross_entropy(z.sin(), Y.to(z.device), alpha=0.3), z)
-    assert z.grad is not None
-    assert (z.grad - reference).abs().max() <= 1e-15
+        loss = F.cross_entropy(form(lambda z: 2 * z.sin(), z), Y.to(z.device))
+    assert (gradient(loss, z) - of_doubled(z, 0.3)).abs().max() <= 1e-15
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("form", [reentrant, non_reentrant])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-def test_evaluation_inside_a_checkpoint_does_not_raise(z, reentrant):
-    call = CALLS["F.cross_entropy"]
+def test_evaluation_inside_a_checkpoint_does_not_raise(z, form):
     with torch.no_grad(), PowerGrad(0.3):
-        value = checkpoint(call, z.detach(), use_reentrant=reentrant)
-    assert isinstance(value, Tensor)
-    assert torch.equal(value, call(z.detach()))
+        value = form(plain, z.detach())
+    assert torch.equal(value, plain(z.detach()))
 
 
 def test_a_loss_inside_another_custom_function_raises(z):
     class Mine(torch.autograd.Function):
         @staticmethod
         def forward(ctx, z):
-            return F.cross_entropy(z, Y.to(z.device))
+            return plain(z)
 
         @staticmethod
         def backward(ctx, grad):  # pyright: ignore
             return None
 
-    with PowerGrad(0.3), pytest.raises(RuntimeError, match="custom autograd functions"):
+    with PowerGrad(0.3), pytest.raises(RuntimeError, match="custom"):
         Mine.apply(z)
     with PowerGrad(0.3):  # nothing to alter
         assert Mine.apply(z.detach()) == F.cross_entropy(z.detach(), Y.to(z.device))
-    assert Mine.apply(z) == F.cross_entropy(z, Y.to(z.device))
+    assert Mine.apply(z) == plain(z)
 
 
 def test_a_copy_of_a_model_whose_forward_is_decorated_is_a_model_of_its_own():
