@@ -1,4 +1,4 @@
-"""The paper's equations and the primitive, for any loss of log p. (The lemmas: test_theory.py.)"""
+"""The paper's equations, and the primitive for any loss of log p."""
 
 from __future__ import annotations
 
@@ -72,14 +72,6 @@ def test_equations_along_a_dimension_with_one_alpha_an_example():
     assert power_transform(p.half(), alpha, 1).dtype == torch.float16
 
 
-def test_zero_probabilities():
-    p = torch.tensor([0.75, 0.25, 0.0])
-    assert power_transform(p, 0.0).tolist() == pytest.approx([1 / 3] * 3)
-    assert float(stationary_threshold(p, 0.0)) == pytest.approx(1 / 3)
-    assert power_transform(p, 1e-3)[2] == 0
-    assert float(stationary_threshold(p, 1e-6)) == pytest.approx(1 / 2, rel=1e-5)
-
-
 def test_paper_smoothing_spreads_over_the_wrong_classes():
     k, eps = 7, 0.1
     z = torch.randn(k, dtype=torch.float64)
@@ -94,18 +86,20 @@ def test_paper_smoothing_spreads_over_the_wrong_classes():
 
 
 @pytest.mark.parametrize("function", [power_transform, stationary_threshold])
-def test_equations_refuse_bad_input(function):
-    p = torch.tensor([[0.5, 0.5]])
-    for p_, alpha, dim, error, message in [
-        (p, 1.5, -1, ValueError, "`alpha`"),
-        (p, torch.zeros(3), -1, ValueError, "`alpha` to have shape"),
-        (p, 0.5, 2, ValueError, r"`dim` to be in \[-2, 1\]"),
-        (-p, 0.5, -1, ValueError, "`p` to hold probabilities"),
-        (p.long(), 0.5, -1, TypeError, "`p` to be a floating-point tensor"),
-        (p * float("nan"), 0.5, -1, ValueError, "`p` to hold probabilities"),
-    ]:
-        with pytest.raises(error, match=message):
-            function(p_, alpha, dim)
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"alpha": 1.5}, ValueError),
+        ({"alpha": torch.zeros(3)}, ValueError),
+        ({"dim": 2}, ValueError),
+        ({"p": torch.tensor([[-0.5, 1.5]])}, ValueError),
+        ({"p": torch.tensor([[1, 0]])}, TypeError),
+        ({"p": torch.tensor([[float("nan")]])}, ValueError),
+    ],
+)
+def test_a_bad_argument_of_the_equations_is_named(function, change, error):
+    with pytest.raises(error, match=f"`{next(iter(change))}`"):
+        function(**{"p": torch.tensor([[0.5, 0.5]]), "alpha": 0.5, **change})
 
 
 # The primitive ------------------------------------------------------------------------------------
@@ -188,16 +182,18 @@ def test_forward_mode_is_the_potentials_tangent(device):
     assert (out.tangent - expected).abs().max() <= 1e-14
 
 
-def test_bad_input_is_named():
-    z = torch.zeros(2, 3)
-    for kwargs, error, message in [
-        ({"dim": 2}, ValueError, r"`dim` to be in \[-2, 1\]"),
-        ({"alpha": 2.0}, ValueError, "`alpha`"),
-        ({"alpha": torch.zeros(3)}, ValueError, r"`alpha` to have shape \(\) or \(2,\), .* \(3,\)"),
-        ({"input": z.int()}, TypeError, "`input`"),
-    ]:
-        with pytest.raises(error, match=message):
-            log_softmax(**{"input": z, "alpha": 0.3, **kwargs})
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"dim": 2}, ValueError),
+        ({"alpha": 2.0}, ValueError),
+        ({"alpha": torch.zeros(3)}, ValueError),
+        ({"input": torch.zeros(2, 3).int()}, TypeError),
+    ],
+)
+def test_a_bad_argument_is_named(change, error):
+    with pytest.raises(error, match=f"`{next(iter(change))}`"):
+        log_softmax(**{"input": torch.zeros(2, 3), "alpha": 0.3, **change})
 
 
 def test_a_sum_over_many_classes_does_not_overflow():
