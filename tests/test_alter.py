@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from powergrad import alter_gradient, alter_output
 
@@ -39,27 +38,6 @@ def test_higher_derivatives_go_through_the_function(device):
     h = 6 * 0.7 / (1 + g) ** 2
     assert first.item() == pytest.approx(g / (1 + g), rel=1e-14)
     assert second.item() == pytest.approx(h / (1 + h), rel=1e-14)
-
-
-def test_transforms_and_compile(device):
-    x = torch.randn(4, 3, dtype=torch.float64, device=device)
-
-    def loss(x: Tensor) -> Tensor:
-        return (alter_gradient(x, squash) ** 2).sum()
-
-    expected = squash(2 * x)
-    assert torch.allclose(torch.func.grad(loss)(x), expected)
-    assert torch.allclose(torch.func.vmap(torch.func.grad(loss))(x), expected)
-    leaf = x.clone().requires_grad_()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(torch.autograd.grad(compiled(leaf), leaf)[0], expected)
-    for reentrant in (True, False):
-        leaf.grad = None
-        value = checkpoint(loss, leaf, use_reentrant=reentrant)
-        assert isinstance(value, Tensor)
-        value.backward()
-        assert leaf.grad is not None
-        assert torch.allclose(leaf.grad, expected)
 
 
 def test_a_bad_argument_is_named():

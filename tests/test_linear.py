@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -134,20 +133,6 @@ def test_second_derivatives_and_frozen_parts(device, reduction):
         frozen.requires_grad_(True)
 
 
-def test_transforms_and_compile(device):
-    hidden, head, target = case(device, 7)
-
-    def loss(head: Tensor) -> Tensor:
-        result = linear_cross_entropy(hidden.detach(), head, target, alpha=0.3)
-        assert isinstance(result, Tensor)
-        return result
-
-    (reference,) = torch.autograd.grad(loss(head), head)
-    assert torch.allclose(torch.func.grad(loss)(head.detach()), reference, rtol=1e-12)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(torch.autograd.grad(compiled(head), head)[0], reference, rtol=1e-12)
-
-
 @pytest.mark.parametrize("soft", [False, True])
 def test_accuracy(device, soft):
     hidden, head, target = case(device, 40)
@@ -226,22 +211,6 @@ def test_the_bias_of_a_rare_class_learns_under_autocast():
         actual += torch.autograd.grad(65536 * loss, leaf)
     assert (actual[0][4000:] > 0).all()
     assert relative(actual[0][4000:], actual[1][4000:]) < 2e-2  # the logits had 11 bits
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_several_gradients_at_once(reduction):
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(*s, dtype=torch.float64, generator=generator) for s in ((6, 4), (5, 4))]
-    target = torch.tensor([1, 4, 0, 2, 2, 3])
-
-    def loss(hidden: Tensor, head: Tensor) -> Any:
-        options: dict[str, Any] = {"reduction": reduction, "chunk_rows": 4}
-        return linear_cross_entropy(hidden, head, target, alpha=0.3, **options)
-
-    jacobian = torch.autograd.functional.jacobian
-    torch.testing.assert_close(
-        jacobian(loss, tuple(tensors), vectorize=True), jacobian(loss, tuple(tensors))
-    )
 
 
 def test_an_ignored_row_adds_nothing_where_class_0_is_masked():

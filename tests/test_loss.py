@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import shutil
 from typing import Any
 
 import pytest
@@ -91,20 +90,6 @@ def test_functional_transforms_of_something_else(generator):
         assert torch.allclose(grad, expected)
 
 
-@pytest.mark.parametrize("soft", [False, True])
-def test_gradients_of_single_examples_by_vmap(generator, soft):
-    z = logits(generator)
-    target = logits(generator).softmax(1) if soft else LABELS
-    alphas = torch.tensor([0.0, 0.2, 0.7, 1.0], dtype=torch.float64)
-
-    def single(z: Tensor, target: Tensor, alpha: Tensor) -> Tensor:
-        return cross_entropy(z, target, alpha=alpha)
-
-    actual = torch.func.vmap(torch.func.grad(single))(z, target, alphas)
-    expected = [torch.func.grad(single)(*row) for row in zip(z, target, alphas, strict=True)]
-    assert (actual - torch.stack(expected)).abs().max() <= 1e-15
-
-
 def test_soft_targets_and_weights_get_their_ordinary_gradient(generator):
     z = logits(generator)
     for eps in (0.0, 0.1):
@@ -131,23 +116,6 @@ def test_compiled_with_two_alphas_of_the_same_logits(generator):
     for value, expected in zip(compiled, losses(z), strict=True):
         (actual,) = torch.autograd.grad(value, z, retain_graph=True)
         assert (actual - torch.autograd.grad(expected, z)[0]).abs().max() <= 1e-14
-
-
-@pytest.mark.matrix
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_compiles_with_inductor(generator, device):
-    torch.compiler.reset()
-    z, y = logits(generator).to(device).requires_grad_(), LABELS.to(device)
-
-    def loss(z: Tensor, alpha: Tensor) -> Tensor:
-        return cross_entropy(z, y, alpha=alpha, label_smoothing=0.1)
-
-    compiled = torch.compile(loss, fullgraph=True)
-    for alpha in (0.3, 0.0):
-        exponent = torch.tensor(alpha, device=device)
-        (actual,) = torch.autograd.grad(compiled(z, exponent) * 3, z)
-        (expected,) = torch.autograd.grad(loss(z, exponent) * 3, z)
-        assert (actual - expected).abs().max() <= 1e-14
 
 
 def test_module_alpha_changes_without_recompilation(device, generator):
@@ -187,31 +155,24 @@ def test_float16_gradients_are_formed_after_the_loss_scale_arrives(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_under_autocast_with_a_gradient_scaler(device, dtype):
+@pytest.mark.parametrize("scaled", [True, False])
+def test_under_autocast_with_a_gradient_scaler(device, dtype, scaled):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 10)).to(device)
     x, y = torch.randn(64, 16, device=device), torch.randint(0, 10, (64,), device=device)
-
-    def gradients(scaled: bool) -> list[Tensor]:
-        model.zero_grad()
-        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**12, enabled=scaled)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with torch.autocast(device.type, dtype=dtype):
-            out = model(x)
-            loss = cross_entropy(out, y, alpha=0.1)
-        assert out.dtype == dtype
-        assert loss.dtype == torch.float32
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    plain = copy.deepcopy(model)
-    cross_entropy(plain(x), y, alpha=0.1).backward()
-    for scaled in (True, False):
-        for actual, p in zip(gradients(scaled), plain.parameters(), strict=True):
-            assert p.grad is not None
-            # 16-bit activations and weights: about 8 bits of the largest entry survive.
-            assert (actual - p.grad).abs().max() <= 0.02 * p.grad.abs().max()
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(cross_entropy(model(x), y, alpha=0.1), parameters)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**12, enabled=scaled)
+    with torch.autocast(device.type, dtype=dtype):
+        out = model(x)
+        loss = cross_entropy(out, y, alpha=0.1)
+    assert (out.dtype, loss.dtype) == (dtype, torch.float32)
+    scaler.scale(loss).backward()
+    scaler.unscale_(torch.optim.SGD(parameters, lr=0.0))
+    for p, grad in zip(parameters, expected, strict=True):
+        assert p.grad is not None
+        # 16-bit activations and weights: about 8 bits of the largest entry survive.
+        assert (p.grad - grad).abs().max() <= 0.02 * grad.abs().max()
 
 
 def test_gradient_accumulation(device, generator):

@@ -170,18 +170,6 @@ def test_sixteen_bits_go_through_the_logits_not_through_rounded_log_p(device):
     assert ((z.grad.double() - expected).abs() / expected.abs()).max() <= 2**-8
 
 
-def test_forward_mode_is_the_potentials_tangent(device):
-    z = torch.randn(3, 4, dtype=torch.float64, device=device)
-    t = torch.randn(3, 4, dtype=torch.float64, device=device)
-    actual = torch.func.jvp(lambda z: log_softmax(z, alpha=0.3), (z,), (t,))[1]
-    expected = torch.func.jvp(lambda z: torch.log_softmax(0.3 * z, -1) / 0.3, (z,), (t,))[1]
-    assert (actual - expected).abs().max() <= 1e-14
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(z, t)
-        out = torch.autograd.forward_ad.unpack_dual(log_softmax(dual, alpha=0.3))
-    assert (out.tangent - expected).abs().max() <= 1e-14
-
-
 @pytest.mark.parametrize(
     ("change", "error"),
     [
