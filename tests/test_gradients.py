@@ -230,6 +230,7 @@ OPTIONS = {
         masked=True, ignore_index=-100, alphas="example", weight="random"
     ),
     "confident": Form(spread=60.0, alpha=0.9),
+    "very large": Form(spread=1e4, alpha=0.05),
     "far from 0": Form(offset=1e4, spread=10.0, alpha=0.05),
     "1000 classes": Form(shape=(7, 1000), label_smoothing=0.1),
 }

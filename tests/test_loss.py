@@ -48,22 +48,6 @@ def test_a_vocabulary_of_128_000(device, generator, native, options):
     assert row_error(actual, oracle, 1) <= 2e-7
 
 
-def test_confident_examples_keep_their_gradient(native):
-    # 1 - p' = 4e-18 is 0 if formed as a difference, in any precision here.
-    _, grad = gradients_of(cross_entropy, torch.tensor([[80.0, 0.0]]), torch.tensor([0]), alpha=0.5)
-    assert grad.tolist()[0] == pytest.approx([-4.248354e-18, 4.248354e-18], rel=1e-6)
-
-
-@pytest.mark.parametrize("alpha", [0.05, 0.3, 0.99])
-def test_large_logits(device, native, alpha):
-    z = torch.tensor([[1e4, -1e4, 0.0], [-1e4, 1e4, 1e4]], device=device)
-    y = torch.tensor([1, 0], device=device)
-    for dtype in (torch.float16, torch.float32):
-        _, actual = gradients_of(cross_entropy, z.to(dtype), y, alpha=alpha)
-        oracle = gradient_of_potential(z.to(dtype), y, alpha, torch.tensor(1.0))
-        assert row_error(actual, oracle, 1) <= TOLERANCE[dtype][0]
-
-
 # Derivatives of other kinds -----------------------------------------------------------------------
 
 LABELS = torch.tensor([0, 2, 4, 1])
@@ -175,26 +159,11 @@ def test_under_autocast_with_a_gradient_scaler(device, dtype, scaled):
         assert (p.grad - grad).abs().max() <= 0.02 * grad.abs().max()
 
 
-def test_gradient_accumulation(device, generator):
-    z = logits(generator, 12, 5).to(device).requires_grad_()
-    y = (torch.arange(12) % 5).to(device)
-    (whole,) = torch.autograd.grad(cross_entropy(z, y, alpha=0.3), z)
-    for i in range(0, 12, 4):
-        (cross_entropy(z[i : i + 4], y[i : i + 4], alpha=0.3) / 3).backward()
-    assert z.grad is not None
-    assert (z.grad - whole).abs().max() <= 1e-15
-
-
-def test_the_module_is_a_store_of_arguments(device, generator):
+def test_the_module_can_be_copied_pickled_and_cast(device, generator):
     weight = torch.arange(1.0, 6.0, dtype=torch.float64)
-    module = CrossEntropyLoss(0.3, weight, ignore_index=2, reduction="sum", label_smoothing=0.1).to(
-        device
-    )
-    z = logits(generator).to(device).requires_grad_()
-    y = LABELS.to(device)
-    expected = cross_entropy(
-        z, y, weight.to(device), alpha=0.3, ignore_index=2, reduction="sum", label_smoothing=0.1
-    )
+    module = CrossEntropyLoss(0.3, weight, ignore_index=2).to(device)
+    z, y = logits(generator).to(device), LABELS.to(device)
+    expected = cross_entropy(z, y, weight.to(device), alpha=0.3, ignore_index=2)
     for copied in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert torch.equal(copied(z, y), expected)
         assert copied.alpha == 0.3
@@ -202,70 +171,9 @@ def test_the_module_is_a_store_of_arguments(device, generator):
     assert set(module.state_dict()) == set(nn.CrossEntropyLoss(weight).state_dict())
     assert module.half().alpha == 0.3
     assert "alpha=0.3" in repr(module)
-    module.alpha = torch.tensor(0.5)
-    assert torch.equal(module.alpha, torch.tensor(0.5))
 
 
-# Bad input and edges ------------------------------------------------------------------------------
-
-Z, Y = torch.zeros(4, 5), torch.tensor([0, 1, 2, 3])
-BAD = [
-    ({"alpha": 1.3}, ValueError),
-    ({"alpha": -0.1}, ValueError),
-    ({"alpha": float("nan")}, ValueError),
-    ({"alpha": "0.3"}, TypeError),
-    ({"alpha": True}, TypeError),
-    ({"alpha": None}, TypeError),
-    ({"alpha": torch.tensor(1)}, TypeError),
-    ({"alpha": torch.tensor(1.5)}, ValueError),
-    ({"alpha": torch.tensor([0.1, 0.2, 2.0, 0.3])}, ValueError),
-    ({"alpha": torch.tensor(float("nan"))}, ValueError),
-    ({"alpha": torch.zeros(5)}, ValueError),
-    ({"alpha": torch.zeros(1)}, ValueError),
-    ({"alpha": torch.zeros(4, 1)}, ValueError),
-    ({"alpha": torch.tensor(0.3, requires_grad=True)}, ValueError),
-    ({"input": Z.long()}, TypeError),
-    ({"input": [[0.0]]}, TypeError),
-    ({"input": torch.tensor(0.0)}, ValueError),
-    ({"input": torch.zeros(4, 0)}, ValueError),
-    ({"target": [0, 1, 2, 3]}, TypeError),
-    ({"target": Y[:3]}, ValueError),
-    ({"target": Y[:, None]}, ValueError),
-    ({"target": Y.int()}, TypeError),
-    ({"target": Y + 2}, ValueError),
-    ({"target": Y - 1}, ValueError),
-    ({"target": Z[:, :4]}, ValueError),
-    ({"target": Z[:1]}, ValueError),
-    ({"ignore_index": 1, "target": Z}, ValueError),
-    ({"weight": torch.ones(4)}, ValueError),
-    ({"weight": torch.ones(5).double()}, TypeError),
-    ({"weight": torch.ones(5).long()}, TypeError),
-    ({"reduction": "average"}, ValueError),
-    ({"label_smoothing": 1.2}, ValueError),
-]
-
-
-@pytest.mark.parametrize(("change", "error"), BAD)
-def test_a_bad_argument_is_named(change, error):
-    for logits in (Z, Z.clone().requires_grad_()):
-        arguments = {"input": logits, "target": Y, "alpha": 0.3, **change}
-        with pytest.raises(error, match=f"`{next(iter(change))}`"):
-            cross_entropy(**arguments)
-
-
-def test_the_message_has_the_offending_values():
-    with pytest.raises(ValueError, match=r"\[0, 4\] .* \(-100\), but got values from 2 to 5"):
-        cross_entropy(Z, Y + 2, alpha=0.3)
-
-
-@pytest.mark.parametrize(
-    "change", [{"alpha": 2.0}, {"reduction": "average"}, {"label_smoothing": -1.0}]
-)
-def test_the_module_checks_where_it_is_made(change):
-    with pytest.raises(ValueError, match=next(iter(change))):
-        CrossEntropyLoss(**{"alpha": 0.3, **change})
-    with pytest.raises(ValueError, match="alpha"):
-        CrossEntropyLoss(0.3).alpha = 2.0
+# Edges --------------------------------------------------------------------------------------------
 
 
 def gradients_of(function, z: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -370,8 +278,7 @@ def test_binary_at_alpha_one_is_pytorch_bit_for_bit(device, generator):
     z, y = logits(generator).float().to(device), logits(generator).float().sigmoid().to(device)
     ours = gradients_of(binary_cross_entropy_with_logits, z, y, alpha=1.0)
     plain = gradients_of(F.binary_cross_entropy_with_logits, z, y)
-    assert torch.equal(ours[0], plain[0])
-    assert torch.equal(ours[1], plain[1])
+    assert all(map(torch.equal, ours, plain))
 
 
 def test_binary_is_the_softmax_of_z_and_nothing(device, generator):
@@ -383,24 +290,6 @@ def test_binary_is_the_softmax_of_z_and_nothing(device, generator):
     pairs = torch.stack([torch.zeros_like(z), z], 1)
     _, softmax = gradients_of(cross_entropy, pairs, y, alpha=0.3, reduction="sum")
     assert (binary - softmax[:, 1]).abs().max() <= 1e-15
-
-
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"alpha": 1.3}, ValueError),
-        ({"alpha": torch.zeros(5)}, ValueError),
-        ({"input": Z.long()}, TypeError),
-        ({"target": Z.long()}, TypeError),
-        ({"target": Z[:1]}, ValueError),
-        ({"reduction": "avg"}, ValueError),
-        ({"weight": torch.ones(4)}, ValueError),
-        ({"pos_weight": torch.ones(2, 4, 5)}, ValueError),
-    ],
-)
-def test_a_bad_argument_of_the_binary_loss_is_named(change, error):
-    with pytest.raises(error, match=f"`{next(iter(change))}`"):
-        binary_cross_entropy_with_logits(**{"input": Z, "target": Z, "alpha": 0.3, **change})
 
 
 # What calls in the field had wrong ----------------------------------------------------------------
@@ -421,21 +310,17 @@ def test_autocast_does_not_round_a_smoothed_and_weighted_loss(given, low, native
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
-def test_a_label_of_one_byte_is_not_taken_for_a_negative_ignore_index(device):
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+def test_a_label_of_one_byte_is_not_taken_for_a_negative_ignore_index(device, eps):
     """As one byte, -100 is 156."""
-    z = torch.randn(4, 200, generator=torch.Generator().manual_seed(0)).to(device)
+    z = torch.randn(4, 200, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
     labels = torch.tensor([156, 3, 199, 156], dtype=torch.uint8, device=device)
-    for eps in (0.0, 0.1):
-        expected = F.cross_entropy(z, labels.long(), label_smoothing=eps)
-        leaf = z.clone().requires_grad_()
-        for logits in (z, leaf):
-            loss = cross_entropy(logits, labels, alpha=0.3, label_smoothing=eps)
-            torch.testing.assert_close(loss, expected)
-        grads = []
+    for create_graph in (False, True):
+        results = []
         for target in (labels, labels.long()):
-            loss = cross_entropy(leaf, target, alpha=0.3, label_smoothing=eps)
-            grads += torch.autograd.grad(loss, leaf, create_graph=True)
-        torch.testing.assert_close(*grads)
+            loss = cross_entropy(z, target, alpha=0.3, label_smoothing=eps)
+            results.append([loss, *torch.autograd.grad(loss, z, create_graph=create_graph)])
+        torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

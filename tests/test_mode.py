@@ -263,26 +263,6 @@ def test_threads_do_not_see_each_other(z):
     assert close(losses["inside"], z, 0.3)
 
 
-@pytest.mark.parametrize(
-    ("alpha", "error"),
-    [
-        (1.5, ValueError),
-        ("0.3", TypeError),
-        (torch.tensor(1.2), ValueError),
-        (torch.tensor([0.5, torch.nan]), ValueError),
-        (torch.tensor(1), TypeError),
-        (torch.tensor(0.5, requires_grad=True), ValueError),
-    ],
-)
-def test_alpha_is_checked_where_it_is_given(alpha, error):
-    with pytest.raises(error, match="`alpha`"):
-        PowerGrad(alpha)
-    mode = PowerGrad(0.3)
-    with pytest.raises(error, match="`alpha`"):
-        mode.alpha = alpha
-    assert mode.alpha == 0.3
-
-
 def test_integers_are_cast_before_the_log_softmax():
     scores = torch.tensor([[3, 1, 2]])
     with PowerGrad(0.3):
