@@ -507,7 +507,6 @@ def run(script: str, **environment: str) -> None:
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
         env={**os.environ, **environment},
         check=True,
-        timeout=120,
     )
 
 
