@@ -51,14 +51,15 @@ def test_gradients_of_hidden_states_head_and_bias(device, form, width, biased, c
     leaves = [
         t.clone().requires_grad_() for t in ((hidden, head, bias) if biased else (hidden, head))
     ]
+    options = {"linear_bias": leaves[2] if biased else None, **example.options}
     with nullcontext() if native else patch.object(_native, "library", lambda: None):
         loss = linear_cross_entropy(
-            *leaves[:2],
+            leaves[0],
+            leaves[1],
             example.target,
             alpha=example.alpha,
-            linear_bias=leaves[2] if biased else None,
             chunk_rows=chunk_rows,
-            **example.options,
+            **options,  # pyright: ignore[reportArgumentType]
         )
     actual = torch.autograd.grad(loss, leaves, example.upstream)
 

@@ -167,7 +167,7 @@ def test_heads_of_other_shapes_and_blocks(device, rows):
         loss = F.linear_cross_entropy(
             x, weight, y, linear_bias=bias, options=blocks if len(rows) == 1 else None
         )
-    logits = torch.tensordot(x, weight, ([-1], [-1])) + bias
+    logits = F.linear(x, weight.flatten(0, -2), bias.flatten()).unflatten(-1, bias.shape)
     losses = (loss, cross_entropy(logits, y, alpha=0.3))
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*(torch.autograd.grad(v, weight)[0] for v in losses))
@@ -327,7 +327,7 @@ def test_other_results_pass(z):
 def test_coroutines_with_alphas_of_their_own_are_refused(z):
     """They take turns in one thread, whose modes they share."""
 
-    async def main() -> list[Tensor | BaseException]:
+    async def main() -> tuple[Tensor | BaseException, ...]:
         entered = asyncio.Event()
 
         async def first() -> Tensor:
@@ -350,6 +350,18 @@ def test_coroutines_with_alphas_of_their_own_are_refused(z):
     assert isinstance(loss, Tensor)
     assert close(loss, z, 0.6)
     assert _get_current_function_mode_stack() == []
+
+
+def test_tasks_that_a_block_starts_are_inside(z):
+    async def loss() -> Tensor:
+        await asyncio.sleep(0)
+        return plain(z)
+
+    async def main() -> list[Tensor]:
+        with PowerGrad(0.3):
+            return list(await asyncio.gather(loss(), loss()))
+
+    assert all(close(value, z, 0.3) for value in asyncio.run(main()))
 
 
 def test_a_block_that_ends_out_of_order_raises_and_leaves_nothing_behind(z):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from references import gradient_of_potential
+from cases import OPTIONS, build, check_gradient, check_value
 from torch import Tensor
 from torch.library import opcheck
 
 import powergrad
+from powergrad import _native
 from powergrad import loss as loss_module
 
 OPS = torch.ops.powergrad
@@ -37,7 +38,10 @@ def test_log_softmax_and_its_backward_pass_opcheck(alpha, dtype, generator):
 @pytest.mark.parametrize("alpha", alphas())
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_cross_entropy_passes_opcheck(alpha, reduction, dtype, generator):
+@pytest.mark.parametrize("native", [True, False])
+def test_cross_entropy_passes_opcheck(alpha, reduction, dtype, native, generator, monkeypatch):
+    if not native:
+        monkeypatch.setattr(_native, "library", lambda: None)
     z = logits(generator, dtype).requires_grad_()
     weight = torch.rand(4, generator=generator).to(dtype)
     for w, eps in ((None, 0.0), (weight, 0.1)):
@@ -101,24 +105,14 @@ def test_torch_func_refuses_the_operators(generator):
         torch.func.grad(lambda z: OPS.log_softmax(z, alpha, 1, None)[0, 0])(z)
 
 
-def test_labels_that_are_no_classes_raise_in_a_compiled_graph(monkeypatch):
+@pytest.mark.skipif(not powergrad.native_available(), reason="needs the C kernel")
+@pytest.mark.parametrize(
+    "name", ["defaults", "none", "smoothing, weights", "alpha of each example"]
+)
+def test_compiled_graphs_call_the_kernel_for_large_logits(name, monkeypatch):
     monkeypatch.setattr(loss_module, "OPERATOR", 0)
-    z, y = torch.zeros(5, 4, requires_grad=True), torch.full((5,), 4)
-    if not powergrad.native_available():
-        pytest.skip("needs the C kernel")
-    torch.compiler.reset()
-    with pytest.raises(ValueError, match="`target`"):
-        torch.compile(lambda z: powergrad.cross_entropy(z, y, alpha=0.3), backend="aot_eager")(z)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("per_row", [False, True])
-def test_compiled_graphs_call_the_kernel_for_large_logits(reduction, per_row, generator):
-    if not powergrad.native_available():
-        pytest.skip("needs the C kernel")
-    z = torch.randn(300, 300, generator=generator).requires_grad_()
-    y = torch.randint(0, 300, (300,), generator=generator)
-    alpha = torch.rand(300, generator=generator, dtype=torch.float64) if per_row else 0.3
+    case = build(OPTIONS[name])
+    z = case.logits.requires_grad_()
     graphs = []
 
     def backend(graph, _):
@@ -126,12 +120,14 @@ def test_compiled_graphs_call_the_kernel_for_large_logits(reduction, per_row, ge
         return graph
 
     def loss(z: Tensor) -> Tensor:
-        return powergrad.cross_entropy(z, y, alpha=alpha, reduction=reduction)
+        return powergrad.cross_entropy(z, case.target, alpha=case.alpha, **case.options)
 
     torch.compiler.reset()
-    value = torch.compile(loss, backend=backend, fullgraph=True)(z)
+    compiled = torch.compile(loss, backend=backend, fullgraph=True)
+    value = compiled(z)
     assert any(n.target is OPS.cross_entropy for n in graphs[0].graph.nodes)
-    upstream = torch.randn(value.shape, generator=generator)
-    (actual,) = torch.autograd.grad(value, z, upstream)
-    expected = gradient_of_potential(z, y, alpha, reduction=reduction, upstream=upstream)
-    assert (actual - expected).abs().max() <= 1e-6 * expected.abs().max()
+    check_value(case, value.detach())
+    check_gradient(case, *torch.autograd.grad(value, z, case.upstream))
+    case.target = torch.full_like(case.target, z.shape[1])
+    with pytest.raises(ValueError, match="`target`"):
+        compiled(z)
