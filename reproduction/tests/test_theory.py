@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from powergrad import log_softmax, power_transform, stationary_threshold
+from powergrad import (
+    cross_entropy,
+    equivalent_training,
+    log_softmax,
+    power_transform,
+    stationary_threshold,
+)
 
 # What is drawn -----------------------------------------------------------------------------------
 
@@ -474,9 +481,9 @@ def test_class_separation_may_fail_when_the_backbone_moves():
 
 # Around the identity -----------------------------------------------------------------------------
 # tests/test_identity.py trains both ways, with each optimizer and with clipping. Here: what else
-# docs/theory.md says of the identity, all with SGD and momentum, 200 steps, in float64.
+# docs/theory.md says of the identity, with SGD and momentum, in float64.
 
-ALPHA, LR, DECAY, STEPS = 0.3, 0.1, 1e-2, 200
+ALPHA, LR, DECAY = 0.3, 0.1, 1e-2
 
 
 def network(normalised: bool = False) -> nn.Sequential:
@@ -488,49 +495,29 @@ def network(normalised: bool = False) -> nn.Sequential:
     return net.double()
 
 
-def scale(module: nn.Module, factor: float) -> None:
-    with torch.no_grad():
-        for p in module.parameters():
-            p.mul_(factor)
-
-
-def groups_of(alpha: float) -> list[dict[str, float]]:
-    """The table's row for SGD: backbone, head. At 1 these are the paper's."""
-    return [
-        {"lr": LR / alpha, "weight_decay": DECAY * alpha},
-        {"lr": LR * alpha, "weight_decay": DECAY / alpha},
-    ]
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LR, weight_decay=DECAY, momentum=0.9)
 
 
 def train(
     net: nn.Sequential,
-    alpha: float | Callable[[int], float] = 1.0,
-    groups: list[dict[str, float]] | None = None,
-    penalty: Callable[[], Tensor | float] = lambda: 0.0,
-    before: Callable[[torch.optim.Optimizer, int], object] = lambda optimizer, step: None,
-) -> nn.Sequential:
+    loss: Callable[[Tensor, Tensor, int], Tensor],
+    optimizer_at: Callable[[int], torch.optim.Optimizer],
+) -> None:
     generator = torch.Generator().manual_seed(2)
-    parts = (net[:-1].parameters(), net[-1].parameters())
-    settings = groups_of(1.0) if groups is None else groups
-    optimizer = torch.optim.SGD(
-        [{"params": list(part), **g} for part, g in zip(parts, settings, strict=True)], momentum=0.9
-    )
-    for step in range(STEPS):
-        before(optimizer, step)
+    for step in range(200):
+        optimizer = optimizer_at(step)
         x = torch.randn(16, 6, generator=generator, dtype=torch.float64)
         y = torch.randint(0, 4, (16,), generator=generator)
         optimizer.zero_grad()
-        exponent = alpha(step) if callable(alpha) else alpha
-        (F.nll_loss(log_softmax(net(x), alpha=exponent), y) + penalty()).backward()
+        loss(net(x), y, step).backward()
         optimizer.step()
-    return net
 
 
-def twin() -> nn.Sequential:
-    """The network whose plain training is to follow that of `network()` with PGT."""
-    net = network()
-    scale(net[-1], ALPHA)
-    return net
+def scale(module: nn.Module, factor: float) -> None:
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(factor)
 
 
 def distance(pgt: nn.Sequential, plain: nn.Sequential, alpha: float = ALPHA) -> float:
@@ -542,45 +529,55 @@ def distance(pgt: nn.Sequential, plain: nn.Sequential, alpha: float = ALPHA) -> 
 
 @pytest.mark.parametrize(("factor", "equal"), [(ALPHA, True), (1.0, False)])
 def test_other_loss_terms_must_be_multiplied_by_alpha(factor, equal):
-    pgt, plain = network(), twin()
-
     def penalty(net: nn.Sequential, head_scale: float) -> Tensor:
         weights = [p for p in net.parameters() if p.dim() == 2]
         return 0.02 * (weights[0] ** 4).sum() + 0.02 * ((weights[1] / head_scale) ** 4).sum()
 
-    train(pgt, ALPHA, penalty=lambda: penalty(pgt, 1.0))
-    train(plain, groups=groups_of(ALPHA), penalty=lambda: factor * penalty(plain, ALPHA))
+    pgt, plain = network(), network()
+    optimizers = sgd(pgt.parameters()), equivalent_training(plain, sgd(plain.parameters()), ALPHA)
+    train(
+        pgt,
+        lambda z, y, _: cross_entropy(z, y, alpha=ALPHA) + penalty(pgt, 1.0),
+        lambda _: optimizers[0],
+    )
+    train(
+        plain,
+        lambda z, y, _: F.cross_entropy(z, y) + factor * penalty(plain, ALPHA),
+        lambda _: optimizers[1],
+    )
     assert (distance(pgt, plain) < 1e-11) is equal
 
 
 @pytest.mark.parametrize("rescaled", [True, False])
 def test_a_schedule_of_alpha_needs_rescaling_at_each_change(rescaled):
-    plain = network()
+    pgt, plain = network(), network()
+    ours, optimizer = sgd(pgt.parameters()), sgd(plain.parameters())
 
     def alpha_at(step: int) -> float:
         return max(0.1, 1 - step / 150)
 
-    def follow(optimizer: torch.optim.Optimizer, step: int) -> None:
+    def optimizer_at(step: int) -> torch.optim.Optimizer:
+        nonlocal optimizer
         ratio = alpha_at(step) / alpha_at(max(step - 1, 0))
-        for group, settings in zip(optimizer.param_groups, groups_of(alpha_at(step)), strict=True):
-            group.update(settings)
-        if rescaled:
-            scale(plain[-1], ratio)
-            for p in optimizer.param_groups[0]["params"]:
-                if p in optimizer.state:
-                    optimizer.state[p]["momentum_buffer"] *= ratio
+        if rescaled and ratio != 1:  # the head, the groups and the momentum
+            optimizer = equivalent_training(plain, optimizer, ratio)
+        return optimizer
 
-    pgt = train(network(), alpha_at)
-    train(plain, before=follow)
-    assert (distance(pgt, plain, alpha_at(STEPS - 1)) < 1e-11) is rescaled
+    train(pgt, lambda z, y, step: cross_entropy(z, y, alpha=alpha_at(step)), lambda _: ours)
+    train(plain, lambda z, y, _: F.cross_entropy(z, y), optimizer_at)
+    assert (distance(pgt, plain, alpha_at(199) if rescaled else 1.0) < 1e-11) is rescaled
 
 
 def test_scale_invariant_backbone_feels_only_its_start():
     # Before a batch normalisation, (w, lr, wd) and (k w, k^2 lr, wd / k^2) are one trajectory. So
     # lr / alpha and wd * alpha from w are the same as lr and wd from sqrt(alpha) w.
-    pgt, plain = train(network(normalised=True), ALPHA), network(normalised=True)
+    pgt, plain = network(normalised=True), network(normalised=True)
+    ours = sgd(pgt.parameters())
+    train(pgt, lambda z, y, _: cross_entropy(z, y, alpha=ALPHA), lambda _: ours)
     scale(plain[0], math.sqrt(ALPHA))
     scale(plain[-1], ALPHA)
-    train(plain, groups=[groups_of(1.0)[0], groups_of(ALPHA)[1]])
+    head = {"params": plain[-1].parameters(), "lr": LR * ALPHA, "weight_decay": DECAY / ALPHA}
+    optimizer = sgd([{"params": plain[0].parameters()}, head])
+    train(plain, lambda z, y, _: F.cross_entropy(z, y), lambda _: optimizer)
     scale(plain[0], 1 / math.sqrt(ALPHA))
     assert distance(pgt, plain) < 1e-11
