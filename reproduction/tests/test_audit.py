@@ -86,9 +86,6 @@ def test_alpha_1_is_right_at_every_scale_so_it_proves_nothing(p, n, r):
     torch.testing.assert_close(got, want, rtol=0, atol=atol)
 
 
-# What is wrong elsewhere -------------------------------------------------------------------------
-
-
 @given(p=distributions(), n=st.integers(1, 300), r=st.floats(1e-5, 100), alpha=alphas)
 def test_a_row_keeps_its_direction(p, n, r, alpha):
     assume(p[0].item() > 1 - 1 / r + 1e-6)
@@ -96,7 +93,7 @@ def test_a_row_keeps_its_direction(p, n, r, alpha):
     torch.testing.assert_close(got / got.norm(), want / want.norm(), rtol=0, atol=1e-9)
 
 
-# Above N^2 ---------------------------------------------------------------------------------------
+# Other scales ------------------------------------------------------------------------------------
 
 
 @given(p=distributions(), n=st.integers(1, 300), r=st.floats(1.01, 100), alpha=alphas)
@@ -119,9 +116,6 @@ def test_from_twice_n_squared_what_is_not_nan_is_too_small(rest, margin, n, r, a
     wrong = margin / r
     p = torch.cat([torch.tensor([1 - wrong], dtype=torch.float64), wrong * rest])
     assert (1 - 1e-9) / r <= ratio_at(p, n, r, alpha) <= 1 + 1e-9
-
-
-# Below N^2 ---------------------------------------------------------------------------------------
 
 
 @given(p=distributions(), n=st.integers(1, 300), r=st.floats(1e-5, 0.5), alpha=alphas)
@@ -156,9 +150,6 @@ def test_only_a_power_of_two_recovers_wrong_classes_bit_for_bit(n, exact):
     recovered = audit.plain(logits.float(), target, "mean", n**2)[wrong] / n
     assert torch.equal(recovered, p) == exact
     torch.testing.assert_close(recovered, p, rtol=2 * 2.0**-24 * 1.001, atol=0)
-
-
-# Sixteen bits ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n", "r"), [(4, 1), (32, 1), (256, 1), (2048, 1), (256, 256**-2)])

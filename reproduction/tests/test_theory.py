@@ -165,7 +165,7 @@ def test_proposition_1_is_a_jump_where_p_is_zero():
     torch.testing.assert_close(gradient(p.log(), 0, 0.0), array(-0.5, 0.5, 0.0))
 
 
-# Section 4.1: theorem 1 --------------------------------------------------------------------------
+# Section 4.1: theorem 1, order, smoothing --------------------------------------------------------
 
 
 @given(distributions(), alphas, alphas)
@@ -223,9 +223,6 @@ def test_theorem_1_at_its_ends(probabilities):
     mean = (p * p.log()).sum()
     variance = (p * (p.log() - mean) ** 2).sum()
     torch.testing.assert_close(at_one, mean.exp() * variance / 2, rtol=1e-4, atol=0)
-
-
-# Section 4.1: order, and smoothing ---------------------------------------------------------------
 
 
 @given(distributions(), alphas)
@@ -288,13 +285,11 @@ def test_range_of_the_derivatives(example, alpha):
 
 
 def test_range_does_not_shrink_at_both_ends():
-    # A correct prediction: the largest rises.
     plain, pgt = sizes(array(0.8, 0.15, 0.05).log(), 0, 0.5)
-    assert pgt.max() > plain.max()
-    # A wrong one whose other classes are all above the threshold: the smallest falls.
+    assert pgt.max() > plain.max()  # a correct prediction: the largest rises
     for p in (array(0.1, 0.9), array(0.01, 0.33, 0.33, 0.33)):
         plain, pgt = sizes(p.log(), 0, 0.5)
-        assert pgt.min() < plain.min()
+        assert pgt.min() < plain.min()  # all other classes are above the threshold
 
 
 @given(examples(max_classes=10), st.floats(0.1, 1))
@@ -457,25 +452,25 @@ def test_a_wrong_logit_above_the_threshold_falls_less():
     torch.testing.assert_close(pgt[0] - pgt[1], plain[0] - plain[1])
 
 
-def gap_after_step(features: Tensor, head: Tensor, alpha: float, moving: bool) -> float:
-    """Between the first two logits of the first example; class 0 is true for all."""
-    head, features = head.clone().requires_grad_(), features.clone().requires_grad_(moving)
-    (-log_softmax(features @ head.T, alpha=alpha)[:, 0].sum()).backward()
-    torch.optim.SGD([head, features], lr=0.1 if len(features) > 1 else 0.01).step()
-    after = features[0] @ head.T
-    return (after[0] - after[1]).item()
-
-
-def test_class_separation_may_fail_in_a_batch():
-    features = torch.stack([array(1, 0), array(1, 1)])
-    head = torch.linalg.solve(features, torch.stack([array(1, 0, 0), array(0, 5, 0)])).T
-    gaps = [gap_after_step(features, head, alpha, moving=False) for alpha in (0.3, 1.0)]
-    assert gaps[0] < gaps[1]
-
-
-def test_class_separation_may_fail_when_the_backbone_moves():
-    head = torch.tensor([[0.0, 1], [-3, 3], [2, -3]], dtype=torch.float64)
-    gaps = [gap_after_step(array(1, 1)[None], head, alpha, moving=True) for alpha in (0.3, 1.0)]
+@pytest.mark.parametrize(
+    ("features", "head", "moving", "lr"),
+    [
+        # Another example shares features; its prediction is wrong.
+        ([[1, 0], [1, 1]], [[1, -1], [0, 5], [0, 0]], False, 0.1),
+        # The layers below the head move too, as they do in training.
+        ([[1, 1]], [[0, 1], [-3, 3], [2, -3]], True, 0.01),
+    ],
+    ids=["batch", "backbone"],
+)
+def test_class_separation_may_fail_in_a_batch_or_a_network(features, head, moving, lr):
+    gaps = []
+    for alpha in (0.3, 1.0):
+        weight = torch.tensor(head, dtype=torch.float64, requires_grad=True)
+        a = torch.tensor(features, dtype=torch.float64, requires_grad=moving)
+        (-log_softmax(a @ weight.T, alpha=alpha)[:, 0].sum()).backward()  # class 0 is true for all
+        torch.optim.SGD([weight, a], lr=lr).step()
+        after = a[0] @ weight.T
+        gaps.append((after[0] - after[1]).item())
     assert gaps[0] < gaps[1]
 
 
