@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from powergrad import alter_gradient, alter_output, cross_entropy
+from powergrad import alter_gradient, alter_output
 
 
 def squash(grad: Tensor) -> Tensor:
@@ -23,16 +22,11 @@ def test_forward_is_identity_and_backward_is_the_function(device):
     assert grad.tolist() == pytest.approx([0.8, -1 / 3, 0.0])
 
 
-def test_other_uses_of_the_tensor_keep_their_gradient(device):
-    x = torch.tensor([2.0], device=device, requires_grad=True)
-    (3 * alter_gradient(x, lambda g: g * 10) + 5 * x).backward()
-    assert x.grad == 35
-
-
-def test_everything_before_sees_the_altered_gradient(device):
+def test_what_is_before_sees_the_altered_gradient_and_other_uses_do_not(device):
     w = torch.tensor([2.0], device=device, requires_grad=True)
-    (alter_gradient(w.square(), lambda g: -g) * 3).backward()
-    assert w.grad == -12
+    x = w.square()
+    (3 * alter_gradient(x, lambda g: g * 10) + 5 * x).backward()
+    assert w.grad == 35 * 4
 
 
 def test_higher_derivatives_go_through_the_function(device):
@@ -46,51 +40,18 @@ def test_higher_derivatives_go_through_the_function(device):
     assert second.item() == pytest.approx(h / (1 + h), rel=1e-14)
 
 
-def test_pgt_is_one_alteration(device):
-    """The paper's Type II at the logits, written with the labels that `cross_entropy` needs not."""
-    z = torch.randn(4, 5, dtype=torch.float64, device=device, requires_grad=True)
-    y = torch.tensor([0, 2, 4, 1], device=device)
-    q = torch.nn.functional.one_hot(y, 5).double()
-    flat = torch.softmax(0.3 * z.detach(), 1)
-    altered = alter_gradient(z, lambda g: (flat - q) / 4 * 7)
-    (actual,) = torch.autograd.grad(7 * torch.nn.functional.cross_entropy(altered, y), z)
-    (expected,) = torch.autograd.grad(7 * cross_entropy(z, y, alpha=0.3), z)
-    assert (actual - expected).abs().max() <= 1e-15
-
-
-def test_transforms_and_compile(device):
-    x = torch.randn(4, 3, dtype=torch.float64, device=device)
-
-    def loss(x: Tensor) -> Tensor:
-        return (alter_gradient(x, squash) ** 2).sum()
-
-    expected = squash(2 * x)
-    assert torch.allclose(torch.func.grad(loss)(x), expected)
-    assert torch.allclose(torch.func.vmap(torch.func.grad(loss))(x), expected)
-    leaf = x.clone().requires_grad_()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(torch.autograd.grad(compiled(leaf), leaf)[0], expected)
-    for reentrant in (True, False):
-        leaf.grad = None
-        value = checkpoint(loss, leaf, use_reentrant=reentrant)
-        assert isinstance(value, Tensor)
-        value.backward()
-        assert leaf.grad is not None
-        assert torch.allclose(leaf.grad, expected)
-
-
-def test_bad_input_is_named():
+def test_a_bad_argument_is_named():
     x = torch.zeros(2, requires_grad=True)
-    with pytest.raises(TypeError, match="`fn` to be callable, but got int"):
+    with pytest.raises(TypeError, match="`fn`"):
         alter_gradient(x, 3)  # pyright: ignore
-    with pytest.raises(TypeError, match="`tensor` to be a floating-point tensor"):
+    with pytest.raises(TypeError, match="`tensor`"):
         alter_gradient(torch.zeros(2, dtype=torch.long), squash)
-    for fn, error, message in [
-        (lambda g: None, TypeError, "`fn` to return a tensor, but got NoneType"),
-        (lambda g: g.sum(), ValueError, r"`fn` to return shape \(2,\) .* got \(\)"),
-        (lambda g: g.double(), ValueError, "torch.float32, but got .* torch.float64"),
+    for fn, error in [
+        (lambda g: None, TypeError),
+        (lambda g: g.sum(), ValueError),
+        (lambda g: g.double(), ValueError),
     ]:
-        with pytest.raises(error, match=message):
+        with pytest.raises(error, match="`fn`"):
             alter_gradient(x, fn).sum().backward()
 
 
@@ -147,14 +108,11 @@ def test_outputs_with_structure_and_nesting(device):
     assert out["none"] is None
 
 
-def test_bad_names_are_named(device):
-    model = network(device)
-    with pytest.raises(
-        ValueError, match=r"`name` to be a module .* got 'fc'; the modules are: '', '0'"
-    ):
-        alter_output(model, "fc", squash)
-    with pytest.raises(TypeError, match="`fn` to be callable"):
-        alter_output(model, "1", None)  # pyright: ignore
+def test_an_unknown_module_is_named_with_those_that_there_are(device):
+    with pytest.raises(ValueError, match=r"`name` .*'fc'.* '0'"):
+        alter_output(network(device), "fc", squash)
+    with pytest.raises(TypeError, match="`fn`"):
+        alter_output(network(device), "1", None)  # pyright: ignore
 
 
 def test_an_operation_in_place_may_follow_the_altered_module(device):

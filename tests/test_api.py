@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import inspect
 import re
 import shutil
 import sys
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import griffe
-import pytest
 import yaml
 
 import powergrad
@@ -182,34 +180,13 @@ def test_changes_are_seen(tmp_path):
         text = path.read_text()
         assert old in text, file
         path.write_text(text.replace(old, new, 1))
+    with (copy / "powergrad" / "loss.py").open("a") as file:  # what is private may change
+        file.write("\n\ndef _private(): ...\n\n\ndef unlisted(): ...\n")
     changes = difference(public_api(), public_api(copy))
     names = {_name(line).removeprefix("class ").removeprefix("powergrad.") for line in changes}
     assert {name for *_, name in CHANGES} <= names
     parts = tuple(name for *_, name in CHANGES)
     assert {name for name in names if not name.startswith(parts)} == {"FilterMonitor.close"}
-
-
-def test_what_is_private_may_change(tmp_path):
-    copy = shutil.copytree(ROOT / "src", tmp_path / "src")
-    path = copy / "powergrad" / "loss.py"
-    path.write_text(path.read_text() + "\n\ndef _private(): ...\n\n\ndef unlisted(): ...\n")
-    assert public_api(copy) == public_api()
-
-
-@pytest.mark.parametrize("name", [n for n in powergrad.__all__ if n != "__version__"])
-def test_what_is_written_is_what_is_imported(name):
-    """griffe reads the sources; Python itself says the same of parameters and their kinds."""
-    line = next(
-        each for each in public_api() if re.match(rf"powergrad\.{name}(\.__init__)?\(", each)
-    )
-    parameters = inspect.signature(getattr(powergrad, name)).parameters.values()
-    listed = line[line.index("(") : line.rindex(" ->")]
-    scope: dict[str, inspect.Signature] = {}
-    exec(f"from __future__ import annotations\ndef f{listed}: ...", scope)
-    written = inspect.signature(scope["f"]).parameters.values()  # pyright: ignore[reportArgumentType]
-    assert [(p.name, p.kind, p.default) for p in written] == [
-        (p.name, p.kind, p.default) for p in parameters
-    ]
 
 
 def test_changes_are_asked_to_be_announced():

@@ -10,7 +10,8 @@ import itertools
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -31,6 +32,10 @@ from powergrad import CrossEntropyLoss, PowerGrad, cross_entropy, log_softmax
 Y = torch.tensor([0, 2, 4, 1])
 
 
+def plain(z: Tensor) -> Tensor:
+    return F.cross_entropy(z, Y.to(z.device))
+
+
 class Wrapped(nn.Module):
     """A model that computes its own loss, and makes the criterion there, as many do."""
 
@@ -39,11 +44,9 @@ class Wrapped(nn.Module):
 
 
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "F.cross_entropy": lambda z: F.cross_entropy(z, Y.to(z.device)),
-    "nn.CrossEntropyLoss": lambda z: nn.CrossEntropyLoss()(z, Y.to(z.device)),
-    "a model with its own loss": Wrapped(),
+    "F.cross_entropy": plain,
+    "nn.CrossEntropyLoss": Wrapped(),
     "F.log_softmax": lambda z: F.nll_loss(F.log_softmax(z, dim=1), Y.to(z.device)),
-    "F.log_softmax positional": lambda z: F.nll_loss(F.log_softmax(z, 1), Y.to(z.device)),
     "nn.LogSoftmax": lambda z: F.nll_loss(nn.LogSoftmax(dim=-1)(z), Y.to(z.device)),
     "torch.log_softmax": lambda z: F.nll_loss(torch.log_softmax(z, 1), Y.to(z.device)),
     "torch.special": lambda z: F.nll_loss(torch.special.log_softmax(z, 1), Y.to(z.device)),
@@ -75,6 +78,25 @@ def close(loss: Tensor, z: Tensor, alpha: float | Tensor) -> bool:
     return bool((actual - expected(z, alpha)).abs().max() <= 1e-14)
 
 
+def gradient(loss: object, z: Tensor) -> Tensor:
+    """By `backward`, since a reentrant checkpoint refuses `torch.autograd.grad`."""
+    assert isinstance(loss, Tensor)
+    z.grad = None
+    loss.backward()
+    assert z.grad is not None
+    return z.grad
+
+
+def doubled(z: Tensor) -> Tensor:
+    """A loss with something before it to recompute."""
+    return F.cross_entropy(2 * z.sin(), Y.to(z.device))
+
+
+def of_doubled(z: Tensor, alpha: float | Tensor) -> Tensor:
+    loss = cross_entropy(2 * z.sin(), Y.to(z.device), alpha=alpha)
+    return torch.autograd.grad(loss, z)[0]
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_reaches_and_leaves_nothing_behind(z, name):
     call = CALLS[name]
@@ -89,98 +111,70 @@ def test_reaches_and_leaves_nothing_behind(z, name):
     assert _get_current_function_mode_stack() == []
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_the_innermost_holds(z, name):
-    call = CALLS[name]
+def test_the_innermost_holds(z):
     with PowerGrad(0.5):
         with PowerGrad(0.3):
-            inner = call(z)
-        outer = call(z)
+            inner = plain(z)
+        outer = plain(z)
         with PowerGrad(1.0):
-            off = call(z)
+            off = plain(z)
         explicit = cross_entropy(z, Y.to(z.device), alpha=0.8)
         module = CrossEntropyLoss(1.0)(z, Y.to(z.device))
-    assert close(inner, z, 0.3)
-    assert close(outer, z, 0.5)
-    assert close(off, z, 1.0)
-    assert close(explicit, z, 0.8)
-    assert close(module, z, 1.0)
+    losses = {0.3: [inner], 0.5: [outer], 1.0: [off, module], 0.8: [explicit]}
+    assert all(close(loss, z, alpha) for alpha, several in losses.items() for loss in several)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_under_compile(z, name):
-    """Around a compiled function, within one, and as a decorator; then plain again."""
+@pytest.mark.parametrize("name", ["F.cross_entropy", "nn.CrossEntropyLoss", "written out"])
+def test_around_and_within_a_compiled_function(z, name):
+    """The other calls are with `test_never_plain`."""
     call = CALLS[name]
     torch.compiler.reset()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for alpha in (1.0, 0.3, 1.0):
+        with PowerGrad(alpha):
+            loss = compiled(z)
+        assert close(loss, z, alpha)
     assert close(compiled(z), z, 1.0)
-    with PowerGrad(0.3):
-        loss = compiled(z)
-    assert close(loss, z, 0.3)
-    assert close(compiled(z), z, 1.0)
-
-    def within(z: Tensor) -> Tensor:
-        with PowerGrad(0.3):
-            return call(z)
-
     # AOTAutograd, which takes most of the time, sees the same operators as above.
-    for function in (within, PowerGrad(0.3)(call)):
-        assert close(torch.compile(function, fullgraph=True, backend="eager")(z), z, 0.3)
+    within = torch.compile(PowerGrad(0.3)(call), fullgraph=True, backend="eager")
+    assert close(within(z), z, 0.3)
 
 
-def test_every_option_passes_through(z):
+def test_positional_and_old_options_pass_through(z):
     y, w = Y.to(z.device), torch.rand(5, dtype=z.dtype, device=z.device)
-    options = {"weight": w, "ignore_index": 2, "reduction": "sum", "label_smoothing": 0.1}
     with PowerGrad(0.3):
-        functional = F.cross_entropy(z, y, **options)  # pyright: ignore
-        module = nn.CrossEntropyLoss(**options)(z, y)  # pyright: ignore
         positional = F.cross_entropy(z, y, w, None, 2, None, "sum", 0.1)
-    (reference,) = torch.autograd.grad(cross_entropy(z, y, alpha=0.3, **options), z)  # pyright: ignore
-    for loss in (functional, module, positional):
-        assert torch.equal(torch.autograd.grad(loss, z)[0], reference)
-    with PowerGrad(0.3), pytest.warns(UserWarning, match="size_average and reduce"):
-        old = F.cross_entropy(z, y, size_average=False)
-    (reference,) = torch.autograd.grad(cross_entropy(z, y, alpha=0.3, reduction="sum"), z)
-    assert torch.equal(torch.autograd.grad(old, z)[0], reference)
+        with pytest.warns(UserWarning, match="size_average"):
+            old = F.cross_entropy(z, y, size_average=False)
+    options: dict[str, Any] = {"weight": w, "ignore_index": 2, "label_smoothing": 0.1}
+    for loss, given in ((positional, options), (old, {})):
+        reference = cross_entropy(z, y, alpha=0.3, reduction="sum", **given)
+        (actual,) = torch.autograd.grad(loss, z)
+        assert torch.equal(actual, torch.autograd.grad(reference, z)[0])
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs a newer torch")
-def test_linear_cross_entropy_with_every_option(device):
+@pytest.mark.parametrize("rows", [(4, 2), (4,), ()], ids=["positions", "blocks", "one example"])
+def test_heads_of_other_shapes_and_blocks(device, rows):
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 3, generator=g, dtype=torch.float64, device="cpu").to(device)
-    weight = torch.randn(5, 2, 3, generator=g, dtype=torch.float64).to(device).requires_grad_()
-    bias = torch.randn(5, 2, generator=g, dtype=torch.float64).to(device)
-    y = torch.randint(0, 5, (4, 2), generator=g).to(device)
-    options = {"linear_bias": bias, "label_smoothing": 0.1, "reduction": "sum", "ignore_index": 1}
+    x = torch.randn(*rows[:1], 3, generator=g, dtype=torch.float64).to(device)
+    weight = torch.randn(5, *rows[1:], 3, generator=g, dtype=torch.float64).to(device)
+    bias = torch.randn(5, *rows[1:], generator=g, dtype=torch.float64).to(device)
+    y = torch.randint(0, 5, rows, generator=g).to(device)
+    blocks = nn.LinearCrossEntropyOptions(batch_chunk_size=2, chunking_method=None)
+    weight.requires_grad_()
     with PowerGrad(0.3):
-        loss = F.linear_cross_entropy(x, weight, y, **options)  # pyright: ignore
-    assert torch.allclose(loss, F.linear_cross_entropy(x, weight, y, **options))  # pyright: ignore
-    logits = torch.einsum("ni,coi->nco", x, weight) + bias
-    ours = cross_entropy(logits, y, alpha=0.3, label_smoothing=0.1, reduction="sum", ignore_index=1)
-    actual, reference = (torch.autograd.grad(v, weight)[0] for v in (loss, ours))
-    assert (actual - reference).abs().max() <= 1e-13
-    with PowerGrad(0.3):
-        single = F.linear_cross_entropy(x[0], weight[:, 0], y[0, 0])
-    assert torch.allclose(single, F.cross_entropy(F.linear(x[0], weight[:, 0]), y[0, 0]))
-
-
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs a newer torch")
-def test_linear_cross_entropy_in_blocks(device):
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(300, 3, generator=g, dtype=torch.float64).to(device).requires_grad_()
-    head = torch.randn(5, 3, generator=g, dtype=torch.float64).to(device)
-    y = torch.randint(0, 5, (300,), generator=g).to(device)
-    options = nn.LinearCrossEntropyOptions(batch_chunk_size=64, chunking_method=None)
-    with PowerGrad(0.3):
-        loss = F.linear_cross_entropy(x, head, y, options=options)
-    ours = cross_entropy(F.linear(x, head), y, alpha=0.3)
-    actual, reference = (torch.autograd.grad(v, x)[0] for v in (loss, ours))
-    assert torch.allclose(loss, ours)
-    assert (actual - reference).abs().max() <= 1e-14
+        loss = F.linear_cross_entropy(
+            x, weight, y, linear_bias=bias, options=blocks if len(rows) == 1 else None
+        )
+    logits = F.linear(x, weight.flatten(0, -2), bias.flatten()).unflatten(-1, bias.shape)
+    losses = (loss, cross_entropy(logits, y, alpha=0.3))
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(v, weight)[0] for v in losses))
 
 
 def test_an_implicit_dimension_warns_as_pytorch_does(z):
-    with pytest.warns(UserWarning, match="Implicit dimension choice"), PowerGrad(0.3):
+    with pytest.warns(UserWarning, match="Implicit"), PowerGrad(0.3):
         log_p = F.log_softmax(z)
     assert close(F.nll_loss(log_p, Y.to(z.device)), z, 0.3)
 
@@ -213,7 +207,7 @@ def test_what_the_documentation_says_is_not_altered(z):
         by_operator = torch.ops.aten.cross_entropy_loss(z, y)
         return [by_softmax, by_logsumexp, by_operator]
 
-    with pytest.warns(UserWarning, match="alter a cross-entropy"):
+    with pytest.warns(UserWarning, match="PowerGrad"):
         losses = PowerGrad(0.3)(others)()
     for loss in losses:
         assert close(loss, z, 1.0)
@@ -234,38 +228,29 @@ def test_kl_and_ctc_of_a_log_softmax(z):
     assert torch.equal(torch.autograd.grad(ctc, z)[0], torch.autograd.grad(same, z)[0])
 
 
-def test_with_one_alpha_an_example(z):
-    alpha = torch.tensor([0.1, 0.4, 0.7, 1.0], device=z.device)
-    with PowerGrad(alpha):
-        assert close(F.cross_entropy(z, Y.to(z.device)), z, alpha)
-
-
 def test_an_exception_leaves_nothing_behind(z):
     with pytest.raises(ZeroDivisionError), PowerGrad(0.3), PowerGrad(0.5):
         _ = 1 / 0
     assert _get_current_function_mode_stack() == []
-    assert close(F.cross_entropy(z, Y.to(z.device)), z, 1.0)
+    assert close(plain(z), z, 1.0)
     with PowerGrad(0.3), pytest.raises(ValueError, match="`target`"):
         F.cross_entropy(z, Y.to(z.device)[:2])
 
 
 def test_one_instance_serves_again_and_nested(z):
     mode = PowerGrad(0.3)
-    for _ in range(2):
+    for alpha in (0.3, 0.6):
+        mode.alpha = alpha
         with mode, mode:
-            loss = F.cross_entropy(z, Y.to(z.device))
-        assert close(loss, z, 0.3)
-    mode.alpha = 0.6
-    with mode:
-        loss = F.cross_entropy(z, Y.to(z.device))
-    assert close(loss, z, 0.6)
+            loss = plain(z)
+        assert close(loss, z, alpha)
 
 
 def test_threads_do_not_see_each_other(z):
     losses = {}
 
     def work(name: str) -> None:
-        losses[name] = F.cross_entropy(z, Y.to(z.device))
+        losses[name] = plain(z)
 
     with PowerGrad(0.3):
         thread = threading.Thread(target=work, args=("thread",))
@@ -276,51 +261,6 @@ def test_threads_do_not_see_each_other(z):
     inside.join()
     assert close(losses["thread"], z, 1.0)  # as documented
     assert close(losses["inside"], z, 0.3)
-
-
-def test_decorated_functions_keep_their_name_and_generators_are_refused():
-    @PowerGrad(0.3)
-    def step(z: Tensor) -> Tensor:
-        """Doc."""
-        return z
-
-    assert step.__name__ == "step"
-    assert step.__doc__ == "Doc."
-    with pytest.raises(TypeError, match="generator or coroutine"):
-
-        @PowerGrad(0.3)
-        def batches():
-            yield 1
-
-    with pytest.raises(TypeError, match="generator or coroutine"):
-
-        @PowerGrad(0.3)
-        async def later():
-            pass
-
-
-@pytest.mark.parametrize(("alpha", "error"), [(1.5, ValueError), ("0.3", TypeError)])
-def test_bad_alpha_is_named(alpha, error):
-    with pytest.raises(error, match="`alpha`"):
-        PowerGrad(alpha)
-
-
-@pytest.mark.parametrize(
-    ("alpha", "error", "message"),
-    [
-        (torch.tensor(1.2), ValueError, "got 1.2"),
-        (torch.tensor([0.5, torch.nan]), ValueError, "got NaN"),
-        (torch.tensor(1), TypeError, "floating-point"),
-        (torch.tensor(0.5, requires_grad=True), ValueError, "not to require grad"),
-    ],
-)
-def test_a_tensor_alpha_is_checked_where_it_is_given(alpha, error, message):
-    with pytest.raises(error, match=message):
-        PowerGrad(alpha)
-    mode = PowerGrad(0.3)
-    with pytest.raises(error, match=message):
-        mode.alpha = alpha
-    assert mode.alpha == 0.3
 
 
 def test_integers_are_cast_before_the_log_softmax():
@@ -339,13 +279,19 @@ class Asynchronous:
         pass
 
 
+def batches() -> Iterator[int]:
+    yield 1
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (Wrapped, "the class Wrapped"),
-        (Asynchronous(), "generator or coroutine"),
-        (functools.partial(Asynchronous().__call__), "generator or coroutine"),
-        (3, "a function to decorate, but got int"),
+        (Wrapped, "class"),
+        (batches, "generator"),
+        (Asynchronous(), "coroutine"),
+        (Asynchronous.__call__, "coroutine"),
+        (functools.partial(Asynchronous().__call__), "coroutine"),
+        (3, "int"),
     ],
 )
 def test_what_cannot_be_decorated_is_refused(function, message):
@@ -365,7 +311,7 @@ LAZY: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("name", LAZY)
 def test_what_computes_later_is_refused_when_it_returns(z, name):
-    with pytest.raises(TypeError, match="return a computed value"):
+    with pytest.raises(TypeError, match="computed"):
         PowerGrad(0.3)(LAZY[name])(z)
     assert _get_current_function_mode_stack() == []
 
@@ -381,27 +327,41 @@ def test_other_results_pass(z):
 def test_coroutines_with_alphas_of_their_own_are_refused(z):
     """They take turns in one thread, whose modes they share."""
 
-    async def loss(alpha: float, first: float, second: float) -> Tensor:
-        await asyncio.sleep(first)
-        with PowerGrad(alpha):
-            await asyncio.sleep(second)
-            return F.cross_entropy(z, Y.to(z.device))
+    async def main() -> tuple[Tensor | BaseException, ...]:
+        entered = asyncio.Event()
 
-    async def both(*seconds: tuple[float, float]) -> list[Tensor | BaseException]:
-        tasks = (loss(a, *s) for a, s in zip((0.3, 0.6), seconds, strict=True))
-        return await asyncio.gather(*tasks, return_exceptions=True)
+        async def first() -> Tensor:
+            with PowerGrad(0.3):
+                await entered.wait()
+                return plain(z)  # while the other's block is the innermost
 
-    # The first calls its loss while the second is the innermost.
-    results = asyncio.run(both((0.0, 0.05), (0.02, 0.1)))
-    assert isinstance(results[0], RuntimeError)
-    assert "coroutine" in str(results[0])
-    assert isinstance(results[1], Tensor)
-    assert close(results[1], z, 0.6)
+        async def second() -> Tensor:
+            with PowerGrad(0.6):
+                entered.set()
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                return plain(z)
+
+        return await asyncio.gather(first(), second(), return_exceptions=True)
+
+    refused, loss = asyncio.run(main())
+    assert isinstance(refused, RuntimeError)
+    assert "coroutine" in str(refused)
+    assert isinstance(loss, Tensor)
+    assert close(loss, z, 0.6)
     assert _get_current_function_mode_stack() == []
-    # One after the other.
-    for result, alpha in zip(asyncio.run(both((0, 0.01), (0.05, 0.01))), (0.3, 0.6), strict=True):
-        assert isinstance(result, Tensor)
-        assert close(result, z, alpha)
+
+
+def test_tasks_that_a_block_starts_are_inside(z):
+    async def loss() -> Tensor:
+        await asyncio.sleep(0)
+        return plain(z)
+
+    async def main() -> list[Tensor]:
+        with PowerGrad(0.3):
+            return list(await asyncio.gather(loss(), loss()))
+
+    assert all(close(value, z, 0.3) for value in asyncio.run(main()))
 
 
 def test_a_block_that_ends_out_of_order_raises_and_leaves_nothing_behind(z):
@@ -410,24 +370,11 @@ def test_a_block_that_ends_out_of_order_raises_and_leaves_nothing_behind(z):
     second.__enter__()
     with pytest.raises(RuntimeError, match="innermost"):
         first.__exit__(None, None, None)
-    assert close(F.cross_entropy(z, Y.to(z.device)), z, 0.6)
+    assert close(plain(z), z, 0.6)
     second.__exit__(None, None, None)
     assert _get_current_function_mode_stack() == []
     with pytest.raises(RuntimeError, match="innermost"):
         second.__exit__(None, None, None)
-
-
-def test_tasks_that_a_block_starts_are_inside(z):
-    async def loss() -> Tensor:
-        await asyncio.sleep(0)
-        return F.cross_entropy(z, Y.to(z.device))
-
-    async def main() -> list[Tensor]:
-        with PowerGrad(0.3):
-            return list(await asyncio.gather(loss(), loss()))
-
-    for value in asyncio.run(main()):
-        assert close(value, z, 0.3)
 
 
 # Compiled functions -------------------------------------------------------------------------------
@@ -438,75 +385,44 @@ def test_alpha_changes_without_another_compilation(z, way):
     torch.compiler.reset()
     counter = CompileCounterWithBackend("eager")
     mode = PowerGrad(0.5)
-    y = Y.to(z.device)
-
-    def plain(z: Tensor) -> Tensor:
-        return F.cross_entropy(2 * z, y)
 
     def within(z: Tensor) -> Tensor:
         with mode:
-            return F.cross_entropy(2 * z, y)
+            return doubled(z)
 
-    functions = {"within": within, "decorated": mode(plain)}
-    compiled = torch.compile(functions.get(way, plain), backend=counter, fullgraph=True)
-    for step in range(20):
-        mode.alpha = alpha = step / 20
-        if way == "around":
-            with mode:
-                loss = compiled(z)
-        elif way == "another object":
-            with PowerGrad(alpha):
-                loss = compiled(z)
-        else:
+    functions = {"within": within, "decorated": mode(doubled)}
+    compiled = torch.compile(functions.get(way, doubled), backend=counter, fullgraph=True)
+
+    def check(alpha: float) -> None:
+        mode.alpha = alpha
+        around = {"around": mode, "another object": PowerGrad(alpha)}.get(way, nullcontext())
+        with around:
             loss = compiled(z)
         (actual,) = torch.autograd.grad(loss, z)
-        (reference,) = torch.autograd.grad(cross_entropy(2 * z, y, alpha=alpha), z)
-        assert (actual - reference).abs().max() <= 1e-14
+        assert (actual - of_doubled(z, alpha)).abs().max() <= 1e-14
+
+    for step in range(20):
+        check(step / 20)
     assert counter.frame_count == 1
     for alpha in (1.0, 0.5, 1.0, 0.0):  # PyTorch's own function is another graph
-        mode.alpha = alpha
-        with mode if way != "another object" else PowerGrad(alpha):
-            loss = compiled(z)
-        (actual,) = torch.autograd.grad(loss, z)
-        (reference,) = torch.autograd.grad(cross_entropy(2 * z, y, alpha=alpha), z)
-        assert (actual - reference).abs().max() <= 1e-14
+        check(alpha)
     assert counter.frame_count <= 3
 
 
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute:UserWarning")  # TorchDynamo reads it
 def test_a_graph_break_inside_the_block(z):
     torch.compiler.reset()
-
     log: Any = torch.compiler.disable(lambda loss: None)
-    mode = PowerGrad(0.3)
 
-    def local(z: Tensor) -> Tensor:
-        with PowerGrad(0.3):
-            loss = F.cross_entropy(z, Y.to(z.device))
-            log(loss)
-            return loss + F.cross_entropy(z, Y.to(z.device))
-
-    def shared(z: Tensor) -> Tensor:
-        with mode:
-            loss = F.cross_entropy(z, Y.to(z.device))
-            log(loss)
-            return loss + F.cross_entropy(z, Y.to(z.device))
-
-    def around(z: Tensor) -> Tensor:
-        loss = F.cross_entropy(z, Y.to(z.device))
+    def broken(z: Tensor) -> Tensor:
+        loss = plain(z)
         log(loss)
-        return loss + F.cross_entropy(z, Y.to(z.device))
+        return loss + plain(z)
 
-    for function in (local, shared, mode(around)):
-        compiled = torch.compile(function, backend="aot_eager")
-        for _ in range(2):
-            assert close(compiled(z) / 2, z, 0.3)
-            assert _get_current_function_mode_stack() == []
-    compiled = torch.compile(around, backend="aot_eager")
+    compiled = torch.compile(PowerGrad(0.3)(broken), backend="aot_eager")
     for _ in range(2):
-        with mode:
-            loss = compiled(z)
-        assert close(loss / 2, z, 0.3)
+        assert close(compiled(z) / 2, z, 0.3)
+        assert _get_current_function_mode_stack() == []
 
 
 def test_a_criterion_made_in_a_function_that_is_compiled_first_inside_the_block():
@@ -526,63 +442,10 @@ with PowerGrad(0.3):
 (expected,) = torch.autograd.grad(cross_entropy(z, y, alpha=0.3), z)
 assert (actual - expected).abs().max() < 1e-14, (actual - expected).abs().max()
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 # Recomputation ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["F.cross_entropy", "nn.CrossEntropyLoss", "F.log_softmax"])
-def test_a_loss_inside_a_checkpoint(z, reentrant, name):
-    call = CALLS[name]
-
-    def loss(x: Tensor) -> Tensor:
-        return call(x * 1)
-
-    with PowerGrad(0.3):
-        value = checkpoint(loss, z, use_reentrant=reentrant)
-    assert isinstance(value, Tensor)
-    value.backward()
-    assert z.grad is not None
-    assert (z.grad - expected(z, 0.3)).abs().max() <= 1e-14
-    # What one had to write before PowerGrad reached into checkpoints.
-    for explicit in (
-        lambda: checkpoint(PowerGrad(0.3)(loss), z, use_reentrant=reentrant),
-        lambda: checkpoint(
-            lambda x: cross_entropy(x * 1, Y.to(z.device), alpha=0.3), z, use_reentrant=reentrant
-        ),
-    ):
-        for outer in (None, 0.5):
-            z.grad = None
-            if outer is None:
-                value = explicit()
-            else:
-                with PowerGrad(outer):
-                    value = explicit()
-            assert isinstance(value, Tensor)
-            value.backward()
-            assert z.grad is not None
-            assert (z.grad - expected(z, 0.3)).abs().max() <= 1e-14
-
-
-def gradient(loss: object, z: Tensor) -> Tensor:
-    """By `backward`, since a reentrant checkpoint refuses `torch.autograd.grad`."""
-    assert isinstance(loss, Tensor)
-    z.grad = None
-    loss.backward()
-    assert z.grad is not None
-    return z.grad
-
-
-def doubled(z: Tensor) -> Tensor:
-    """A loss with something before it to recompute."""
-    return F.cross_entropy(2 * z.sin(), Y.to(z.device))
-
-
-def of_doubled(z: Tensor, alpha: float | Tensor) -> Tensor:
-    loss = cross_entropy(2 * z.sin(), Y.to(z.device), alpha=alpha)
-    return torch.autograd.grad(loss, z)[0]
 
 
 def composed(z: Tensor) -> Tensor:
@@ -595,20 +458,6 @@ def composed(z: Tensor) -> Tensor:
     from torch.distributed._composable.checkpoint_activation import checkpoint as composable
 
     return composable(Loss())(z)
-
-
-class Block(nn.Module):
-    """As in transformers: a flag of the model decides whether its blocks are checkpointed."""
-
-    def __init__(self, checkpointing: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.checkpointing = checkpointing
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.checkpointing(self._forward, z)
-
-    def _forward(self, z: Tensor) -> Tensor:
-        return doubled(z)
 
 
 def saved(context, operator, *args, **kwargs) -> CheckpointPolicy:
@@ -626,18 +475,14 @@ CHECKPOINTS: dict[str, Callable[[Tensor], object]] = {
     "without early stop": lambda z: non_reentrant(doubled, z, early_stop=False),
     "selective": lambda z: non_reentrant(doubled, z, context_fn=selective),
     "nested": lambda z: non_reentrant(lambda z: non_reentrant(doubled, z), z),
-    "nested, the outer reentrant": lambda z: reentrant(lambda z: non_reentrant(doubled, z), z),
     "nested, both reentrant": lambda z: reentrant(lambda z: reentrant(doubled, z), z),
-    "sequential": lambda z: checkpoint_sequential([doubled], 1, z, use_reentrant=False),
     "sequential, a segment each": lambda z: checkpoint_sequential(
-        [torch.sin, lambda z: 2 * z, lambda z: F.cross_entropy(z, Y.to(z.device)), torch.clone],
+        [torch.sin, lambda z: 2 * z, lambda z: plain(z), torch.clone],
         4,
         z,
         use_reentrant=False,
     ),
     "composable": composed,
-    "in a module": Block(non_reentrant),
-    "in a module, reentrant": Block(reentrant),
 }
 
 
@@ -666,9 +511,10 @@ def test_every_form_of_checkpoint(z, name, inside):
 @pytest.mark.parametrize("form", [reentrant, non_reentrant])
 def test_the_innermost_holds_in_a_checkpoint_too(z, form):
     for inner in (0.6, 1.0):
-        with PowerGrad(0.3):
-            loss = form(PowerGrad(inner)(doubled), z)
-        assert (gradient(loss, z) - of_doubled(z, inner)).abs().max() <= 1e-14
+        for outer in (nullcontext(), PowerGrad(0.3)):
+            with outer:
+                loss = form(PowerGrad(inner)(doubled), z)
+            assert (gradient(loss, z) - of_doubled(z, inner)).abs().max() <= 1e-14
         with PowerGrad(0.3), PowerGrad(inner):
             loss = form(doubled, z)
         assert (gradient(loss, z) - of_doubled(z, inner)).abs().max() <= 1e-14
@@ -684,30 +530,6 @@ def test_an_alpha_tensor_is_captured_by_value(z, form):
         loss = form(doubled, z)
     alpha.fill_(0.9)
     assert (gradient(loss, z) - of_doubled(z, torch.tensor(0.3))).abs().max() <= 1e-14
-
-
-@pytest.mark.parametrize("form", [reentrant, non_reentrant])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_compiled_loss_inside_an_eager_checkpoint(z, form, backend, inside):
-    torch.compiler.reset()
-    compiled = torch.compile(doubled, backend=backend, fullgraph=True)
-    for alpha in (0.3, 0.7, 1.0):
-        with PowerGrad(alpha):
-            loss = form(compiled, z)
-            actual = gradient(loss, z) if inside else None
-        actual = gradient(loss, z) if actual is None else actual
-        assert (actual - of_doubled(z, alpha)).abs().max() <= 1e-14
-    assert (gradient(form(compiled, z), z) - of_doubled(z, 1.0)).abs().max() <= 1e-14
-
-
-def test_a_checkpoint_inside_a_compiled_function(z):
-    torch.compiler.reset()
-    compiled = torch.compile(lambda z: non_reentrant(doubled, z), backend="aot_eager")
-    for alpha in (0.3, 0.7):
-        with PowerGrad(alpha):
-            loss = compiled(z)
-        assert (gradient(loss, z) - of_doubled(z, alpha)).abs().max() <= 1e-14
 
 
 def test_a_checkpoint_fails_as_ever(z):
@@ -737,47 +559,40 @@ def test_a_checkpoint_fails_as_ever(z):
 def test_where_checkpoints_cannot_be_captured_the_error_stays(z, monkeypatch):
     monkeypatch.setattr("powergrad._compat._captured", False)
     for form in (reentrant, non_reentrant):
-        with PowerGrad(0.3), pytest.raises(RuntimeError, match="outside checkpoints and custom"):
+        with PowerGrad(0.3), pytest.raises(RuntimeError, match="checkpoints"):
             form(doubled, z)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_before_the_loss_is_fine(z, reentrant):
+@pytest.mark.parametrize("form", [reentrant, non_reentrant])
+def test_a_checkpoint_before_the_loss_is_fine(z, form):
     with PowerGrad(0.3):
-        hidden = checkpoint(torch.sin, z, use_reentrant=reentrant)
-        assert isinstance(hidden, Tensor)
-        loss = F.cross_entropy(hidden, Y.to(z.device))
-    loss.backward()
-    (reference,) = torch.autograd.grad(cross_entropy(z.sin(), Y.to(z.device), alpha=0.3), z)
-    assert z.grad is not None
-    assert (z.grad - reference).abs().max() <= 1e-15
+        loss = F.cross_entropy(form(lambda z: 2 * z.sin(), z), Y.to(z.device))
+    assert (gradient(loss, z) - of_doubled(z, 0.3)).abs().max() <= 1e-15
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("form", [reentrant, non_reentrant])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-def test_evaluation_inside_a_checkpoint_does_not_raise(z, reentrant):
-    call = CALLS["F.cross_entropy"]
+def test_evaluation_inside_a_checkpoint_does_not_raise(z, form):
     with torch.no_grad(), PowerGrad(0.3):
-        value = checkpoint(call, z.detach(), use_reentrant=reentrant)
-    assert isinstance(value, Tensor)
-    assert torch.equal(value, call(z.detach()))
+        value = form(plain, z.detach())
+    assert torch.equal(value, plain(z.detach()))
 
 
 def test_a_loss_inside_another_custom_function_raises(z):
     class Mine(torch.autograd.Function):
         @staticmethod
         def forward(ctx, z):
-            return F.cross_entropy(z, Y.to(z.device))
+            return plain(z)
 
         @staticmethod
         def backward(ctx, grad):  # pyright: ignore
             return None
 
-    with PowerGrad(0.3), pytest.raises(RuntimeError, match="custom autograd functions"):
+    with PowerGrad(0.3), pytest.raises(RuntimeError, match="custom"):
         Mine.apply(z)
     with PowerGrad(0.3):  # nothing to alter
         assert Mine.apply(z.detach()) == F.cross_entropy(z.detach(), Y.to(z.device))
-    assert Mine.apply(z) == F.cross_entropy(z, Y.to(z.device))
+    assert Mine.apply(z) == plain(z)
 
 
 def test_a_copy_of_a_model_whose_forward_is_decorated_is_a_model_of_its_own():
@@ -794,6 +609,7 @@ def test_a_copy_of_a_model_whose_forward_is_decorated_is_a_model_of_its_own():
     first = Model()
     first.forward = PowerGrad(0.3)(first.forward)
     second = copy.deepcopy(first)
+    assert second.forward.__name__ == "forward"
     assert list(inspect.signature(second.forward).parameters) == ["x", "target"]
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     second(x, target=Y).backward()

@@ -1,4 +1,4 @@
-"""The C kernel against float64 oracles, PyTorch's bits and special values, and itself."""
+"""The C kernel: its precision, special values, memory and threads; norms; the loader."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import Case, size_of_terms
 from hypothesis import given
 from hypothesis import strategies as st
+from references import gradient_of_potential
 from torch import Tensor
 
 from powergrad import _native
 from powergrad._native import norms
 
-native = pytest.mark.skipif(not _native.available(), reason="the C kernel is not there")
+pytestmark = pytest.mark.skipif(not _native.available(), reason="needs the C kernel")
 
 INF, NAN = float("inf"), float("nan")
 LEVELS = range(_native.best_level() + 1)
@@ -51,48 +53,31 @@ def oracle_losses(z: Tensor, y: Tensor, w: Tensor, eps: float) -> Tensor:
     return (1 - eps) * hard + eps * smooth
 
 
-def oracle_grads(
-    z: Tensor, y: Tensor, w: Tensor, alpha: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """sum(w q) p' - w q in float64, and the size of each row that errors are relative to.
-
-    Entry y is minus the sum of the others, as rows sum to 0. Hard labels are judged by the largest
-    entry of a row, which may be 1e-30; smoothed ones by the larger of their two terms.
-    """
-    u = w * (eps / z.shape[1] + (1 - eps) * F.one_hot(y, z.shape[1]))
-    scores = torch.where(z == -INF, -INF, alpha[:, None] * (z - z.amax(1, keepdim=True)))
-    p = torch.softmax(scores, 1)
-    grads = u.sum(1, keepdim=True) * p - u
-    grads.scatter_(1, y[:, None], 0.0)
-    grads.scatter_(1, y[:, None], -grads.sum(1, keepdim=True))
-    size = torch.maximum(u.sum(1) * p.amax(1), u.amax(1)) if eps and len(z) else grads.abs().amax(1)
-    return grads, size
-
-
 def check(
     z: Tensor,
     y: Tensor,
     w: Tensor | None = None,
     alpha: float | Tensor = 0.3,
-    ignore_index: int = -100,
     eps: float = 0.0,
     reduction: str = "none",
     **options: int,
 ) -> None:
-    """Value and gradient of the kernel are the oracles'."""
-    value, grad = kernel(z, y, w, alpha, ignore_index, eps, reduction, **options)
+    """Value and gradient of the kernel, which are more precise than those of PyTorch.
+
+    Hard labels are judged by the largest entry of a row, which may be 1e-30; smoothed ones by the
+    larger of their two terms.
+    """
+    value, grad = kernel(z, y, w, alpha, -100, eps, reduction, **options)
     assert (value.dtype, grad.dtype, grad.shape) == (torch.float32, z.dtype, z.shape)
 
-    keep = y != ignore_index
+    keep = y != -100
     wide, kept = z[keep].double(), y[keep]
     wide_w = torch.ones(z.shape[1]).double() if w is None else w.double()
-    alphas = torch.as_tensor(alpha, dtype=torch.float64).reshape(-1).expand(len(z))[keep]
     losses = torch.zeros(len(z), dtype=torch.float64)
     losses[keep] = oracle_losses(wide, kept, wide_w, eps)
-    grads, size = oracle_grads(wide, kept, wide_w, alphas, eps)
-
     divisor = wide_w[kept].sum() if reduction == "mean" else torch.ones(()).double()
-    expected = losses if reduction == "none" else losses.sum() / divisor
+    # A mean over weights of 0 is NaN, as in PyTorch.
+    expected = losses if reduction == "none" else losses.sum() / divisor.where(divisor > 0, NAN)
     # With smoothing the value may be all log p of a class that is likely and not the target (whose
     # weight is 0): that is good to 1e-7 absolutely, as in PyTorch.
     atol = TINY + 1e-7 * eps * float(wide_w.mean())
@@ -100,23 +85,27 @@ def check(
         atol *= len(kept) / float(divisor)
     torch.testing.assert_close(value.double(), expected, rtol=TOLERANCE, atol=atol, equal_nan=True)
     assert not grad[~keep].any()
-    if divisor == 0:
+    if divisor == 0 or len(kept) == 0:
         return
+    case = Case(z, y, alpha, {"weight": w, "label_smoothing": eps, "reduction": reduction}, value)
+    case.upstream = torch.ones_like(value)
+    oracle = gradient_of_potential(z, y, alpha, case.upstream, **case.options)
+    size = size_of_terms(case, oracle) if eps else oracle.abs().amax(1, keepdim=True)
     # From 4096 up z - max is rounded, to 2^-24 of at most 87 / alpha: that shows where alpha is so
     # small that z and max need not be close.
-    rounded = (wide.amax(1).abs() >= 4096) & (alphas < 0.05) if len(wide) else alphas
-    size = size * (TOLERANCE + rounded * 87 * 2.0**-24)
-    error = (grad[keep].double() - grads / divisor).abs()
-    bound = HALF_ULP[z.dtype] * grads.abs() + size[:, None]
-    assert bool((error <= bound / divisor + TINY).all())
+    alphas = torch.as_tensor(alpha, dtype=torch.float64).reshape(-1).expand(len(z))
+    rounded = (z.double().amax(1).abs() >= 4096) & (alphas < 0.05)
+    size = size * (TOLERANCE + rounded[:, None] * 87 * 2.0**-24)
+    error = (grad.double() - oracle).abs()[keep]
+    bound = (HALF_ULP[z.dtype] * oracle.abs() + size + TINY / divisor)[keep]
+    assert bool((error <= bound).all())
 
 
 # Values and gradients -----------------------------------------------------------------------------
 
 
-@native
 @given(st.data())
-def test_matches_oracles(data: st.DataObject) -> None:
+def test_matches_oracles(data):
     rows = data.draw(st.sampled_from([0, 1, 2, 3, 15, 16, 17, 33]), "rows")
     classes = data.draw(st.sampled_from(SIZES), "classes")
     dtype = data.draw(st.sampled_from(list(HALF_ULP)), "dtype")
@@ -142,23 +131,21 @@ def test_matches_oracles(data: st.DataObject) -> None:
         alpha = torch.tensor(ALPHAS)[torch.randint(7, (rows,), generator=generator)]
     reduction = data.draw(st.sampled_from(["none", "mean", "sum"]), "reduction")
     for level in LEVELS:
-        check(z, y, w, alpha, -100, eps, reduction, level=level)
+        check(z, y, w, alpha, eps, reduction, level=level)
 
 
-@native
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("classes", SIZES)
-def test_every_target(classes: int, level: int) -> None:
+def test_every_target(classes, level):
     # Each lane of a vector, the first and the last vector, the padding beside the target.
     z = torch.randn(min(classes, 200), classes)
     for first in (0, max(0, classes - 200)):
         check(z, torch.arange(first, first + len(z)), level=level)
 
 
-@native
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("classes", [257, 1000, 128_000])
-def test_long_sums_of_equal_terms(classes: int, level: int) -> None:
+def test_long_sums_of_equal_terms(classes, level):
     # Rounding errors of equal terms all point one way.
     z = torch.linspace(-20, -0.01, 500 if classes < 10_000 else 5)[:, None].repeat(1, classes)
     z[:, 5] = 0
@@ -166,9 +153,8 @@ def test_long_sums_of_equal_terms(classes: int, level: int) -> None:
     check(z, torch.full((len(z),), 7), level=level)
 
 
-@native
 @pytest.mark.parametrize("level", LEVELS)
-def test_confident_rows_keep_their_gradient(level: int) -> None:
+def test_confident_rows_keep_their_gradient(level):
     # 1 - p'_y is far below the resolution of p'_y; z - max and alpha z are not float32 numbers.
     y = torch.zeros(500, dtype=torch.int64)
     for centre in ([60.1, -10.3, -20.7], [10.1, -60.3, -60.7]):
@@ -179,8 +165,7 @@ def test_confident_rows_keep_their_gradient(level: int) -> None:
         assert bool((grad[:, 0] > -1e-13).all())
 
 
-@native
-def test_bfloat16_is_rounded_to_nearest_even() -> None:
+def test_bfloat16_is_rounded_to_nearest_even():
     z = torch.randn(50, 1000, dtype=torch.bfloat16)
     y = torch.randint(1000, (50,))
     _, grad = kernel(z, y, None, 0.3, -100, 0.0, "none")
@@ -191,28 +176,6 @@ def test_bfloat16_is_rounded_to_nearest_even() -> None:
     for weight in w:
         _, grad = kernel(z[:1, :2], y[:1] * 0, weight.expand(2), 0.0, -100, 0.0, "none")
         assert grad[0, 1] == (weight / 2).to(torch.bfloat16)
-
-
-@native
-@pytest.mark.parametrize("dtype", list(HALF_ULP))
-def test_alpha_one_is_cross_entropy(dtype: torch.dtype) -> None:
-    z = torch.randn(40, 30).to(dtype).double().requires_grad_()
-    y, w = torch.randint(30, (40,)), torch.rand(30)
-    y[::7] = -1
-    reference = F.cross_entropy(z, y, w.double(), ignore_index=-1, label_smoothing=0.2)
-    (expected,) = torch.autograd.grad(reference, z)
-    value, grad = kernel(z.detach().to(dtype), y, w, 1.0, -1, 0.2, "mean")
-    torch.testing.assert_close(value.double(), reference.detach(), rtol=1e-6, atol=0)
-    rtol = max(1e-6, HALF_ULP[dtype])
-    torch.testing.assert_close(grad.double(), expected, rtol=rtol, atol=1e-8)
-
-
-@native
-def test_alpha_as_a_tensor_of_one() -> None:
-    z, y = torch.randn(9, 20), torch.randint(20, (9,))
-    expected = _native.cross_entropy(z, y, None, 0.25, -100, 0.1, "sum")
-    for alpha in (torch.tensor(0.25), torch.full((1,), 0.25), torch.full((9, 1), 0.25)):
-        assert same(_native.cross_entropy(z, y, None, alpha, -100, 0.1, "sum"), expected)
 
 
 # Special values -----------------------------------------------------------------------------------
@@ -231,15 +194,12 @@ ROWS = {
 }
 
 
-@native
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("eps", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("dtype", list(HALF_ULP))
-def test_special_values_are_pytorchs(
-    dtype: torch.dtype, name: str, eps: float, weighted: bool, level: int
-) -> None:
+def test_special_values_are_pytorchs(dtype, name, eps, weighted, level):
     # In the one row of a short vector, and at the head of a longer row that is masked.
     for others in (0, 37):
         row = torch.tensor(ROWS[name] + [-INF] * others).to(dtype)
@@ -255,27 +215,9 @@ def test_special_values_are_pytorchs(
             torch.testing.assert_close(grad.float(), expected_grad, **close)
 
 
-@native
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("alpha", [0.0, 0.3])
-@pytest.mark.parametrize("classes", [4, 41])
-def test_special_values_spoil_their_row_only(classes: int, alpha: float, level: int) -> None:
-    z = torch.randn(8, classes)
-    z[1, 0], z[3, 1], z[5, 2] = NAN, INF, -INF
-    z[6] = -INF
-    y = torch.full((8,), 3)
-    value, grad = kernel(z, y, None, alpha, -100, 0.0, "none", level=level)
-    spoilt = torch.tensor([1, 3, 6])
-    assert value.isnan().nonzero().flatten().tolist() == spoilt.tolist()
-    assert bool(grad[spoilt].isnan().all())
-    others = torch.tensor([0, 2, 4, 5, 7])
-    check(z[others], y[others], alpha=alpha, level=level)
-
-
-@native
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("payload", [0x7F800001, 0x7FFFFFFF, 0xFF800001 - 2**32, -1])
-def test_any_nan_is_a_nan(payload: int, level: int) -> None:
+def test_any_nan_is_a_nan(payload, level):
     nan = torch.tensor(payload, dtype=torch.int32).view(torch.float32)
     z, w = torch.zeros(2, 20), torch.ones(20)
     z[0, 4] = nan
@@ -290,32 +232,12 @@ def test_any_nan_is_a_nan(payload: int, level: int) -> None:
         assert bool(grad.isnan().all())
 
 
-@native
-@pytest.mark.parametrize("level", LEVELS)
-def test_alpha_zero_is_uniform_over_finite_logits(level: int) -> None:
-    z = torch.tensor([[5.0, -INF, -1e4, 3.0, torch.finfo(torch.float32).min]])
-    _, grad = kernel(z, torch.tensor([0]), None, 0.0, -100, 0.0, "sum", level=level)
-    torch.testing.assert_close(grad, torch.tensor([[-0.75, 0.0, 0.25, 0.25, 0.25]]))
-
-
-@native
-def test_ignored_rows_are_zero_whatever_they_hold() -> None:
+def test_ignored_rows_are_zero_whatever_they_hold():
     # PyTorch gives NaN gradients here: 0 * NaN. Nothing of an ignored row should reach a gradient.
     z = torch.tensor([[NAN, 1.0], [-INF, -INF], [0.0, 0.0]])
     value, grad = kernel(z, torch.tensor([7, 7, 1]), None, 0.5, 7, 0.0, "mean")
     torch.testing.assert_close(value, torch.tensor(2.0).log())
     torch.testing.assert_close(grad, torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.5, -0.5]]))
-
-
-@native
-@pytest.mark.parametrize("rows", [0, 3])
-def test_nothing_to_average(rows: int) -> None:
-    z, y = torch.randn(rows, 5), torch.full((rows,), -100)
-    value, grad = kernel(z, y, None, 0.5, -100, 0.0, "mean")
-    assert value.isnan()  # as in PyTorch
-    assert not grad.any()
-    value, _ = kernel(z, y, None, 0.5, -100, 0.0, "sum")
-    assert value == 0
 
 
 # Memory and threads -------------------------------------------------------------------------------
@@ -327,10 +249,9 @@ def same(a: tuple[Tensor, Tensor] | None, b: tuple[Tensor, Tensor] | None) -> bo
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@native
 @pytest.mark.parametrize("dtype", list(HALF_ULP))
 @pytest.mark.parametrize("shape", [(4099, 257), (130_001, 10), (9, 128_000)])
-def test_threads_change_nothing(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_threads_change_nothing(dtype, shape):
     z, y = torch.randn(shape).to(dtype), torch.randint(shape[1], shape[:1])
     y[::5] = -100
     for reduction in ("none", "mean"):
@@ -341,11 +262,10 @@ def test_threads_change_nothing(dtype: torch.dtype, shape: tuple[int, int]) -> N
         assert all(same(results[0], result) for result in results[1:])
 
 
-@native
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("classes", SIZES)
 @pytest.mark.parametrize("dtype", list(HALF_ULP))
-def test_stays_within_its_buffers(dtype: torch.dtype, classes: int, level: int) -> None:
+def test_stays_within_its_buffers(dtype, classes, level):
     # What surrounds the logits is NaN, and would show; what surrounds the outputs is a mark.
     rows, mark, margin = 5, 777.0, 64
     y = torch.tensor([classes - 1, 0, -100, classes // 2, classes - 1])
@@ -378,9 +298,8 @@ def test_stays_within_its_buffers(dtype: torch.dtype, classes: int, level: int) 
         assert not (tensor[margin:-margin] == mark).any()
 
 
-@native
 @pytest.mark.parametrize("dtype", list(HALF_ULP))
-def test_strided_arguments(dtype: torch.dtype) -> None:
+def test_strided_arguments(dtype):
     wide = torch.full((12, 40), NAN, dtype=dtype)
     z = wide[::2, 3:36]
     z.copy_(torch.randn(6, 33))
@@ -395,13 +314,10 @@ def test_strided_arguments(dtype: torch.dtype) -> None:
     check(row, y[:, 0])
 
 
-@native
 @pytest.mark.parametrize("dtype", list(HALF_ULP))
 @pytest.mark.parametrize("eps", [0.0, 0.1])
 @pytest.mark.parametrize("shape", [(40, 30), (3, 5000), (3000, 400)])
-def test_gradient_in_place_of_the_logits(
-    shape: tuple[int, int], eps: float, dtype: torch.dtype
-) -> None:
+def test_gradient_in_place_of_the_logits(shape, eps, dtype):
     z, y, w = torch.randn(shape).to(dtype), torch.randint(shape[1], shape[:1]), torch.rand(shape[1])
     y[::5] = -100
     expected = kernel(z, y, w, 0.3, -100, eps, "none", threads=3)
@@ -412,61 +328,37 @@ def test_gradient_in_place_of_the_logits(
         assert _native.cross_entropy(z, y, w, 0.3, -100, eps, "none", out=out) is None
 
 
-@native
-def test_leaves_its_arguments_alone() -> None:
-    arguments = torch.randn(20, 30), torch.randint(30, (20,)), torch.rand(30), torch.rand(20)
-    copies = [argument.clone() for argument in arguments]
-    _native.cross_entropy(*arguments, -100, 0.1, "mean")
-    assert all(torch.equal(a, b) for a, b in zip(arguments, copies, strict=True))
-
-
 # What it does not take ----------------------------------------------------------------------------
 
 
-@native
 @pytest.mark.parametrize("wrong", [-1, 10, 11, 2**40, -(2**40)])
 @pytest.mark.parametrize("threads", [1, 4])
-def test_targets_out_of_range(wrong: int, threads: int) -> None:
+def test_targets_out_of_range(wrong, threads):
     z, y = torch.randn(200_000, 10), torch.zeros(200_000).long()
     y[70_001] = wrong
     y[150_000] = 99
     y[3] = -100
-    got = re.escape(f"but got values from {min(wrong, 0):g} to {max(wrong, 99):g}.")
-    with pytest.raises(ValueError, match=rf"`target` to be in \[0, 9\].*\(-100\), {got}"):
+    got = f"from {min(wrong, 0):g} to {max(wrong, 99):g}."
+    with pytest.raises(ValueError, match=rf"`target`.*{re.escape(got)}"):
         _native.cross_entropy(z, y, None, 0.3, -100, 0.0, "mean", threads=threads)
 
 
-@native
-def test_ignore_index_may_be_a_class() -> None:
-    z, y = torch.randn(50, 4), torch.randint(4, (50,))
-    check(z, y, ignore_index=2, reduction="mean")
-
-
-@native
-def test_serves_or_says_not() -> None:
+def test_serves_or_says_not():
     z, y, w = torch.randn(6, 5), torch.zeros(6).long(), torch.ones(5)
 
-    def serves(z: Tensor, y: Tensor, w: Tensor | None, alpha: float | Tensor = 0.3) -> bool:
+    def serves(z: Tensor, y: Tensor = y, w: Tensor | None = None, alpha: Any = 0.3) -> bool:
         return _native.cross_entropy(z, y, w, alpha, -100, 0.0, "mean") is not None
 
-    assert serves(z, y, w)
-    assert serves(torch.nn.Parameter(z), y, w.double())
-    assert serves(z[:, :1], y, None)
-    assert not serves(z.double(), y, w)
-    assert not serves(z.half(), y, w)
-    assert not serves(z.to("meta"), y.to("meta"), None)
-    assert not serves(z.T, torch.zeros(5).long(), None)
-    assert not serves(z[:, ::2], y, None)
-    assert not serves(z[:, :0], y, None)
-    assert not serves(z[None], y[None], None)
-    assert not serves(z[0], y[0], None)
-    assert not serves(z, y.int(), None)
-    assert not serves(z, y[:5], None)
-    assert not serves(z, torch.rand(6, 5), None)
-    assert not serves(z, y, torch.ones(6))
-    assert not serves(z, y, None, torch.rand(5))
+    for served in [(z, y, w), (torch.nn.Parameter(z), y, w.double()), (z[:, :1],)]:
+        assert serves(*served)
+    for refused in [
+        *((z.double(),), (z.half(),), (z.to("meta"), y.to("meta")), (z.T, y[:5]), (z[:, ::2],)),
+        *((z[:, :0],), (z[None], y[None]), (z[0], y[0]), (z, y.int()), (z, y[:5])),
+        *((z, torch.rand(6, 5)), (z, y, torch.ones(6)), (z, y, None, torch.rand(5))),
+    ]:
+        assert not serves(*refused)
     with pytest.raises(RuntimeError, match="storage"):  # callers ask `is_plain` first
-        torch.vmap(lambda z: torch.full((), serves(z, y, None)))(z[None])
+        torch.vmap(lambda z: torch.full((), serves(z)))(z[None])
 
 
 # Norms by unit ------------------------------------------------------------------------------------
@@ -498,10 +390,9 @@ def ordered_norm(x: Tensor, lanes: int, group: int) -> Tensor:
     return total.double().sqrt().float()  # float32's own is not always rounded to nearest
 
 
-@native
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("group", norms._GROUPS)
-def test_norms_are_summed_in_the_order_asked_for(level: int, group: int) -> None:
+def test_norms_are_summed_in_the_order_asked_for(level, group):
     tensors = [torch.randn(count, size) for count in (1, 6, 9) for size in SIZES]
     actual = norms._norms(tensors, [len(t) for t in tensors], level, group)
     expected = torch.cat([ordered_norm(t, 4 << level, group) for t in tensors])
@@ -510,7 +401,7 @@ def test_norms_are_summed_in_the_order_asked_for(level: int, group: int) -> None
 
 @norms_native
 @given(st.data())
-def test_norms_and_scaling_are_pytorchs_to_the_bit(data: st.DataObject) -> None:
+def test_norms_and_scaling_are_pytorchs_to_the_bit(data):
     counts = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 5, 8, 9, 67]), max_size=6), "counts")
     sizes = [data.draw(st.sampled_from(SIZES), "size") for _ in counts]
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), "seed"))
@@ -543,19 +434,7 @@ def test_norms_and_scaling_are_pytorchs_to_the_bit(data: st.DataObject) -> None:
 
 
 @norms_native
-@pytest.mark.parametrize("size", [1, 2, 9, 33])
-def test_norms_of_special_values_are_pytorchs(size: int) -> None:
-    """PyTorch's norm of one element is its absolute value, whose square may underflow."""
-    x = torch.zeros(len(SPECIAL), size)
-    x[:, -1] = torch.tensor(SPECIAL)
-    expected = torch.linalg.vector_norm(x, dim=1)
-    for rows, count in ([x], len(x)), (list(x), 1):
-        actual = norms.unit_norms(rows, [count] * len(rows))
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
-
-
-@norms_native
-def test_norms_of_whole_tensors_and_of_filters_are_pytorchs() -> None:
+def test_norms_of_whole_tensors_and_of_filters_are_pytorchs():
     x = torch.randn(40, 3, 7, 7)
     assert torch.equal(norms.unit_norms([x], [40]), torch.linalg.vector_norm(x, dim=(1, 2, 3)))
     for size in (*range(1, 40), 70_001):
@@ -565,7 +444,7 @@ def test_norms_of_whole_tensors_and_of_filters_are_pytorchs() -> None:
 
 @norms_native
 @pytest.mark.parametrize("threads", [2, 3, 7, 300])
-def test_threads_share_units_of_any_size(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_units_of_any_size(threads, monkeypatch):
     # Fewer units than threads, units longer than a thread's part, and tensors that end in one.
     shapes = [(1, 900_000), (3, 400_001), (70_001, 9), (5, 3), (1, 1), (700, 1000)]
     tensors, counts = [torch.randn(shape) for shape in shapes], [count for count, _ in shapes]
@@ -579,16 +458,13 @@ def test_threads_share_units_of_any_size(threads: int, monkeypatch: pytest.Monke
 
 
 @norms_native
-def test_norms_serve_or_say_not() -> None:
+def test_norms_serve_or_say_not():
     x = torch.randn(4, 6)
     assert norms.serves(x, torch.nn.Parameter(x), x[1:], x.flatten(), x[0, 0])
-    assert not norms.serves(x, x.double())
-    assert not norms.serves(x.bfloat16())
-    assert not norms.serves(x.T)
-    assert not norms.serves(x[:, ::2])
-    assert not norms.serves(x[:1].expand(4, 6))
+    zero = torch.ops.aten._efficientzerotensor([3])
+    for refused in (x.double(), x.bfloat16(), x.T, x[:, ::2], x[:1].expand(4, 6), zero):
+        assert not norms.serves(x, refused)
     assert not norms.serves(x.to("meta"))
-    assert not norms.serves(torch.ops.aten._efficientzerotensor([3]))
     with torch.inference_mode():
         assert not norms.serves(x.clone())
     freed = x.clone()
@@ -597,10 +473,7 @@ def test_norms_serve_or_say_not() -> None:
     assert torch.vmap(lambda x: torch.full((), norms.serves(x)))(x).tolist() == [False] * 4
 
 
-@native
-def test_norms_are_left_to_pytorch_where_no_order_is_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_norms_are_left_to_pytorch_where_no_order_is_its_own(monkeypatch):
     norms._order.cache_clear()
     monkeypatch.setattr(norms, "_GROUPS", ())
     try:
@@ -610,9 +483,8 @@ def test_norms_are_left_to_pytorch_where_no_order_is_its_own(
         norms._order.cache_clear()
 
 
-@native
 @pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_norms_follow_the_vectors_that_pytorch_uses(capability: str) -> None:
+def test_norms_follow_the_vectors_that_pytorch_uses(capability):
     """PyTorch's rounding is another without vectors: either it is found, or left to PyTorch."""
     run(
         """
@@ -635,11 +507,10 @@ def run(script: str, **environment: str) -> None:
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
         env={**os.environ, **environment},
         check=True,
-        timeout=120,
     )
 
 
-def test_can_be_turned_off_and_is_loaded_late() -> None:
+def test_can_be_turned_off_and_is_loaded_late():
     run(
         """
         import torch
@@ -655,8 +526,7 @@ def test_can_be_turned_off_and_is_loaded_late() -> None:
     )
 
 
-@native
-def test_survives_a_fork() -> None:
+def test_survives_a_fork():
     z, y = torch.randn(3000, 400), torch.randint(400, (3000,))
     value, grad = kernel(z, y, None, 0.3, -100, 0.0, "mean", threads=4)
     child = os.fork()
@@ -669,7 +539,7 @@ def test_survives_a_fork() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_foreign_library_is_left_alone(tmp_path: Path) -> None:
+def test_a_foreign_library_is_left_alone(tmp_path):
     assert _native.load(tmp_path / "absent.so") is None
     text = tmp_path / "kernel.so"
     text.write_text("not a library")
@@ -677,8 +547,7 @@ def test_a_foreign_library_is_left_alone(tmp_path: Path) -> None:
     assert _native.load(Path(torch._C.__file__)) is None
 
 
-@native
-def test_a_stale_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_library_is_left_alone(monkeypatch):
     library = _native.library()
     assert isinstance(library, ctypes.CDLL)
     assert _native.load(Path(library._name)) is not None

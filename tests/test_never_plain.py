@@ -32,16 +32,17 @@ from powergrad import verify
 RECORDED = json.loads(never_plain.RECORD.read_text())["outcomes"]
 
 
-def cells(groups: set[str]) -> list:
+def cells(ways: list[Way], contexts: list[Context]) -> list:
     return [
-        pytest.param(way, context, id=f"{key(context.group, context.name)}: {way.name}")
-        for context in CONTEXTS
-        for way in WAYS
-        if context.group in groups
+        pytest.param(
+            way,
+            context,
+            id=f"{key(context.group, context.name)}: {way.name}",
+            marks=[] if context.group == "eager" else pytest.mark.matrix,
+        )
+        for context in contexts
+        for way in ways
     ]
-
-
-GROUPS = {context.group for context in CONTEXTS}
 
 
 def check(text: str, recorded: str) -> None:
@@ -49,15 +50,8 @@ def check(text: str, recorded: str) -> None:
     assert kind(text) == recorded, text
 
 
-@pytest.mark.parametrize(("way", "context"), cells({"eager"}))
-def test_eager(way: Way, context: Context) -> None:
-    name = key(context.group, context.name)
-    check(as_text(outcome(way, context)), RECORDED[name][way.name])
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("way", "context"), cells(GROUPS - {"eager"}))
-def test_traced(way: Way, context: Context) -> None:
+@pytest.mark.parametrize(("way", "context"), cells(WAYS, CONTEXTS))
+def test_each_cell(way: Way, context: Context) -> None:
     name = key(context.group, context.name)
     check(as_text(outcome(way, context)), RECORDED[name][way.name])
 
@@ -110,20 +104,10 @@ def verified(way: Way, context: Context) -> str:
     return result.verdict
 
 
-VERIFIED = [
-    pytest.param(
-        way,
-        context,
-        id=f"{key(context.group, context.name)}: {way.name}",
-        marks=[] if context.group == "eager" else pytest.mark.matrix,
-    )
-    for context in CONTEXTS
-    for way in SOFTMAX
-    if context.prepare is not None
-]
+WITH_A_STEP = [context for context in CONTEXTS if context.prepare is not None]
 
 
-@pytest.mark.parametrize(("way", "context"), VERIFIED)
+@pytest.mark.parametrize(("way", "context"), cells(SOFTMAX, WITH_A_STEP))
 def test_verify_knows_what_each_cell_does(way: Way, context: Context) -> None:
     if RECORDED[key(context.group, context.name)][way.name] != "right":
         pytest.skip("raises")

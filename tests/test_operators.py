@@ -1,15 +1,15 @@
-"""The registered operators, by PyTorch's own checks and against the functions they stand for."""
+"""The registered operators, by PyTorch's own checks; their gradients are in test_gradients.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from references import gradient_of_potential, potential
+from cases import OPTIONS, build, check_gradient, check_value
 from torch import Tensor
 from torch.library import opcheck
 
 import powergrad
+from powergrad import _native
 from powergrad import loss as loss_module
 
 OPS = torch.ops.powergrad
@@ -38,29 +38,14 @@ def test_log_softmax_and_its_backward_pass_opcheck(alpha, dtype, generator):
 @pytest.mark.parametrize("alpha", alphas())
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_cross_entropy_passes_opcheck(alpha, reduction, dtype, generator):
+@pytest.mark.parametrize("native", [True, False])
+def test_cross_entropy_passes_opcheck(alpha, reduction, dtype, native, generator, monkeypatch):
+    if not native:
+        monkeypatch.setattr(_native, "library", lambda: None)
     z = logits(generator, dtype).requires_grad_()
     weight = torch.rand(4, generator=generator).to(dtype)
     for w, eps in ((None, 0.0), (weight, 0.1)):
         opcheck(OPS.cross_entropy.default, (z, LABELS, w, alpha, -100, eps, reduction))
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("eps", [0.0, 0.1])
-def test_cross_entropy_has_the_gradient_of_the_potential(reduction, eps, generator):
-    z = logits(generator).requires_grad_()
-    alpha = torch.tensor(0.3, dtype=torch.float64)
-    value, _ = OPS.cross_entropy(z, LABELS, None, alpha, -100, eps, reduction)
-    expected = F.cross_entropy(z, LABELS, reduction=reduction, label_smoothing=eps)
-    assert torch.allclose(value, expected, rtol=1e-14)
-    upstream = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-    (actual,) = torch.autograd.grad(value, z, upstream, create_graph=True)
-    smooth = potential(z, LABELS, 0.3, reduction=reduction, label_smoothing=eps)
-    (gradient,) = torch.autograd.grad(smooth, z, upstream, create_graph=True)
-    assert (actual - gradient).abs().max() <= 1e-14
-    direction = torch.randn(z.shape, generator=generator, dtype=torch.float64)
-    (second,) = torch.autograd.grad(actual, z, direction)
-    assert (second - torch.autograd.grad(gradient, z, direction)[0]).abs().max() <= 1e-14
 
 
 @pytest.mark.parametrize("alpha", alphas())
@@ -120,24 +105,14 @@ def test_torch_func_refuses_the_operators(generator):
         torch.func.grad(lambda z: OPS.log_softmax(z, alpha, 1, None)[0, 0])(z)
 
 
-def test_labels_that_are_no_classes_raise_in_a_compiled_graph(monkeypatch):
+@pytest.mark.skipif(not powergrad.native_available(), reason="needs the C kernel")
+@pytest.mark.parametrize(
+    "name", ["defaults", "none", "smoothing, weights", "alpha of each example"]
+)
+def test_compiled_graphs_call_the_kernel_for_large_logits(name, monkeypatch):
     monkeypatch.setattr(loss_module, "OPERATOR", 0)
-    z, y = torch.zeros(5, 4, requires_grad=True), torch.full((5,), 4)
-    if not powergrad.native_available():
-        pytest.skip("needs the C kernel")
-    torch.compiler.reset()
-    with pytest.raises(ValueError, match="labels in `target`"):
-        torch.compile(lambda z: powergrad.cross_entropy(z, y, alpha=0.3), backend="aot_eager")(z)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("per_row", [False, True])
-def test_compiled_graphs_call_the_kernel_for_large_logits(reduction, per_row, generator):
-    if not powergrad.native_available():
-        pytest.skip("needs the C kernel")
-    z = torch.randn(300, 300, generator=generator).requires_grad_()
-    y = torch.randint(0, 300, (300,), generator=generator)
-    alpha = torch.rand(300, generator=generator, dtype=torch.float64) if per_row else 0.3
+    case = build(OPTIONS[name])
+    z = case.logits.requires_grad_()
     graphs = []
 
     def backend(graph, _):
@@ -145,12 +120,14 @@ def test_compiled_graphs_call_the_kernel_for_large_logits(reduction, per_row, ge
         return graph
 
     def loss(z: Tensor) -> Tensor:
-        return powergrad.cross_entropy(z, y, alpha=alpha, reduction=reduction)
+        return powergrad.cross_entropy(z, case.target, alpha=case.alpha, **case.options)
 
     torch.compiler.reset()
-    value = torch.compile(loss, backend=backend, fullgraph=True)(z)
+    compiled = torch.compile(loss, backend=backend, fullgraph=True)
+    value = compiled(z)
     assert any(n.target is OPS.cross_entropy for n in graphs[0].graph.nodes)
-    upstream = torch.randn(value.shape, generator=generator)
-    (actual,) = torch.autograd.grad(value, z, upstream)
-    expected = gradient_of_potential(z, y, alpha, reduction=reduction, upstream=upstream)
-    assert (actual - expected).abs().max() <= 1e-6 * expected.abs().max()
+    check_value(case, value.detach())
+    check_gradient(case, *torch.autograd.grad(value, z, case.upstream))
+    case.target = torch.full_like(case.target, z.shape[1])
+    with pytest.raises(ValueError, match="`target`"):
+        compiled(z)
