@@ -329,7 +329,7 @@ def test_fresh_moves_an_earlier_start_aside(
     (aside,) = folder.parent.glob("x-*")
     assert f"{folder} was moved to {aside} and is not used" in capsys.readouterr().err
     results = [json.loads((each / "result.json").read_text()) for each in (folder, aside)]
-    assert results[0]["seconds"] != results[1]["seconds"]  # it was done again
+    assert results[0]["metrics"]["seconds"] != results[1]["metrics"]["seconds"]  # it was done again
     assert powergrad("train", *TOKENS, "--folder", folder, "--fresh", "--resume") == 2
     shutil.rmtree(aside)
     # A study as well: it has nothing left to reuse.

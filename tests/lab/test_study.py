@@ -32,6 +32,7 @@ from powergrad import equivalent_training
 from powergrad.lab import figures
 from powergrad.lab.cli.studies import compare
 from powergrad.lab.jobs import JobError, RecipeJob, RecipeProgram
+from powergrad.lab.jobs.job import merge_result, split_result
 from powergrad.lab.jobs.queue import JobQueue, enqueue, open_queue
 from powergrad.lab.jobs.worker import work
 from powergrad.lab.report.collect import collect
@@ -61,7 +62,7 @@ from powergrad.lab.study.space import Axis, Space
 from powergrad.lab.study.tuning import Tuner
 from powergrad.lab.terminal import Watch, chart, result_tables
 from powergrad.lab.trainer.recipe import Recipe, RecipeError, flatten, load_recipe
-from powergrad.lab.trainer.run_folder import Run, RunError
+from powergrad.lab.trainer.run_folder import Result, Run, RunError
 
 CHANGES = {
     "data.limit": 128,
@@ -298,8 +299,8 @@ class MadeUpRuns:
             accuracy = float(self.accuracy(job.recipe))
             ended = {"epoch": job.recipe.train.epochs, "steps": 12, "classes": 10, "seconds": 1.0}
             ended |= {"train_loss": 0.1, "train_accuracy": 99.0, "diverged": math.isnan(accuracy)}
-            write(run.folder / "result.json", json.dumps({**ended, "test_accuracy": accuracy}))
-        return run.result()
+            run.finish(split_result({**ended, "test_accuracy": accuracy}))
+        return merge_result(run.result() or Result(metrics={}))
 
 
 @pytest.fixture
@@ -333,7 +334,7 @@ def test_what_a_comparison_leaves(study):
     for row in rows:
         result = Run(study / row["run"]).result()
         assert result is not None
-        assert float(row["test_accuracy"]) == result["test_accuracy"]
+        assert float(row["test_accuracy"]) == result.metrics["test_accuracy"]
     means = [
         sum(float(r["test_accuracy"]) for r in rows if r["arm"] == arm) / 2
         for arm in ("pgt", "baseline")
@@ -1451,8 +1452,8 @@ def test_a_metric_that_a_run_has_not_is_told_with_a_page(
     def without(job, folder):
         ended = execute(made_up, job, folder) or {}
         if len(made_up.done) <= lost:
-            write(folder / job.name / "result.json", json.dumps({**ended, "test_accuracy": None}))
-        return Run(folder / job.name).result()
+            Run(folder / job.name).finish(split_result({**ended, "test_accuracy": None}))
+        return merge_result(Run(folder / job.name).result() or Result(metrics={}))
 
     monkeypatch.setattr(RecipeJob, "execute", without)
     tokens = ["compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--seeds", 2]
@@ -1492,7 +1493,7 @@ def test_what_the_system_refuses_is_told_without_a_traceback(tmp_path, capsys):
     run = tmp_path / "run"
     run.mkdir()
     write(run / "result.json", "[]")
-    with pytest.raises(RunError, match="but got a list"):
+    with pytest.raises(RunError, match="this version"):
         Run(run).result()
 
 

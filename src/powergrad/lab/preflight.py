@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -94,15 +93,8 @@ def check_recipe(
     data.train.steps(recipe.train.batch_size)  # raises if the batch is larger than the data
     models = {}
     for model in dict.fromkeys(variant.model for variant in (recipe, *arms)):
-        options = model.model_dump(exclude={"head_scale"})
-        options |= {"num_classes": len(data.classes), "in_channels": data.channels}
-        try:
-            with torch.device("meta"):
-                models[model] = create_model(**options)
-        except ValueError as error:  # it names the argument instead of the key
-            raise ValueError(
-                re.sub(r"^Expected `(\w+)`", r"Expected `model.\1`", str(error))
-            ) from None
+        with torch.device("meta"):
+            models[model] = create_model(**model.arguments(data))
     tensors = list(models[recipe.model].parameters())
     return Found(
         scan,

@@ -6,63 +6,46 @@ import hashlib
 import os
 
 from powergrad.lab.data.listing import open_folder
+from powergrad.lab.data.options import Data
 from powergrad.lab.data.sets import find_set
-from powergrad.lab.trainer.recipe import Data, Recipe
 
 
-def fingerprint(
-    config: Data, data_dir: str | None = None, *, contents: bool = False, times: bool = True
-) -> str:
+def fingerprint(config: Data, data_dir: str | None = None, *, kind: str = "times") -> str:
     """A string that is the same for the same data, and changes when the data change.
 
-    For a folder, it is a hash of the names, sizes and modification times of all images of both
-    splits. Names are relative to the folder, so its location does not matter. For data sets that
-    are stored in a few files, it is a hash of the names and sizes of these files. Options that
-    select images, such as ``hold_out``, do not change it.
-
-    Example:
-        >>> fingerprint(Data(name="digits"))
-        'digits:1'
+    For a folder, it is a hash of the names of all images of both splits with their sizes and
+    modification times ("times"), sizes ("sizes") or contents ("contents"). Names are relative to
+    the folder, so its location does not matter. The times of the files of a stored data set are
+    ignored. Options that select images, such as ``hold_out``, do not change it.
     """
-    if config.name.startswith("folder:"):
-        files = [
-            (os.path.join(os.fsencode(split), path), os.path.join(listing.root, path))
-            for split, listing in open_folder(config, data_dir).splits().items()
-            for path in listing.paths.tolist()
-        ]
+    if config.is_folder:
+        files = open_folder(config, data_dir).images()
     else:
         paths = find_set(config.name).files(data_dir)
-        files = [(path.name.encode(), os.fsencode(path)) for path in paths]
-        times = False
-        if not files:
+        if not paths:
             return f"{config.name}:1"
-    kind = "contents" if contents else "times" if times else "sizes"
+        files = [(path.name, os.fsencode(path)) for path in paths]
+        kind = "sizes" if kind == "times" else kind
     digest = hashlib.sha256()
     for name, path in files:
-        digest.update(b"%b\0%b\0" % (name, _describe(path, kind)))  # names have no zero bytes
+        content = _contents(path) if kind == "contents" else b"%d %d" % file_stamp(path)
+        content = content.partition(b" ")[0] if kind == "sizes" else content
+        digest.update(b"%b\0%b\0" % (os.fsencode(name), content))  # names have no zero bytes
     return f"{kind}:{digest.hexdigest()[:32]}"
 
 
-def folder_fingerprint(recipe: Recipe) -> str:
-    """The fingerprint of a folder, of the kind `machine.fingerprint`; empty for other data."""
-    if not recipe.data.name.startswith("folder:"):
-        return ""
-    kind = recipe.machine.fingerprint
-    return fingerprint(
-        recipe.data,
-        recipe.machine.data_dir,
-        contents=kind == "contents",
-        times=kind == "times",
-    )
-
-
-def _describe(path: bytes, kind: str) -> bytes:
+def file_stamp(path: bytes) -> tuple[int, int]:
+    """The size in bytes and the modification time in nanoseconds; -1 for a broken link."""
     try:
-        if kind == "contents":
-            with open(path, "rb") as file:
-                return hashlib.sha256(file.read()).hexdigest().encode()
         status = os.stat(path)
+    except OSError:
+        return -1, -1
+    return status.st_size, status.st_mtime_ns
+
+
+def _contents(path: bytes) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest().encode()
     except FileNotFoundError:  # a broken link
         return b"missing"
-    size = b"%d" % status.st_size
-    return size if kind == "sizes" else b"%b %d" % (size, status.st_mtime_ns)

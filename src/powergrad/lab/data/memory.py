@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,36 +11,24 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from powergrad.lab.data.split import Batch, Mixing, Split
+from powergrad.lab.data.options import Data
+from powergrad.lab.data.split import Batch, Split
 from powergrad.lab.data.streams import Stream, uniform
 
 BLOCK = 2**20  # pixel values prepared at once (4 MB), to reduce the overhead of small batches
 
 
 class MemorySplit(Split):
-    """Images as bytes, (N, C, H, W), normalised by the mean and standard deviation per channel.
+    """Images as bytes, (N, C, H, W).
 
-    In training they are padded by `padding` pixels of 0 and randomly cropped to their size, and
-    with `flip` mirrored with probability 1/2.
+    In training they are padded by `crop_padding` pixels of 0 and randomly cropped to their size,
+    and with `flip` mirrored with probability 1/2.
     """
 
-    def __init__(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        *,
-        mean: Sequence[float],
-        std: Sequence[float],
-        mixing: Mixing,
-        padding: int = 0,
-        flip: bool = False,
-    ) -> None:
-        super().__init__(labels, mixing)
-        self.shape = images.shape[1:]
-        self.mean = torch.tensor(mean).view(-1, 1, 1)
-        self.scale = 1 / torch.tensor(std).view(-1, 1, 1)
-        self.padding, self.flip = padding, flip
-        self._pixels = F.pad(images, 4 * [padding]).flatten()
+    def __init__(self, images: Tensor, labels: Tensor, config: Data, **options: Any) -> None:
+        super().__init__(labels, config, **options)
+        self.shape, self.padding, self.flip = images.shape[1:], config.crop_padding, config.flip
+        self._pixels = F.pad(images, 4 * [self.padding]).flatten()
 
     def _train(self, rows: NDArray[np.int64], seed: int, epoch: int) -> Iterator[Batch]:
         size = rows.shape[1]

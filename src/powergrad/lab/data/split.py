@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from powergrad.lab.data.options import Data
 from powergrad.lab.data.streams import Stream, permutation, uniform
 
 
@@ -21,19 +22,24 @@ class Batch(NamedTuple):
     labels: Tensor
 
 
-class Mixing(NamedTuple):
-    """The Beta parameters of mixup and cutmix (0 is off), and the number of classes."""
-
-    mixup: float
-    cutmix: float
-    classes: int
-
-
 class Split(ABC):
-    """Labelled images, in batches that depend only on (seed, epoch, index)."""
+    """Labelled images, in batches that depend only on (seed, epoch, index).
 
-    def __init__(self, labels: Tensor, mixing: Mixing) -> None:
-        self.labels, self.mixing = labels, mixing
+    Pixels from 0 to 255 are normalised: `mean` is subtracted, and the result multiplied by `scale`.
+    """
+
+    def __init__(
+        self,
+        labels: Tensor,
+        config: Data,
+        *,
+        classes: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+    ) -> None:
+        self.labels, self.config, self.classes = labels, config, classes
+        self.mean = torch.tensor(mean).view(-1, 1, 1)
+        self.scale = 1 / torch.tensor(std).view(-1, 1, 1)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -42,8 +48,8 @@ class Split(ABC):
         """The number of batches in a training epoch."""
         if batch_size > len(self):
             raise ValueError(
-                f"Expected `batch_size` to be at most the {len(self)} training examples, but got "
-                f"{batch_size}."
+                f"Expected `train.batch_size` to be at most the {len(self)} training examples, but "
+                f"got {batch_size}."
             )
         return len(self) // batch_size
 
@@ -59,14 +65,7 @@ class Split(ABC):
     ) -> Iterator[Batch]:
         """The augmented batches of an epoch, without an incomplete last one."""
         steps, part = self.steps(batch_size), batch_size // world
-        is_mixed = self.mixing.mixup or self.mixing.cutmix
-        if batch_size % world:
-            raise ValueError(
-                f"Expected `batch_size` to be a multiple of the {world} processes, but got "
-                f"{batch_size}."
-            )
-        if not 0 <= start <= steps:
-            raise ValueError(f"Expected `start` to be in [0, {steps}], but got {start}.")
+        is_mixed = self.config.mixup or self.config.cutmix
         if is_mixed and part % 2:
             raise ValueError(
                 "Expected an even number of examples per batch and process, because mixup and "
@@ -80,10 +79,9 @@ class Split(ABC):
     def test_batches(
         self, batch_size: int, *, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Batch, Tensor]]:
-        """Every example once, in order and without augmentation, with its index in this split.
+        """Every readable example once, in order and unaugmented, with its index in this split.
 
         Each rank has a contiguous range of the split, so the numbers of batches may differ by one.
-        The last batch may be smaller, and so may batches with unreadable images, which are skipped.
         """
         low, high = (r * len(self) // world for r in (rank, rank + 1))
         part = -(-batch_size // world)
@@ -104,22 +102,19 @@ class Split(ABC):
 
         number = np.array(numbers, np.int64)[:, None]
         draws = uniform(Stream.MIX, seed, epoch, number, np.arange(3))
-        parameter = self.mixing.mixup or self.mixing.cutmix
+        parameter = self.config.mixup or self.config.cutmix
         draws[:, 0] = betaincinv(parameter, parameter, draws[:, 0])  # Beta's inverse distribution
         for batch, (lam, y, x) in zip(batches, draws.tolist(), strict=True):
-            labels = torch.zeros(len(batch.labels), self.mixing.classes)
+            labels = torch.zeros(len(batch.labels), self.classes)
             whole = Batch(batch.images, labels.scatter_(1, batch.labels[:, None], 1.0))
-            yield mixup(whole, lam) if self.mixing.mixup else cutmix(whole, lam, (y, x))
+            yield mixup(whole, lam) if self.config.mixup else cutmix(whole, lam, (y, x))
 
 
 def mixup(batch: Batch, lam: float) -> Batch:
     """``lam x_i + (1 - lam) x_j`` of images and of probabilities, with ``j = i ^ 1``.
 
-    Neighbours are mixed, so that each process can mix its own part of a batch. The order is random,
-    so the partners are random too. There is one ``lam ~ Beta(a, a)`` per batch, as in the paper.
-
-    References:
-        Zhang, Cisse, Dauphin, Lopez-Paz, *mixup: Beyond Empirical Risk Minimization*, ICLR 2018.
+    Neighbours are mixed, so that each process can mix its own part of a batch; the order is random.
+    There is one ``lam ~ Beta(a, a)`` per batch, as in Zhang et al., *mixup*, ICLR 2018.
     """
     return Batch(*(torch.lerp(_partners(tensor), tensor, lam) for tensor in batch))
 
@@ -128,12 +123,8 @@ def cutmix(batch: Batch, lam: float, centre: tuple[float, float]) -> Batch:
     """Paste a box of image ``j = i ^ 1`` with ``1 - lam`` of the area into image ``i``.
 
     Probabilities are mixed in proportion to the areas, after the box is clipped at the border.
-    There is one ``lam`` and one box per batch; its `centre` (y, x) is uniform, as in the paper's
-    code.
-
-    References:
-        Yun et al., *CutMix: Regularization Strategy to Train Strong Classifiers with Localizable
-        Features*, ICCV 2019.
+    There is one ``lam`` and one box per batch; its `centre` (y, x) is uniform, as in the code of
+    Yun et al., *CutMix*, ICCV 2019.
     """
     height, width = batch.images.shape[2:]
     top, bottom = _side(height, lam, centre[0])

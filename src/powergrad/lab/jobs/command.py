@@ -28,7 +28,7 @@ from typing_extensions import Self, override
 
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import write_json
-from powergrad.lab.jobs.job import Changes, Job, Program, RunFailed
+from powergrad.lab.jobs.job import Changes, Job, Program, RunFailed, merge_result, split_result
 from powergrad.lab.jobs.process import describe_exit, end_leftovers, last_lines, run_process
 from powergrad.lab.jobs.sources import Missing, Sources
 from powergrad.lab.trainer.recipe import RecipeError
@@ -162,10 +162,11 @@ class CommandJob(Job):
     def execute(self, folder: Path) -> dict[str, Any]:
         run = Run(folder.resolve() / self.name)
         with run.hold():
-            result = run.result()
-            if result is None:
+            finished = run.result()
+            result = {} if finished is None else merge_result(finished)
+            if finished is None:
                 result = self._execute(run)
-                run.finish(result)
+                run.finish(split_result(result))
         return result
 
     def _execute(self, run: Run) -> dict[str, Any]:

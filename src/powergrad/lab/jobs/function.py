@@ -22,7 +22,7 @@ from typing_extensions import Self, override
 
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import write_json
-from powergrad.lab.jobs.job import Changes, Job, Program, RunFailed
+from powergrad.lab.jobs.job import Changes, Job, Program, RunFailed, merge_result, split_result
 from powergrad.lab.jobs.sources import check_metrics
 from powergrad.lab.trainer.recipe import RecipeError
 from powergrad.lab.trainer.run_folder import Run
@@ -57,12 +57,13 @@ class FunctionJob(Job):
     def execute(self, folder: Path) -> dict[str, Any]:
         run = Run(folder / self.name)
         with run.hold():
-            result = run.result()
-            if result is None:
+            finished = run.result()
+            result = {} if finished is None else merge_result(finished)
+            if finished is None:
                 run.clear()
                 write_json(run.folder / "environment.json", describe_machine())
                 result = self._call()
-                run.finish(result)
+                run.finish(split_result(result))
         return result
 
     def _call(self) -> dict[str, Any]:

@@ -11,10 +11,23 @@ from typing import Any, ClassVar
 from typing_extensions import Self
 
 from powergrad.lab.trainer.recipe import RecipeError
-from powergrad.lab.trainer.run_folder import Run, RunError
+from powergrad.lab.trainer.run_folder import Result, Run, RunError
 
 Changes = Mapping[str, Any]  # the changes of an arm, by dotted key
 Metrics = dict[str, Any]
+
+
+def merge_result(result: Result) -> Metrics:
+    """The metrics of a run and everything else, in one dict."""
+    return {**result.metrics, **result.about}
+
+
+def split_result(values: Metrics) -> Result:
+    """The inverse of :func:`merge_result`."""
+    numbers: dict[str, float | None] = {
+        k: v for k, v in values.items() if isinstance(v, (int, float)) and k != "diverged"
+    }
+    return Result(metrics=numbers, about={k: v for k, v in values.items() if k not in numbers})
 
 
 class JobError(RunError):
@@ -51,7 +64,8 @@ class Job(ABC):
 
     def result(self, folder: Path) -> Metrics | None:
         """The final metrics; None if the run is not finished."""
-        return Run(folder / self.name).result()
+        result = Run(folder / self.name).result()
+        return None if result is None else merge_result(result)
 
     def progress(self, folder: Path) -> float:
         """The finished fraction of the run, from 0 to 1; by default only 0 or 1."""

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self, override
 
-from powergrad.lab.data import folder_fingerprint
-from powergrad.lab.jobs.job import Changes, Job, Program
+from powergrad.lab.jobs.job import Changes, Job, Program, merge_result
 from powergrad.lab.trainer.recipe import Recipe, RecipeError
 from powergrad.lab.trainer.run_folder import Run
 from powergrad.lab.trainer.training import train
@@ -27,7 +26,7 @@ class RecipeJob(Job):
     def execute(self, folder: Path) -> dict[str, Any]:
         result = train(self.recipe, folder / self.name).result()
         assert result is not None  # train returns finished runs
-        return result
+        return merge_result(result)
 
     @override
     def progress(self, folder: Path) -> float:
@@ -62,7 +61,7 @@ class RecipeProgram(Program):
     @classmethod
     def of(cls, base: Recipe) -> Self:
         """The program of a recipe, with the current fingerprint of its data."""
-        return cls(base, folder_fingerprint(base))
+        return cls(base, base.folder_fingerprint())
 
     @property
     @override
