@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy import stats
 
-from powergrad.lab.data import Data, load_data, memory, sets
-from powergrad.lab.data.memory import MemorySplit
-from powergrad.lab.data.split import Batch, cutmix, mixup
+from powergrad.lab.data import Data, load_data, sets
+from powergrad.lab.data.split import Batch, MemorySplit, cutmix, mixup
 from powergrad.lab.data.streams import (
     Stream,
     balanced_subset,
@@ -157,7 +156,7 @@ def test_train_batches_equal_those_of_a_loop(padding, flip, monkeypatch):
                 crop = crop[:, :, ::-1]
             np.testing.assert_allclose(batch.images[place], (crop - MEAN) / STD, rtol=0, atol=1e-6)
             assert batch.labels[place] == labels[i]
-    monkeypatch.setattr(memory, "BLOCK", 2 * 8 * 40)  # two batches at once
+    monkeypatch.setattr("powergrad.lab.data.split.BLOCK", 2 * 8 * 40)  # two batches at once
     assert_same_batches(split.train_batches(8, seed=11, epoch=4), batches)
 
 

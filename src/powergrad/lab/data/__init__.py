@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powergrad.lab.data.fingerprints import fingerprint as fingerprint
 from powergrad.lab.data.listing import choose, open_folder
-from powergrad.lab.data.memory import MemorySplit
+from powergrad.lab.data.listing import fingerprint as fingerprint
 from powergrad.lab.data.options import Data as Data
 from powergrad.lab.data.sets import Examples, find_set
+from powergrad.lab.data.split import MemorySplit
 from powergrad.lab.data.split import Split as Split
 
 
@@ -39,17 +39,8 @@ def load_data(config: Data, *, data_dir: str | None = None, workers: int = 0) ->
     """Load the data of a recipe.
 
     With `hold_out`, a fixed fraction of each class of the training data replaces the test data,
-    unaugmented; images of the same group (`groups`) stay together. With `limit`, the remaining
-    training data are reduced to a fixed subset that is balanced over the classes. Neither depends
-    on a seed.
-
-    Example:
-        >>> data = load_data(Data(name="digits"))
-        >>> len(data.train), len(data.test), data.train.steps(64)
-        (1438, 359, 22)
-        >>> images, labels = next(data.train.train_batches(64, seed=0, epoch=0))
-        >>> images.shape, labels.shape
-        (torch.Size([64, 1, 8, 8]), torch.Size([64]))
+    unaugmented. With `limit`, the remaining training data are reduced to a fixed subset that is
+    balanced over the classes. Neither depends on a seed.
     """
     if config.is_folder:
         return _from_folder(config, data_dir, workers)

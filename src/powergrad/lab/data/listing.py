@@ -1,4 +1,4 @@
-"""Lists the images of a folder by class, and selects those for training and testing.
+"""Lists the images of a folder by class, and selects those of a run; fingerprints of data.
 
 A folder contains ``train/`` and ``val/`` (or ``test/``), each with one folder per class. With
 `data.hold_out`, which tests on training images, ``val/`` may be missing, and the class folders may
@@ -7,6 +7,7 @@ be directly in the folder.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import re
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powergrad.lab.data.options import Data
-from powergrad.lab.data.sets import roots
+from powergrad.lab.data.sets import find_set, roots
 from powergrad.lab.data.streams import balanced_subset, held_out, held_out_groups
 
 # The formats that Pillow decodes itself or with a library made for untrusted files (EPS, for
@@ -305,3 +306,44 @@ def choose(
     if config.limit is not None:
         kept = kept[balanced_subset(labels[kept], config.limit)]
     return kept, held
+
+
+def fingerprint(config: Data, data_dir: str | None = None, *, kind: str = "times") -> str:
+    """A string that is the same for the same data, and changes when the data change.
+
+    For a folder, it is a hash of the names of all images of both splits with their sizes and
+    modification times ("times"), sizes ("sizes") or contents ("contents"). Names are relative to
+    the folder, so its location does not matter. The times of the files of a stored data set are
+    ignored. Options that select images, such as ``hold_out``, do not change it.
+    """
+    if config.is_folder:
+        files = open_folder(config, data_dir).images()
+    else:
+        paths = find_set(config.name).files(data_dir)
+        if not paths:
+            return f"{config.name}:1"
+        files = [(path.name, os.fsencode(path)) for path in paths]
+        kind = "sizes" if kind == "times" else kind
+    digest = hashlib.sha256()
+    for name, path in files:
+        content = _contents(path) if kind == "contents" else b"%d %d" % file_stamp(path)
+        content = content.partition(b" ")[0] if kind == "sizes" else content
+        digest.update(b"%b\0%b\0" % (os.fsencode(name), content))  # names have no zero bytes
+    return f"{kind}:{digest.hexdigest()[:32]}"
+
+
+def file_stamp(path: bytes) -> tuple[int, int]:
+    """The size in bytes and the modification time in nanoseconds; -1 for a broken link."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return -1, -1
+    return status.st_size, status.st_mtime_ns
+
+
+def _contents(path: bytes) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest().encode()
+    except FileNotFoundError:  # a broken link
+        return b"missing"

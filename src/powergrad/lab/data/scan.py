@@ -25,7 +25,6 @@ import PIL
 from numpy.typing import NDArray
 from PIL import UnidentifiedImageError
 
-from powergrad.lab.data.fingerprints import file_stamp
 from powergrad.lab.data.folder import eight_bits, grey_or_rgb, in_workers, open_image
 from powergrad.lab.data.listing import (
     BROKEN,
@@ -33,6 +32,7 @@ from powergrad.lab.data.listing import (
     LOOP,
     LOOSE,
     ImageFolder,
+    file_stamp,
     open_folder,
     some,
 )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib.util
 import json
 import math
@@ -24,19 +25,30 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
 import torch
+import yaml
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from powergrad import __version__, fold_alpha
 from powergrad.lab.data import Datasets
-from powergrad.lab.trainer.model_card import model_card, preprocessing
+from powergrad.lab.environment import describe_machine
 from powergrad.lab.trainer.run_folder import RunError
-from powergrad.lab.trainer.trained import FOLDED, Trained, answers, fit_on, measures, open_trained
+from powergrad.lab.trainer.trained import (
+    BINS,
+    FOLDED,
+    Trained,
+    answers,
+    fit_on,
+    measures,
+    open_trained,
+)
 from powergrad.lab.words import did_you_mean
 
 FILES = {"safetensors": "model.safetensors", "torch": "model.pt2", "onnx": "model.onnx"}
@@ -97,20 +109,23 @@ def export_run(
     after = answers(lambda images: deployed(deployed.pixels(images)), trained, data)
     results["exported"] = {**measures(after.report), "temperature": divisor}
     metadata = _metadata(trained, data, deployed, divisor)
-    prepared = preprocessing(trained.recipe, data, metadata)
-    metadata["preprocessing"] = json.dumps(prepared)
-    card = model_card(
-        trained,
-        data,
+    context = {"recipe": trained.recipe, "data": data, "metadata": metadata}
+    prepared = _render("preprocessing.json", **context)
+    metadata["preprocessing"] = json.dumps(json.loads(prepared))
+    card = _render(
+        "model_card.md",
+        **context,
+        trained=trained,
         outputs=outputs,
-        metadata=metadata,
         results=results,
         formats=formats,
         unfitted=unfitted,
+        bins=BINS,
+        exported_on=describe_machine(),
     )
     with _written_whole(place) as folder:
         _write(folder, formats, deployed, metadata, data)
-        (folder / PREPROCESSING).write_text(json.dumps(prepared, indent=1) + "\n", encoding="utf-8")
+        (folder / PREPROCESSING).write_text(prepared, encoding="utf-8")
         (folder / CARD).write_text(card, encoding="utf-8")
     files = [*(FILES[name] for name in formats), PREPROCESSING, CARD]
     return Exported(place, files, divisor, results)
@@ -292,3 +307,12 @@ def _check_logits(name: str, forward: Forward, pixels: Tensor, expected: Tensor)
                 f"The logits of {name} differ from those of the network by {error:.1e}, more than "
                 f"{bound:.1e}, in a batch of {count}; nothing was written."
             )
+
+
+def _render(name: str, **context: Any) -> str:
+    """Fill in the template of a text file of the export."""
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    environment.filters["repr"] = repr
+    environment.filters["yaml"] = functools.partial(yaml.safe_dump, sort_keys=False)
+    template = resources.files("powergrad.lab.trainer") / f"{name}.jinja"
+    return environment.from_string(template.read_text(encoding="utf-8")).render(context)

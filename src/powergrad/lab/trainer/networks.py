@@ -3,12 +3,10 @@ r"""The paper's networks: ResNets, with and without squeeze-and-excitation or no
 There are two families. The **ImageNet** family (He et al., 2015, table 1) has four stages, 18 to
 152 layers, and a projection in shortcuts that change the shape. The **CIFAR** family (section 4.2
 there) has three stages of ``n`` basic blocks, ``6 n + 2`` layers, and shortcuts without parameters:
-option A, which takes every other pixel and fills the new channels with zeros. (50 and 152 also have
-the form ``6 n + 2``; these names belong to the ImageNet family.)
+option A, which takes every other pixel and fills the new channels with zeros.
 
 Parameters are named as in timm and torchvision, so that their weights can be loaded. Modules are
-registered in timm's order, with the downsampling convolution of a block last. `powergrad.census`
-numbers layers in that order, which for ResNet-18 is the paper's numbering.
+registered in timm's order; `powergrad.census` numbers layers in it, as the paper does.
 
 References: He, Zhang, Ren, Sun, *Deep Residual Learning for Image Recognition*, 2015. Hu, Shen,
 Sun, *Squeeze-and-Excitation Networks*, 2018. Wu, He, *Group Normalization*, 2018.
@@ -52,14 +50,6 @@ def create_model(
     """Create a network by name; the weights are drawn from PyTorch's default generator.
 
     The arguments are the keys of the section `model` of a recipe, which checks their types.
-
-    Example:
-        >>> model = create_model("resnet20", num_classes=10)
-        >>> sum(p.numel() for p in model.parameters())
-        269722
-        >>> model = create_model("resnet18", num_classes=10, width=8, norm="none", stem="small")
-        >>> model(torch.zeros(2, 3, 32, 32)).shape
-        torch.Size([2, 10])
     """
     if name.startswith("timm:"):
         own = {"width": width, "stem": stem, "zero_init_residual": zero_init_residual or None}
