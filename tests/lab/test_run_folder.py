@@ -1,7 +1,6 @@
 """The run folder: its files, its lock, and checkpoints that were damaged."""
 
 import math
-import multiprocessing
 import os
 import pickle
 import resource
@@ -15,7 +14,7 @@ import torch
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import FileError
 from powergrad.lab.trainer.recipe import Recipe
-from powergrad.lab.trainer.run_folder import COLUMNS, FORMAT, Result, Run, RunBusyError, RunError
+from powergrad.lab.trainer.run_folder import COLUMNS, FORMAT, Result, Run, RunError
 
 # Python 3.12 and later warn of forks beside threads.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -48,23 +47,6 @@ def test_folder_of_another_recipe_raises(run):
     with pytest.raises(RunError, match=r"loss.alpha \(1.0 there, 0.3 here\)\."):
         run.check_recipe(Recipe().override({"loss.alpha": 0.3}))
     assert run.recipe() == Recipe()
-
-
-def open_and_report(folder, report):
-    try:
-        with Run(folder).open(Recipe()):
-            report.send("opened")
-    except RunBusyError as error:
-        report.send(str(error))
-
-
-def test_second_process_is_refused(run):
-    fork = multiprocessing.get_context("fork")  # which does not inherit locks
-    receiver, sender = fork.Pipe()
-    process = fork.Process(target=open_and_report, args=(run.folder, sender))
-    process.start()
-    assert receiver.recv() == f"Another process is using the run folder {str(run.folder)!r}."
-    process.join()
 
 
 def test_last_checkpoint_is_loaded_and_two_are_kept(run):
