@@ -27,7 +27,7 @@ from powergrad.lab.data import Data, Datasets, load_data
 from powergrad.lab.data.split import MemorySplit
 from powergrad.lab.trainer.networks import create_model
 from powergrad.lab.trainer.processes import Processes
-from powergrad.lab.trainer.progress import Lines
+from powergrad.lab.trainer.progress import Progress
 from powergrad.lab.trainer.recipe import Recipe, load_recipe
 from powergrad.lab.trainer.session import Session
 
@@ -100,7 +100,7 @@ def measure(name: str, recipe: Recipe, rounds: int) -> dict[str, object]:
     if name == "resnet20":  # 32x32 images of any kind take the same time
         data = _random_images(data, 1280)
     session = Session(recipe, data, processes)
-    progress = Lines(every=1e9)
+    progress = Progress(every=1e9)
     progress.begin(recipe, 0, session.steps, Path(tempfile.gettempdir()))
 
     def ours() -> None:
