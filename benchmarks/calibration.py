@@ -44,7 +44,7 @@ def read(arm: str, alpha: float, seed: int, folder: Path) -> Iterator[dict[str, 
     trained = open_trained(folder)
     data = trained.data()
     network = trained.network(data)
-    found = answers(network, recipe, data)
+    found = answers(network, trained, data)
     temperatures = {"T = 1": 1.0, "T = 1/alpha": 1 / alpha, "T fitted": fit_temperature(*found.fit)}
     shared = {"arm": arm, "alpha": alpha, "seed": seed}
     counts = {"fitted_on": len(found.fit.labels), "test_images": len(found.report.labels)}
@@ -52,7 +52,7 @@ def read(arm: str, alpha: float, seed: int, folder: Path) -> Iterator[dict[str, 
         told = {"reading": reading, "temperature": t, **scores(found.report, t)}
         yield {**shared, **told, **counts}
     fold_alpha(None, alpha, model=network)
-    again = answers(network, recipe, data).report
+    again = answers(network, trained, data).report
     yield {**shared, "reading": "fold_alpha", "temperature": 1.0, **scores(again, 1.0), **counts}
 
 

@@ -60,9 +60,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         result = train(load_recipe("digits", changes), Path(scratch) / "run").result()
     assert result is not None
-    accuracy = 10.0 if result["diverged"] else result["test_accuracy"]
-    return {**job, "test_accuracy": accuracy, "diverged": result["diverged"],
-            "seconds": round(result["seconds"], 2), "commit": harness.commit()}  # fmt: skip
+    metrics, diverged = result.metrics, result.about["diverged"]
+    accuracy = 10.0 if diverged else metrics["test_accuracy"]
+    return {**job, "test_accuracy": accuracy, "diverged": diverged,
+            "seconds": round(metrics["seconds"] or 0, 2), "commit": harness.commit()}  # fmt: skip
 
 
 def read() -> list[dict[str, Any]]:

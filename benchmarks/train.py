@@ -23,12 +23,11 @@ import torch.nn.functional as F
 from harness import save
 from torch import Tensor
 
-from powergrad.lab.data import Datasets, load_data
-from powergrad.lab.data.memory import MemorySplit
-from powergrad.lab.data.split import Mixing
+from powergrad.lab.data import Data, Datasets, load_data
+from powergrad.lab.data.split import MemorySplit
 from powergrad.lab.trainer.networks import create_model
 from powergrad.lab.trainer.processes import Processes
-from powergrad.lab.trainer.progress import Lines
+from powergrad.lab.trainer.progress import Progress
 from powergrad.lab.trainer.recipe import Recipe, load_recipe
 from powergrad.lab.trainer.session import Session
 
@@ -101,7 +100,7 @@ def measure(name: str, recipe: Recipe, rounds: int) -> dict[str, object]:
     if name == "resnet20":  # 32x32 images of any kind take the same time
         data = _random_images(data, 1280)
     session = Session(recipe, data, processes)
-    progress = Lines(every=1e9)
+    progress = Progress(every=1e9)
     progress.begin(recipe, 0, session.steps, Path(tempfile.gettempdir()))
 
     def ours() -> None:
@@ -135,7 +134,7 @@ def _random_images(data: Datasets, count: int) -> Datasets:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
     labels = torch.randint(0, 10, (count,), generator=generator)
-    split = MemorySplit(images, labels, mean=[0.5] * 3, std=[0.25] * 3, mixing=Mixing(0, 0, 10))
+    split = MemorySplit(images, labels, Data(), classes=10, mean=[0.5] * 3, std=[0.25] * 3)
     return replace(data, train=split, test=split, channels=3, size=32)
 
 

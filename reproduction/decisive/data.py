@@ -85,8 +85,9 @@ def _csv_rows(path: Path) -> list[dict[str, Any]]:
 def _row(name: str, folder: Path, arms: Mapping[str, str]) -> dict[str, Any]:
     run = Run(folder)
     phase, _, last = name.rpartition("/")
-    result = run.result() or {}
-    metrics = {key: value for key, value in result.items() if key not in OF_LAST_STEP}
+    result = run.result()
+    values = {**result.metrics, **result.about} if result else {}
+    metrics = {key: value for key, value in values.items() if key not in OF_LAST_STEP}
     return {
         "arm": arms[last.rpartition("-seed")[0]],
         "seed": run.recipe().seed,

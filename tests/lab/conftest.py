@@ -1,5 +1,18 @@
-"""Fixtures of the tests of studies."""
+"""Fixtures of the tests of the workbench."""
 
+from __future__ import annotations
+
+import pytest
 from studies import in_process, made_up
+from tiny import TINY
+
+from powergrad.lab.trainer.run_folder import Run
+from powergrad.lab.trainer.training import train
 
 __all__ = ["in_process", "made_up"]
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The finished run of `TINY`, which no test changes."""
+    return train(TINY, tmp_path_factory.mktemp("tiny") / "run")

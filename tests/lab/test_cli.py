@@ -95,9 +95,9 @@ def test_train_says_that_it_diverged(tmp_path, capsys, monkeypatch, bar):
     (folder,) = tmp_path.iterdir()
     result = Run(folder).result()
     assert result is not None
-    assert result["diverged"]
+    assert result.about["diverged"]
     said = " ".join(capsys.readouterr().err.split())
-    assert f"diverged: the loss was not finite in epoch 1 (step {result['steps']} of " in said
+    assert f"diverged: the loss was not finite in epoch 1 (step {result.about['steps']} of " in said
     assert "try a lower optimizer.lr" in said
     assert "finished:" not in said
     assert powergrad(*command) == 0

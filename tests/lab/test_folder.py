@@ -21,17 +21,18 @@ from hypothesis import strategies as st
 from PIL import Image, JpegImagePlugin, UnidentifiedImageError
 from scipy import stats
 
-from powergrad.lab.data import Datasets, load_data
+from powergrad.lab.data import Data, Datasets, listing, load_data
 from powergrad.lab.data.folder import begin_worker, centre_box, random_box, read_image
-from powergrad.lab.data.listing import list_folder
-from powergrad.lab.data.streams import Stream, held_out_groups, permutation, uniform
-from powergrad.lab.trainer.recipe import Data
+from powergrad.lab.data.listing import open_folder
+from powergrad.lab.data.streams import Stream, permutation, uniform
 
 # Python 3.12 and later warn of forks beside threads, which is how PyTorch starts its workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 
 MEAN = np.reshape([0.485, 0.456, 0.406], (3, 1, 1))
 STD = np.reshape([0.229, 0.224, 0.225], (3, 1, 1))
+LEVEL = 1.01 / 255 / STD.min()  # one level of 255, normalised
+BILINEAR = Image.Resampling.BILINEAR
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -47,12 +48,11 @@ def put(path: Path, image: Image.Image | None = None, **options: Any) -> Path:
     return path
 
 
-def make_folder(root: Path, train: int = 6, val: int = 3, classes: str = "ab") -> Path:
-    """One class per letter; each image has its own seed."""
+def make_folder(root: Path, train: int = 6, val: int = 3) -> Path:
+    """Two classes, a and b; each image has its own seed."""
     for part, count in (("train", train), ("val", val)):
-        for k, name in enumerate(classes):
-            for i in range(count):
-                put(root / part / name / f"{i}.png", picture(24, 18, seed=100 * k + i))
+        for k, i in np.ndindex(2, count):
+            put(root / part / "ab"[k] / f"{i}.png", picture(24, 18, seed=100 * k + i))
     return root
 
 
@@ -64,276 +64,185 @@ def whole(width: int, height: int) -> tuple[int, int, int, int]:
     return 0, 0, width, height
 
 
-def all_batches(data: Datasets) -> list[torch.Tensor]:
-    train = [t for batch in data.train.train_batches(4, seed=3, epoch=2) for t in batch]
-    test = [t for (batch, index) in data.test.test_batches(4) for t in (*batch, index)]
-    return train + test
+def planes(image: Any) -> np.ndarray:
+    return np.moveaxis(np.atleast_3d(np.asarray(image, float)), 2, 0)
+
+
+def paths_of(split: Any) -> list[str]:
+    return [os.fsdecode(path) for path in split.listing.paths]
 
 
 # Which files -------------------------------------------------------------------------------------
 
 
-def names_of(root: Path) -> list[bytes]:
-    return [path.tobytes().rstrip(b"\0") for path in list_folder(root).train.paths]
-
-
-def test_names_may_hold_anything(tmp_path: Path):
+def test_names_may_contain_any_byte(tmp_path):
     names = [b"a b.png", b"two\nlines.png", b"\xff\xfe.png", "été.png".encode(), b"'\"$;*.png"]
     put(tmp_path / "val" / "sp ace" / "x.png")
     for name in names:
         path = os.fsencode(tmp_path) + b"/train/sp ace/" + name
         put(tmp_path / "train" / "sp ace" / "x.png").rename(os.fsdecode(path))
     put(tmp_path / "train" / "z" / "1.png")
-    assert names_of(tmp_path) == [*sorted(b"sp ace/" + name for name in names), b"z/1.png"]
-    (batch,) = load(tmp_path).train.train_batches(6, seed=0, epoch=0)
+    train = load(tmp_path).train
+    expected = [*sorted(b"sp ace/" + name for name in names), b"z/1.png"]
+    assert list(map(os.fsencode, paths_of(train))) == expected
+    (batch,) = train.train_batches(6, seed=0, epoch=0)
     assert batch.images.shape == (6, 3, 12, 12)
     (tmp_path / os.fsdecode(b"train/sp ace/\xff\xfe.png")).write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"udcff.*UnidentifiedImageError") as caught:
+    with pytest.raises(ValueError, match="udcff") as caught:
         list(load(tmp_path).train.train_batches(6, seed=0, epoch=0))
     str(caught.value).encode()  # can be printed
 
 
-def test_extensions_hidden_files_links_and_depth(tmp_path: Path):
-    train = tmp_path / "train" / "a"
-    put(tmp_path / "val" / "a" / "x.png")
-    for name in ("1.JPG", "2.jpeg", "3.Png", "4.webp", "5.BMP", "deep/er/6.png"):
-        put(train / name)
-    put(train / ".hidden.png")
-    put(train / ".cache" / "7.png")
-    put(tmp_path / "elsewhere" / "8.png")
-    (train / "notes.txt").write_text("not an image")
-    (train / "9.png").symlink_to(tmp_path / "elsewhere" / "8.png")
-    (train / "linked").symlink_to(tmp_path / "elsewhere")
-    (train / "circle").symlink_to(train)
-    (tmp_path / "train" / ".git").mkdir()
-    (tmp_path / "train" / "b").symlink_to(tmp_path / "elsewhere")
-    expected = ["1.JPG", "2.jpeg", "3.Png", "4.webp", "5.BMP", "9.png"]
-    expected += ["deep/er/6.png", "linked/8.png"]
-    assert names_of(tmp_path) == [*(f"a/{name}".encode() for name in expected), b"b/8.png"]
-    assert list_folder(tmp_path).train.labels.tolist() == [0] * 8 + [1]
-    (batch,) = load(tmp_path).train.train_batches(9, seed=0, epoch=0)
-    assert len(batch.images) == 9
-
-
-def ignored(root: Path, **options: Any) -> dict[str, str]:
-    return dict(list_folder(root, **options).ignored)
-
-
-def test_links_that_lead_back_are_neither_classes_nor_images(tmp_path: Path):
-    make_folder(tmp_path)
-    train = tmp_path / "train"
-    (train / "itself").symlink_to("itself")
-    (train / "same").symlink_to(".")
-    (train / "parent").symlink_to(tmp_path)
-    (train / "nowhere").symlink_to("gone")
-    (train / "a" / "up").symlink_to(train)
-    (train / "a" / "further").symlink_to(tmp_path.parent)
-    (tmp_path / "other").mkdir()
-    (train / "b" / "out").symlink_to(tmp_path / "other")
-    (tmp_path / "other" / "back").symlink_to(train / "b")
-    assert load(tmp_path).classes == ("a", "b")
-    assert len(load(tmp_path).train) == 12
-    above, broken = "link to a folder above it", "broken link"
-    assert ignored(tmp_path) == {
-        "train/itself": broken,
-        "train/nowhere": broken,
-        "train/same": above,
-        "train/parent": above,
-        "train/a/up": above,
-        "train/a/further": above,
-        "train/b/out/back": above,
-    }
-
-
-def test_what_is_left_out_is_noted_with_its_reason(tmp_path: Path):
-    make_folder(tmp_path)
+def test_listed_images_and_the_reasons_of_ignored_entries(tmp_path):
+    train = make_folder(tmp_path) / "train"
+    for name in ("1.JPG", "2.jpeg", "4.webp", "deep/er/6.png", ".hidden.png", ".cache/7.png"):
+        put(train / "a" / name)
     for name in ("val/.DS_Store", "train/a/notes.TXT", "val/b/LICENSE", "train/list.csv"):
         (tmp_path / name).write_text("")
-    put(tmp_path / "train" / "lonely.png")
-    put(tmp_path / "train" / "a" / "more" / "1.png")
-    (tmp_path / "train" / "a" / "twice").symlink_to(tmp_path / "train" / "a" / "more")
-    assert ignored(tmp_path) == {
-        "val/.DS_Store": "hidden",
+    put(tmp_path / "elsewhere" / "8.png")
+    put(train / "lonely.png")
+    for link, target in {
+        "a/9.png": tmp_path / "elsewhere" / "8.png",
+        "a/linked": tmp_path / "elsewhere",
+        "a/twice": tmp_path / "elsewhere",
+        "b/linked": tmp_path / "elsewhere",  # a folder may be in two classes
+        "a/circle": train / "a",
+        "a/up": train,
+        "a/further": tmp_path.parent,
+        "itself": "itself",
+        "same": ".",
+        "parent": tmp_path,
+        "nowhere": "gone",
+        "b/out": tmp_path / "other",
+        "../other/back": train / "b",
+    }.items():
+        (train / link).parent.mkdir(exist_ok=True)
+        (train / link).symlink_to(target)
+    folder = open_folder(Data(name=f"folder:{tmp_path}"))
+    names = ["0.png", "1.JPG", "1.png", "2.jpeg", "2.png", "3.png", "4.png", "4.webp", "5.png"]
+    names += ["9.png", "deep/er/6.png", "linked/8.png"]
+    in_b = [*(f"{i}.png" for i in range(6)), "linked/8.png"]
+    expected = [f"a/{name}" for name in names] + [f"b/{name}" for name in in_b]
+    assert list(map(os.fsdecode, folder.train.paths)) == expected
+    assert folder.train.labels.tolist() == [0] * 12 + [1] * 7
+    assert (folder.classes, folder.problems) == (("a", "b"), [])
+    above, broken, loose = "link to a folder above it", "broken link", "not in a class folder"
+    assert dict(folder.ignored) == {
+        **dict.fromkeys(["train/a/.hidden.png", "train/a/.cache", "val/.DS_Store"], "hidden"),
+        **dict.fromkeys(["train/itself", "train/nowhere"], broken),
+        **{f"train/{name}": above for name in ("same", "parent", "a/up", "a/further", "a/circle")},
+        **dict.fromkeys(["train/list.csv", "train/lonely.png"], loose),
+        "train/b/out/back": above,
+        "train/a/twice": "folder that is already included by a link",
         "train/a/notes.TXT": "extension .txt",
         "val/b/LICENSE": "no extension",
-        "train/list.csv": "not in a class folder",
-        "train/lonely.png": "not in a class folder",
-        "train/a/twice": "folder that is already included by a link",
     }
-    assert len(load(tmp_path).train) == 13
+
+
+def test_folder_is_listed_once_and_again_after_a_change(tmp_path, monkeypatch):
+    root = make_folder(tmp_path / "photos")
+    config = Data(name=f"folder:{root}")
+    walks = []
+    list_folder = listing._list_folder
+    monkeypatch.setattr(listing, "_list_folder", lambda *a: walks.append(a) or list_folder(*a))
+    open_folder(config)
+    open_folder(config)
+    assert len(walks) == 2  # a folder that was made just now may still change unnoticed
+    monkeypatch.setattr(listing, "SETTLED", -1e9)
+    first = open_folder(config)
+    assert open_folder(config) is first
+    assert load_data(config).classes == first.classes
+    assert len(walks) == 3
+    for change in (lambda: put(root / "val" / "b" / "new.png"), (root / "val/b/new.png").unlink):
+        os.utime(root / "val" / "b", ns=(0, 0))
+        before = len(list(open_folder(config).images()))
+        change()
+        assert abs(len(list(open_folder(config).images())) - before) == 1
+    assert open_folder(config.model_copy(update={"hold_out": 0.5})) is not open_folder(config)
+    shutil.rmtree(root / "val")
+    with pytest.raises(FileNotFoundError, match="val/"):
+        open_folder(config)
 
 
 @pytest.mark.parametrize("layout", ["train", "direct"])
-def test_hold_out_needs_neither_val_nor_train(tmp_path: Path, layout: str):
+def test_hold_out_needs_neither_val_nor_train(tmp_path, layout):
     make_folder(tmp_path, train=8)
     expected = load(tmp_path, hold_out=0.25)
     shutil.rmtree(tmp_path / "val")
-    root = tmp_path if layout == "train" else tmp_path / "train"
-    data = load(root, hold_out=0.25)
-    assert (expected.has_test, data.has_test) == (True, False)
-    assert data.classes == ("a", "b")
-    assert torch.equal(data.train.labels, expected.train.labels)
+    data = load(tmp_path if layout == "train" else tmp_path / "train", hold_out=0.25)
+    assert (expected.has_test, data.has_test, data.classes) == (True, False, ("a", "b"))
+    assert paths_of(data.train) == paths_of(expected.train)
     ((batch, _),), ((same, _),) = (d.test.test_batches(9) for d in (data, expected))
     assert torch.equal(batch.images, same.images)
-    (tmp_path / "train").rename(tmp_path / "val")
-    with pytest.raises(FileNotFoundError, match="Expected a folder train/"):
-        load(tmp_path, hold_out=0.25)
+    assert not {*paths_of(data.train)} & {*paths_of(data.test)}
+    limited = load(tmp_path, hold_out=0.25, limit=6)
+    counts = [torch.bincount(split.labels).tolist() for split in (limited.train, limited.test)]
+    assert counts == [[3, 3], [2, 2]]
 
 
-def test_test_folder_stands_in_for_val(tmp_path: Path):
-    make_folder(tmp_path)
-    (tmp_path / "val").rename(tmp_path / "test")
-    data = load(tmp_path)
-    assert (len(data.train), len(data.test), data.classes) == (12, 6, ("a", "b"))
-    assert (data.channels, data.size) == (3, 12)
-
-
-def test_relative_folder_is_looked_for_in_the_data_folder(tmp_path: Path):
+def test_test_folder_stands_in_for_val_and_data_dir_for_the_parent(tmp_path):
     make_folder(tmp_path / "pets")
-    config = Data(name="folder:pets")
-    assert len(load_data(config, data_dir=str(tmp_path)).train) == 12
-    with pytest.raises(FileNotFoundError, match=r"none at 'pets' or '.*other/pets'"):
-        load_data(config, data_dir=str(tmp_path / "other"))
+    (tmp_path / "pets" / "val").rename(tmp_path / "pets" / "test")
+    data = load_data(Data(name="folder:pets", size=12), data_dir=str(tmp_path))
+    assert (len(data.train), len(data.test), data.channels, data.size) == (12, 6, 3, 12)
+    with pytest.raises(FileNotFoundError, match=r"'pets' or '.*other/pets'"):
+        load_data(Data(name="folder:pets"), data_dir=str(tmp_path / "other"))
 
 
-def test_folders_that_cannot_be_used_are_refused(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"Expected a folder train/ in.*data.hold_out 0.2"):
-        load(tmp_path)
+def test_unusable_folders_raise(tmp_path):
+    def assert_raises(kind: type[Exception], *words: str, **options: Any) -> None:
+        with pytest.raises(kind) as caught:
+            load(tmp_path, **options)
+        assert all(word in str(caught.value) for word in words)
+
+    assert_raises(FileNotFoundError, "train/", "--data.hold_out 0.2")
+    (tmp_path / "val").mkdir()
+    assert_raises(FileNotFoundError, "train/", hold_out=0.25)
+    (tmp_path / "val").rmdir()
     (tmp_path / "train" / "a").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match=r"Expected a folder val/ or test/ .*hold_out 0.2"):
-        load(tmp_path)
+    assert_raises(FileNotFoundError, "val/ or test/", "--data.hold_out 0.2")
     (tmp_path / "val").mkdir()
     (tmp_path / "train" / "a" / "1.psd").write_text("")
-    with pytest.raises(ValueError, match=r"train'.* 'train/a/1.psd \(extension .psd\)'\.\n.*val'"):
-        load(tmp_path)
+    assert_raises(ValueError, "train/a/1.psd (extension .psd)", f"{tmp_path / 'val'}")
     put(tmp_path / "train" / "a" / "1.png")
-    with pytest.raises(ValueError, match=r"(?s)only 'a'\..*Expected images .*val'"):
-        load(tmp_path)
+    assert_raises(ValueError, "only 'a'", f"{tmp_path / 'val'}")
     put(tmp_path / "val" / "a" / "1.png")
     (tmp_path / "train" / "b").mkdir()
-    with pytest.raises(ValueError, match=r"in every class of .* but got none in 'b'"):
-        load(tmp_path)
+    assert_raises(ValueError, "none in 'b'")
     put(tmp_path / "train" / "b" / "1.png")
     assert load(tmp_path).classes == ("a", "b")  # val need not have it
     (tmp_path / "val" / "dragon").mkdir()
-    with pytest.raises(ValueError, match="among those of train/, but got also 'dragon'"):
-        load(tmp_path)
+    assert_raises(ValueError, "'dragon'")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"crop_padding": 4}, "`data.crop_padding` to be 0 for a folder"),
-        (
-            {"scale": (0.5, 0.2)},
-            "`data.scale` to be the smallest and the largest value.* got 0.5 and 0.2",
-        ),
-        ({"scale": (0.5, 1.2)}, "`data.scale` .* at most 1, but got 0.5 and 1.2"),
-        (
-            {"ratio": (2, 1)},
-            "`data.ratio` to be the smallest and the largest value, but got 2.0 and 1.0",
-        ),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(tmp_path: Path, options: Any, message: str):
-    make_folder(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        load(tmp_path, **options)
-
-
-def test_hold_out_and_limit_of_a_folder(tmp_path: Path):
-    make_folder(tmp_path, train=8)
-    data = load(tmp_path, hold_out=0.25, limit=6)
-    assert torch.bincount(data.train.labels).tolist() == [3, 3]
-    assert torch.bincount(data.test.labels).tolist() == [2, 2]
-    train, test = (
-        {bytes(path) for path in split.reader.listing.paths}  # pyright: ignore
-        for split in (data.train, data.test)
-    )
-    assert not train & test
-    images = torch.cat([batch.images for batch, _ in data.test.test_batches(3)])
-    assert images.shape == (4, 3, 12, 12)
-
-
-def make_tracks(root: Path, tracks: int = 10, frames: int = 3, classes: str = "ab") -> Path:
-    """Frames of tracks, whose numbers begin anew in each class, as in GTSRB."""
-    for name in classes:
-        for track in range(tracks):
-            for frame in range(frames):
-                put(root / name / f"{track:05d}_{frame:02d}.ppm")
+def make_tracks(root: Path, tracks: int) -> Path:
+    """Three frames per track, whose numbers begin anew in each class, as in GTSRB."""
+    for k, track, frame in np.ndindex(2, tracks, 3):
+        put(root / "ab"[k] / f"{track:05d}_{frame:02d}.ppm")
     return root
 
 
-def paths_of(split: Any) -> set[str]:
-    return {os.fsdecode(path) for path in split.reader.listing.paths}
-
-
 @pytest.mark.parametrize("pattern", [r"(.+)_\d+\.ppm", r".+/\d{5}"])
-def test_frames_of_a_track_stay_on_one_side(tmp_path: Path, pattern: str):
-    make_tracks(tmp_path)
+def test_images_of_a_group_stay_together(tmp_path, pattern):
+    make_tracks(tmp_path, tracks=10)
     data = load(tmp_path, hold_out=0.2, groups=pattern)
-    kept, held = paths_of(data.train), paths_of(data.test)
-    assert (len(kept), len(held)) == (48, 12)
-    tracks = [{path[:7] for path in side} for side in (kept, held)]
-    assert not tracks[0] & tracks[1]
-    assert sorted(track[0] for track in tracks[1]) == ["a", "a", "b", "b"]
-    assert paths_of(load(tmp_path, hold_out=0.2, groups=pattern).test) == held
-    plain = paths_of(load(tmp_path, hold_out=0.2).test)
-    assert len({path[:7] for path in plain}) > 4  # which images alone would have been torn apart
+    kept, held = ({path[:7] for path in paths_of(split)} for split in (data.train, data.test))
+    assert (len(data.train), len(data.test), kept & held) == (48, 12, set())
+    assert sorted(track[0] for track in held) == ["a", "a", "b", "b"]
+    alone = paths_of(load(tmp_path, hold_out=0.2).test)
+    assert len({path[:7] for path in alone}) > 4  # without groups, tracks are torn apart
+    across = paths_of(load(tmp_path, hold_out=0.4, groups=r"(\d+)_").test)
+    assert (len(across), len({path[2:7] for path in across})) == (24, 4)  # in both classes
 
 
-def test_a_group_may_span_classes(tmp_path: Path):
-    make_tracks(tmp_path, tracks=5)
-    held = paths_of(load(tmp_path, hold_out=0.4, groups=r"(\d+)_").test)
-    assert len(held) == 12
-    assert len({path[2:7] for path in held}) == 2
-
-
-def test_groups_that_cannot_be_used_are_refused(tmp_path: Path):
+def test_unusable_groups_raise(tmp_path):
     make_tracks(tmp_path, tracks=2)
     put(tmp_path / "b" / "extra.png")
-    with pytest.raises(ValueError, match=r"not match 1 of 13, such as 'b/extra.png'"):
-        load(tmp_path, hold_out=0.5, groups=r"(.+)_\d+")
-    with pytest.raises(ValueError, match=r"not match 13 of 13, such as 'a/00000_00.ppm'"):
-        load(tmp_path, hold_out=0.5, groups="patient")
-    with pytest.raises(ValueError, match=r"expected a regular expression, but got '\(': missing"):
-        Data(name="folder:x", groups="(")
-    with pytest.raises(ValueError, match="expected no groups for digits, whose images have no"):
-        Data(name="digits", groups="x")
-    with pytest.raises(
-        ValueError, match=r"`data.hold_out` to leave examples for training and testing"
-    ):
+    for pattern, words in ((r"(.+)_\d+", "1 of 13, .*b/extra.png"), ("patient", "13 of 13")):
+        with pytest.raises(ValueError, match=rf"`data.groups`.* {words}"):
+            load(tmp_path, hold_out=0.5, groups=pattern)
+    with pytest.raises(ValueError, match=r"`data.hold_out`"):
         load(tmp_path, hold_out=0.2, groups="^[ab]")  # each class is one group
-
-
-def imbalance(labels: np.ndarray, is_held: np.ndarray, fraction: float) -> float:
-    parts = [is_held[labels == k] for k in np.unique(labels)]
-    return sum((part.sum() - fraction * len(part)) ** 2 / len(part) for part in parts)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=60),
-    st.floats(0, 0.9),
-)
-def test_held_out_groups_are_whole_and_no_other_choice_of_one_group_is_better(
-    pairs: list[tuple[int, int]], fraction: float
-):
-    labels, groups = np.array(pairs).T
-    is_held = held_out_groups(labels, groups, fraction)
-    best = imbalance(labels, is_held, fraction)
-    for group in np.unique(groups):
-        members = groups == group
-        assert len(set(is_held[members])) == 1
-        assert imbalance(labels, is_held ^ members, fraction) >= best - 1e-6
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.floats(0, 0.99))
-def test_groups_of_one_are_held_out_as_without_groups(labels: list[int], fraction: float):
-    given_labels = np.array(labels)
-    is_held = held_out_groups(given_labels, np.arange(len(labels)), fraction)
-    for k in set(labels):
-        count = (given_labels == k).sum()
-        assert abs(is_held[given_labels == k].sum() - fraction * count) <= 0.5 + 1e-6
 
 
 # Which pixels ------------------------------------------------------------------------------------
@@ -351,9 +260,14 @@ def triangle_weights(length: int, size: int) -> np.ndarray:
     """Bilinear filter with antialiasing from `length` pixels to `size`: (size, length)."""
     scale = length / size
     centres = scale * (np.arange(size)[:, None] + 0.5)
-    weights = 1 - abs(np.arange(length) + 0.5 - centres) / max(scale, 1)
-    weights = weights.clip(min=0)
+    weights = (1 - abs(np.arange(length) + 0.5 - centres) / max(scale, 1)).clip(min=0)
     return weights / weights.sum(1, keepdims=True)
+
+
+def exactly_resized(pixels: np.ndarray, size: int) -> np.ndarray:
+    """(C, H, W) to (C, size, size)."""
+    rows, columns = (triangle_weights(length, size) for length in pixels.shape[1:])
+    return np.einsum("ih,chw,jw->cij", rows, pixels, columns, optimize=True)
 
 
 @st.composite
@@ -367,32 +281,23 @@ def crops(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[int, int, int, int], 
 
 @given(crops())
 @example(((30, 36), (0, 0, 8, 35), 36))  # exactly 148; we give 149 there and Pillow 147
-def test_crop_and_resize_are_the_exact_filter_rounded_twice_as_in_pillow(
-    tmp_path_factory: pytest.TempPathFactory,
-    crop: tuple[tuple[int, int], tuple[int, int, int, int], int],
-):
+def test_crop_and_resize_are_the_exact_filter_rounded_twice(tmp_path_factory, crop):
     shape, box, size = crop
     image = picture(*shape)
     path = put(tmp_path_factory.getbasetemp() / "crop.png", image)
-    got = read_image(path, lambda w, h: box, size).numpy()
-    part = image.crop(box)
-    pillows = np.asarray(part.resize((size, size), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
-    rows, columns = (triangle_weights(length, size) for length in (part.height, part.width))
-    exact = np.einsum("ih,hwc,jw->cij", rows, np.asarray(part, float), columns, optimize=True)
-    assert abs(got - exact).max() <= RESIZE_ERROR
-    assert abs(pillows - exact).max() <= RESIZE_ERROR
+    exact = exactly_resized(planes(image.crop(box)), size)
+    for by_pillow in (False, True):
+        got = read_image(path, lambda w, h: box, size, by_pillow=by_pillow).numpy()
+        assert abs(got - exact).max() <= RESIZE_ERROR
+    assert np.array_equal(got, planes(image.crop(box).resize((size, size), BILINEAR)))
 
 
-@given(
-    st.integers(1, 600),
-    st.integers(1, 600),
-    st.integers(0, 10**6),
-    st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)).map(sorted).map(tuple),
-    st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)).map(sorted).map(tuple),
-)
-def test_random_box_is_inside_and_as_asked(
-    width: int, height: int, seed: int, scale: tuple[float, float], ratio: tuple[float, float]
-):
+ends = st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)).map(sorted).map(tuple)
+
+
+@given(st.integers(1, 600), st.integers(1, 600), st.integers(0, 10**6), ends, ends)
+def test_random_box_is_inside_and_has_the_ratio(width, height, seed, scale, ratio):
+    ratio = 0.1 + 9 * ratio[0], 0.1 + 9 * ratio[1]
     draws = uniform(Stream.AUGMENT, seed, np.arange(22)).tolist()
     left, top, right, bottom = random_box(width, height, draws, scale, ratio)
     assert 0 <= left < right <= width
@@ -403,71 +308,56 @@ def test_random_box_is_inside_and_as_asked(
     assert (w + 0.51) / (h - 0.51) >= ratio[0] or h == 1
 
 
-def test_random_box_is_drawn_as_torchvision_draws_it():
+def test_random_box_has_the_distribution_of_torchvision():
     draws = uniform(Stream.AUGMENT, 0, np.arange(4000)[:, None], np.arange(22)).tolist()
     boxes = np.array([random_box(4000, 4000, d, (0.1, 0.5), (0.5, 2.0)) for d in draws])
     w, h = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
-    area = w * h / 4000**2
-    assert stats.kstest(area, stats.uniform(0.1, 0.4).cdf).pvalue > 1e-3
-    aspect = np.log(w / h) / np.log(2)
-    assert stats.kstest(aspect, stats.uniform(-1, 2).cdf).pvalue > 1e-3
+    assert stats.kstest(w * h / 4000**2, stats.uniform(0.1, 0.4).cdf).pvalue > 1e-3
+    assert stats.kstest(np.log2(w / h), stats.uniform(-1, 2).cdf).pvalue > 1e-3
     for begin, room in ((boxes[:, 0], 4000 - w), (boxes[:, 1], 4000 - h)):
         assert stats.kstest((begin + 0.5) / (room + 1), "uniform").pvalue > 1e-3
+    for size, box in (((300, 30), (130, 0, 170, 30)), ((30, 300), (0, 130, 30, 170))):
+        assert random_box(*size, [0.3] * 22, (0.9, 1.0), (3 / 4, 4 / 3)) == box  # none fits
 
 
-@pytest.mark.parametrize(
-    ("size", "box"), [((300, 30), (130, 0, 170, 30)), ((30, 300), (0, 130, 30, 170))]
-)
-def test_where_no_crop_fits_the_centre_is_taken(size: tuple[int, int], box: tuple[int, ...]):
-    draws = [0.3] * 22
-    assert random_box(*size, draws, (0.9, 1.0), (3 / 4, 4 / 3)) == box
-
-
-def test_centre_box_is_the_centre():
-    assert centre_box(500, 375, 0.875) == (86, 23, 414, 351)
-    assert centre_box(1, 9, 0.1) == (0, 4, 1, 5)
-
-
-def test_training_images_are_those_of_a_loop(tmp_path: Path):
-    make_folder(tmp_path)
-    data = load(tmp_path, flip=True, scale=(0.2, 0.9))
+def test_training_images_equal_those_of_a_loop(tmp_path):
+    data = load(make_folder(tmp_path), flip=True, scale=(0.2, 0.9))
     batches = list(data.train.train_batches(5, seed=9, epoch=1))
     assert len(batches) == 2
-    order = permutation(12, 9, 1)
     mirrored = 0
-    for place, i in enumerate(order[:10].tolist()):
+    for place, i in enumerate(permutation(12, 9, 1)[:10].tolist()):
         draws = uniform(Stream.AUGMENT, 9, 1, i, np.arange(23)).tolist()
         box = random_box(24, 18, draws[1:], (0.2, 0.9), (3 / 4, 4 / 3))
         image = picture(24, 18, seed=100 * (i // 6) + i % 6).crop(box)
-        expected = np.asarray(image.resize((12, 12), Image.Resampling.BILINEAR))
+        expected = planes(image.resize((12, 12), BILINEAR))
         if draws[0] < 0.5:
-            expected, mirrored = expected[:, ::-1], mirrored + 1
-        expected = (expected.transpose(2, 0, 1) / 255 - MEAN) / STD
-        got = batches[place // 5].images[place % 5]
-        assert abs(got.numpy() - expected).max() <= 1.01 / 255 / STD.min()  # a level of 255
+            expected, mirrored = expected[..., ::-1], mirrored + 1
+        got = batches[place // 5].images[place % 5].numpy()
+        assert abs(got - (expected / 255 - MEAN) / STD).max() <= LEVEL
         assert batches[place // 5].labels[place % 5] == i // 6
     assert 0 < mirrored < 10
 
 
-def test_testing_resizes_the_shorter_side_and_cuts_the_centre(tmp_path: Path):
+def test_testing_resizes_the_shorter_side_and_crops_the_centre(tmp_path):
     image = picture(80, 64)
     for part in ("train/a", "train/b", "val/a"):
         put(tmp_path / part / "x.png", image)
     ((batch, index),) = load(tmp_path, size=28).test.test_batches(1)
-    resized = image.resize((40, 32), Image.Resampling.BILINEAR).crop((6, 2, 34, 30))
-    expected = (np.asarray(resized).transpose(2, 0, 1) / 255 - MEAN) / STD
+    got = batch.images[0].numpy()
     assert index.tolist() == [0]
-    # At the border the crop that comes first does not see its neighbours.
-    inside = (slice(None), slice(1, -1), slice(1, -1))
-    difference = abs(batch.images[0].numpy() - expected)[inside]
-    assert difference.max() <= 1.01 / 255 / STD.min()
-    # Cropped first, it is Pillow's result to the bit.
-    centre = image.crop((12, 4, 68, 60)).resize((28, 28), Image.Resampling.BILINEAR)
-    expected = (np.asarray(centre).transpose(2, 0, 1) / 255 - MEAN) / STD
-    assert abs(batch.images[0].numpy() - expected).max() < 1e-5
+    # At the border, the crop that comes first does not see its neighbours.
+    resized = planes(image.resize((40, 32), BILINEAR).crop((6, 2, 34, 30)))
+    difference = abs(got - (resized / 255 - MEAN) / STD)[:, 1:-1, 1:-1]
+    assert difference.max() <= LEVEL
+    for size in (28, 25, 90):  # cropped first, it is Pillow's result to the bit
+        ((batch, _),) = load(tmp_path, size=size).test.test_batches(1)
+        centre = planes(image.crop((12, 4, 68, 60)).resize((size, size), BILINEAR))
+        assert abs(batch.images[0].numpy() - (centre / 255 - MEAN) / STD).max() < 1e-5
+    assert centre_box(500, 375, 0.875) == (86, 23, 414, 351)
+    assert centre_box(1, 9, 0.1) == (0, 4, 1, 5)
 
 
-def test_large_jpegs_are_decoded_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_large_jpegs_are_decoded_small(tmp_path, monkeypatch):
     image = picture(80, 60).resize((640, 480), Image.Resampling.BICUBIC)
     path = put(tmp_path / "x.jpg", image, quality=95)
     decoded = []
@@ -487,125 +377,89 @@ def test_large_jpegs_are_decoded_small(tmp_path: Path, monkeypatch: pytest.Monke
     ):
         got = read_image(path, lambda w, h, box=box: box, size).numpy()
         assert decoded[-1] == expected
-        reference = image.crop(box).resize((size, size), Image.Resampling.BILINEAR)
-        difference = got - np.asarray(reference).transpose(2, 0, 1).astype(float)
-        assert abs(difference).mean() < 1.5  # of 255: two ways to shrink, and JPEG
+        reference = planes(image.crop(box).resize((size, size), BILINEAR))
+        assert abs(got - reference).mean() < 1.5  # of 255: two ways to shrink, and JPEG
 
 
-def test_every_kind_of_image_becomes_what_it_shows(tmp_path: Path):
-    grey = np.linspace(0, 255, 256).astype(np.uint8).reshape(16, 16)
-    colour = np.stack([grey, grey.T, 255 - grey], 2)
-    image = Image.fromarray(colour)
-    wide = np.random.default_rng(0).integers(0, 65536, (16, 16), dtype=np.uint16)
-    alpha = Image.fromarray(np.full((16, 16), 77, np.uint8))
-    palette = image.quantize(16)
-    both = Image.merge("RGBA", (*image.split(), alpha))
-    cases: dict[str, tuple[Image.Image, str, dict[str, Any], np.ndarray]] = {
-        "grey": (Image.fromarray(grey), "png", {}, grey),
-        "16 bits": (Image.fromarray(wide), "png", {}, np.rint(wide / 257)),
-        "colour": (image, "bmp", {}, colour),
-        "transparent": (both, "png", {}, colour),
-        "grey, transparent": (
-            Image.merge("LA", (Image.fromarray(grey), alpha)),
-            "png",
-            {},
-            grey,
-        ),
-        "palette": (palette, "png", {}, np.asarray(palette.convert("RGB"))),
-        "transparent palette": (
-            palette,
-            "png",
-            {"transparency": bytes(range(16))},
-            np.asarray(palette.convert("RGB")),
-        ),
-        "two levels": (
-            Image.fromarray(grey > 99),
-            "png",
-            {},
-            255 * (grey > 99),
-        ),
-        "lossless": (image, "webp", {"lossless": True}, colour),
-        "print": (
-            image.convert("CMYK"),
-            "jpg",
-            {"quality": 100, "subsampling": 0},
-            colour,
-        ),
-        "frames": (palette, "gif", {}, np.asarray(palette.convert("RGB"))),
-        "TIFF": (image, "tif", {"compression": "tiff_lzw"}, colour),
-        "TIFF of 16 bits": (Image.fromarray(wide), "tiff", {}, np.rint(wide / 257)),
-        "TIFF of print": (image.convert("CMYK"), "tif", {}, colour),
-    }
-    for name, (picture, extension, options, expected) in cases.items():
-        path = put(tmp_path / f"{name}.{extension}", picture, **options)
-        with Image.open(path) as stored:
-            assert stored.mode[0] == picture.mode[0]
-        got = read_image(path, whole, 16)
-        planes = expected.transpose(2, 0, 1) if expected.ndim == 3 else expected[None]
-        tolerance = 6 if extension == "jpg" else 0
-        assert abs(got.numpy() - planes.astype(float)).max() <= tolerance, name
+GREY = np.arange(256, dtype=np.uint8).reshape(16, 16)
+COLOUR = np.stack([GREY, GREY.T, 255 - GREY], 2)
+WIDE = np.random.default_rng(0).integers(0, 65536, (16, 16), dtype=np.uint16)
+RGB, CLEAR = Image.fromarray(COLOUR), Image.fromarray(np.full((16, 16), 77, np.uint8))
+PALETTE = RGB.quantize(16)
+KINDS: dict[str, tuple[Image.Image, str, dict[str, Any], Any]] = {
+    "grey": (Image.fromarray(GREY), "png", {}, GREY),
+    "16 bits": (Image.fromarray(WIDE), "png", {}, np.rint(WIDE / 257)),
+    "colour": (RGB, "bmp", {}, COLOUR),
+    "transparent": (Image.merge("RGBA", (*RGB.split(), CLEAR)), "png", {}, COLOUR),
+    "grey, transparent": (Image.merge("LA", (Image.fromarray(GREY), CLEAR)), "png", {}, GREY),
+    "palette": (PALETTE, "png", {}, PALETTE.convert("RGB")),
+    "clear palette": (PALETTE, "png", {"transparency": bytes(16)}, PALETTE.convert("RGB")),
+    "two levels": (Image.fromarray(GREY > 99), "png", {}, 255 * (GREY > 99)),
+    "lossless": (RGB, "webp", {"lossless": True}, COLOUR),
+    "print": (RGB.convert("CMYK"), "jpg", {"quality": 100, "subsampling": 0}, COLOUR),
+    "frames": (PALETTE, "gif", {}, PALETTE.convert("RGB")),
+    "TIFF": (RGB, "tif", {"compression": "tiff_lzw"}, COLOUR),
+    "TIFF of 16 bits": (Image.fromarray(WIDE), "tiff", {}, np.rint(WIDE / 257)),
+    "TIFF of print": (RGB.convert("CMYK"), "tif", {}, COLOUR),
+}
 
 
-def netpbm(path: Path, kind: str, values: np.ndarray, largest: int) -> Path:
-    """A PGM or PPM file, byte by byte: the header, then the values from the top left."""
-    height, width = values.shape[:2]
-    header = f"{kind}\n# by hand\n{width} {height}\n{largest}\n".encode()
-    path.write_bytes(header + values.astype(">u2" if largest > 255 else "u1").tobytes())
-    return path
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_image_is_read(tmp_path, kind):
+    image, extension, options, expected = KINDS[kind]
+    path = put(tmp_path / f"x.{extension}", image, **options)
+    with Image.open(path) as stored:
+        assert stored.mode[0] == image.mode[0]
+    got = read_image(path, whole, 16).numpy()
+    assert abs(got - planes(expected)).max() <= (6 if extension == "jpg" else 0)
 
 
 @pytest.mark.parametrize("largest", [100, 255, 1023, 65535])
 @pytest.mark.parametrize("kind", ["P5", "P6"])
-def test_netpbm_of_any_depth(tmp_path: Path, kind: str, largest: int):
+def test_netpbm_of_any_depth_is_read(tmp_path, kind, largest):
     shape = (5, 7) if kind == "P5" else (5, 7, 3)
     values = np.random.default_rng(0).integers(0, largest + 1, shape)
-    path = netpbm(tmp_path / "x.pnm", kind, values, largest)
-    got = read_image(path, whole, 7).numpy()
-    exact = values * 255 / largest
-    rows, columns = triangle_weights(5, 7), triangle_weights(7, 7)
-    exact = np.einsum("ih,hwc,jw->cij", rows, np.atleast_3d(exact), columns)
+    header = f"{kind}\n# by hand\n7 5\n{largest}\n".encode()
+    dtype = ">u2" if largest > 255 else "u1"
+    (tmp_path / "x.pnm").write_bytes(header + values.astype(dtype).tobytes())
+    got = read_image(tmp_path / "x.pnm", whole, 7).numpy()
+    exact = exactly_resized(planes(values * 255 / largest), 7)
     assert abs(got - exact).max() <= RESIZE_ERROR + 0.5
 
 
 @pytest.mark.parametrize(
-    ("values", "low", "high"),
+    ("values", "kind", "low", "high"),
     [
-        (np.array([[0, 70_000], [9, 140_000]], np.int32), 0, 140_000),
-        (np.array([[-1000, 3000], [0, 1000]], np.int32), -1000, 3000),
-        (np.array([[0, 255], [700, 4095]], np.int32), 0, 65535),
-        (np.array([[0, 0.25], [0.5, 1]], np.float32), 0, 1),
-        (np.array([[0, 1], [128.25, 200]], np.float32), 0, 255),
-        (np.array([[0, 256], [30_000, 60_000]], np.float32), 0, 65535),
-        (np.array([[-1, 0], [0.5, 1]], np.float32), -1, 1),
-        (np.full((2, 2), -5, np.float32), -5, -4),
+        ([[0, 70_000], [9, 140_000]], np.int32, 0, 140_000),
+        ([[-1000, 3000], [0, 1000]], np.int32, -1000, 3000),
+        ([[0, 255], [700, 4095]], np.int32, 0, 65535),
+        ([[0, 0.25], [0.5, 1]], np.float32, 0, 1),
+        ([[0, 1], [128.25, 200]], np.float32, 0, 255),
+        ([[0, 256], [30_000, 60_000]], np.float32, 0, 65535),
+        ([[-1, 0], [0.5, 1]], np.float32, -1, 1),
+        ([[-5, -5], [-5, -5]], np.float32, -5, -4),
     ],
 )
-def test_wide_values_are_scaled_by_the_whole_image(
-    tmp_path: Path, values: np.ndarray, low: float, high: float
-):
-    path = put(tmp_path / "x.tif", Image.fromarray(values))
-    expected = np.rint(255 * (values.astype(float) - low) / (high - low))
+def test_wide_values_are_scaled_by_the_whole_image(tmp_path, values, kind, low, high):
+    path = put(tmp_path / "x.tif", Image.fromarray(np.array(values, kind)))
+    expected = np.rint(255 * (np.array(values, float) - low) / (high - low))
     assert np.array_equal(read_image(path, whole, 2)[0].numpy(), expected)
-    corner = read_image(path, lambda w, h: (0, 0, 1, 1), 1)  # of a crop: the same level
-    assert corner.item() == expected[0, 0]
+    assert read_image(path, lambda w, h: (0, 0, 1, 1), 1).item() == expected[0, 0]  # and of a crop
 
 
-def test_values_that_are_not_finite_are_refused(tmp_path: Path):
-    path = put(tmp_path / "x.tif", Image.fromarray(np.array([[0, np.nan]], np.float32)))
-    with pytest.raises(ValueError, match="not finite"):
-        read_image(path, whole, 2)
-
-
-def test_content_counts_more_than_the_extension_but_only_safe_formats(tmp_path: Path):
+def test_content_decides_the_format_among_the_safe_ones(tmp_path):
     grey = Image.fromarray(np.full((4, 4), 9, np.uint8))
     for name, kind in (("1.png", "GIF"), ("2.jpg", "TIFF"), ("3.bmp", "PPM")):
         assert read_image(put(tmp_path / name, grey, format=kind), whole, 4).max() == 9
     for kind in ("EPS", "ICO", "PDF", "PCX"):
         with pytest.raises(UnidentifiedImageError):
             read_image(put(tmp_path / "4.png", grey, format=kind), whole, 4)
+    nan = Image.fromarray(np.array([[0, np.nan]], np.float32))
+    with pytest.raises(ValueError, match="not finite"):
+        read_image(put(tmp_path / "x.tif", nan), whole, 2)
 
 
-def test_exif_orientation_is_ignored(tmp_path: Path):
+def test_exif_orientation_is_ignored(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     plain, turned = put(tmp_path / "a.jpg"), put(tmp_path / "b.jpg", exif=exif)
@@ -619,26 +473,27 @@ def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("extension", ["jpg", "png", "webp", "bmp"])
-def test_bad_image_is_refused_with_its_path(tmp_path: Path, extension: str, workers: int):
+@pytest.mark.parametrize(
+    ("extension", "workers"), [("jpg", 1), ("png", 0), ("webp", 0), ("bmp", 0)]
+)
+def test_bad_image_raises_with_its_path(tmp_path, extension, workers):
     make_folder(tmp_path, train=2, val=2)
     bad = put(tmp_path / "val" / "b" / f"9.{extension}", picture(64, 64))
     assert sum(len(i) for _, i in load(tmp_path).test.test_batches(2)) == 5
     cut_short(bad)
-    with pytest.raises(ValueError, match=f"readable image at '{bad}', but got .*bad_images: skip"):
+    with pytest.raises(ValueError, match=f"{bad}.*data.bad_images: skip"):
         list(load(tmp_path, workers).test.test_batches(2))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_images_are_skipped_with_one_warning_each(tmp_path: Path, workers: int):
+def test_bad_images_are_skipped_with_one_warning_each(tmp_path, workers):
     make_folder(tmp_path, train=6, val=6)
-    bad = {part: [tmp_path / part / f for f in ("a/2.png", "b/5.png")] for part in ("train", "val")}
-    cut_short(bad["train"][0])
-    bad["train"][1].write_bytes(b"")
-    cut_short(bad["val"][0])
-    bad["val"][1].unlink()
-    bad["val"][1].symlink_to("nowhere")
+    bad = [tmp_path / part / file for part in ("train", "val") for file in ("a/2.png", "b/5.png")]
+    cut_short(bad[0])
+    bad[1].write_bytes(b"")
+    cut_short(bad[2])
+    bad[3].unlink()
+    bad[3].symlink_to("nowhere")
     data = load(tmp_path, workers, bad_images="skip", scale=(1, 1), ratio=(4 / 3, 4 / 3))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -647,22 +502,16 @@ def test_bad_images_are_skipped_with_one_warning_each(tmp_path: Path, workers: i
         tested = [b for _ in range(2) for b in data.test.test_batches(5)]
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == 4
-    for path in (*bad["train"], *bad["val"]):
-        assert sum(f"Skipped {str(path)!r}" in message for message in messages) == 1
+    assert all(sum(repr(str(path)) in message for message in messages) == 1 for path in bad)
     # In training 2 becomes 3, and the last becomes the first, each with its own label.
-    good = load(make_folder(tmp_path / "good"), scale=(1, 1), ratio=(4 / 3, 4 / 3))
-    ((expected, _),) = good.train.test_batches(12)
-    whole_image = {
-        i: read_image(tmp_path / "good" / "train" / "ab"[i // 6] / f"{i % 6}.png", whole, 12)
-        for i in range(12)
-    }
-    order = [i for e in (0, 1) for i in permutation(12, 0, e).tolist()]
-    for place, i in enumerate(order):
-        actual = {2: 3, 11: 0}[i] if i in (2, 11) else i
+    order: list[int] = [i for e in (0, 1) for i in permutation(12, 0, e).tolist()]
+    for place, wanted in enumerate(order):
+        i = {2: 3, 11: 0}.get(wanted, wanted)
         batch = batches[place // 4]
-        pixels = (whole_image[actual] / 255 - torch.from_numpy(MEAN)) / torch.from_numpy(STD)
-        torch.testing.assert_close(batch.images[place % 4].double(), pixels, rtol=0, atol=1e-5)
-        assert batch.labels[place % 4] == expected.labels[actual]
+        pixels = read_image(tmp_path / "train" / "ab"[i // 6] / f"{i % 6}.png", whole, 12).numpy()
+        expected = (pixels / 255 - MEAN) / STD
+        np.testing.assert_allclose(batch.images[place % 4], expected, rtol=0, atol=1e-5)
+        assert batch.labels[place % 4] == i // 6
     # In testing they are left out.
     left = [i for i in range(12) if i not in (2, 11)]
     assert torch.cat([index for _, index in tested]).tolist() == left * 2
@@ -670,27 +519,32 @@ def test_bad_images_are_skipped_with_one_warning_each(tmp_path: Path, workers: i
     assert torch.cat([b.labels for b, _ in tested[:3]]).tolist() == [i // 6 for i in left]
 
 
-def test_folder_without_one_good_image(tmp_path: Path):
-    make_folder(tmp_path, train=1, val=1)
-    for path in tmp_path.rglob("*.png"):
+def test_folder_without_a_readable_image_raises_in_training(tmp_path):
+    for path in make_folder(tmp_path, train=1, val=1).rglob("*.png"):
         path.write_bytes(b"")
     data = load(tmp_path, bad_images="skip")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert list(data.test.test_batches(2)) == []
-        with pytest.raises(ValueError, match=r"readable images in .* but got none"):
+        with pytest.raises(ValueError, match=str(tmp_path)):
             list(data.train.train_batches(2, seed=0, epoch=0))
 
 
 # Processes ---------------------------------------------------------------------------------------
 
 
-def test_workers_change_nothing_and_leave_nothing_behind(tmp_path: Path):
+def all_batches(data: Datasets) -> list[torch.Tensor]:
+    train = [t for batch in data.train.train_batches(4, seed=3, epoch=2) for t in batch]
+    test = [t for (batch, index) in data.test.test_batches(4) for t in (*batch, index)]
+    return train + test
+
+
+def test_workers_change_nothing_and_leave_nothing_behind(tmp_path):
     make_folder(tmp_path, train=20)
     options = {"flip": True, "cutmix": 1.0}
     expected = all_batches(load(tmp_path, **options))
     state = torch.get_rng_state()
-    for workers in (0, 1, 2):
+    for workers in (1, 2):
         got = all_batches(load(tmp_path, workers, **options))
         assert all(map(torch.equal, got, expected)), workers
         assert len(got) == len(expected)
@@ -702,19 +556,7 @@ def test_workers_change_nothing_and_leave_nothing_behind(tmp_path: Path):
     assert not multiprocessing.active_children()
 
 
-def test_parts_of_ranks_and_later_starts(tmp_path: Path):
-    make_folder(tmp_path, train=20)
-    train = load(tmp_path, flip=True, mixup=0.5).train
-    whole_batches = list(train.train_batches(8, seed=1, epoch=1))
-    parts = [
-        list(train.train_batches(8, seed=1, epoch=1, rank=r, world=2, start=2)) for r in (0, 1)
-    ]
-    for batch, first, second in zip(whole_batches[2:], *parts, strict=True):
-        assert torch.equal(batch.images, torch.cat([first.images, second.images]))
-        assert torch.equal(batch.labels, torch.cat([first.labels, second.labels]))
-
-
-def test_signals_to_all_processes_leave_the_workers_working(tmp_path: Path):
+def test_workers_keep_working_after_signals(tmp_path):
     make_folder(tmp_path, train=40)
     batches = load(tmp_path, 1).train.train_batches(16, seed=0, epoch=0)
     next(batches)
@@ -726,11 +568,11 @@ def test_signals_to_all_processes_leave_the_workers_working(tmp_path: Path):
 
 
 SCRIPT = """
-import multiprocessing, sys, time
+import atexit, multiprocessing, sys, time
 import torch.utils.data._utils.worker
-from powergrad.lab.trainer.recipe import Data
-from powergrad.lab.data import load_data
+from powergrad.lab.data import Data, load_data
 
+atexit.register(lambda: print(len(multiprocessing.active_children()), file=sys.stderr))
 torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2  # how often a worker looks
 train = load_data(Data(name="folder:" + sys.argv[1], size=12), workers=2).train
 batches = train.train_batches(4, seed=0, epoch=0)
@@ -743,35 +585,31 @@ raise SystemExit("stopped")
 
 
 @pytest.mark.parametrize("end", ["exit", "kill"])
-def test_workers_end_with_the_main_process(tmp_path: Path, end: str):
+def test_workers_end_with_the_main_process(tmp_path, end):
     make_folder(tmp_path, train=20)
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), end]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as main:
         assert main.stdout
         workers = [int(pid) for pid in main.stdout.readline().split()]
-        begin = time.monotonic()
         if end == "kill":
             main.kill()
-        _, errors = main.communicate(timeout=60)
+        _, errors = main.communicate()
     assert len(workers) == 2
-    if end == "exit":
-        assert errors == "stopped\n"
-        assert time.monotonic() - begin < 9  # not by the time limit of a worker that is terminated
+    assert errors == ("stopped\n0\n" if end == "exit" else "")  # ended at once, not by a limit
     while any(is_running(pid) for pid in workers):
-        assert time.monotonic() - begin < 60
         time.sleep(0.1)
 
 
-def test_a_worker_whose_main_process_has_gone_before_it_began_ends():
-    """PyTorch's own watch takes whoever is its parent by then for the main process."""
+def test_worker_ends_if_its_main_process_is_gone_before_it_begins():
+    """PyTorch's own watchdog takes whoever is its parent by then for the main process."""
     if multiprocessing.get_start_method() != "fork":
         pytest.skip("workers are forked where that is the default")
     fork = multiprocessing.get_context("fork")
     for parent, code in ((1, 1), (os.getpid(), 0)):
         process = fork.Process(target=begin_worker, args=(parent, 0))
         process.start()
-        process.join(60)
+        process.join()
         assert process.exitcode == code
 
 

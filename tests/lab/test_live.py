@@ -25,6 +25,7 @@ from test_report import ARMS, RECIPE
 
 import powergrad_cli
 from powergrad.lab.jobs import RecipeJob, RecipeProgram
+from powergrad.lab.jobs.job import split_result
 from powergrad.lab.jobs.queue import enqueue, local_storage, open_queue
 from powergrad.lab.jobs.states import QueueReader
 from powergrad.lab.report.collect import collect
@@ -72,7 +73,7 @@ class Pretended:
         row = {"epoch": 3, "step": 12, "train_loss": 0.5, "test_accuracy": accuracy}
         run = Run(self.folder / job.name)
         run.add_metrics(row)
-        run.finish({**row, "diverged": False, "steps": 12, "seconds": 1.0})
+        run.finish(split_result({**row, "diverged": False, "steps": 12, "seconds": 1.0}))
         self.queue.tell(trial, 0.0)
 
     def fail(self, trial: Any, error: str) -> None:

@@ -304,7 +304,8 @@ def test_a_diverged_run_counts_as_guessing(tmp_path: Path) -> None:
     make_study(third, seeds=3)
     folder = run_of(third, "pgt", 2)
     result = json.loads((folder / "result.json").read_text())
-    result |= {"diverged": True, "train_loss": math.nan, "test_accuracy": math.nan}
+    result["about"] |= {"diverged": True}
+    result["metrics"] |= {"train_loss": math.nan, "test_accuracy": math.nan}
     (folder / "result.json").write_text(json.dumps(result))
     outputs = Run(folder).test_outputs()
     assert outputs is not None
@@ -371,7 +372,9 @@ def test_one_run_has_a_page(made: Path) -> None:
     result = Run(folder).result()
     assert result is not None
     assert (page["kind"], page["name"], page["comparisons"]) == ("run", folder.name, [])
-    assert page["headline"].startswith(f"Test accuracy {result['test_accuracy']:.2f}% after 3")
+    assert page["headline"].startswith(
+        f"Test accuracy {result.metrics['test_accuracy']:.2f}% after 3"
+    )
     assert page["runs"][0]["norms"] is not None
     assert page["arms"][0]["reliability"] is not None
 

@@ -33,7 +33,7 @@ from powergrad.lab.study.arms import decomposition
 from powergrad.lab.study.records import Choice, Trial
 from powergrad.lab.trainer.networks import create_model
 from powergrad.lab.trainer.recipe import Recipe
-from powergrad.lab.trainer.run_folder import Run
+from powergrad.lab.trainer.run_folder import Result, Run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = os.environ.get("POWERGRAD_CHROMIUM") or next(
@@ -136,7 +136,7 @@ def pretend(run: Run, accuracy: float, epochs: int = 3) -> dict[str, float | Non
         row = {"epoch": epoch, "step": 10 * epoch, "test_accuracy": accuracy * (1 - left)}
         row |= {"train_loss": 0.1 + 2 * left, "nll": 0.2 + left, "logit_norm": accuracy / 4}
         run.add_metrics(row)
-    run.finish({"diverged": False, "steps": 10 * epochs, **row})
+    run.finish(Result(metrics=row, about={"diverged": False, "steps": 10 * epochs}))
     return row
 
 

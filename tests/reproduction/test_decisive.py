@@ -161,7 +161,7 @@ def test_rows_are_collected_with_their_commits_and_a_fresh_clone_continues_from_
     for row in rows:
         result = Run(experiment / "runs" / "decisive-norm" / row["run"]).result()
         assert result is not None
-        assert float(row["test_accuracy"]) == result["test_accuracy"]
+        assert float(row["test_accuracy"]) == result.metrics["test_accuracy"]
     # Without the last repeat, as if it had not been done; nothing else is trained again.
     kept = [row for row in rows if row["repeat"] == "0"]
     with path.open("w", newline="") as file:

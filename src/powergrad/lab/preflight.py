@@ -104,10 +104,8 @@ def check_recipe(recipe: Recipe, arms: Iterable[Recipe] = ()) -> Found:
     data.train.steps(recipe.train.batch_size)  # raises if the batch is larger than the data
     models = {}
     for model in dict.fromkeys(variant.model for variant in (recipe, *arms)):
-        options = model.model_dump(exclude={"head_scale"})
-        options |= {"num_classes": len(data.classes), "in_channels": data.channels}
         with torch.device("meta"):
-            models[model] = create_model(**options)
+            models[model] = create_model(**model.arguments(data))
     tensors = list(models[recipe.model].parameters())
     return Found(
         scan,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,7 @@ from powergrad.lab.paper.small import DATA, plan_replica
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.study import StudyKind
 from powergrad.lab.study.execute import tune_once
-from powergrad.lab.trainer.progress import for_terminal
+from powergrad.lab.trainer.progress import Progress
 from powergrad.lab.trainer.recipe import Recipe, parse_overrides
 from powergrad.lab.trainer.training import train
 from powergrad.lab.words import slug
@@ -221,7 +220,7 @@ def _run_full(wanted: _Wanted, options: StudyOptions, only_plan: bool) -> Path:
         runs = {name: (arm, seed) for arm, name in names.items()}
         record_runs(folder, experiment, full_conditions(rows, recipes, command_line()), runs)
     for arm, recipe in recipes.items():
-        with contextlib.closing(for_terminal()) as progress:
+        with Progress() as progress:
             train(recipe, folder / names[arm], progress=progress)
     return folder
 

@@ -19,13 +19,12 @@ from powergrad.lab.cli.common import (
     show_keys,
     stopped,
 )
-from powergrad.lab.data import folder_fingerprint
 from powergrad.lab.preflight import check_disk, check_recipe
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.trainer.export import export_run
-from powergrad.lab.trainer.progress import for_terminal
+from powergrad.lab.trainer.progress import Progress
 from powergrad.lab.trainer.recipe import Recipe, header, load_recipe, parse_overrides, recipe_names
-from powergrad.lab.trainer.run_folder import Run, open_run
+from powergrad.lab.trainer.run_folder import Run
 from powergrad.lab.trainer.training import train as run_recipe
 from powergrad.lab.words import slug
 
@@ -72,7 +71,7 @@ def train(
     name, typed = recipe_and_overrides(recipe, overrides, train)
     changes = parse_overrides(typed)
     if (Path(name) / "config.yaml").is_file():
-        run = open_run(name)
+        run = Run(name)
         chosen = run.recipe().override(changes)
     else:
         chosen = load_recipe(name, changes)
@@ -87,22 +86,19 @@ def train(
         raise ValueError(f"Expected a run to resume at {str(run.folder)!r}, but got none.")
     if processes > 1:
         return _launch(processes, [token for token in sys.argv[1:] if token != "--fresh"])
-    _put_aside(run, folder_fingerprint(chosen))
+    _put_aside(run, chosen.folder_fingerprint())
     result = run.result()
     if result is not None:
         run.check_recipe(chosen)
         print(f"{run.folder} is finished{': it diverged' if result.about['diverged'] else ''}.")
         return 0
-    progress = for_terminal()
     try:
         if not run.exists() and "RANK" not in os.environ:
             check_disk(run.folder, check_recipe(chosen).run_bytes(chosen), 1)
-        run_recipe(chosen, run.folder, progress=progress)
+        with Progress() as progress:
+            run_recipe(chosen, run.folder, progress=progress)
     except Interrupted as reason:
-        progress.close()
         return stopped(reason)
-    finally:
-        progress.close()
     return 0
 
 

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powergrad.lab.data import sets
-from powergrad.lab.data.fingerprints import fingerprint, folder_fingerprint
-from powergrad.lab.data.listing import Listing, choose, choose_images, open_folder
-from powergrad.lab.data.memory import MemorySplit
-from powergrad.lab.data.split import Batch, Mixing, Split
-from powergrad.lab.trainer.recipe import Data
-
-__all__ = ["Batch", "Datasets", "Split", "fingerprint", "folder_fingerprint", "load_data"]
+from powergrad.lab.data.listing import choose, open_folder
+from powergrad.lab.data.listing import fingerprint as fingerprint
+from powergrad.lab.data.options import Data as Data
+from powergrad.lab.data.sets import Examples, find_set
+from powergrad.lab.data.split import MemorySplit
+from powergrad.lab.data.split import Split as Split
 
 
 @dataclass(frozen=True)
@@ -42,68 +39,38 @@ def load_data(config: Data, *, data_dir: str | None = None, workers: int = 0) ->
     """Load the data of a recipe.
 
     With `hold_out`, a fixed fraction of each class of the training data replaces the test data,
-    unaugmented; images of the same group (`groups`) stay together. With `limit`, the remaining
-    training data are reduced to a fixed subset that is balanced over the classes. Neither depends
-    on a seed.
-
-    Example:
-        >>> data = load_data(Data(name="digits"))
-        >>> len(data.train), len(data.test), data.train.steps(64)
-        (1438, 359, 22)
-        >>> images, labels = next(data.train.train_batches(64, seed=0, epoch=0))
-        >>> images.shape, labels.shape
-        (torch.Size([64, 1, 8, 8]), torch.Size([64]))
+    unaugmented. With `limit`, the remaining training data are reduced to a fixed subset that is
+    balanced over the classes. Neither depends on a seed.
     """
-    if config.name.startswith("folder:"):
+    if config.is_folder:
         return _from_folder(config, data_dir, workers)
-    return _from_memory(config, sets.find_set(config.name).load(data_dir))
+    stored = find_set(config.name)
+    train, test, mean, std = stored.load(data_dir)
+    kept, held = choose(train.labels.numpy(), config)
 
+    def split(examples: Examples) -> MemorySplit:
+        images, labels = _resized(examples.images, config.size), examples.labels
+        classes = len(stored.classes)
+        return MemorySplit(images, labels, config, classes=classes, mean=mean, std=std)
 
-def _from_memory(config: Data, stored: sets.ImageSet) -> Datasets:
-    kept, held = choose(stored.train.labels.numpy(), config)
-    test = stored.train.subset(held) if config.hold_out else stored.test
-
-    def split(examples: sets.Examples, *, padding: int = 0, flip: bool = False) -> MemorySplit:
-        return MemorySplit(
-            _resized(examples.images, config.size),
-            examples.labels,
-            mean=stored.mean,
-            std=stored.std,
-            mixing=Mixing(config.mixup, config.cutmix, len(stored.classes)),
-            padding=padding,
-            flip=flip,
-        )
-
-    channels, size = stored.train.images.shape[1:3]
-    train = split(stored.train.subset(kept), padding=config.crop_padding, flip=config.flip)
-    return Datasets(train, split(test), stored.classes, channels, config.size or size)
+    channels, size = train.images.shape[1:3]
+    test = train.subset(held) if config.hold_out else test
+    train = train.subset(kept)
+    return Datasets(split(train), split(test), stored.classes, channels, config.size or size)
 
 
 def _from_folder(config: Data, data_dir: str | None, workers: int) -> Datasets:
-    from powergrad.lab.data import folder
+    from powergrad.lab.data.folder import FolderSplit
 
-    if config.crop_padding:
-        raise ValueError(
-            "Expected `data.crop_padding` to be 0 for a folder, where `scale` and `ratio` set the "
-            f"training crop, but got {config.crop_padding}."
-        )
-    for name, (low, high), most in (("scale", config.scale, 1.0), ("ratio", config.ratio, np.inf)):
-        if not low <= high <= most:
-            raise ValueError(
-                f"Expected `data.{name}` to be the smallest and the largest value"
-                f"{', at most 1' if most == 1 else ''}, but got {low} and {high}."
-            )
     images = open_folder(config, data_dir)
     if images.problems:
         raise ValueError("\n".join(images.problems))
-    size = config.size or 224
-
-    def split(listing: Listing) -> folder.FolderSplit:
-        mixing = Mixing(config.mixup, config.cutmix, len(images.classes))
-        return folder.FolderSplit(folder.Reader(listing, size, config), mixing, workers)
-
-    train, test = choose_images(images, config)
-    return Datasets(split(train), split(test), images.classes, 3, size, images.test is not None)
+    size, classes = config.size or 224, len(images.classes)
+    train, test = (
+        FolderSplit(listing, config, size=size, classes=classes, workers=workers)
+        for listing in images.choose(config)
+    )
+    return Datasets(train, test, images.classes, 3, size, images.test is not None)
 
 
 def _resized(images: Tensor, size: int | None) -> Tensor:

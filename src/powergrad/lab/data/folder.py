@@ -2,10 +2,8 @@
 
 An image is read once. `draft` lets libjpeg decode it at a half, a quarter or an eighth of its size
 if the crop is that much larger than the result. Then the crop is resized in one step, bilinear with
-antialiasing. Both PyTorch's and Pillow's resizing of bytes are within two levels (of 255) of the
-exact filter. PyTorch's is faster on CPUs with AVX2, so it is used in training. Testing uses
-Pillow's, so that others can prepare images in the same way without PyTorch. Bytes are sent between
-processes; the receiving process normalises batches.
+antialiasing: in training by PyTorch, which is faster; in testing by Pillow, so that others can
+prepare images in the same way without PyTorch.
 
 EXIF orientation is ignored, as in torchvision and timm. Transparency is dropped. Of several frames,
 the first is used.
@@ -23,7 +21,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -34,19 +32,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from powergrad.lab.data.listing import FORMATS, Listing
-from powergrad.lab.data.split import Batch, Mixing, Split
+from powergrad.lab.data.options import Data
+from powergrad.lab.data.split import Batch, Split
 from powergrad.lab.data.streams import Stream, uniform
-from powergrad.lab.trainer.recipe import Data
 
-MEAN = (0.485, 0.456, 0.406)  # the usual values for ImageNet
-STD = (0.229, 0.224, 0.225)
+MEAN, STD = 255 * torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])  # ImageNet's
 CHUNK = 16  # images that a worker sends at once: 2.4 MB of shared memory at 224 pixels
 ATTEMPTS = 10
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
-
-
-# One image ---------------------------------------------------------------------------------------
+T = TypeVar("T")
 
 
 def random_box(
@@ -72,11 +67,7 @@ def random_box(
 
 
 def centre_box(width: int, height: int, fraction: float) -> Box:
-    """The square in the centre whose side is `fraction` of the shorter side.
-
-    Resizing it to ``size`` equals resizing the shorter side to ``size / fraction`` and then
-    cropping ``size`` from the centre.
-    """
+    """The square in the centre whose side is `fraction` of the shorter side."""
     side = max(1, round(min(width, height) * fraction))
     left, top = (width - side) // 2, (height - side) // 2
     return left, top, left + side, top + side
@@ -84,13 +75,9 @@ def centre_box(width: int, height: int, fraction: float) -> Box:
 
 def open_image(path: bytes | str | Path) -> Image.Image:
     """Open an image in one of the :data:`~powergrad.lab.data.listing.FORMATS`, by its content."""
-    return Image.open(path, formats=_formats())
-
-
-@functools.cache
-def _formats() -> tuple[str, ...]:
     Image.init()
-    return tuple(name for name in FORMATS if name in Image.OPEN)  # AVIF needs Pillow 11.3
+    known = [name for name in FORMATS if name in Image.OPEN]  # AVIF needs Pillow 11.3
+    return Image.open(path, formats=known)
 
 
 def read_image(
@@ -123,9 +110,7 @@ def read_image(
 def eight_bits(image: Image.Image) -> Image.Image:
     """Convert an image of integers or floats to bytes; return any other image unchanged.
 
-    The range that becomes 0 to 255 is the first of these that contains all values of the image: 0
-    to 65535 for integers; 0 to 1, 0 to 255 and 0 to 65535 for floats; otherwise the range of the
-    image itself. (Pillow's `convert` clips at 255.)
+    0 to 65535 (floats also: 0 to 1, 0 to 255) becomes 0 to 255; otherwise the range of the image.
     """
     if image.mode[0] not in "IF":
         return image
@@ -147,7 +132,8 @@ def grey_or_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode in ("L", "RGB") else image.convert("RGB")
 
 
-# Many images -------------------------------------------------------------------------------------
+Moment = tuple[int, int] | None  # the seed and the epoch of the augmentation; None for testing
+Task = tuple[NDArray[np.int64], Moment]  # the indices to read
 
 
 class Chunk(NamedTuple):
@@ -158,40 +144,64 @@ class Chunk(NamedTuple):
     bad: list[tuple[int, str]]  # index and reason
 
 
-class Task(NamedTuple):
-    """Indices to read, and the (seed, epoch) of their augmentation (None for testing)."""
-
-    indices: NDArray[np.int64]
-    moment: tuple[int, int] | None
-
-
-class Reader(Dataset[Chunk]):
-    """Reads chunks. It is a pure function of the task, so any process can handle any task.
+class FolderSplit(Split):
+    """Images in files, read by `workers` processes, or by this process if that is 0.
 
     In testing, unreadable images are skipped. In training, if `data.bad_images` is "skip", the next
     readable image of the listing, usually of the same class, replaces an unreadable one, with the
     augmentation of the latter.
     """
 
-    def __init__(self, listing: Listing, size: int, config: Data) -> None:
-        self.listing, self.size, self.config = listing, size, config
-        self.skip = config.bad_images == "skip"
+    def __init__(
+        self, listing: Listing, config: Data, *, size: int, classes: int, workers: int
+    ) -> None:
+        labels, mean, std = torch.from_numpy(listing.labels), MEAN.tolist(), STD.tolist()
+        super().__init__(labels, config, classes=classes, mean=mean, std=std)
+        self.listing, self.size, self.workers = listing, size, workers
+        self.skips = config.bad_images == "skip"
+        self._reported: set[int] = set()
 
-    def __getitem__(self, task: Task) -> Chunk:
-        images = torch.empty(len(task.indices), 3, self.size, self.size, dtype=torch.uint8)
+    def _train(self, rows: NDArray[np.int64], seed: int, epoch: int) -> Iterator[Batch]:
+        for images, index in self._read(list(rows), (seed, epoch)):
+            if len(index) < rows.shape[1]:
+                raise ValueError(f"No image in {os.fsdecode(self.listing.root)!r} can be read.")
+            yield Batch(images, self.labels[index])
+
+    def _test(self, rows: Sequence[NDArray[np.int64]]) -> Iterator[tuple[Batch, Tensor]]:
+        for images, index in self._read(rows, None):
+            if len(index):
+                yield Batch(images, self.labels[index]), index
+
+    def _read(
+        self, rows: Sequence[NDArray[np.int64]], moment: Moment
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The normalised images of each row of indices, and the indices that could be read."""
+        tasks = [[(row[i : i + CHUNK], moment) for i in range(0, len(row), CHUNK)] for row in rows]
+        all_tasks = list(itertools.chain.from_iterable(tasks))
+        chunks = in_workers(self._read_chunk, all_tasks, self.workers)
+        for row, row_tasks in zip(rows, tasks, strict=True):
+            images = torch.empty(len(row), 3, self.size, self.size)
+            indices, count = [], 0
+            for chunk in itertools.islice(chunks, len(row_tasks)):
+                self._report(chunk.bad)
+                rows_read = images[count : count + len(chunk.indices)]
+                rows_read.copy_(chunk.images).sub_(self.mean).mul_(self.scale)
+                count += len(chunk.indices)
+                indices.append(chunk.indices)
+            yield images[:count], torch.cat(indices)
+
+    def _read_chunk(self, task: Task) -> Chunk:
+        """Read images. It is a pure function, so any process can handle any task."""
+        images = torch.empty(len(task[0]), 3, self.size, self.size, dtype=torch.uint8)
         indices: list[int] = []
         bad: list[tuple[int, str]] = []
-        count = len(self.listing.labels)
-        attempts = count if task.moment and self.skip else 1
-        for index, choose, mirrored in self._plans(task):
+        count, is_test = len(self.labels), task[1] is None
+        attempts = count if self.skips and not is_test else 1
+        for index, choose, mirrored in self._plans(*task):
             for candidate in (i % count for i in range(index, index + attempts)):
+                path = self.listing.path(candidate)
                 try:
-                    image = read_image(
-                        self.listing.path(candidate),
-                        choose,
-                        self.size,
-                        by_pillow=task.moment is None,
-                    )
+                    image = read_image(path, choose, self.size, by_pillow=is_test)
                 except MemoryError:
                     raise
                 except Exception as error:  # decoders raise all kinds of errors for damaged files
@@ -202,94 +212,72 @@ class Reader(Dataset[Chunk]):
                     break
         return Chunk(images[: len(indices)], torch.tensor(indices, dtype=torch.int64), bad)
 
-    def _plans(self, task: Task) -> Iterator[tuple[int, Callable[[int, int], Box], bool]]:
+    def _plans(
+        self, indices: NDArray[np.int64], moment: Moment
+    ) -> Iterator[tuple[int, Callable[[int, int], Box], bool]]:
         """For each index: the function that chooses the box, and whether to mirror."""
-        if task.moment is None:
-            choose = functools.partial(centre_box, fraction=self.config.test_crop)
-            yield from ((index, choose, False) for index in task.indices.tolist())
+        config = self.config
+        if moment is None:
+            choose = functools.partial(centre_box, fraction=config.test_crop)
+            yield from ((index, choose, False) for index in indices.tolist())
             return
-        scale, ratio = self.config.scale, self.config.ratio
-        columns = np.arange(3 + 2 * ATTEMPTS)
-        draws = uniform(Stream.AUGMENT, *task.moment, task.indices[:, None], columns)
-        for index, (mirror, *row) in zip(task.indices.tolist(), draws.tolist(), strict=True):
-            choose = functools.partial(random_box, draws=row, scale=scale, ratio=ratio)
-            yield index, choose, self.config.flip and mirror < 0.5
-
-
-class FolderSplit(Split):
-    """Images in files, read by `workers` processes, or by this process if that is 0.
-
-    The processes exist as long as the iterator of an epoch, and end when this process ends.
-    """
-
-    def __init__(self, reader: Reader, mixing: Mixing, workers: int) -> None:
-        super().__init__(torch.from_numpy(reader.listing.labels), mixing)
-        self.reader, self.workers = reader, workers
-        self._reported: set[int] = set()
-
-    def _train(self, rows: NDArray[np.int64], seed: int, epoch: int) -> Iterator[Batch]:
-        for images, index in self._read(list(rows), (seed, epoch)):
-            if len(index) < rows.shape[1]:
-                folder = os.fsdecode(self.reader.listing.root)
-                raise ValueError(f"Expected readable images in {folder!r}, but got none.")
-            yield Batch(images, self.labels[index])
-
-    def _test(self, rows: Sequence[NDArray[np.int64]]) -> Iterator[tuple[Batch, Tensor]]:
-        for images, index in self._read(rows, None):
-            if len(index):
-                yield Batch(images, self.labels[index]), index
-
-    def _read(
-        self, rows: Sequence[NDArray[np.int64]], moment: tuple[int, int] | None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The normalised images of each row of indices, and the indices that could be read."""
-        tasks = [
-            [Task(row[i : i + CHUNK], moment) for i in range(0, len(row), CHUNK)] for row in rows
-        ]
-        loader = DataLoader(
-            self.reader,
-            sampler=list(itertools.chain.from_iterable(tasks)),
-            batch_size=None,
-            num_workers=self.workers,
-            collate_fn=unchanged,
-            worker_init_fn=functools.partial(begin_worker, os.getpid()),
-            generator=torch.Generator(),  # otherwise it draws a seed from the global generator
-        )
-        held = [iter(loader)]
-        atexit.register(held.clear)  # ends the workers if they still run at exit
-        mean = 255 * torch.tensor(MEAN).view(3, 1, 1)
-        factor = 1 / (255 * torch.tensor(STD).view(3, 1, 1))
-        try:
-            for row, row_tasks in zip(rows, tasks, strict=True):
-                images = torch.empty(len(row), 3, self.reader.size, self.reader.size)
-                indices, count = [], 0
-                for chunk in itertools.islice(held[0], len(row_tasks)):
-                    self._report(chunk.bad)
-                    rows_read = images[count : count + len(chunk.indices)]
-                    rows_read.copy_(chunk.images).sub_(mean).mul_(factor)
-                    count += len(chunk.indices)
-                    indices.append(chunk.indices)
-                yield images[:count], torch.cat(indices)
-        finally:
-            atexit.unregister(held.clear)
-            held.clear()
+        draws = uniform(Stream.AUGMENT, *moment, indices[:, None], np.arange(3 + 2 * ATTEMPTS))
+        for index, (mirror, *row) in zip(indices.tolist(), draws.tolist(), strict=True):
+            choose = functools.partial(
+                random_box, draws=row, scale=config.scale, ratio=config.ratio
+            )
+            yield index, choose, config.flip and mirror < 0.5
 
     def _report(self, bad: list[tuple[int, str]]) -> None:
         for index, reason in bad:
-            path = os.fsdecode(self.reader.listing.path(index))
-            if not self.reader.skip:
+            path = os.fsdecode(self.listing.path(index))
+            if not self.skips:
                 raise ValueError(
-                    f"Expected a readable image at {path!r}, but got {reason}. To skip such "
-                    "images, set `data.bad_images: skip`."
+                    f"The image {path!r} cannot be read: {reason}. To skip such images, set "
+                    "`data.bad_images: skip`."
                 )
             if index not in self._reported:
                 self._reported.add(index)
                 warnings.warn(f"Skipped {path!r}: {reason}", stacklevel=2)
 
 
-def unchanged(chunk: Any) -> Any:
+class _Results(Dataset[T]):
+    """The results of a function, by its argument."""
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self.function = function
+
+    def __getitem__(self, task: Any) -> T:
+        return self.function(task)
+
+
+def in_workers(function: Callable[[Any], T], tasks: Sequence[Any], workers: int) -> Iterator[T]:
+    """``function(task)`` of each task, in order, computed by `workers` processes.
+
+    The processes end with the iterator, or when this process ends.
+    """
+    loader = DataLoader(
+        _Results(function),
+        sampler=tasks,
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_unchanged,
+        worker_init_fn=functools.partial(begin_worker, os.getpid()),
+        generator=torch.Generator(),  # otherwise it draws a seed from the global generator
+    )
+    held = [iter(loader)]
+    atexit.register(held.clear)  # ends the workers if they still run at exit
+    try:
+        for _ in tasks:
+            yield next(held[0])
+    finally:
+        atexit.unregister(held.clear)
+        held.clear()
+
+
+def _unchanged(result: Any) -> Any:
     """The identity, as a collate function that can be pickled."""
-    return chunk
+    return result
 
 
 def begin_worker(main: int, worker: int) -> None:

@@ -1,4 +1,4 @@
-"""Lists the images of a folder by class, and selects those for training and testing.
+"""Lists the images of a folder by class, and selects those of a run; fingerprints of data.
 
 A folder contains ``train/`` and ``val/`` (or ``test/``), each with one folder per class. With
 `data.hold_out`, which tests on training images, ``val/`` may be missing, and the class folders may
@@ -7,10 +7,12 @@ be directly in the folder.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from powergrad.lab.data.sets import roots
+from powergrad.lab.data.options import Data
+from powergrad.lab.data.sets import find_set, roots
 from powergrad.lab.data.streams import balanced_subset, held_out, held_out_groups
-from powergrad.lab.trainer.recipe import Data
 
 # The formats that Pillow decodes itself or with a library made for untrusted files (EPS, for
 # example, would run Ghostscript). Files are selected by extension, and read in the format of their
@@ -38,11 +40,14 @@ FORMATS = {
 }
 EXTENSIONS = tuple(itertools.chain.from_iterable(FORMATS.values()))
 
-HIDDEN = "hidden"
-LOOP = "link to a folder above it"
-BROKEN = "broken link"
-LOOSE = "not in a class folder"
-TWICE = "folder that is already included by a link"
+# Why a file or folder is not used.
+HIDDEN, BROKEN, LOOSE = "hidden", "broken link", "not in a class folder"
+LOOP, TWICE = "link to a folder above it", "folder that is already included by a link"
+
+SETTLED = 2.0  # seconds without changes after which the modification time of a folder is reliable
+
+
+_Images = dict[str, list[bytes]]  # the paths of images by class
 
 
 class Listing(NamedTuple):
@@ -64,86 +69,91 @@ class Listing(NamedTuple):
         """The images of the given indices."""
         return Listing(self.root, self.paths[indices], self.labels[indices])
 
-    def stamps(self) -> NDArray[np.int64]:
-        """Size in bytes and modification time in nanoseconds, (N, 2); -1 if the file is missing."""
-        stamps = np.empty((len(self.paths), 2), np.int64)
-        for row, path in zip(stamps, self.paths.tolist(), strict=True):
-            try:
-                status = os.stat(os.path.join(self.root, path))
-            except OSError:  # a broken link
-                row[:] = -1
-            else:
-                row[:] = status.st_size, status.st_mtime_ns
-        return stamps
-
     def groups(self, pattern: str) -> NDArray[np.int64]:
         """The group number of each image: group 1 of the match in its path, or the whole match."""
         compiled = re.compile(pattern)
-        names = [os.fsdecode(path) for path in self.paths]
-        matches = [compiled.search(name) for name in names]
-        unmatched = [name for name, match in zip(names, matches, strict=True) if match is None]
-        if unmatched:
+        matches = {name: compiled.search(name) for name in map(os.fsdecode, self.paths)}
+        if unmatched := [name for name, match in matches.items() if match is None]:
             raise ValueError(
                 f"Expected `data.groups` to match the path of every training image below "
                 f"{os.fsdecode(self.root)!r}, but got {pattern!r}, which does not match "
-                f"{len(unmatched):,} of {len(names):,}, such as {unmatched[0]!r}."
+                f"{len(unmatched):,} of {len(matches):,}, such as {unmatched[0]!r}."
             )
-        keys = [match[1 if compiled.groups else 0] or "" for match in matches if match]
+        keys = [match[1 if compiled.groups else 0] or "" for match in matches.values() if match]
         return np.unique(np.array(keys), return_inverse=True)[1]
-
-
-class Ignored(NamedTuple):
-    """A file or folder that is not used: its path relative to the data folder, and the reason."""
-
-    path: str
-    reason: str
 
 
 @dataclass(frozen=True)
 class ImageFolder:
     """The content of a folder of images.
 
-    Attributes:
-        root: The folder.
-        train: The training images.
-        test: The images of ``val/`` or ``test/``; None if there is no such folder.
-        classes: The names of the classes, which are the folders of train, sorted.
-        ignored: The files and folders that are not used.
-        problems: The reasons why the folder cannot be used for training, if any.
+    `classes` are the folders of train, sorted. `ignored` has the relative path of each unused file
+    or folder, and the reason. `problems` are the reasons why the folder cannot be used for
+    training. `folders` are the modification times of all folders that were read.
     """
 
     root: Path
     train: Listing
     test: Listing | None
     classes: tuple[str, ...]
-    ignored: list[Ignored]
+    ignored: list[tuple[str, str]]
     problems: list[str]
+    folders: dict[str, int]
 
     def splits(self) -> dict[str, Listing]:
         """The listings by the names of their folders; ``.`` if the classes are in the root."""
-        listings = (self.train, self.test)
-        return {
-            os.path.relpath(os.fsdecode(listing.root), self.root): listing
-            for listing in listings
-            if listing is not None
-        }
+        listings = [listing for listing in (self.train, self.test) if listing is not None]
+        return {os.path.relpath(os.fsdecode(each.root), self.root): each for each in listings}
+
+    def images(self) -> Iterator[tuple[str, bytes]]:
+        """The name relative to the root, and the path, of every image of both splits."""
+        for split, listing in self.splits().items():
+            for path in listing.paths.tolist():
+                name = os.path.normpath(os.path.join(split, os.fsdecode(path)))
+                yield name, os.path.join(listing.root, path)
+
+    def choose(self, config: Data) -> tuple[Listing, Listing]:
+        """The training and the test images of a run."""
+        groups = self.train.groups(config.groups) if config.hold_out and config.groups else None
+        kept, held = choose(self.train.labels, config, groups)
+        test = self.train.subset(held) if config.hold_out else self.test
+        assert test is not None  # `_list_folder` raises if it is needed and missing
+        return self.train.subset(kept), test
+
+    def is_current(self) -> bool:
+        """Whether no folder has changed since it was read."""
+        return all(_changed_at(folder) == then for folder, then in self.folders.items())
 
 
-def open_folder(config: Data, data_dir: str | None) -> ImageFolder:
-    """List the images of the folder ``data.name``, which may be relative to a data folder."""
-    path = Path(config.name.removeprefix("folder:")).expanduser()
-    candidates = [path, *(root / path for root in roots(data_dir))]
+def _changed_at(folder: str) -> int:
+    """The modification time of a folder, in nanoseconds; 0 if it does not exist."""
+    return os.stat(folder).st_mtime_ns if os.path.isdir(folder) else 0
+
+
+_known: dict[tuple[Path, bool], ImageFolder] = {}
+
+
+def open_folder(config: Data, data_dir: str | None = None) -> ImageFolder:
+    """List the images of the folder ``data.name``, which may be relative to a data folder.
+
+    A process lists a folder once, and again only if a folder in it has changed. A folder that
+    changed a moment ago may change again without a new modification time, so it is not remembered.
+    """
+    candidates = [config.path, *(root / config.path for root in roots(data_dir))]
     root = next((candidate for candidate in candidates if candidate.is_dir()), None)
     if root is None:
         places = " or ".join(repr(str(candidate)) for candidate in dict.fromkeys(candidates))
-        raise FileNotFoundError(
-            f"Expected a folder with train/ and val/, but got none at {places}."
-        )
-    return list_folder(root, needs_test=not config.hold_out)
+        raise FileNotFoundError(f"There is no folder with train/ and val/ at {places}.")
+    key = root.absolute(), not config.hold_out
+    known, began = _known.pop(key, None), time.time()
+    folder = known if known is not None and known.is_current() else _list_folder(*key)
+    if max(folder.folders.values()) < 1e9 * (began - SETTLED):
+        _known[key] = folder
+    return folder
 
 
-def list_folder(root: Path, *, needs_test: bool = True) -> ImageFolder:
-    """List the images of a folder.
+def _list_folder(root: Path, needs_test: bool) -> ImageFolder:
+    """List a folder.
 
     Images are files with one of the :data:`EXTENSIONS`, in upper or lower case, at any depth below
     their class. Names that start with a dot are ignored. Links are followed, unless they lead to a
@@ -155,52 +165,58 @@ def list_folder(root: Path, *, needs_test: bool = True) -> ImageFolder:
     if not train_folder.is_dir():
         if needs_test or has_test:
             raise FileNotFoundError(
-                f"Expected a folder train/ in {str(root)!r}, with one folder per class, but got "
-                f"none. If the class folders are directly in {str(root)!r}, use `--data.hold_out "
-                "0.2` to test on a fifth of their images."
+                f"{str(root)!r} has no folder train/ with one folder per class. If the class "
+                "folders are directly in it, use `--data.hold_out 0.2` to test on a fifth of their "
+                "images."
             )
         train_folder = root
     if needs_test and not has_test:
         raise FileNotFoundError(
-            f"Expected a folder val/ or test/ in {str(root)!r}, with one folder per class, but got "
-            "none. Use `--data.hold_out 0.2` to test on a fifth of the training images instead."
+            f"{str(root)!r} has no folder val/ or test/ with one folder per class. Use "
+            "`--data.hold_out 0.2` to test on a fifth of the training images instead."
         )
     walk = _Walk(root)
-    classes = walk.class_folders(train_folder)
-    train = walk.images(train_folder, classes)
-    problems = list(_train_problems(train_folder, train, classes, walk.ignored))
-    test = None
-    if has_test:
-        unknown = sorted(set(walk.class_folders(test_folder)) - set(classes))
-        if unknown:
-            problems.append(
-                f"Expected the classes of {str(test_folder)!r} to be among those of train/, but "
-                f"got also {some(unknown)}."
-            )
-        test = walk.images(test_folder, classes)
-        if needs_test and not len(test.labels):
-            problems.append(_no_images(test_folder, walk.ignored))
-    return ImageFolder(root, train, test, tuple(classes), walk.ignored, problems)
+    in_train = walk.images(train_folder)
+    in_test = walk.images(test_folder) if has_test else {}
+    problems = _problems(train_folder, in_train, walk.ignored)
+    if unknown := sorted(in_test.keys() - in_train.keys()):
+        problems.append(
+            f"Expected the classes of {str(test_folder)!r} to be among those of train/, but got "
+            f"also {some(unknown)}."
+        )
+    if needs_test and not any(in_test[name] for name in in_test.keys() & in_train.keys()):
+        problems.append(_no_images(test_folder, walk.ignored))
+    train = _listing(train_folder, in_train, in_train)
+    test = _listing(test_folder, in_test, in_train) if has_test else None
+    classes = tuple(in_train)
+    return ImageFolder(root, train, test, classes, walk.ignored, problems, walk.folders)
 
 
-def _train_problems(
-    folder: Path, train: Listing, classes: Sequence[str], ignored: Sequence[Ignored]
-) -> Iterator[str]:
-    counts = np.bincount(train.labels, minlength=len(classes))
-    empty = [name for name, count in zip(classes, counts, strict=True) if not count]
-    if not len(train.labels):
-        yield _no_images(folder, ignored)
-    elif empty:
-        yield (
+def _listing(folder: Path, images: _Images, classes: Iterable[str]) -> Listing:
+    parts = [images.get(name, []) for name in classes]
+    labels = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    paths = np.array(list(itertools.chain.from_iterable(parts)), np.bytes_)
+    return Listing(os.fsencode(folder), paths, labels)
+
+
+def _problems(folder: Path, images: _Images, ignored: Sequence[tuple[str, str]]) -> list[str]:
+    empty = [name for name, paths in images.items() if not paths]
+    if len(empty) == len(images):
+        return [_no_images(folder, ignored)]
+    if empty:
+        return [
             f"Expected images in every class of {str(folder)!r}, but got none in {some(empty)}; "
             "remove the folder if there is no such class."
-        )
-    elif len(classes) == 1:
-        yield (f"Expected at least two classes in {str(folder)!r}, but got only {classes[0]!r}.")
+        ]
+    if len(images) == 1:
+        return [
+            f"Expected at least two classes in {str(folder)!r}, but got only {some([*images])}."
+        ]
+    return []
 
 
-def _no_images(folder: Path, ignored: Sequence[Ignored]) -> str:
-    others = [f"{item.path} ({item.reason})" for item in ignored if item.reason != HIDDEN]
+def _no_images(folder: Path, ignored: Sequence[tuple[str, str]]) -> str:
+    others = [f"{path} ({reason})" for path, reason in ignored if reason != HIDDEN]
     ending = f" Ignored: {some(others)}." if others else ""
     return (
         f"Expected images ({', '.join(EXTENSIONS)}) in {str(folder)!r}, in one folder per class, "
@@ -218,73 +234,59 @@ class _Walk:
     """Walks through the folders of a data set, and collects skipped entries in `ignored`."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.ignored = root, list[Ignored]()
+        self.root, self.ignored = root, list[tuple[str, str]]()
+        self.folders = {str(root): _changed_at(str(root))}
 
-    def class_folders(self, split: Path) -> list[str]:
-        """The names of the folders in a split, which are its classes."""
-        folders, files = self._look(str(split), [os.path.realpath(split)])
-        for entry in files:
-            self._ignore(entry, LOOSE)
-        return [entry.name for entry in folders]
-
-    def images(self, split: Path, classes: Sequence[str]) -> Listing:
-        """The images of `classes` in a split."""
-        start = len(os.path.join(split, ""))
-        paths = []
-        for name in classes:
-            folder = split / name
-            above = [os.path.realpath(split), os.path.realpath(folder)]
-            images = self._below(str(folder), above, {above[-1]}) if folder.is_dir() else ()
-            paths.append(sorted(os.fsencode(path[start:]) for path in images))
-        labels = np.repeat(np.arange(len(classes)), [len(group) for group in paths])
-        all_paths = list(itertools.chain.from_iterable(paths))
-        return Listing(os.fsencode(split), np.array(all_paths, np.bytes_), labels)
-
-    def _below(self, folder: str, above: list[str], seen: set[str]) -> Iterator[str]:
-        """The images below a folder."""
-        folders, files = self._look(folder, above)
-        for entry in files:
-            if entry.name.lower().endswith(EXTENSIONS):
-                yield entry.path
-            else:
-                extension = os.path.splitext(entry.name)[1].lower()
-                self._ignore(entry, f"extension {extension}" if extension else "no extension")
-        for entry in folders:
-            place = os.path.realpath(entry.path)
-            if place in seen:
-                self._ignore(entry, TWICE)
-                continue
-            seen.add(place)
-            yield from self._below(entry.path, [*above, place], seen)
-
-    def _look(
-        self, folder: str, above: Sequence[str]
-    ) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
-        """The folders and files in a folder, sorted, without hidden entries and loops."""
-        folders, files = [], []
-        with os.scandir(folder) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                is_link = entry.is_symlink()  # `entry.is_dir` raises for a link to itself
-                if entry.name.startswith("."):
-                    self._ignore(entry, HIDDEN)
-                elif not (os.path.isdir(entry.path) if is_link else entry.is_dir()):
-                    files.append(entry)
-                elif is_link and _leads_above(entry.path, above):
-                    self._ignore(entry, LOOP)
+    def images(self, split: Path) -> _Images:
+        """The paths of the images of each class in a split, relative to it, sorted."""
+        found: _Images = {}
+        seen: set[tuple[str, str]] = set()  # the class and the place of each folder
+        for folder, folders, files in os.walk(split, followlinks=True):
+            self.folders[folder] = _changed_at(folder)
+            inside = Path(folder).relative_to(split).parts
+            for name in sorted(files):
+                path = os.path.join(folder, name)
+                if reason := _why_not_used(path, is_loose=not inside):
+                    self._ignore(path, reason)
                 else:
-                    folders.append(entry)
-        return folders, files
+                    found[inside[0]].append(os.fsencode(os.path.relpath(path, split)))
+            entries, folders[:] = sorted(folders), []
+            for name in entries:
+                path = os.path.join(folder, name)
+                key = (inside or (name,))[0], os.path.realpath(path)
+                if name.startswith("."):
+                    self._ignore(path, HIDDEN)
+                elif os.path.islink(path) and _leads_above(path, split):
+                    self._ignore(path, LOOP)
+                elif key in seen:
+                    self._ignore(path, TWICE)
+                else:
+                    seen.add(key)
+                    folders.append(name)
+                    found.setdefault(key[0], [])
+        return {name: sorted(paths) for name, paths in found.items()}
 
-    def _ignore(self, entry: os.DirEntry[str], reason: str) -> None:
-        broken = entry.is_symlink() and not os.path.exists(entry.path)
-        path = os.path.relpath(entry.path, self.root)
-        self.ignored.append(Ignored(path, BROKEN if broken else reason))
+    def _ignore(self, path: str, reason: str) -> None:
+        self.ignored.append((os.path.relpath(path, self.root), reason))
 
 
-def _leads_above(link: str, above: Sequence[str]) -> bool:
-    """Whether a link leads to one of the folders `above`, or to a parent of one of them."""
+def _why_not_used(path: str, *, is_loose: bool) -> str:
+    name = os.path.basename(path).lower()
+    if name.endswith(EXTENSIONS) and not is_loose and not name.startswith("."):
+        return ""
+    if os.path.islink(path) and not os.path.exists(path):
+        return BROKEN
+    if name.startswith("."):
+        return HIDDEN
+    extension = os.path.splitext(name)[1]
+    return LOOSE if is_loose else f"extension {extension}" if extension else "no extension"
+
+
+def _leads_above(link: str, split: Path) -> bool:
+    """Whether a link leads to a folder that contains it, or to a parent of one."""
     target = os.path.join(os.path.realpath(link), "")
-    return any(os.path.join(place, "").startswith(target) for place in above)
+    above = [folder for folder in Path(link).parents if folder.is_relative_to(split)]
+    return any(os.path.join(os.path.realpath(folder), "").startswith(target) for folder in above)
 
 
 def choose(
@@ -306,12 +308,42 @@ def choose(
     return kept, held
 
 
-def choose_images(folder: ImageFolder, config: Data) -> tuple[Listing, Listing]:
-    """The training and the test images of a run."""
-    groups = None
-    if config.hold_out and config.groups is not None:
-        groups = folder.train.groups(config.groups)
-    kept, held = choose(folder.train.labels, config, groups)
-    test = folder.train.subset(held) if config.hold_out else folder.test
-    assert test is not None  # `list_folder` raises if it is needed and missing
-    return folder.train.subset(kept), test
+def fingerprint(config: Data, data_dir: str | None = None, *, kind: str = "times") -> str:
+    """A string that is the same for the same data, and changes when the data change.
+
+    For a folder, it is a hash of the names of all images of both splits with their sizes and
+    modification times ("times"), sizes ("sizes") or contents ("contents"). Names are relative to
+    the folder, so its location does not matter. The times of the files of a stored data set are
+    ignored. Options that select images, such as ``hold_out``, do not change it.
+    """
+    if config.is_folder:
+        files = open_folder(config, data_dir).images()
+    else:
+        paths = find_set(config.name).files(data_dir)
+        if not paths:
+            return f"{config.name}:1"
+        files = [(path.name, os.fsencode(path)) for path in paths]
+        kind = "sizes" if kind == "times" else kind
+    digest = hashlib.sha256()
+    for name, path in files:
+        content = _contents(path) if kind == "contents" else b"%d %d" % file_stamp(path)
+        content = content.partition(b" ")[0] if kind == "sizes" else content
+        digest.update(b"%b\0%b\0" % (os.fsencode(name), content))  # names have no zero bytes
+    return f"{kind}:{digest.hexdigest()[:32]}"
+
+
+def file_stamp(path: bytes) -> tuple[int, int]:
+    """The size in bytes and the modification time in nanoseconds; -1 for a broken link."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return -1, -1
+    return status.st_size, status.st_mtime_ns
+
+
+def _contents(path: bytes) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest().encode()
+    except FileNotFoundError:  # a broken link
+        return b"missing"

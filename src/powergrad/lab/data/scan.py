@@ -15,32 +15,29 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import PIL
-import torch
+from numpy.typing import NDArray
 from PIL import UnidentifiedImageError
-from torch.utils.data import DataLoader, Dataset
 
-from powergrad.lab.data.folder import begin_worker, eight_bits, grey_or_rgb, open_image, unchanged
+from powergrad.lab.data.folder import eight_bits, grey_or_rgb, in_workers, open_image
 from powergrad.lab.data.listing import (
     BROKEN,
     EXTENSIONS,
     LOOP,
     LOOSE,
-    Ignored,
     ImageFolder,
-    Listing,
-    choose_images,
+    file_stamp,
     open_folder,
     some,
 )
+from powergrad.lab.data.options import Data
 from powergrad.lab.files import FileError, write_text
-from powergrad.lab.trainer.recipe import Data
 
 FORMAT = 1  # of the cache
 CHUNK = 64  # images that a process decodes at a time
@@ -68,31 +65,20 @@ class Checked(NamedTuple):
 class Scan:
     """The result of a scan.
 
-    Attributes:
-        root: The folder.
-        train: The number of training images.
-        test: The number of test images.
-        classes: The names of the classes.
-        formats: The number of images per format, the most frequent first.
-        widths: The smallest, median and largest width, in pixels.
-        heights: The smallest, median and largest height, in pixels.
-        ignored: Files and folders that are not used, with the reasons.
-        unreadable: The path of every image that cannot be decoded, with the reason.
-        problems: The reasons why a run would fail, if any.
-        warnings: Warnings for the user.
-        cached: The number of images that were not decoded, because they have not changed since the
-            last scan.
-        seconds: The duration of the scan.
+    `train` and `test` are numbers of images; `widths` and `heights` are the smallest, median and
+    largest, in pixels; `ignored` and `unreadable` are paths with reasons; `problems` are the
+    reasons why a run would fail; `cached` is the number of images that have not changed since the
+    last scan, so they were not decoded.
     """
 
     root: str
     train: int
     test: int
     classes: tuple[str, ...]
-    formats: dict[str, int]
+    formats: dict[str, int]  # the most frequent first
     widths: tuple[int, int, int]
     heights: tuple[int, int, int]
-    ignored: list[Ignored]
+    ignored: list[tuple[str, str]]
     unreadable: list[tuple[str, str]]
     problems: list[str]
     warnings: list[str]
@@ -102,31 +88,19 @@ class Scan:
     def summary(self) -> list[str]:
         """Lines for the terminal: images, classes, formats, sizes and ignored files."""
         formats = ", ".join(f"{count:,} {name}" for name, count in self.formats.items())
-        lines = [
+        (low, width, high), (flat, height, tall) = self.widths, self.heights
+        sizes = f"{low}x{flat} to {high}x{tall} pixels, median {width}x{height}"
+        if (low, flat) == (high, tall):
+            sizes = f"all {width}x{height} pixels"
+        return [
             f"{self.train:,} training images, {self.test:,} test images, "
             f"{len(self.classes):,} classes",
-            f"{formats or 'no readable images'}; {self._sizes()}",
+            f"{formats or 'no readable images'}; {sizes}",
+            *(
+                f"ignored ({reason}): {len(paths):,}, {some(paths, 3)}"
+                for reason, paths in _by_reason(self.ignored).items()
+            ),
         ]
-        by_reason = collections.defaultdict(list)
-        for path, reason in self.ignored:
-            by_reason[reason].append(path)
-        lines += [
-            f"ignored ({reason}): {len(paths):,}, {some(paths, 3)}"
-            for reason, paths in by_reason.items()
-        ]
-        return lines
-
-    def _sizes(self) -> str:
-        (low, width, high), (flat, height, tall) = self.widths, self.heights
-        if (low, flat) == (high, tall):
-            return f"all {width}x{height} pixels"
-        return f"{low}x{flat} to {high}x{tall} pixels, median {width}x{height}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The scan as JSON values."""
-        ignored = [item._asdict() for item in self.ignored]
-        unreadable = [{"path": path, "reason": reason} for path, reason in self.unreadable]
-        return {**asdict(self), "ignored": ignored, "unreadable": unreadable}
 
 
 def scan_folder(
@@ -144,73 +118,78 @@ def scan_folder(
     unreadable = [(path, image.error) for path, image in images.items() if image.error]
     problems, cautions = list(folder.problems), list(_warnings(folder, images))
     if unreadable:
-        _add_unreadable(folder, config, unreadable, problems, cautions)
-    train, test = 0, 0
+        skips = config.bad_images == "skip"
+        (cautions if skips else problems).append(_describe(folder, unreadable, skips=skips))
+    counts = [np.zeros(len(folder.classes), np.int64)] * 2
     if not folder.problems:
         try:
-            chosen = choose_images(folder, config)
+            counts = [
+                np.bincount(listing.labels, minlength=len(folder.classes))
+                for listing in folder.choose(config)
+            ]
+            cautions += _rare_classes(folder.classes, *counts)
         except ValueError as error:
             problems.append(str(error))
-        else:
-            train, test = (len(listing.labels) for listing in chosen)
-            cautions += _rare_classes(folder.classes, *chosen)
+    train, test = (int(count.sum()) for count in counts)
     formats = collections.Counter(image.format for image in readable)
     return Scan(
-        str(folder.root),
-        train,
-        test,
-        folder.classes,
-        dict(formats.most_common()),
-        _spread([image.width for image in readable]),
-        _spread([image.height for image in readable]),
-        folder.ignored,
-        unreadable,
-        problems,
-        cautions,
-        cached,
-        time.perf_counter() - began,
+        root=str(folder.root),
+        train=train,
+        test=test,
+        classes=folder.classes,
+        formats=dict(formats.most_common()),
+        widths=_spread([image.width for image in readable]),
+        heights=_spread([image.height for image in readable]),
+        ignored=folder.ignored,
+        unreadable=unreadable,
+        problems=problems,
+        warnings=cautions,
+        cached=cached,
+        seconds=time.perf_counter() - began,
     )
 
 
 def _spread(values: Sequence[int]) -> tuple[int, int, int]:
-    if not values:
-        return 0, 0, 0
-    return min(values), int(np.median(values)), max(values)
+    return (min(values), int(np.median(values)), max(values)) if values else (0, 0, 0)
 
 
-# Problems and warnings ---------------------------------------------------------------------------
+def _by_reason(ignored: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    paths = collections.defaultdict(list)
+    for path, reason in ignored:
+        paths[reason].append(path)
+    return paths
 
 
-def _add_unreadable(
-    folder: ImageFolder,
-    config: Data,
-    unreadable: Sequence[tuple[str, str]],
-    problems: list[str],
-    cautions: list[str],
-) -> None:
+def _describe(folder: ImageFolder, unreadable: Sequence[tuple[str, str]], *, skips: bool) -> str:
+    count = f"{len(unreadable):,}"
+    text = (
+        f"Unreadable images are skipped ({count}):"
+        if skips
+        else f"{str(folder.root)!r} has {count} unreadable images; to skip them, use "
+        "`--data.bad_images skip`:"
+    )
     lines = [f"  {path!r}: {reason}" for path, reason in unreadable[:SHOWN]]
-    if len(unreadable) > SHOWN:
-        lines.append(f"  and {len(unreadable) - SHOWN:,} more")
-    if config.bad_images == "skip":
-        text = f"Unreadable images are skipped ({len(unreadable):,}):"
-        cautions.append("\n".join([text, *lines]))
-    else:
-        text = (
-            f"Expected readable images in {str(folder.root)!r}, but got {len(unreadable):,} "
-            "unreadable ones; to skip them, use `--data.bad_images skip`:"
-        )
-        problems.append("\n".join([text, *lines]))
+    more = [f"  and {len(unreadable) - SHOWN:,} more"] if len(unreadable) > SHOWN else []
+    return "\n".join([text, *lines, *more])
 
 
 def _warnings(folder: ImageFolder, images: Mapping[str, Checked]) -> Iterator[str]:
-    links = [item for item in folder.ignored if item.reason in (LOOP, BROKEN)]
+    ignored = _by_reason(folder.ignored)
+    links = [f"{path} ({reason})" for reason in (LOOP, BROKEN) for path in ignored.get(reason, ())]
     if links:
-        shown = [f"{item.path} ({item.reason})" for item in links]
-        yield f"Links that are not followed: {some(shown)}."
-    loose = [item.path for item in folder.ignored if item.reason == LOOSE]
-    if loose := [path for path in loose if path.lower().endswith(EXTENSIONS)]:
+        yield f"Links that are not followed: {some(links)}."
+    loose = [path for path in ignored.get(LOOSE, ()) if path.lower().endswith(EXTENSIONS)]
+    if loose:
         yield f"Images outside class folders are not used ({len(loose):,}): {some(loose)}."
-    yield from _unnamed_images(folder)
+    for reason, paths in ignored.items():
+        if reason.startswith("extension ") or reason == "no extension":
+            kinds = [_kind(folder.root / path) for path in paths[:SHOWN]]
+            if any(kinds):
+                yield (
+                    f"Files with {reason} are not used ({len(paths):,}), although "
+                    f"{'they' if all(kinds) else 'some of them'} are images "
+                    f"({next(filter(None, kinds))}): {some(paths)}. Rename them to use them."
+                )
     splits = folder.splits()
     if len({os.path.realpath(listing.root) for listing in splits.values()}) < len(splits):
         yield f"{' and '.join(splits)} are the same folder, so tests would use training images."
@@ -222,67 +201,49 @@ def _warnings(folder: ImageFolder, images: Mapping[str, Checked]) -> Iterator[st
         )
 
 
-def _unnamed_images(folder: ImageFolder) -> Iterator[str]:
-    """Warn about images among the files with other extensions, by opening some of them."""
-    by_reason = collections.defaultdict(list)
-    for path, reason in folder.ignored:
-        if reason.startswith("extension ") or reason == "no extension":
-            by_reason[reason].append(path)
-    for reason, paths in by_reason.items():
-        kinds = [_kind(folder.root / path) for path in paths[:SHOWN]]
-        if any(kinds):
-            kind = next(filter(None, kinds))
-            yield (
-                f"Files with {reason} are not used ({len(paths):,}), although "
-                f"{'they' if all(kinds) else 'some of them'} are images ({kind}): {some(paths)}. "
-                "Rename them to use them."
-            )
-
-
 def _kind(path: Path) -> str | None:
+    """The format of a file, if it is an image."""
     with contextlib.suppress(Exception), open_image(path) as image:
         return image.format
     return None
 
 
-def _rare_classes(classes: Sequence[str], train: Listing, test: Listing) -> Iterator[str]:
-    counts, tested = (
-        np.bincount(listing.labels, minlength=len(classes)) for listing in (train, test)
-    )
+def _rare_classes(
+    classes: Sequence[str], train: NDArray[np.int64], test: NDArray[np.int64]
+) -> Iterator[str]:
     for text, chosen in (
-        ("without test images", tested == 0),
-        (f"with fewer than {FEW} training images", counts < FEW),
+        ("without test images", test == 0),
+        (f"with fewer than {FEW} training images", train < FEW),
     ):
         names = [classes[int(k)] for k in np.flatnonzero(chosen)]
         if names:
             yield f"Classes {text} ({len(names):,} of {len(classes):,}): {some(names)}."
 
 
-# Decoding ----------------------------------------------------------------------------------------
-
-
 def _check_all(
     folder: ImageFolder, workers: int | None, progress: Progress | None
 ) -> tuple[dict[str, Checked], int]:
-    """The findings about each image, by path, and the number of images found in the cache."""
+    """The findings about each image, by name, and the number of images found in the cache."""
     cache = _cache_file(folder.root)
     known = _read_cache(cache)
     images: dict[str, Checked] = {}
-    for split, listing in folder.splits().items():
-        prefix = "" if split == "." else os.path.join(split, "")
-        for path, stamp in zip(listing.paths.tolist(), listing.stamps().tolist(), strict=True):
-            name = prefix + os.fsdecode(path)
-            image = known.get(name)
-            if image is None or [image.bytes, image.time] != stamp:
-                error = BROKEN if stamp[0] < 0 else "" if stamp[0] else "empty file"
-                image = Checked(*stamp, error=error)
-            images[name] = image
+    for name, path in folder.images():
+        size, changed = file_stamp(path)
+        image = known.get(name)
+        if image is None or (image.bytes, image.time) != (size, changed):
+            error = BROKEN if size < 0 else "" if size else "empty file"
+            image = Checked(size, changed, error=error)
+        images[name] = image
     todo = [name for name, image in images.items() if not image.format and not image.error]
+    if workers is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        workers = 0 if len(todo) <= ALONE else cores or 1
+    chunks = [todo[i : i + CHUNK] for i in range(0, len(todo), CHUNK)]
     done = 0
     try:
-        for chunk in _decode(folder.root, todo, workers):
-            for image in chunk:
-                images[todo[done]] = images[todo[done]]._replace(**image)
+        for found in in_workers(functools.partial(_look_at_all, folder.root), chunks, workers):
+            for fields in found:
+                images[todo[done]] = images[todo[done]]._replace(**fields)
                 done += 1
             if progress is not None:
                 progress(done, len(todo))
@@ -292,42 +253,14 @@ def _check_all(
     return images, len(images) - len(todo)
 
 
-def _decode(
-    root: Path, names: Sequence[str], workers: int | None
-) -> Iterator[list[dict[str, Any]]]:
-    """The fields of each image, in chunks, decoded by several processes."""
-    if workers is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        workers = 0 if len(names) <= ALONE else cores or 1
-    loader = DataLoader(
-        _Images(root),
-        sampler=[names[i : i + CHUNK] for i in range(0, len(names), CHUNK)],
-        batch_size=None,
-        num_workers=workers,
-        collate_fn=unchanged,
-        worker_init_fn=functools.partial(begin_worker, os.getpid()),
-        generator=torch.Generator(),  # otherwise it draws a seed from the global generator
-    )
-    yield from loader
-
-
-class _Images(Dataset[list[dict[str, Any]]]):
-    """The findings about images, for lists of their paths."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def __getitem__(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about odd metadata; undecodable images are errors
-            return [_look_at(self.root / name) for name in names]
+def _look_at_all(root: Path, names: Sequence[str]) -> list[dict[str, Any]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about odd metadata; undecodable images are errors
+        return [_look_at(root / name) for name in names]
 
 
 def _look_at(path: Path) -> dict[str, Any]:
-    """Decode an image completely, because training may need every pixel.
-
-    Pillow's limit applies: an image of more than twice `Image.MAX_IMAGE_PIXELS` is an error.
-    """
+    """Decode an image completely, because training may need every pixel."""
     try:
         with open_image(path) as image:
             fields = {"format": image.format, "width": image.width, "height": image.height}
@@ -342,9 +275,6 @@ def _look_at(path: Path) -> dict[str, Any]:
         return {"error": "not an image of a known format"}
     except Exception as error:  # decoders raise all kinds of errors for damaged files
         return {"error": f"{type(error).__name__}: {error}"}
-
-
-# The cache ---------------------------------------------------------------------------------------
 
 
 def _cache_file(root: Path) -> Path:

@@ -1,17 +1,21 @@
-"""The common parts of all splits: the order of examples, the part of each process, mixing."""
+"""Batches: the order of examples, the part of each process, images in memory, mixing."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from powergrad.lab.data.options import Data
 from powergrad.lab.data.streams import Stream, permutation, uniform
+
+BLOCK = 2**20  # pixel values prepared at once (4 MB), to reduce the overhead of small batches
 
 
 class Batch(NamedTuple):
@@ -21,19 +25,24 @@ class Batch(NamedTuple):
     labels: Tensor
 
 
-class Mixing(NamedTuple):
-    """The Beta parameters of mixup and cutmix (0 is off), and the number of classes."""
-
-    mixup: float
-    cutmix: float
-    classes: int
-
-
 class Split(ABC):
-    """Labelled images, in batches that depend only on (seed, epoch, index)."""
+    """Labelled images, in batches that depend only on (seed, epoch, index).
 
-    def __init__(self, labels: Tensor, mixing: Mixing) -> None:
-        self.labels, self.mixing = labels, mixing
+    Pixels from 0 to 255 are normalised: `mean` is subtracted, and the result multiplied by `scale`.
+    """
+
+    def __init__(
+        self,
+        labels: Tensor,
+        config: Data,
+        *,
+        classes: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+    ) -> None:
+        self.labels, self.config, self.classes = labels, config, classes
+        self.mean = torch.tensor(mean).view(-1, 1, 1)
+        self.scale = 1 / torch.tensor(std).view(-1, 1, 1)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -42,8 +51,8 @@ class Split(ABC):
         """The number of batches in a training epoch."""
         if batch_size > len(self):
             raise ValueError(
-                f"Expected `batch_size` to be at most the {len(self)} training examples, but got "
-                f"{batch_size}."
+                f"Expected `train.batch_size` to be at most the {len(self)} training examples, but "
+                f"got {batch_size}."
             )
         return len(self) // batch_size
 
@@ -59,14 +68,7 @@ class Split(ABC):
     ) -> Iterator[Batch]:
         """The augmented batches of an epoch, without an incomplete last one."""
         steps, part = self.steps(batch_size), batch_size // world
-        is_mixed = self.mixing.mixup or self.mixing.cutmix
-        if batch_size % world:
-            raise ValueError(
-                f"Expected `batch_size` to be a multiple of the {world} processes, but got "
-                f"{batch_size}."
-            )
-        if not 0 <= start <= steps:
-            raise ValueError(f"Expected `start` to be in [0, {steps}], but got {start}.")
+        is_mixed = self.config.mixup or self.config.cutmix
         if is_mixed and part % 2:
             raise ValueError(
                 "Expected an even number of examples per batch and process, because mixup and "
@@ -80,10 +82,9 @@ class Split(ABC):
     def test_batches(
         self, batch_size: int, *, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Batch, Tensor]]:
-        """Every example once, in order and without augmentation, with its index in this split.
+        """Every readable example once, in order and unaugmented, with its index in this split.
 
         Each rank has a contiguous range of the split, so the numbers of batches may differ by one.
-        The last batch may be smaller, and so may batches with unreadable images, which are skipped.
         """
         low, high = (r * len(self) // world for r in (rank, rank + 1))
         part = -(-batch_size // world)
@@ -104,22 +105,77 @@ class Split(ABC):
 
         number = np.array(numbers, np.int64)[:, None]
         draws = uniform(Stream.MIX, seed, epoch, number, np.arange(3))
-        parameter = self.mixing.mixup or self.mixing.cutmix
+        parameter = self.config.mixup or self.config.cutmix
         draws[:, 0] = betaincinv(parameter, parameter, draws[:, 0])  # Beta's inverse distribution
         for batch, (lam, y, x) in zip(batches, draws.tolist(), strict=True):
-            labels = torch.zeros(len(batch.labels), self.mixing.classes)
+            labels = torch.zeros(len(batch.labels), self.classes)
             whole = Batch(batch.images, labels.scatter_(1, batch.labels[:, None], 1.0))
-            yield mixup(whole, lam) if self.mixing.mixup else cutmix(whole, lam, (y, x))
+            yield mixup(whole, lam) if self.config.mixup else cutmix(whole, lam, (y, x))
+
+
+class MemorySplit(Split):
+    """Images as bytes, (N, C, H, W).
+
+    In training they are padded by `crop_padding` pixels of 0 and randomly cropped to their size,
+    and with `flip` mirrored with probability 1/2.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, config: Data, **options: Any) -> None:
+        super().__init__(labels, config, **options)
+        self.shape, self.padding, self.flip = images.shape[1:], config.crop_padding, config.flip
+        self._pixels = F.pad(images, 4 * [self.padding]).flatten()
+
+    def _train(self, rows: NDArray[np.int64], seed: int, epoch: int) -> Iterator[Batch]:
+        size = rows.shape[1]
+        block = max(1, BLOCK // (size * self.shape.numel()))  # batches
+        for first in range(0, len(rows), block):
+            index = torch.from_numpy(rows[first : first + block].reshape(-1))
+            images = self._normalised(self._augmented(index, seed, epoch)).split(size)
+            labels = self.labels.index_select(0, index).split(size)
+            yield from map(Batch, images, labels)
+
+    def _test(self, rows: Sequence[NDArray[np.int64]]) -> Iterator[tuple[Batch, Tensor]]:
+        centre = torch.tensor(self.padding)
+        for row in rows:
+            index = torch.from_numpy(row)
+            images = self._normalised(self._crops(index, centre, centre))
+            yield Batch(images, self.labels[index]), index
+
+    def _augmented(self, index: Tensor, seed: int, epoch: int) -> Tensor:
+        if not (self.padding or self.flip):
+            return self._crops(index, torch.tensor(0), torch.tensor(0))
+        draws = uniform(Stream.AUGMENT, seed, epoch, index.numpy()[:, None], np.arange(3))
+        mirror, top, left = torch.from_numpy(draws).unbind(1)
+        top, left = ((draw * (2 * self.padding + 1)).long() for draw in (top, left))
+        images = self._crops(index, top, left)
+        if not self.flip:
+            return images
+        both = torch.stack([images, images.flip(3)], 1).flatten(0, 1)
+        return both.index_select(0, 2 * torch.arange(len(index)) + (mirror < 0.5))
+
+    def _crops(self, index: Tensor, top: Tensor, left: Tensor) -> Tensor:
+        """Crops of the padded images at offsets of shape (B,) or ().
+
+        A row of a crop is `width` consecutive pixels of the flat pixel array, and so a row of an
+        overlapping view of it; `index_select` copies whole rows.
+        """
+        channels, height, width = self.shape
+        high, wide = height + 2 * self.padding, width + 2 * self.padding
+        row = torch.arange(channels)[:, None] * high + torch.arange(height)
+        row = (index * channels * high + top).view(-1, 1, 1) + row
+        begin = row * wide + left.view(-1, 1, 1)
+        windows = self._pixels.as_strided((self._pixels.numel() - width + 1, width), (1, 1))
+        return windows.index_select(0, begin.flatten()).view(-1, channels, height, width)
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        return images.float().sub_(self.mean).mul_(self.scale)
 
 
 def mixup(batch: Batch, lam: float) -> Batch:
     """``lam x_i + (1 - lam) x_j`` of images and of probabilities, with ``j = i ^ 1``.
 
-    Neighbours are mixed, so that each process can mix its own part of a batch. The order is random,
-    so the partners are random too. There is one ``lam ~ Beta(a, a)`` per batch, as in the paper.
-
-    References:
-        Zhang, Cisse, Dauphin, Lopez-Paz, *mixup: Beyond Empirical Risk Minimization*, ICLR 2018.
+    Neighbours are mixed, so that each process can mix its own part of a batch; the order is random.
+    There is one ``lam ~ Beta(a, a)`` per batch, as in Zhang et al., *mixup*, ICLR 2018.
     """
     return Batch(*(torch.lerp(_partners(tensor), tensor, lam) for tensor in batch))
 
@@ -128,12 +184,8 @@ def cutmix(batch: Batch, lam: float, centre: tuple[float, float]) -> Batch:
     """Paste a box of image ``j = i ^ 1`` with ``1 - lam`` of the area into image ``i``.
 
     Probabilities are mixed in proportion to the areas, after the box is clipped at the border.
-    There is one ``lam`` and one box per batch; its `centre` (y, x) is uniform, as in the paper's
-    code.
-
-    References:
-        Yun et al., *CutMix: Regularization Strategy to Train Strong Classifiers with Localizable
-        Features*, ICCV 2019.
+    There is one ``lam`` and one box per batch; its `centre` (y, x) is uniform, as in the code of
+    Yun et al., *CutMix*, ICCV 2019.
     """
     height, width = batch.images.shape[2:]
     top, bottom = _side(height, lam, centre[0])

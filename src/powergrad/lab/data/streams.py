@@ -2,10 +2,8 @@
 
 A counter-based hash (the finaliser of splitmix64, chained over its arguments) replaces a generator:
 the numbers of example 17 in epoch 3 depend only on the seed, 3 and 17, not on earlier draws. So a
-run can start anywhere, and any number of processes agree. It uses integer arithmetic, which is the
-same on every machine and with every version of every library.
-
-Reference: Steele, Lea, Flood, *Fast splittable pseudorandom number generators*, OOPSLA 2014.
+run can start anywhere, and any number of processes agree, on every machine. See Steele, Lea, Flood,
+*Fast splittable pseudorandom number generators*, OOPSLA 2014.
 """
 
 from __future__ import annotations
@@ -26,12 +24,7 @@ class Stream(IntEnum):
 
 
 def hashed(stream: Stream, *parts: int | NDArray[np.int64]) -> NDArray[np.uint64]:
-    """A hash of the stream and `parts`, which broadcast; the result is at least 1-d.
-
-    Example:
-        >>> hashed(Stream.ORDER, 0, np.arange(2))
-        array([ 6791897765849424158, 16860738450190168606], dtype=uint64)
-    """
+    """A hash of the stream and `parts`, which broadcast; the result is at least 1-d."""
     state = np.full(1, stream, np.uint64)
     for part in parts:
         state = state ^ np.asarray(part).astype(np.uint64)

@@ -82,7 +82,8 @@ def collect(folder: Path, out: Path, label: str | None = None) -> list[Path]:
             "seed": seed,
             "run": run.key,
             "commit": run.environment().get("commit") or "",
-            **result,
+            **result.metrics,
+            **result.about,
             **_fates(run),
         }
         for arm, seed, run, result in runs

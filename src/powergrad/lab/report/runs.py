@@ -69,7 +69,9 @@ class ShownRun:
         run = Run(folder)
         rows = try_read(run.metrics, [], notes)
         result = try_read(run.result, None, notes)
-        final = result if result is not None else dict(rows[-1]) if rows else {}
+        final: dict[str, Any] = dict(rows[-1]) if rows else {}
+        if result is not None:
+            final = {**result.metrics, **result.about}
         alpha = final.get("alpha")
         shown = cls(folder, arm, recipe.seed, recipe.loss.alpha if alpha is None else float(alpha))
         shown.final, shown.rows = final, rows

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self, override
 
-from powergrad.lab.data import folder_fingerprint
 from powergrad.lab.runs.program import Changes, Job, Program
 from powergrad.lab.trainer.recipe import Recipe, RecipeError
 from powergrad.lab.trainer.run_folder import Result, Run
@@ -26,7 +25,7 @@ class RecipeProgram(Program):
     @classmethod
     def of(cls, base: Recipe) -> Self:
         """The program of a recipe, with the current fingerprint of its data."""
-        return cls(base=base, fingerprint=folder_fingerprint(base))
+        return cls(base=base, fingerprint=base.folder_fingerprint())
 
     @property
     @override

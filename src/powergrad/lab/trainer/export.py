@@ -10,14 +10,14 @@ The predicted classes do not change. The files are:
     preprocessing.json  the preparation of images: crop, size, filter, range, mean and deviation
     README.md           the card: recipe, data, results, image preparation, code to load the files
 
-The folder is written under another name, read back, compared with the network, and renamed, so it
-is complete or absent.
+The folder is written under another name, read back, compared and renamed: complete, or absent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib.util
 import json
 import math
@@ -25,21 +25,30 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jinja2
 import torch
+import yaml
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from powergrad import __version__, fold_alpha
-from powergrad.lab.data import Datasets, Split
-from powergrad.lab.data.memory import MemorySplit
-from powergrad.lab.trainer.model_card import model_card, preprocessing
+from powergrad.lab.data import Datasets
+from powergrad.lab.environment import describe_machine
 from powergrad.lab.trainer.run_folder import RunError
-from powergrad.lab.trainer.trained import FOLDED, Trained, answers, fit_on, measures, open_trained
+from powergrad.lab.trainer.trained import (
+    BINS,
+    FOLDED,
+    Trained,
+    answers,
+    fit_on,
+    measures,
+    open_trained,
+)
 from powergrad.lab.words import did_you_mean
 
 FILES = {"safetensors": "model.safetensors", "torch": "model.pt2", "onnx": "model.onnx"}
@@ -52,15 +61,10 @@ Metadata = dict[str, str]
 Forward = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Exported:
-    """The result of an export.
+class Exported(NamedTuple):
+    """The result of an export: `results` has the metrics of each row of the card's table.
 
-    Attributes:
-        folder: The folder.
-        files: The names of the files, the card last.
-        temperature: The temperature folded into the head, by which the logits were divided.
-        results: The metrics of each row of the card's table, by the name of the row.
+    The logits were divided by `temperature`, which is folded into the head.
     """
 
     folder: Path
@@ -87,8 +91,8 @@ def export_run(
 
     data = trained.data()
     network = trained.network(data)
-    before = answers(network, trained.recipe, data)
-    fitted, unfitted = fit_on(before)
+    outputs = answers(network, trained, data)
+    fitted, unfitted = fit_on(outputs)
     if wanted == "fitted" and fitted is None:
         raise RunError(unfitted)
     temperatures = {"1": 1.0}
@@ -96,30 +100,35 @@ def export_run(
         temperatures[trained.factor_name] = 1 / trained.factor
     if fitted is not None:
         temperatures["fitted"] = fitted
-    results = {
-        name: {"temperature": t, **measures(before.report, temperature=t)}
-        for name, t in temperatures.items()
-    }
+    results = {name: measures(outputs.report, temperature=t) for name, t in temperatures.items()}
     rows = {"alpha": trained.factor_name, "none": "1", "fitted": "fitted"}
     divisor = temperatures[rows[wanted]] if isinstance(wanted, str) else wanted
     if divisor != 1:
         fold_alpha(None, 1 / divisor, model=network)
-    deployed = Deployed(network, *normalisation(data.test))
-    after = answers(lambda images: deployed(deployed.pixels(images)), trained.recipe, data)
-    results["exported"] = {"temperature": divisor, **measures(after.report)}
+    deployed = Deployed(network, data.test.mean, data.test.scale)
+    after = answers(lambda images: deployed(deployed.pixels(images)), trained, data)
+    results["exported"] = {**measures(after.report), "temperature": divisor}
     metadata = _metadata(trained, data, deployed, divisor)
-    prepared = preprocessing(trained.recipe, data, metadata)
-    metadata["preprocessing"] = json.dumps(prepared)
-    card = model_card(trained, data, before, metadata, results, formats, unfitted)
+    context = {"recipe": trained.recipe, "data": data, "metadata": metadata}
+    prepared = _render("preprocessing.json", **context)
+    metadata["preprocessing"] = json.dumps(json.loads(prepared))
+    card = _render(
+        "model_card.md",
+        **context,
+        trained=trained,
+        outputs=outputs,
+        results=results,
+        formats=formats,
+        unfitted=unfitted,
+        bins=BINS,
+        exported_on=describe_machine(),
+    )
     with _written_whole(place) as folder:
         _write(folder, formats, deployed, metadata, data)
-        (folder / PREPROCESSING).write_text(json.dumps(prepared, indent=1) + "\n", encoding="utf-8")
+        (folder / PREPROCESSING).write_text(prepared, encoding="utf-8")
         (folder / CARD).write_text(card, encoding="utf-8")
     files = [*(FILES[name] for name in formats), PREPROCESSING, CARD]
     return Exported(place, files, divisor, results)
-
-
-# The network --------------------------------------------------------------------------------------
 
 
 class Deployed(nn.Module):
@@ -144,16 +153,6 @@ class Deployed(nn.Module):
         return (images / self.scale + self.mean).round()
 
 
-def normalisation(split: Split) -> tuple[Tensor, Tensor]:
-    """The mean that a split subtracts from its pixels, and the factor that it then applies."""
-    if isinstance(split, MemorySplit):
-        return split.mean, split.scale
-    from powergrad.lab.data.folder import MEAN, STD
-
-    mean, std = (255 * torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
-    return mean, 1 / std
-
-
 def _metadata(trained: Trained, data: Datasets, deployed: Deployed, temperature: float) -> Metadata:
     """The metadata of every file: strings only, lists as JSON."""
     mean, std = deployed.mean.flatten().tolist(), (1 / deployed.scale.flatten()).tolist()
@@ -169,9 +168,6 @@ def _metadata(trained: Trained, data: Datasets, deployed: Deployed, temperature:
     }
 
 
-# Checks -------------------------------------------------------------------------------------------
-
-
 def _check_formats(formats: Sequence[str]) -> list[str]:
     for name in formats or [""]:
         if name not in FILES:
@@ -180,8 +176,8 @@ def _check_formats(formats: Sequence[str]) -> list[str]:
     missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
     if "onnx" in formats and missing:
         raise ImportError(
-            f"Expected {', '.join(missing)} to be installed for the format onnx, but got none; "
-            "`pip install 'powergrad[export]'`, or choose `--format safetensors,torch`."
+            f"The format onnx needs {', '.join(missing)}; `pip install 'powergrad[export]'`, or "
+            "choose `--format safetensors,torch`."
         )
     return [name for name in FILES if name in formats]
 
@@ -190,42 +186,30 @@ def _check_temperature(wanted: str | float, trained: Trained) -> str | float:
     if wanted in ("fitted", "none") or (wanted == "alpha" and trained.factor):
         return wanted
     if wanted == "alpha":
-        schedule = trained.recipe.loss.alpha_schedule
-        got = "0" if trained.factor == 0 else f"a checkpoint under the schedule {schedule}"
+        got = "0" if trained.factor == 0 else "a checkpoint under a schedule of alpha"
         raise ValueError(
-            "Expected alpha to be constant and above 0 to fold it into the head, but got "
-            f"{got}; choose the temperature fitted, none or a number."
+            f"Expected alpha to be constant and above 0 to fold it into the head, but got {got}; "
+            "choose the temperature fitted, none or a number."
         )
-    try:
-        number = float(wanted)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise ValueError(
-            "Expected `temperature` to be alpha, fitted, none or a number above 0, but got "
-            f"{wanted!r}."
-        )
-    return number
+    with contextlib.suppress(ValueError):
+        if 0 < float(wanted) < math.inf:
+            return float(wanted)
+    raise ValueError(
+        f"Expected `temperature` to be alpha, fitted, none or a number above 0, but got {wanted!r}."
+    )
 
 
 def _check_place(place: Path, force: bool) -> None:
     if place.exists() and not place.is_dir():
-        raise RunError(f"Expected {str(place)!r} to be a folder, but got a file.")
+        raise RunError(f"{str(place)!r} is a file, not a folder.")
     names = {path.name for path in place.iterdir()} if place.exists() else set()
     foreign = sorted(names - {*FILES.values(), PREPROCESSING, CARD})
     if foreign:
-        raise RunError(
-            f"Expected {str(place)!r} to be new, or an export to replace, but got a folder that "
-            f"contains {foreign[0]!r}."
-        )
+        raise RunError(f"{str(place)!r} is not an export to replace: it contains {foreign[0]!r}.")
     if names and not force:
         raise RunError(
-            f"Expected {str(place)!r} to be new, but got an existing export; choose another "
-            "`--out`, or replace it with `--force`."
+            f"{str(place)!r} is an existing export; choose another `--out`, or use `--force`."
         )
-
-
-# Files --------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -249,9 +233,7 @@ def _written_whole(place: Path) -> Iterator[Path]:
                 os.replace(old, place)
             raise
     except OSError as error:
-        raise RunError(
-            f"Expected to write {str(place)!r}, but got: {error}; nothing was written."
-        ) from error
+        raise RunError(f"Could not write {str(place)!r}: {error}; nothing was written.") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
@@ -274,14 +256,9 @@ def _write(
             shapes = {"pixels": {0: torch.export.Dim("batch")}}
             program = torch.export.export(deployed, (inputs,), dynamic_shapes=shapes)
         for name in formats:
-            path = folder / FILES[name]
-            if name == "safetensors":
-                forward = _write_weights(path, deployed, metadata)
-            elif name == "torch":
-                forward = _write_program(path, program, metadata)
-            else:
-                forward = _write_onnx(path, program, metadata)
-            _check_logits(path.name, forward, pixels, expected)
+            source = deployed if name == "safetensors" else program
+            forward = WRITERS[name](folder / FILES[name], source, metadata)
+            _check_logits(FILES[name], forward, pixels, expected)
 
 
 def _write_weights(path: Path, deployed: Deployed, metadata: Metadata) -> Forward:
@@ -299,24 +276,24 @@ def _write_program(path: Path, program: ExportedProgram, metadata: Metadata) -> 
 
 
 def _write_onnx(path: Path, program: ExportedProgram, metadata: Metadata) -> Forward:
+    import onnxruntime
+
+    names: Any = {"input_names": ["pixels"], "output_names": ["logits"]}
+    shapes = {"pixels": {0: "batch"}}
     model: Any = torch.onnx.export(
-        program,
-        dynamo=True,
-        input_names=["pixels"],
-        output_names=["logits"],
-        dynamic_shapes={"pixels": {0: "batch"}},
-        verbose=False,
+        program, dynamo=True, dynamic_shapes=shapes, verbose=False, **names
     )
     model.model.metadata_props.update(metadata)
     model.save(path)
-    return _onnx_runner(path)
-
-
-def _onnx_runner(path: Path) -> Forward:
-    import onnxruntime
-
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda pixels: torch.from_numpy(session.run(None, {"pixels": pixels.numpy()})[0])
+
+
+WRITERS: dict[str, Callable[[Path, Any, Metadata], Forward]] = {
+    "safetensors": _write_weights,
+    "torch": _write_program,
+    "onnx": _write_onnx,
+}
 
 
 def _check_logits(name: str, forward: Forward, pixels: Tensor, expected: Tensor) -> None:
@@ -327,6 +304,15 @@ def _check_logits(name: str, forward: Forward, pixels: Tensor, expected: Tensor)
             error = (forward(pixels[:count]) - expected[:count]).abs().max().item()
         if not error <= bound:
             raise RunError(
-                f"Expected the logits of {name} to equal those of the network to {bound:.1e}, but "
-                f"got a difference of {error:.1e} in a batch of {count}; nothing was written."
+                f"The logits of {name} differ from those of the network by {error:.1e}, more than "
+                f"{bound:.1e}, in a batch of {count}; nothing was written."
             )
+
+
+def _render(name: str, **context: Any) -> str:
+    """Fill in the template of a text file of the export."""
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    environment.filters["repr"] = repr
+    environment.filters["yaml"] = functools.partial(yaml.safe_dump, sort_keys=False)
+    template = resources.files("powergrad.lab.trainer") / f"{name}.jinja"
+    return environment.from_string(template.read_text(encoding="utf-8")).render(context)

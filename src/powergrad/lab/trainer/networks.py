@@ -3,12 +3,10 @@ r"""The paper's networks: ResNets, with and without squeeze-and-excitation or no
 There are two families. The **ImageNet** family (He et al., 2015, table 1) has four stages, 18 to
 152 layers, and a projection in shortcuts that change the shape. The **CIFAR** family (section 4.2
 there) has three stages of ``n`` basic blocks, ``6 n + 2`` layers, and shortcuts without parameters:
-option A, which takes every other pixel and fills the new channels with zeros. (50 and 152 also have
-the form ``6 n + 2``; these names belong to the ImageNet family.)
+option A, which takes every other pixel and fills the new channels with zeros.
 
 Parameters are named as in timm and torchvision, so that their weights can be loaded. Modules are
-registered in timm's order, with the downsampling convolution of a block last. `powergrad.census`
-numbers layers in that order, which for ResNet-18 is the paper's numbering.
+registered in timm's order; `powergrad.census` numbers layers in it, as the paper does.
 
 References: He, Zhang, Ren, Sun, *Deep Residual Learning for Image Recognition*, 2015. Hu, Shen,
 Sun, *Squeeze-and-Excitation Networks*, 2018. Wu, He, *Group Normalization*, 2018.
@@ -34,14 +32,7 @@ CIFAR_DEPTHS = (8, 14, 20, 32, 44, 56, 110)  # listed by name; any other 6 n + 2
 
 
 def model_names() -> list[str]:
-    """The names of the networks of `create_model`.
-
-    It also supports any other depth ``6 n + 2`` of the CIFAR family, and ``timm:NAME``.
-
-    Example:
-        >>> [name for name in model_names() if name.endswith("18")]
-        ['resnet18', 'seresnet18']
-    """
+    """The names of the networks of `create_model`, without other depths and those of timm."""
     depths = (*IMAGENET_LAYOUTS, *CIFAR_DEPTHS)
     return [f"{prefix}resnet{depth}" for prefix in ("", "se") for depth in depths]
 
@@ -58,42 +49,16 @@ def create_model(
 ) -> nn.Module:
     """Create a network by name; the weights are drawn from PyTorch's default generator.
 
-    Example:
-        >>> model = create_model("resnet20", num_classes=10)
-        >>> sum(p.numel() for p in model.parameters())
-        269722
-        >>> model = create_model("resnet18", num_classes=10, width=8, norm="none", stem="small")
-        >>> model(torch.zeros(2, 3, 32, 32)).shape
-        torch.Size([2, 10])
+    The arguments are the keys of the section `model` of a recipe, which checks their types.
     """
-    choices = {"norm": (norm, tuple(NORMS)), "stem": (stem, (None, "imagenet", "small"))}
-    for argument, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise ValueError(
-                f"Expected `{argument}` to be one of {', '.join(map(repr, allowed))}, but got "
-                f"{value!r}."
-            )
-    counts = {"num_classes": num_classes, "in_channels": in_channels}
-    counts |= {} if width is None else {"width": width}
-    for argument, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"Expected `{argument}` to be a positive integer, but got {value!r}.")
-    if zero_init_residual and norm == "none":
-        raise ValueError(
-            "Expected `zero_init_residual` to be False with `norm` 'none', which has no gains, "
-            "but got True."
-        )
     if name.startswith("timm:"):
-        for argument, value, default in (
-            ("width", width, None),
-            ("norm", norm, "batch"),
-            ("stem", stem, None),
-            ("zero_init_residual", zero_init_residual, False),
-        ):
-            if value != default:
+        own = {"width": width, "stem": stem, "zero_init_residual": zero_init_residual or None}
+        own["norm"] = None if norm == "batch" else norm
+        for argument, value in own.items():
+            if value is not None:
                 raise ValueError(
-                    f"Expected `{argument}` to be {default!r} for {name!r}, which timm defines, "
-                    f"but got {value!r}."
+                    f"Expected no `model.{argument}` for {name!r}, which timm defines, but got "
+                    f"{value!r}."
                 )
         return _from_timm(name.removeprefix("timm:"), num_classes, in_channels)
 
@@ -102,11 +67,15 @@ def create_model(
     is_cifar = depth not in IMAGENET_LAYOUTS
     if not match or (is_cifar and (depth < 8 or depth % 6 != 2)):
         raise ValueError(
-            "Expected `name` to be one of `model_names()`, (se)resnetN with N = 6 n + 2, or "
-            f"'timm:NAME', but got {name!r}{did_you_mean(name, model_names(), most=3)}"
+            f"Expected `model.name` to be one of {', '.join(model_names())}, (se)resnetN with N = "
+            f"6 n + 2, or timm:NAME, but got {name!r}{did_you_mean(name, model_names(), most=3)}"
         )
     if is_cifar and stem == "imagenet":
-        raise ValueError(f"Expected `stem` to be 'small' for {name}, but got 'imagenet'.")
+        raise ValueError(f"Expected `model.stem` to be small for {name}, but got 'imagenet'.")
+    if zero_init_residual and norm == "none":
+        raise ValueError(
+            "Expected `model.zero_init_residual` to be false without normalisation, but got true."
+        )
     layers, blocks = IMAGENET_LAYOUTS.get(depth, (basic_layers, ((depth - 2) // 6,) * 3))
     return ResNet(
         layers,
@@ -125,25 +94,21 @@ def _from_timm(name: str, num_classes: int, in_channels: int) -> nn.Module:
         timm = importlib.import_module("timm")
     except (ImportError, RuntimeError) as error:  # missing, or torchvision does not match torch
         raise ImportError(
-            f"Expected timm to be importable for 'timm:{name}' (`pip install timm`), but got: "
-            f"{error}"
+            f"timm:{name} needs timm, which cannot be imported (`pip install timm`): {error}"
         ) from error
     if not timm.is_model(name):
         raise ValueError(
-            f"Expected a model of timm {timm.__version__} after 'timm:', but got {name!r}"
+            f"Expected a model of timm {timm.__version__} after timm:, but got {name!r}"
             f"{did_you_mean(name, timm.list_models(), most=3)}"
         )
     return timm.create_model(name, num_classes=num_classes, in_chans=in_channels)
-
-
-# The network -------------------------------------------------------------------------------------
 
 
 class ResNet(nn.Module):
     """A stem, stages of residual blocks (``layer1``, ``layer2``, ...) and a classifier (``fc``).
 
     `layers` returns the convolutions of a block for its width and stride, and `blocks` is the
-    number of blocks per stage. The other arguments are those of :func:`create_model`.
+    number of blocks per stage.
     """
 
     def __init__(
@@ -184,14 +149,9 @@ class ResNet(nn.Module):
         return self.fc(x.mean((2, 3)))
 
     def _initialise(self, zero_init_residual: bool) -> None:
-        # He's normal initialisation over the fan-out, as in timm and torchvision: a convolution and
-        # its ReLU preserve the mean square of the gradient in the backward pass and, with equal
-        # input and output channels and stride 1, that of the activations in the forward pass.
-        #
-        # Normalisation then scales each branch to variance 1. Without it (norm "none") a block adds
-        # a branch of about the same size to its input, so the mean square nearly doubles with each
-        # block, except for blocks with a projection: for 64x64 noise it is 5 in the last stage of
-        # ResNet-18, 300 in ResNet-34, and 1e8 in ResNet-101 and ResNet-56.
+        # He's normal initialisation over the fan-out, as in timm and torchvision. Without
+        # normalisation, the mean square of the activations nearly doubles with each block: for
+        # 64x64 noise it is 5 in the last stage of ResNet-18, 300 in ResNet-34, 1e8 in ResNet-101.
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -243,11 +203,7 @@ def basic_layers(width: int, stride: int) -> list[Layer]:
 
 
 def bottleneck_layers(width: int, stride: int) -> list[Layer]:
-    """A 3x3 convolution between two 1x1 convolutions, the last four times as wide.
-
-    The 3x3 convolution has the stride, as in torchvision and timm ("ResNet v1.5"); in the original
-    paper, the first 1x1 convolution has it.
-    """
+    """A 3x3 convolution, with the stride ("ResNet v1.5"), between 1x1 ones, the last 4x as wide."""
     return [(width, 1, 1), (width, 3, stride), (4 * width, 1, 1)]
 
 

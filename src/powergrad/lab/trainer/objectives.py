@@ -9,6 +9,7 @@ probabilities as 0 (see docs/audit.md). So it makes sense only with ``train.prec
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,26 +20,19 @@ from powergrad.lab.trainer.recipe import Loss
 
 
 def training_loss(config: Loss, num_classes: int) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """The loss of a recipe.
-
-    Example:
-        >>> loss = training_loss(Loss(label_smoothing=0.1), num_classes=10)
-        >>> round(loss(torch.zeros(4, 10), torch.tensor([0, 1, 2, 3]), 0.3).item(), 4)
-        2.3026
-    """
+    """The loss of a recipe, as a function of logits, labels and alpha."""
     smoothing = config.label_smoothing
     if config.smoothing == "paper":
         smoothing = float(powergrad.paper_smoothing(smoothing, num_classes))
     scale = config.logit_scale
 
-    def as_published(logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
-        return as_published_cross_entropy(logits, labels, alpha=alpha, label_smoothing=smoothing)
+    def loss(logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
+        options: dict[str, Any] = {"alpha": alpha, "label_smoothing": smoothing}
+        if config.form == "as_published":
+            return as_published_cross_entropy(logits, labels, **options)
+        return powergrad.cross_entropy(logits if scale == 1 else logits * scale, labels, **options)
 
-    def exact(logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
-        scaled = logits if scale == 1 else logits * scale
-        return powergrad.cross_entropy(scaled, labels, alpha=alpha, label_smoothing=smoothing)
-
-    return as_published if config.form == "as_published" else exact
+    return loss
 
 
 def published_hook(grad: Tensor, targets: Tensor, alpha: float) -> Tensor:
@@ -57,13 +51,6 @@ def as_published_cross_entropy(
     As in the authors' code, the hook sees the gradient including the factors of a loss scaler and
     of gradient accumulation. 16-bit logits are widened for the loss, as autocast does on CUDA, so
     the gradient is rounded to 16 bits just before the hook.
-
-    Example:
-        >>> logits = torch.zeros(4, 10, requires_grad=True)
-        >>> loss = as_published_cross_entropy(logits, torch.tensor([0, 1, 2, 3]), alpha=0.3)
-        >>> (4**2 * loss).backward()  # the scale at which the hook is right
-        >>> round(logits.grad[0, 1].item(), 6)  # 4**2 / 4 * (1 / 10 - 0)
-        0.4
 
     References:
         https://github.com/bishshoy/power-grad-transform, timm/models/resnet.py at f3f0983.

@@ -45,20 +45,15 @@ class Processes:
 
     def agree(self, number: int) -> bool:
         """Whether `number` is the same in all processes."""
-        return bool((self.concatenate(torch.tensor([number], device=self.device)) == number).all())
+        return bool((self.concatenate(torch.tensor([number])) == number).all())
 
     def concatenate(self, tensor: Tensor) -> Tensor:
-        """The rows of all processes, one after another."""
+        """The rows of all processes, one after another, in the memory of the CPU."""
         if self.world == 1:
-            return tensor
-        counts = torch.zeros(self.world, dtype=torch.int64, device=self.device)
-        counts[self.rank] = len(tensor)
-        sizes = [int(count) for count in self.sum(counts)]
-        padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
-        padded[: len(tensor)] = tensor
-        parts = [torch.empty_like(padded) for _ in range(self.world)]
-        dist.all_gather(parts, padded)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+            return tensor.cpu()
+        parts = [tensor] * self.world
+        dist.all_gather_object(parts, tensor.cpu())
+        return torch.cat(parts)
 
 
 @contextlib.contextmanager

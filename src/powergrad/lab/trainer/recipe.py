@@ -7,7 +7,6 @@ and expected result. ``base: NAME`` starts from another recipe. Every other key 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -18,122 +17,28 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, model_validator
 
+from powergrad.lab.data import Datasets, fingerprint
+from powergrad.lab.data.options import (
+    BelowOne,
+    Count,
+    Data,
+    Natural,
+    NotNegative,
+    Positive,
+    Section,
+)
 from powergrad.lab.words import did_you_mean
+
+Unit = Annotated[float, Field(ge=0, le=1)]
 
 FORMAT = 1
 RECIPES = resources.files("powergrad.lab.trainer") / "recipes"
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Unit = Annotated[float, Field(ge=0, le=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Natural = Annotated[int, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
-Range = tuple[Positive, Positive]
-
 
 class RecipeError(ValueError):
     """An invalid recipe or override; the message lists all errors."""
-
-
-# The keys of a recipe -----------------------------------------------------------------------------
-# `powergrad train --keys` prints the text in the annotation of each field.
-
-
-class Section(BaseModel):
-    """A part of a recipe: immutable, and without unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-class Data(Section):
-    """The data and their augmentation."""
-
-    name: Annotated[str, "digits, fashion-mnist, cifar10 or folder:PATH"] = "digits"
-    size: Annotated[Count | None, "side of an image (default: as stored; folders: 224)"] = None
-    crop_padding: Annotated[Natural, "pad by this many pixels, then crop at random"] = 0
-    flip: Annotated[bool, "mirror at random"] = False
-    scale: Annotated[Range, "folders: range of the random crop's area, as fractions"] = (0.08, 1.0)
-    ratio: Annotated[Range, "folders: range of the random crop's aspect ratio"] = (3 / 4, 4 / 3)
-    test_crop: Annotated[Share, "folders: side of the centre crop in tests, as a fraction"] = 0.875
-    mixup: Annotated[NotNegative, "mixup's Beta parameter; 0 is off"] = 0.0
-    cutmix: Annotated[NotNegative, "cutmix's Beta parameter; 0 is off"] = 0.0
-    bad_images: Annotated[Literal["refuse", "skip"], "what to do with unreadable images"] = "refuse"
-    hold_out: Annotated[BelowOne, "test on this fraction of the training data instead"] = 0.0
-    groups: Annotated[
-        str | None,
-        "folders: regular expression; images whose paths have the same match (of its first group, "
-        "if any) are held out together; no effect if hold_out is 0",
-    ] = None
-    limit: Annotated[Count | None, "use only this many training examples"] = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _made_for(cls, values: Any) -> Any:
-        """Check ``only``, with which a recipe file names the data that it is made for.
-
-        `data.name` must start with it, unless it is ``any``. It is not stored: a run does not
-        depend on it.
-        """
-        if not isinstance(values, Mapping) or "only" not in values:
-            return values
-        rest = {key: value for key, value in values.items() if key != "only"}
-        only, name = str(values["only"]), str(rest.get("name", ""))
-        if only == "any" or name.startswith(only):
-            return rest
-        if not name:
-            raise ValueError(
-                f"expected the data that this recipe is made for, `--data.name {only}"
-                f"{'PATH' if only.endswith(':') else ''}`, but got none"
-            )
-        other = "; for photographs, use the recipe `images`" if ":" in name else ""
-        raise ValueError(
-            f"expected {only}{'PATH' if only.endswith(':') else ''}, for which this recipe is "
-            f"made, but got {name!r}{other}; to use this recipe anyway, add `--data.only any`"
-        )
-
-    @property
-    def title(self) -> str:
-        """The name of the data for display; for a folder, its name without the path.
-
-        Example:
-            >>> Data(name="folder:/home/ann/photos/").title, Data(name="digits").title
-            ('photos', 'digits')
-        """
-        if not self.name.startswith("folder:"):
-            return self.name
-        path = Path(self.name.removeprefix("folder:")).expanduser()
-        return path.name if path.name not in ("", "..") else path.resolve().name
-
-    @field_validator("groups")
-    @classmethod
-    def _groups_are_a_pattern(cls, groups: str | None) -> str | None:
-        try:
-            re.compile(groups or "")
-        except re.error as error:
-            raise ValueError(
-                f"expected a regular expression, but got {groups!r}: {error}"
-            ) from None
-        return groups
-
-    @model_validator(mode="after")
-    def _groups_need_names(self) -> Data:
-        if self.groups is not None and not self.name.startswith("folder:"):
-            raise ValueError(
-                f"expected no groups for {self.name}, whose images have no names, but got "
-                f"{self.groups!r}"
-            )
-        return self
 
 
 class Model(Section):
@@ -147,6 +52,11 @@ class Model(Section):
     ] = None
     zero_init_residual: Annotated[bool, "initialise the last gain of each block to zero"] = False
     head_scale: Annotated[Positive, "factor of the classifier's initial weights"] = 1.0
+
+    def arguments(self, data: Datasets) -> dict[str, Any]:
+        """The arguments of `create_model`."""
+        shape = {"num_classes": len(data.classes), "in_channels": data.channels}
+        return {**self.model_dump(exclude={"head_scale"}), **shape}
 
 
 class Factors(Section):
@@ -265,15 +175,7 @@ class Machine(Section):
 
 
 class Recipe(Section):
-    """The complete description of a run. The defaults are the paper's common recipe.
-
-    Example:
-        >>> recipe = Recipe.model_validate({"loss": {"alpha": 0.3}, "seed": 4})
-        >>> recipe.loss.alpha, recipe.optimizer.lr
-        (0.3, 0.4)
-        >>> recipe.override({"optimizer.lr": 0.1}).optimizer.lr
-        0.1
-    """
+    """The complete description of a run. The defaults are the paper's common recipe."""
 
     data: Data = Data()
     model: Model = Model()
@@ -289,44 +191,40 @@ class Recipe(Section):
     ] = 0
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> Recipe:
-        data, model, train, warmup = self.data, self.model, self.train, self.schedule.warmup_epochs
-        decay, agc = self.optimizer.backbone_decay, self.clip.agc
-        checks = [
-            (
-                0 < warmup >= train.epochs,
-                f"schedule.warmup_epochs: expected less than train.epochs, {train.epochs}, but got "
-                f"{warmup:g}",
-            ),
-            (
-                train.batch_size % train.accumulate,
-                f"train.accumulate: expected a divisor of train.batch_size, {train.batch_size}, "
-                f"but got {train.accumulate}",
-            ),
-            (
-                data.mixup and data.cutmix,
-                "data.cutmix: expected 0 if data.mixup is given, but got both",
-            ),
-            (
-                model.name.startswith("timm:") and model.norm != "batch",
-                "model.norm: expected the default for a timm model, which has its own "
-                f"normalisation, but got {model.norm}",
-            ),
-            (
-                self.loss.form == "as_published" and train.precision != "float16",
-                "loss.form: expected train.precision float16 with as_published, which is correct "
-                f"at one loss scale only, but got {train.precision}",
-            ),
-            (
-                agc is not None and agc <= decay and self.optimizer.name == "sgd",
-                f"clip.agc: expected more than optimizer.weight_decay of the backbone, {decay:g}, "
-                "which would otherwise outweigh every gradient until all weights vanish, but got "
-                f"{agc}",
-            ),
-        ]
-        if faults := [fault for is_wrong, fault in checks if is_wrong]:
+    def _check_sections(self) -> Recipe:
+        if faults := list(self._faults()):
             raise ValueError("\n".join(faults))
         return self
+
+    def _faults(self) -> Iterator[str]:
+        """The contradictions between sections."""
+        model, train, warmup = self.model, self.train, self.schedule.warmup_epochs
+        decay, agc = self.optimizer.backbone_decay, self.clip.agc
+        if 0 < warmup >= train.epochs:
+            yield (
+                f"schedule.warmup_epochs: expected less than train.epochs, {train.epochs}, but got "
+                f"{warmup:g}"
+            )
+        if train.batch_size % train.accumulate:
+            yield (
+                f"train.accumulate: expected a divisor of train.batch_size, {train.batch_size}, "
+                f"but got {train.accumulate}"
+            )
+        if self.data.mixup and self.data.cutmix:
+            yield "data.cutmix: expected 0 if data.mixup is given, but got both"
+        if model.name.startswith("timm:") and model.norm != "batch":
+            yield f"model.norm: expected the default for a timm model, but got {model.norm}"
+        if self.loss.form == "as_published" and train.precision != "float16":
+            yield (
+                "loss.form: expected train.precision float16 with as_published, which is correct "
+                f"at one loss scale only, but got {train.precision}"
+            )
+        if agc is not None and agc <= decay and self.optimizer.name == "sgd":
+            yield (
+                f"clip.agc: expected more than optimizer.weight_decay of the backbone, {decay:g}, "
+                "which would otherwise outweigh every gradient until all weights vanish, but got "
+                f"{agc}"
+            )
 
     @property
     def key(self) -> str:
@@ -348,12 +246,20 @@ class Recipe(Section):
 
     def override(self, changes: Mapping[str, Any]) -> Recipe:
         """A copy of this recipe with dotted keys changed, such as ``{"loss.alpha": 0.3}``."""
-        return _validate(_merge(self.model_dump(), nest(changes)), "the overrides")
+        values = dict(flatten(self.model_dump())) | dict(flatten(changes))
+        return _validate(values, "the overrides")
+
+    def folder_fingerprint(self) -> str:
+        """The fingerprint of a folder of images; empty for other data."""
+        machine = self.machine
+        if not self.data.is_folder:
+            return ""
+        return fingerprint(self.data, machine.data_dir, kind=machine.fingerprint)
 
     def without_paths(self) -> Recipe:
         """A copy of this recipe with folder names instead of paths, for files that are shared."""
-        folder = f"folder:{self.data.title}" if self.data.name.startswith("folder:") else None
-        data = self.data.model_copy(update={"name": folder or self.data.name})
+        name = f"folder:{self.data.title}" if self.data.is_folder else self.data.name
+        data = self.data.model_copy(update={"name": name})
         machine = self.machine.model_copy(update={"data_dir": None})
         return self.model_copy(update={"data": data, "machine": machine})
 
@@ -366,11 +272,8 @@ class Recipe(Section):
         """Read a complete recipe that :meth:`to_yaml` wrote."""
         values = _parse(text, source)
         written = values.pop("format", FORMAT)
-        if not isinstance(written, int) or written > FORMAT:
-            raise RecipeError(
-                f"Expected {source} to have format {FORMAT} or earlier, but got {written}; a "
-                "newer version of powergrad can read it."
-            )
+        if written != FORMAT:
+            raise RecipeError(f"{source} has format {written}; this version reads {FORMAT}.")
         return _validate(values, source)
 
 
@@ -414,7 +317,13 @@ def _allowed(schema: Mapping[str, Any]) -> str:
     return " ".join([words, *bounds])
 
 
-# Recipes from files and command lines -------------------------------------------------------------
+class _Loader(yaml.SafeLoader):
+    """Also reads ``1e-3`` as a number, as YAML 1.2 does."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def recipe_names() -> list[str]:
@@ -429,19 +338,12 @@ def load_recipe(source: str | Path, changes: Mapping[str, Any] | None = None) ->
         >>> load_recipe("digits", {"loss.alpha": 0.5}).loss.alpha
         0.5
     """
-    values = _merge(_read(str(source), ()), nest(changes or {}))
+    values = _read(str(source), ()) | dict(flatten(changes or {}))
     return _validate(values, f"recipe {str(source)!r}")
 
 
 def default_recipe(changes: Mapping[str, Any]) -> str:
-    """The name of the recipe for ``data.name`` in `changes`, if no recipe was given.
-
-    Example:
-        >>> default_recipe({"data.name": "folder:photos"}), default_recipe({"data.name": "cifar10"})
-        ('images', 'cifar10')
-        >>> default_recipe({})
-        'digits'
-    """
+    """The name of the recipe for ``data.name`` in `changes`, if no recipe was given."""
     name = str(changes.get("data.name", ""))
     if name.startswith("folder:"):
         return "images"
@@ -456,51 +358,35 @@ def header(name: str) -> str:
 
 
 def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
-    """Dotted keys from a command line: ``--loss.alpha 0.3``, ``--loss.alpha=0.3``, ``seed=1``.
-
-    Example:
-        >>> parse_overrides(["--loss.alpha", "0.3", "train.compile=true", "--seed=4"])
-        {'loss.alpha': 0.3, 'train.compile': True, 'seed': 4}
-    """
+    """Dotted keys from a command line: ``--loss.alpha 0.3``, ``--loss.alpha=0.3``, ``seed=1``."""
     changes: dict[str, Any] = {}
     remaining = iter(tokens)
     for token in remaining:
         key, equals, text = token.removeprefix("--").partition("=")
         if not equals:
-            value = next(remaining, None) if token.startswith("--") else None
-            if value is None:
-                raise RecipeError(
-                    f"Expected overrides as `--key value` or `key=value`, but got {token!r}."
-                )
-            text = value
+            text = next(remaining, None) if token.startswith("--") else None
+        if text is None:
+            raise RecipeError(
+                f"Expected overrides as `--key value` or `key=value`, but got {token!r}."
+            )
         try:
-            changes[key] = _with_numbers(yaml.safe_load(text))
+            changes[key] = yaml.load(text, _Loader)
         except yaml.YAMLError:
             changes[key] = text
     return changes
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted keys of nested values.
-
-    Example:
-        >>> dict(flatten({"loss": {"alpha": 0.3}, "seed": 1}))
-        {'loss.alpha': 0.3, 'seed': 1}
-    """
+    """The dotted keys of nested values: ``{"loss": {"alpha": 1}}`` has ``loss.alpha``."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}.")
         else:
-            yield prefix + key, value
+            yield f"{prefix}{key}", value
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values from dotted keys: the inverse of :func:`flatten`.
-
-    Example:
-        >>> nest({"loss.alpha": 0.3, "seed": 1})
-        {'loss': {'alpha': 0.3}, 'seed': 1}
-    """
+    """Nested values from dotted keys: the inverse of :func:`flatten`."""
     nested: dict[str, Any] = {}
     for key, value in values.items():
         *path, last = key.split(".")
@@ -521,7 +407,7 @@ def _find(source: str) -> Any:
     if path.is_file():
         return path
     if path.suffix in (".yaml", ".yml"):
-        raise RecipeError(f"Expected a recipe at {source!r}, but got no such file.")
+        raise RecipeError(f"The recipe {source!r} does not exist.")
     if source not in recipe_names():
         raise RecipeError(
             f"Expected the name of a recipe or a YAML file, but got {source!r}"
@@ -531,45 +417,35 @@ def _find(source: str) -> Any:
 
 
 def _read(source: str, readers: tuple[str, ...]) -> dict[str, Any]:
-    """The values of a recipe file, merged into those of its base."""
+    """The dotted values of a recipe file, after those of its base."""
     path = _find(source)
     name = str(path)
     if name in readers:
-        raise RecipeError(f"Expected no cycle of `base`, but got one through {source!r}.")
+        raise RecipeError(f"The recipe {source!r} is its own `base`.")
     values = _parse(path.read_text(encoding="utf-8"), name)
     values.pop("format", None)
     base = values.pop("base", None)
     if base is None:
-        return values
+        return dict(flatten(values))
     if isinstance(path, Path) and (path.parent / str(base)).is_file():
         base = path.parent / str(base)
-    return _merge(_read(str(base), (*readers, name)), values)
+    return _read(str(base), (*readers, name)) | dict(flatten(values))
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise RecipeError(f"Expected {source} to be YAML, but got: {error}") from None
+        raise RecipeError(f"{source} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
-        kind = type(values).__name__
-        raise RecipeError(f"Expected {source} to hold keys and values, but got {kind}.")
+        raise RecipeError(f"{source} has no keys and values.")
     return values
 
 
-def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`under`, updated with the values of `over` section by section."""
-    sections = {
-        key: _merge(under[key], value)
-        for key, value in over.items()
-        if isinstance(value, Mapping) and isinstance(under.get(key), Mapping)
-    }
-    return {**under, **over, **sections}
-
-
 def _validate(values: Mapping[str, Any], source: str) -> Recipe:
+    """The recipe of dotted or nested values; all errors are reported together."""
     try:
-        return Recipe.model_validate(_with_numbers(values))
+        return Recipe.model_validate(nest(values))
     except ValidationError as invalid:
         faults = [fault for error in invalid.errors() for fault in _explain(error)]
         count = f"{len(faults)} errors" if len(faults) > 1 else "an error"
@@ -588,15 +464,3 @@ def _explain(error: Any) -> Iterable[str]:
     else:
         wanted = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
         yield f"{key}: expected {wanted}, but got {error['input']!r}"
-
-
-def _with_numbers(values: Any) -> Any:
-    """Convert strings such as ``1e-3``, which YAML 1.1 does not parse as numbers."""
-    if isinstance(values, Mapping):
-        return {key: _with_numbers(value) for key, value in values.items()}
-    if isinstance(values, list):
-        return [_with_numbers(value) for value in values]
-    if isinstance(values, str) and any(character.isdigit() for character in values):
-        with contextlib.suppress(ValueError):
-            return float(values)
-    return values

@@ -8,7 +8,7 @@
     checkpoint/           the last two step-NNNNNNNNNN.pt; best.safetensors
     model.safetensors     the final weights (averaged weights if `train.ema` is set)
     test.safetensors      the final logits and labels of the test set
-    result.json           the final metrics; it exists if the run is finished
+    result.json           the final metrics; it exists if the run is finished (see `Result`)
 
 Files are written under a temporary name, synced, and renamed, so they are complete or absent.
 """
@@ -25,7 +25,7 @@ import pickle
 import shutil
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from powergrad.lab.files import (
 )
 from powergrad.lab.trainer.recipe import Recipe, RecipeError, flatten
 
-FORMAT = 1
+FORMAT = 2  # of checkpoints
 LOCK = "lock"  # the file that the process of the run locks
 KEPT = 2  # checkpoints to keep; the older one is used if the last cannot be read
 
@@ -75,22 +75,11 @@ class Result(BaseModel):
 
 
 class Run:
-    """The folder of a run.
-
-    Example:
-        >>> import tempfile
-        >>> run = Run(tempfile.mkdtemp() + "/run")
-        >>> with run.open(Recipe()):
-        ...     run.save_checkpoint({"step": 10}, step=10)
-        >>> run.recipe() == Recipe(), run.result() is None
-        (True, True)
-    """
+    """The folder of a run."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.checkpoints = self.folder / "checkpoint"
-
-    # Reading: any process ------------------------------------------------------------------------
 
     def exists(self) -> bool:
         """Whether a run was started here."""
@@ -105,13 +94,12 @@ class Run:
         """The recipe of the run."""
         path = self.folder / "config.yaml"
         try:
-            text = path.read_text(encoding="utf-8")
+            return Recipe.from_yaml(path.read_text(encoding="utf-8"), str(path))
         except OSError:
-            raise RunError(
-                f"Expected {str(self.folder)!r} to be the folder of a run, but got no config.yaml "
-                "in it."
-            ) from None
-        return Recipe.from_yaml(text, str(path))
+            text = f"{str(self.folder)!r} is not the folder of a run: it has no config.yaml."
+            raise RunError(text) from None
+        except RecipeError as error:
+            raise RunError(str(error)) from None
 
     def result(self) -> Result | None:
         """The final metrics, or None if the run is not finished."""
@@ -147,44 +135,35 @@ class Run:
         path = self.folder / "test.safetensors"
         return load_file(path) if path.exists() else None
 
-    # Writing: only the process that has locked the folder ----------------------------------------
-
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         """Create the folder if missing, and lock it."""
-        try:
+        with _explaining(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = open(self.folder / LOCK, "a")  # noqa: SIM115 (closed below)
-        except OSError as error:
-            raise RunError(explain_os_error(error, self.folder)) from error
         with lock:
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise RunBusyError(
-                    f"Expected {str(self.folder)!r} to be unused, but got a folder that another "
-                    "process is using."
+                    f"Another process is using the run folder {str(self.folder)!r}."
                 ) from None
             yield
 
     def clear(self) -> None:
         """Remove the files of an earlier start; the folder must be locked."""
         for path in self.folder.iterdir():
-            if path.name == LOCK:
-                continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            else:
+            elif path.name != LOCK:
                 path.unlink()
 
     @contextlib.contextmanager
     def open(self, recipe: Recipe, data: str = "") -> Iterator[Run]:
         """Lock the folder for the run of `recipe`, to start or resume it."""
         with self.hold():
-            try:
+            with _explaining(self.folder):
                 self.checkpoints.mkdir(exist_ok=True)
-            except OSError as error:
-                raise RunError(explain_os_error(error, self.folder)) from error
             for temporary in [*self.folder.glob(".*.tmp"), *self.checkpoints.glob(".*.tmp")]:
                 temporary.unlink()
             if self.exists():
@@ -192,14 +171,13 @@ class Run:
                 environment = self.environment()
                 if environment.get("data", data) != data:
                     raise RunError(
-                        f"Expected the data of the run in {str(self.folder)!r} to be unchanged, "
-                        "but got images that have changed since; use another folder."
+                        f"The images of the run in {str(self.folder)!r} have changed since it was "
+                        "started. Use another folder."
                     )
                 environment.setdefault("resumed", []).append(describe_machine())
             else:
                 environment = {"format": FORMAT, "seed": recipe.seed, **describe_machine()}
-                if data:
-                    environment["data"] = data
+                environment |= {"data": data} if data else {}
             write_json(self.folder / "environment.json", environment)
             write_text(self.folder / "config.yaml", recipe.to_yaml())
             yield self
@@ -207,22 +185,17 @@ class Run:
     def check_recipe(self, recipe: Recipe) -> None:
         """Check that the folder holds the run of `recipe`."""
         stored = self.recipe()
-        if stored.key == recipe.key:
-            return
-        before, now = (dict(flatten(r.model_dump(exclude={"machine"}))) for r in (stored, recipe))
-        differences = ", ".join(
-            f"{key} ({before[key]} there, {value} here)"
-            for key, value in now.items()
-            if value != before[key]
-        )
-        raise RunError(
-            f"Expected {str(self.folder)!r} to hold the run of this recipe, but got the run of "
-            f"another one, which differs in {differences}."
-        )
-
-    def save_classes(self, names: Sequence[str]) -> None:
-        """Write the names of the classes."""
-        write_json(self.folder / "classes.json", list(names))
+        if stored.key != recipe.key:
+            before, now = (flatten(r.model_dump(exclude={"machine"})) for r in (stored, recipe))
+            differences = ", ".join(
+                f"{key} ({there} there, {here} here)"
+                for (key, there), (_, here) in zip(before, now, strict=True)
+                if there != here
+            )
+            raise RunError(
+                f"{str(self.folder)!r} holds the run of another recipe, which differs in "
+                f"{differences}."
+            )
 
     def save_checkpoint(self, state: Mapping[str, Any], *, step: int) -> None:
         """Write a checkpoint and remove all earlier ones except the last."""
@@ -266,25 +239,20 @@ class Run:
         """Append a row to metrics.csv."""
         path = self.folder / "metrics.csv"
         _, _, line = csv_text(COLUMNS, [_cells(row)]).partition("\n")
-        try:
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(line)
-        except OSError as error:
-            raise RunError(explain_os_error(error, path)) from error
+        with _explaining(path), open(path, "a", encoding="utf-8") as file:
+            file.write(line)
 
     def finish(self, result: Result) -> None:
         """Write the result, which marks the run as finished."""
         write_text(self.folder / "result.json", result.model_dump_json(indent=1) + "\n")
 
 
-def open_run(folder: str | os.PathLike[str]) -> Run:
-    """The existing run in `folder`."""
-    run = Run(folder)
+@contextlib.contextmanager
+def _explaining(path: Path) -> Iterator[None]:
     try:
-        run.recipe()
-    except RecipeError as error:
-        raise RunError(str(error)) from None
-    return run
+        yield
+    except OSError as error:
+        raise RunError(explain_os_error(error, path)) from error
 
 
 def _cells(row: Mapping[str, float | None]) -> dict[str, float | None]:
@@ -300,29 +268,19 @@ def _load(path: Path, key: str) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-        state = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
+        state = {} if damaged else torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, zipfile.BadZipFile) as error:
-        raise RunError(f"Expected {str(path)!r} to be a checkpoint, but got: {error}.") from None
+        raise RunError(f"{str(path)!r} is not a complete checkpoint: {error}.") from None
     except (pickle.UnpicklingError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        raise RunError(
-            f"Expected {str(path)!r} to hold only tensors and numbers, but got: {reason}"
-        ) from None
+        raise RunError(f"{str(path)!r} does not hold only tensors and numbers: {reason}") from None
     if damaged:
-        raise RunError(f"Expected {str(path)!r} to be intact, but got damaged data in {damaged!r}.")
+        raise RunError(f"{str(path)!r} has damaged data in {damaged!r}.")
     if not isinstance(state, dict) or not {"format", "key", "step"} <= state.keys():
-        raise RunError(f"Expected {str(path)!r} to be a checkpoint of a run, but got another file.")
-    _check_format(state, "a checkpoint", path)
-    if state["key"] != key:
+        raise RunError(f"{str(path)!r} is not a checkpoint of a run.")
+    if (state["format"], state["key"]) != (FORMAT, key):
         raise RunError(
-            f"Expected {str(path)!r} to belong to run {key}, but got one of run {state['key']}."
+            f"{str(path)!r} belongs to run {state['key']} in format {state['format']}, not to run "
+            f"{key} in format {FORMAT}."
         )
     return state
-
-
-def _check_format(content: Mapping[str, Any], kind: str, path: Path) -> None:
-    if content.get("format", 0) > FORMAT:
-        raise RunError(
-            f"Expected {kind} of format {FORMAT} or earlier, but got {content['format']} in "
-            f"{str(path)!r}; a newer version of powergrad can read it."
-        )

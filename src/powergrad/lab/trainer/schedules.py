@@ -9,14 +9,7 @@ from powergrad.lab.trainer.recipe import Loss, Schedule
 
 
 def learning_rate_at(epoch: float, schedule: Schedule, peak: float, epochs: int) -> float:
-    """The learning rate: a linear warm-up to `peak`, then the schedule.
-
-    Example:
-        >>> learning_rate_at(2.5, Schedule(warmup_start=0.0), peak=0.4, epochs=100)
-        0.2
-        >>> round(learning_rate_at(60, Schedule(name="step"), peak=0.4, epochs=100), 6)
-        0.004
-    """
+    """The learning rate: a linear warm-up to `peak`, then the schedule."""
     warmup = schedule.warmup_epochs
     if epoch < warmup:
         return schedule.warmup_start + (peak - schedule.warmup_start) * epoch / warmup
@@ -29,12 +22,7 @@ def learning_rate_at(epoch: float, schedule: Schedule, peak: float, epochs: int)
 
 
 def alpha_at(epoch: float, loss: Loss, epochs: int) -> float:
-    """Alpha: constant, or from ``loss.alpha`` to 1.
-
-    Example:
-        >>> round(alpha_at(50, Loss(alpha=0.2, alpha_schedule="linear"), epochs=100), 6)
-        0.6
-    """
+    """Alpha: constant, or from ``loss.alpha`` to 1."""
     if loss.alpha_schedule == "constant":
         return loss.alpha
     done = epoch / epochs

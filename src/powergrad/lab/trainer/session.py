@@ -17,7 +17,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import powergrad
 from powergrad import calibration
 from powergrad._head import find_head
-from powergrad.clipping import ClipHandle
 from powergrad.lab.data import Datasets, Split
 from powergrad.lab.trainer.networks import create_model
 from powergrad.lab.trainer.objectives import training_loss
@@ -46,7 +45,11 @@ class Session:
 
         torch.manual_seed(_stream(recipe.seed, "weights"))
         self.dtype = torch.float64 if options.precision == "float64" else torch.float32
-        self.model = _make_model(recipe, data, device, self.dtype)
+        self.model = create_model(**recipe.model.arguments(data)).to(device, self.dtype)
+        if recipe.model.head_scale != 1:
+            with torch.no_grad():
+                for parameter in find_head(self.model, None).parameters():
+                    parameter.mul_(recipe.model.head_scale)
         self.initial = {
             name: value.cpu().clone() for name, value in self.model.state_dict().items()
         }
@@ -59,7 +62,11 @@ class Session:
 
         self.loss = training_loss(recipe.loss, len(data.classes))
         self.optimizer, self.lr_factors = _make_optimizer(recipe, self.model)
-        self.clip = _attach_clipping(recipe, self.optimizer, self.model)
+        self.clip = None
+        thresholds = recipe.clip.model_dump(exclude_none=True, exclude={"agc_eps"})
+        if thresholds:
+            thresholds["eps"] = recipe.clip.agc_eps
+            self.clip = powergrad.clip_grads_before_step(self.optimizer, self.model, **thresholds)
         self.scaler = torch.amp.GradScaler(  # pyright: ignore[reportPrivateImportUsage]
             device.type, enabled=options.precision == "float16"
         )
@@ -74,7 +81,7 @@ class Session:
         self.step, self.seconds, self.best = 0, 0.0, -1.0
         self.diverged = self.is_best = False
         self.lr = self.alpha = self.gradient_norm = 0.0
-        self.losses, self.right = torch.zeros(2, device=device)  # sums over this epoch
+        self.sums = torch.zeros(2, device=device)  # losses and right answers in this epoch
         self.monitor: powergrad.FilterMonitor | None = None
         self.monitor_state: dict[str, Tensor] = {}
 
@@ -82,10 +89,6 @@ class Session:
     def tested(self) -> nn.Module:
         """The network that is tested: the averaged one if there is one."""
         return self.model if self.average is None else self.average.module
-
-    def weights(self) -> dict[str, Tensor]:
-        """The weights of the network that is tested."""
-        return dict(self.tested.state_dict())
 
     @property
     def done(self) -> bool:
@@ -103,8 +106,6 @@ class Session:
             return flag
         return self.step % AGREE_EVERY == 0 and self.processes.any(flag)
 
-    # Checkpoints ----------------------------------------------------------------------------------
-
     def state(self) -> dict[str, Any]:
         """Everything that resuming needs."""
         return {
@@ -113,8 +114,7 @@ class Session:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "average": None if self.average is None else self.average.state_dict(),
-            "losses": self.processes.sum(self.losses.clone()) / self.processes.world,
-            "right": self.processes.sum(self.right.clone()) / self.processes.world,
+            "sums": self.processes.sum(self.sums.clone()) / self.processes.world,
             "seconds": self.seconds,
             "best": self.best,
             "diverged": self.diverged,
@@ -128,12 +128,9 @@ class Session:
         self.scaler.load_state_dict(state["scaler"])
         if self.average is not None:
             self.average.load_state_dict(state["average"])
-        self.losses.copy_(state["losses"])
-        self.right.copy_(state["right"])
+        self.sums.copy_(state["sums"])
         self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
         self.diverged, self.monitor_state = state["diverged"], state["monitor"]
-
-    # Training -------------------------------------------------------------------------------------
 
     def run_epoch(self) -> Iterator[Tensor]:
         """Run the remaining steps of this epoch, and yield the loss of each."""
@@ -153,7 +150,9 @@ class Session:
         began = time.perf_counter() - self.seconds
         for images, labels in batches:
             self._set_rates()
-            _seed(dropout + self.step, processes.device)
+            torch.default_generator.manual_seed(dropout + self.step)
+            if processes.device.type == "cuda":
+                torch.cuda.manual_seed(dropout + self.step)
             images = images.to(
                 processes.device, self.dtype, non_blocking=True, memory_format=layout
             )
@@ -162,7 +161,8 @@ class Session:
             loss = self._backward(images, labels)
             self.scaler.unscale_(self.optimizer)
             if (self.step + 1) % self.steps_per_epoch == 0:
-                self.gradient_norm = self._gradient_norm()
+                grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+                self.gradient_norm = float(nn.utils.get_total_norm(grads))
             self.scaler.step(self.optimizer)  # the clipping hook acts first
             self.scaler.update()
             if self.average is not None:
@@ -184,36 +184,25 @@ class Session:
         parts = self.recipe.train.accumulate
         losses = []
         for part, labels_part in zip(images.chunk(parts), labels.chunk(parts), strict=True):
-            is_last = len(losses) == parts - 1
-            with contextlib.nullcontext() if is_last else self._without_sync():
+            is_last = len(losses) == parts - 1  # only its backward pass synchronises gradients
+            no_sync = None if is_last or self.distributed is None else self.distributed.no_sync()
+            with no_sync or contextlib.nullcontext():
                 with self.autocast:
                     logits = self.forward(part)
                     loss = self.loss(logits, labels_part, self.alpha) / parts
                 self.scaler.scale(loss).backward()
             losses.append(loss.detach())
             classes = labels_part if labels_part.dim() == 1 else labels_part.argmax(1)
-            self.losses.add_(losses[-1])
-            self.right.add_((logits.detach().argmax(1) == classes).sum())
+            self.sums[0].add_(losses[-1])
+            self.sums[1].add_((logits.detach().argmax(1) == classes).sum())
         return losses[0] if parts == 1 else torch.stack(losses).sum()
-
-    def _without_sync(self) -> contextlib.AbstractContextManager[Any]:
-        """Do not synchronise gradients: only the backward pass of the last part does."""
-        return self.distributed.no_sync() if self.distributed else contextlib.nullcontext()
-
-    def _gradient_norm(self) -> float:
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(grads))
-
-    # The end of an epoch --------------------------------------------------------------------------
 
     def finish_epoch(self) -> tuple[dict[str, float | None], dict[str, Tensor] | None]:
         """The metrics of the epoch, and the logits and labels of the test set, if it was tested."""
         options = self.recipe.train
         epoch = self.step // self.steps_per_epoch
-        losses = float(self.processes.sum(self.losses))
-        right = float(self.processes.sum(self.right))
-        self.losses.zero_()
-        self.right.zero_()
+        losses, right = self.processes.sum(self.sums).tolist()
+        self.sums.zero_()
         self.diverged = not math.isfinite(losses)
         row: dict[str, float | None] = {
             "epoch": epoch,
@@ -223,11 +212,14 @@ class Session:
             "train_loss": losses / self.steps_per_epoch / self.processes.world,
             "train_accuracy": 100 * right / (self.steps_per_epoch * options.batch_size),
             "gradient_norm": self.gradient_norm,
-            "clip_rate": self._clip_rate(),
+            "clip_rate": None,
             "loss_scale": self.scaler.get_scale() if self.scaler.is_enabled() else None,
             "seconds": self.seconds,
             "images_per_second": self.step * options.batch_size / self.seconds,
         }
+        if self.clip is not None and self.clip.last_report:
+            report = list(self.clip.last_report.values())[-1]  # of the last step and method
+            row["clip_rate"] = report.clipped / report.units if report.units else 0.0
         self.is_best = False
         if not self.done and epoch % options.test_every:
             return row, None
@@ -249,19 +241,12 @@ class Session:
         for (images, labels), index in batches:
             with self.autocast:
                 logits = model(images.to(processes.device, self.dtype))
-            outputs.append((logits.float(), labels.to(logits.device), index.to(logits.device)))
+            outputs.append((logits.float(), labels, index))
         logits, labels, index = (
             processes.concatenate(torch.cat(tensors)) for tensors in zip(*outputs, strict=True)
         )
         order = index.argsort()
-        return {"logits": logits[order].cpu(), "labels": labels[order].cpu()}
-
-    def _clip_rate(self) -> float | None:
-        """The fraction of units clipped in the last step, by the last clipping method."""
-        if self.clip is None or not self.clip.last_report:
-            return None
-        report = list(self.clip.last_report.values())[-1]
-        return report.clipped / report.units if report.units else 0.0
+        return {"logits": logits[order], "labels": labels[order]}
 
 
 def score(logits: Tensor, labels: Tensor, alpha: float) -> dict[str, float | None]:
@@ -297,28 +282,6 @@ def _stream(seed: int, *purpose: str | int) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
-def _seed(number: int, device: torch.device) -> None:
-    torch.default_generator.manual_seed(number)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(number)
-
-
-# The parts of a session ---------------------------------------------------------------------------
-
-
-def _make_model(
-    recipe: Recipe, data: Datasets, device: torch.device, dtype: torch.dtype
-) -> nn.Module:
-    options = recipe.model.model_dump(exclude={"head_scale"})
-    model = create_model(**options, num_classes=len(data.classes), in_channels=data.channels)
-    model.to(device, dtype)
-    if recipe.model.head_scale != 1:
-        with torch.no_grad():
-            for parameter in find_head(model, None).parameters():
-                parameter.mul_(recipe.model.head_scale)
-    return model
-
-
 def _make_optimizer(recipe: Recipe, model: nn.Module) -> tuple[torch.optim.Optimizer, list[float]]:
     """The optimizer, and the factor of the learning rate for each of its groups."""
     options = recipe.optimizer
@@ -340,20 +303,7 @@ def _make_optimizer(recipe: Recipe, model: nn.Module) -> tuple[torch.optim.Optim
     is_scaled = recipe.train.precision == "float16"
     fused = next(model.parameters()).device.type in ("cpu", "cuda") and not is_scaled
     if options.name == "sgd":
-        momentum, nesterov = options.momentum, options.nesterov
-        optimizer = torch.optim.SGD(
-            groups, lr=options.lr, momentum=momentum, nesterov=nesterov, fused=fused
-        )
-        return optimizer, lr_factors
+        own = {"momentum": options.momentum, "nesterov": options.nesterov}
+        return torch.optim.SGD(groups, lr=options.lr, fused=fused, **own), lr_factors
     kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
     return kind(groups, lr=options.lr, betas=options.betas, fused=fused), lr_factors
-
-
-def _attach_clipping(
-    recipe: Recipe, optimizer: torch.optim.Optimizer, model: nn.Module
-) -> ClipHandle | None:
-    thresholds = recipe.clip.model_dump(exclude_none=True)
-    eps = thresholds.pop("agc_eps")
-    if not thresholds:
-        return None
-    return powergrad.clip_grads_before_step(optimizer, model, eps=eps, **thresholds)

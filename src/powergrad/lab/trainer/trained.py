@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ from powergrad.lab.data import Datasets, Split, load_data
 from powergrad.lab.data.streams import held_out
 from powergrad.lab.trainer.networks import create_model
 from powergrad.lab.trainer.recipe import Recipe
-from powergrad.lab.trainer.run_folder import Run, RunError, open_run
+from powergrad.lab.trainer.run_folder import Run, RunError
 from powergrad.lab.trainer.session import right_answers
 from powergrad.monitor.checkpoint import load_checkpoint
 
@@ -28,13 +30,9 @@ FOLDED = "temperature_folded"  # in the metadata of an export
 
 @dataclass(frozen=True)
 class Trained:
-    """The weights of a run.
+    """The weights of a run, in the file `path`.
 
-    Attributes:
-        run: The run.
-        path: The file of the weights.
-        recipe: The recipe of the run.
-        alpha: The alpha at the end of training; None for a checkpoint under a schedule.
+    `alpha` is that at the end of training; it is None for a checkpoint under a schedule.
     """
 
     run: Run
@@ -52,32 +50,28 @@ class Trained:
         """The formula of the temperature ``1 / factor``."""
         return "1/alpha" if self.recipe.loss.logit_scale == 1 else "1/(alpha * logit_scale)"
 
-    def data(self) -> Datasets:
+    def data(self, **changes: float) -> Datasets:
         """The examples of the run."""
-        return _load(self.recipe)
-
-    def options(self, data: Datasets) -> dict[str, Any]:
-        """The arguments of `create_model`."""
-        shape = {"num_classes": len(data.classes), "in_channels": data.channels}
-        return {**self.recipe.model.model_dump(exclude={"head_scale"}), **shape}
+        data, machine = self.recipe.data.model_copy(update=changes), self.recipe.machine
+        return load_data(data, data_dir=machine.data_dir, workers=machine.workers)
 
     def network(self, data: Datasets) -> nn.Module:
         """The network with its weights, in float32 and in evaluation mode."""
-        network = create_model(**self.options(data))
+        network = create_model(**self.recipe.model.arguments(data))
         weights = load_checkpoint(self.path)
         if self.path.suffix == ".safetensors":
             with safe_open(self.path, "pt") as file:
                 if FOLDED in (file.metadata() or {}):
                     raise RunError(
-                        f"Expected the weights of a run, but got {str(self.path)!r}, which is an "
-                        "export; its head would be scaled twice."
+                        f"{str(self.path)!r} is an export, not the weights of a run; its head "
+                        "would be scaled twice."
                     )
         try:
             network.load_state_dict(weights)
         except RuntimeError as error:
             raise RunError(
-                f"Expected {str(self.path)!r} to hold the weights of {self.recipe.model.name}, but "
-                f"got: {str(error).splitlines()[-1].strip()}"
+                f"{str(self.path)!r} does not hold the weights of {self.recipe.model.name}: "
+                f"{str(error).splitlines()[-1].strip()}"
             ) from None
         return network.eval()
 
@@ -85,35 +79,30 @@ class Trained:
 def open_trained(source: Path, data_dir: str | None = None) -> Trained:
     """Open the weights of a finished run, or a file of weights in the folder of a run."""
     if not source.exists():
-        raise RunError(
-            f"Expected the folder or the weights of a run, but {str(source)!r} does not exist."
-        )
+        raise RunError(f"{str(source)!r} does not exist.")
     folders = [source] if source.is_dir() else [source.parent, source.parent.parent]
-    run = open_run(next((folder for folder in folders if Run(folder).exists()), folders[0]))
+    run = Run(next((folder for folder in folders if Run(folder).exists()), folders[0]))
     recipe, result = run.recipe(), run.result()
     if data_dir is not None:
         recipe = recipe.override({"machine.data_dir": data_dir})
     path = run.folder / "model.safetensors" if source.is_dir() else source
     if result is None and source.is_dir():
         raise RunError(
-            f"Expected {str(source)!r} to be a finished run, but got an unfinished one; continue "
-            f"it with `powergrad train {source}`, or export one of its checkpoint/ files."
+            f"The run in {str(source)!r} is not finished; continue it with `powergrad train "
+            f"{source}`, or export one of its checkpoint/ files."
         )
     if result is not None and result.about["diverged"]:
-        raise RunError(f"Expected a run that converged, but got a diverged one, {run.folder!s}.")
+        raise RunError(f"The run in {str(run.folder)!r} diverged.")
     if path.suffix == ".pt" and recipe.train.ema is not None:
         raise RunError(
-            "Expected a safetensors file for a run with `train.ema`, whose checkpoints hold two "
-            f"sets of weights, but got {str(path)!r}."
+            f"{str(path)!r} holds two sets of weights, because the run uses `train.ema`; choose a "
+            "safetensors file."
         )
     alpha: float | None = recipe.loss.alpha
     if recipe.loss.alpha_schedule != "constant":
         is_final = path.name == "model.safetensors"
         alpha = result.about["alpha"] if is_final and result is not None else None
     return Trained(run, path, recipe, alpha)
-
-
-# Outputs ------------------------------------------------------------------------------------------
 
 
 class Answers(NamedTuple):
@@ -136,57 +125,45 @@ class HeldOut:
     report_on: str
 
 
-def answers(forward: Callable[[Tensor], Tensor], recipe: Recipe, data: Datasets) -> HeldOut:
+def answers(forward: Callable[[Tensor], Tensor], trained: Trained, data: Datasets) -> HeldOut:
     """The outputs of a network on images to fit a temperature on, and on others to report on.
 
     If the run held out part of its training data, the temperature is fitted on that part and
     reported on the test set. If there is no such part, or no test set, the available images are
     split: a fixed half of each class is used for fitting, the other half for reporting.
     """
-    size = recipe.train.test_batch_size or recipe.train.batch_size
+    train, hold_out = trained.recipe.train, trained.recipe.data.hold_out
+    size = train.test_batch_size or train.batch_size
     tested = _run_over(forward, data.test, size)
-    kept_back = f"training images that the run held out (`data.hold_out` {recipe.data.hold_out:g})"
-    if recipe.data.hold_out and data.has_test:
-        test = _load(recipe.override({"data.hold_out": 0.0})).test
+    kept_back = f"training images that the run held out (`data.hold_out` {hold_out:g})"
+    unused = "images not used for training or fitting"
+    if hold_out and data.has_test:
+        reported = _run_over(forward, trained.data(hold_out=0.0).test, size)
         return HeldOut(
             tested,
-            _run_over(forward, test, size),
+            reported,
             f"the {len(tested.labels):,} {kept_back}",
-            f"the test set, {len(test):,} images not used for training or fitting",
+            f"the test set, {len(reported.labels):,} {unused}",
         )
     half = torch.from_numpy(held_out(tested.labels.numpy(), 0.5))
     fit, report = (Answers(*(tensor[part] for tensor in tested)) for part in (half, ~half))
     name, reason = "test set", "because the run used all of its training data"
-    if recipe.data.hold_out:
+    if hold_out:
         name, reason = kept_back, "because the data have no test set"
     return HeldOut(
         fit,
         report,
         f"the other half of the {name}, {len(fit.labels):,} images, {reason}",
-        f"a fixed half of the {name}, {len(report.labels):,} images not used for training or "
-        "fitting",
+        f"a fixed half of the {name}, {len(report.labels):,} {unused}",
     )
-
-
-def _load(recipe: Recipe) -> Datasets:
-    machine = recipe.machine
-    return load_data(recipe.data, data_dir=machine.data_dir, workers=machine.workers)
 
 
 @torch.no_grad()
 def _run_over(forward: Callable[[Tensor], Tensor], split: Split, size: int) -> Answers:
-    from rich.console import Console
-    from rich.progress import track
-
     console = Console(stderr=True)
-    batches = track(
-        split.test_batches(size),
-        "measuring",
-        total=math.ceil(len(split) / size),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    options = {"console": console, "transient": True, "disable": not console.is_terminal}
+    total = math.ceil(len(split) / size)
+    batches = track(split.test_batches(size), "measuring", total=total, **options)
     outputs = [(forward(images), labels) for (images, labels), _ in batches]
     return Answers(*(torch.cat(part) for part in zip(*outputs, strict=True)))
 
@@ -195,6 +172,7 @@ def measures(given: Answers, *, temperature: float = 1.0) -> dict[str, float]:
     """Top-1 accuracy in percent, and the calibration of the softmax at a temperature."""
     error = partial(calibration.expected_calibration_error, *given, bins=BINS)
     return {
+        "temperature": temperature,
         "accuracy": 100 * right_answers(*given).double().mean().item(),
         "nll": calibration.negative_log_likelihood(*given, temperature=temperature),
         "brier": calibration.brier_score(*given, temperature=temperature),

@@ -17,16 +17,18 @@ from pathlib import Path
 import torch
 
 import powergrad
-from powergrad.lab.data import folder_fingerprint, load_data
+from powergrad.lab.data import load_data
+from powergrad.lab.files import write_json
 from powergrad.lab.signals import Interrupted, watching_signals
 from powergrad.lab.trainer.processes import Processes, join_processes
-from powergrad.lab.trainer.progress import Progress, Row, Silent
+from powergrad.lab.trainer.progress import Progress, Row
 from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.run_folder import Result, Run, RunError
 from powergrad.lab.trainer.session import Session
 
 ABOUT = ("epoch", "lr", "alpha", "loss_scale")  # the columns of metrics.csv that are no metrics
 KEPT_LOGITS = 5_000_000  # the outputs of the last test are kept up to this many numbers
+ABOUT = ("epoch", "lr", "alpha", "loss_scale")  # the columns of metrics.csv that are no metrics
 
 
 def train(recipe: Recipe, folder: str | Path, *, progress: Progress | None = None) -> Run:
@@ -34,16 +36,13 @@ def train(recipe: Recipe, folder: str | Path, *, progress: Progress | None = Non
     run = Run(folder)
     if recipe.machine.threads is not None:
         torch.set_num_threads(recipe.machine.threads)
-    with (
-        join_processes(recipe.machine.device) as processes,
-        run.open(recipe, folder_fingerprint(recipe))
-        if processes.first
-        else contextlib.nullcontext(),
-    ):
+    with join_processes(recipe.machine.device) as processes, contextlib.ExitStack() as stack:
+        if processes.first:
+            stack.enter_context(run.open(recipe, recipe.folder_fingerprint()))
         processes.wait()  # for the first one, which holds the folder and shows progress
         if run.result() is None:
             shown = progress if processes.first else None
-            _train(recipe, run, processes, shown or Silent())
+            _train(recipe, run, processes, shown or Progress(quiet=True))
     return run
 
 
@@ -56,12 +55,12 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
         session.restore(state)
     if not processes.agree(session.step):
         raise RunError(
-            f"Expected every process to see the checkpoints in {str(run.checkpoints)!r}, but got "
-            "different starting steps; the folder must be shared by all machines."
+            f"The processes do not see the same checkpoints in {str(run.checkpoints)!r}; the "
+            "folder must be shared by all machines."
         )
     if processes.first:
         run.cut_metrics(session.step)
-        run.save_classes(data.classes)
+        write_json(run.folder / "classes.json", data.classes)
 
     row: Row = run.metrics()[-1] if session.done else {}
     outputs = None
@@ -84,14 +83,14 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
                 write_to_board(row)
                 progress.epoch(row)
                 if machine.keep_best and session.is_best:
-                    run.save_weights("checkpoint/best.safetensors", session.weights())
+                    run.save_weights("checkpoint/best.safetensors", session.tested.state_dict())
             if not session.done:
                 checkpoints.save_if_due(stopping())
         checkpoints.save()
 
     outputs = outputs or session.test(data.test)
     if processes.first:
-        run.save_weights("model.safetensors", session.weights())
+        run.save_weights("model.safetensors", session.tested.state_dict())
         if outputs["logits"].numel() <= KEPT_LOGITS:
             run.save_weights("test.safetensors", outputs)
         about = {"diverged": session.diverged, "steps": session.step, "classes": len(data.classes)}
@@ -152,8 +151,13 @@ def _tensorboard(recipe: Recipe, run: Run, session: Session) -> Iterator[Callabl
     if not recipe.machine.tensorboard or not session.processes.first:
         yield lambda row: None
         return
-    from torch.utils.tensorboard import SummaryWriter
-
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            "`machine.tensorboard` needs TensorBoard, which is not installed; run `pip install "
+            "tensorboard`."
+        ) from error
     with SummaryWriter(str(run.folder / "tensorboard"), purge_step=session.step + 1) as writer:
 
         def write(row: Row) -> None:

@@ -1,0 +1,120 @@
+"""The section `data` of a recipe: which images, and how they are augmented."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Natural = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A part of a recipe: immutable, and without unknown keys.
+
+    `powergrad train --keys` prints the text in the annotation of each field.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Data(Section):
+    """The data and their augmentation."""
+
+    name: Annotated[str, "digits, fashion-mnist, cifar10 or folder:PATH"] = "digits"
+    size: Annotated[Count | None, "side of an image (default: as stored; folders: 224)"] = None
+    crop_padding: Annotated[Natural, "pad by this many pixels, then crop at random"] = 0
+    flip: Annotated[bool, "mirror at random"] = False
+    scale: Annotated[
+        tuple[Share, Share], "folders: range of the random crop's area, as fractions"
+    ] = (0.08, 1.0)
+    ratio: Annotated[
+        tuple[Positive, Positive], "folders: range of the random crop's aspect ratio"
+    ] = (3 / 4, 4 / 3)
+    test_crop: Annotated[Share, "folders: side of the centre crop in tests, as a fraction"] = 0.875
+    mixup: Annotated[NotNegative, "mixup's Beta parameter; 0 is off"] = 0.0
+    cutmix: Annotated[NotNegative, "cutmix's Beta parameter; 0 is off"] = 0.0
+    bad_images: Annotated[Literal["refuse", "skip"], "what to do with unreadable images"] = "refuse"
+    hold_out: Annotated[BelowOne, "test on this fraction of the training data instead"] = 0.0
+    groups: Annotated[
+        str | None,
+        "folders: regular expression; images whose paths have the same match (of its first group, "
+        "if any) are held out together; no effect if hold_out is 0",
+    ] = None
+    limit: Annotated[Count | None, "use only this many training examples"] = None
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the data are a folder of images."""
+        return self.name.startswith("folder:")
+
+    @property
+    def path(self) -> Path:
+        """The folder of images."""
+        return Path(self.name.removeprefix("folder:")).expanduser()
+
+    @property
+    def title(self) -> str:
+        """The name of the data for display; for a folder, its name without the path."""
+        if not self.is_folder:
+            return self.name
+        return self.path.name if self.path.name not in ("", "..") else self.path.resolve().name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_only(cls, values: Any) -> Any:
+        """Check ``only``, with which a recipe file names its data; it is not stored."""
+        if not isinstance(values, Mapping) or "only" not in values:
+            return values
+        rest = {key: value for key, value in values.items() if key != "only"}
+        only, name = str(values["only"]), str(rest.get("name", ""))
+        if only == "any" or name.startswith(only):
+            return rest
+        wanted = f"{only}PATH" if only.endswith(":") else only
+        if not name:
+            raise ValueError(f"this recipe needs `--data.name {wanted}`, but got none")
+        other = "; for photographs, use the recipe `images`" if ":" in name else ""
+        raise ValueError(
+            f"expected {wanted}, for which this recipe is made, but got {name!r}{other}; to use "
+            "this recipe anyway, add `--data.only any`"
+        )
+
+    @field_validator("scale", "ratio")
+    @classmethod
+    def _check_order(cls, ends: tuple[float, float]) -> tuple[float, float]:
+        if ends[0] > ends[1]:
+            raise ValueError(f"expected the smaller value first, but got {ends[0]} and {ends[1]}")
+        return ends
+
+    @field_validator("groups")
+    @classmethod
+    def _check_pattern(cls, groups: str | None) -> str | None:
+        try:
+            re.compile(groups or "")
+        except re.error as error:
+            raise ValueError(
+                f"expected a regular expression, but got {groups!r}: {error}"
+            ) from None
+        return groups
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Data:
+        if self.groups is not None and not self.is_folder:
+            raise ValueError(
+                f"expected no groups for {self.name}, whose images have no names, but got "
+                f"{self.groups!r}"
+            )
+        if self.crop_padding and self.is_folder:
+            raise ValueError(
+                "expected crop_padding to be 0 for a folder, where scale and ratio set the "
+                f"training crop, but got {self.crop_padding}"
+            )
+        return self

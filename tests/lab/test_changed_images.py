@@ -1,0 +1,85 @@
+"""Runs and studies notice that their images have changed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from photos import write_photos
+
+from powergrad.lab.jobs import RecipeProgram
+from powergrad.lab.stats import Design
+from powergrad.lab.study import Study, StudyKind
+from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.run_folder import RunError
+from powergrad.lab.trainer.training import train
+from powergrad_cli import main
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    return write_photos(tmp_path / "photos", train=12, val=4)
+
+
+def recipe(photos: Path, **machine: Any) -> Recipe:
+    changes = {"data.name": f"folder:{photos}", "data.size": 8, "model.width": 8}
+    changes |= {"train.epochs": 1, "train.batch_size": 4, "schedule.warmup_epochs": 0}
+    return Recipe().override(changes | {f"machine.{key}": machine[key] for key in machine})
+
+
+def touch(photos: Path, when: int) -> None:
+    os.utime(next(photos.glob("train/*/*.jpg")), (when, when))
+
+
+def test_runs_of_changed_images_have_other_names(photos):
+    def name(**machine: Any) -> str:
+        return RecipeProgram.of(recipe(photos, **machine)).job("pgt", {}, 0).name
+
+    before = name(), name(fingerprint="sizes")
+    assert (name(), name(fingerprint="sizes")) == before
+    touch(photos, 1)
+    assert name() != before[0]
+    assert name(fingerprint="sizes") == before[1]
+
+
+def test_study_of_changed_images_says_so_and_keeps_the_old_results(photos, capsys):
+    def study() -> Study:
+        program, arms = (
+            RecipeProgram.of(recipe(photos)),
+            {"baseline": {}, "pgt": {"loss.alpha": 0.3}},
+        )
+        return Study(StudyKind.COMPARE, program, arms, Design((2,)))
+
+    folder = photos.parent / "study"
+    first = study().claim(folder)
+    (folder / "study.json").write_text("{}")
+    assert study().claim(folder) == first
+    assert capsys.readouterr().err == ""
+    touch(photos, 1)
+    again = study().claim(folder)
+    assert "changed since the runs in" in capsys.readouterr().err
+    names = [{job.name for job in each.jobs().values()} for each in (first, again)]
+    assert not names[0] & names[1]
+    assert [path.name for path in folder.glob("study-*.json")]  # nothing is lost
+    assert not (folder / "study.json").exists()
+    assert Study.load(folder).program == again.program
+
+
+@pytest.mark.studies
+def test_training_on_changed_images_starts_anew(photos, capsys):
+    tokens = [f"--data.name=folder:{photos}", "--data.size=8", "--model.width=8"]
+    tokens += ["--train.epochs=1", "--train.batch_size=4", "--schedule.warmup_epochs=0"]
+    folder = photos.parent / "run"
+    command = ["train", "images", *tokens, "--folder", str(folder), "--yes"]
+    train(recipe(photos), photos.parent / "other")
+    assert main(command) == 0
+    assert main(command) == 0
+    assert "is finished" in capsys.readouterr().out
+    touch(photos, 1)
+    with pytest.raises(RunError, match="other"):
+        train(recipe(photos), photos.parent / "other")
+    assert main(command) == 0
+    assert str(folder) in capsys.readouterr().out
+    assert len(list(photos.parent.glob("run*/result.json"))) == 2

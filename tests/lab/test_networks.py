@@ -1,0 +1,308 @@
+"""The networks: against timm and torchvision with the same weights, and by their definition."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torchvision_shim import declare_torchvision_schemas
+
+import powergrad
+from powergrad.lab.trainer import networks
+from powergrad.lab.trainer.networks import create_model, model_names
+from powergrad.monitor.layers import named_units
+
+IMAGENET = [f"{se}resnet{n}" for se in ("", "se") for n in (18, 34, 50, 101, 152)]
+BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
+
+
+@pytest.fixture(scope="module")
+def timm() -> Any:
+    declare_torchvision_schemas()
+    return pytest.importorskip("timm")
+
+
+@pytest.fixture(scope="module")
+def torchvision() -> Any:
+    declare_torchvision_schemas()
+    return pytest.importorskip("torchvision")
+
+
+# timm's networks at any width, stem and normalisation ---------------------------------------------
+
+
+class PaddedShortcut(nn.Module):
+    """Option A in other words: pooling over single pixels, and zeros concatenated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.avg_pool2d(x, 1, stride=2)
+        return torch.cat([x, torch.zeros_like(x)], 1)
+
+
+def from_timm(
+    timm: Any, name: str, *, width: int, channels: int, classes: int, norm: str, stem: str
+) -> nn.Module:
+    """timm's own blocks, with the stem, the norms and CIFAR's shortcuts exchanged afterwards."""
+    resnet = timm.models.resnet
+    depth = int(name.split("resnet")[1])
+    cifar = depth not in (18, 34, 50, 101, 152)
+    blocks = ((depth - 2) // 6,) * 3 if cifar else BLOCKS[depth]
+    se = {"block_args": {"attn_layer": "se"}} if name.startswith("se") else {}
+    model = resnet.ResNet(
+        resnet.Bottleneck if depth in (50, 101) else resnet.BasicBlock,
+        blocks,
+        num_classes=classes,
+        channels=tuple(width * 2**i for i in range(len(blocks))),
+        stem_type="deep",  # the only one whose width can be chosen; the convolution is replaced
+        stem_width=width // 2,
+        **se,
+    )
+    kernel, stride = (7, 2) if stem == "imagenet" else (3, 1)
+    model.conv1 = nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2, bias=False)
+    if stem == "small":
+        model.maxpool = nn.Identity()
+    if cifar:
+        model.layer4 = nn.Identity()
+    for parent in list(model.modules()):
+        for child, module in list(parent.named_children()):
+            if cifar and child == "downsample":
+                parent.downsample = PaddedShortcut()
+            elif isinstance(module, nn.BatchNorm2d) and norm == "none":
+                setattr(parent, child, nn.Identity())
+            elif isinstance(module, nn.BatchNorm2d) and norm == "group":
+                groups = max(g for g in range(1, 33) if module.num_features % g == 0)
+                setattr(parent, child, nn.GroupNorm(groups, module.num_features))
+    return model
+
+
+def assert_equal_networks(
+    ours: nn.Module, theirs: nn.Module, x: Tensor, tolerance: float, *, gradients: bool = True
+) -> None:
+    """The same weights load both ways; values, gradients and statistics agree, in both modes.
+
+    Tolerances are relative to the largest value of a tensor.
+    """
+    with torch.no_grad():  # every parameter and statistic at random, so that none goes unseen
+        for name, tensor in [*theirs.named_parameters(), *theirs.named_buffers()]:
+            if tensor.is_floating_point() and tensor.dim() == 1:
+                is_positive = name.endswith(("running_var", "weight"))
+                tensor.uniform_(0.5, 1.5) if is_positive else tensor.normal_(0, 0.3)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    assert {k for k, _ in ours.named_parameters()} == {k for k, _ in theirs.named_parameters()}
+    upstream = torch.randn(theirs(x).shape, dtype=x.dtype)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    for training in (True, False):
+        output, expected = ours.train(training)(x), theirs.train(training)(x)
+        pairs = {"output": (output, expected)}
+        assert expected.std() > 0
+        if gradients:
+            for model, result in ((ours, output), (theirs, expected)):
+                model.zero_grad()
+                (result * upstream).sum().backward()
+            parameters = dict(theirs.named_parameters())
+            pairs |= {k: (p.grad, parameters[k].grad) for k, p in ours.named_parameters()}
+        for name, (a, b) in pairs.items():
+            assert (a - b).abs().max() <= tolerance * b.abs().max(), name
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+
+
+NARROW = ("resnet18", "resnet50", "seresnet18", "seresnet50")
+DEEP = ("resnet34", "resnet101", "seresnet34", "seresnet101")
+CIFAR = ("resnet8", "resnet20", "resnet26", "seresnet20")
+NORMS = ("batch", "group", "none")
+CASES = [
+    # A hundred layers of batch statistics over few pixels magnify rounding.
+    *((name, "batch", "imagenet", 8, (64, 64), 1e-9) for name in DEEP),
+    *((name, norm, "imagenet", 12, (70, 45), 1e-11) for name in NARROW for norm in NORMS),
+    *((name, norm, "small", 12, (18, 11), 1e-11) for name in NARROW for norm in NORMS),
+    *((name, norm, "small", 16, (17, 10), 1e-11) for name in CIFAR for norm in NORMS),
+]
+
+
+@pytest.mark.parametrize(("name", "norm", "stem", "width", "size", "tolerance"), CASES)
+def test_networks_equal_those_of_timm(name, norm, stem, width, size, tolerance, timm):
+    torch.manual_seed(0)
+    common = {"width": width, "norm": norm, "stem": stem}
+    ours = create_model(name, num_classes=7, in_channels=2, **common).double()
+    theirs = from_timm(timm, name, classes=7, channels=2, **common).double()
+    x = torch.randn(4, 2, *size, dtype=torch.float64)
+    assert_equal_networks(ours, theirs, x, tolerance)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "seresnet50"])
+def test_whole_networks_equal_those_of_timm_in_float32(name, timm):
+    torch.manual_seed(0)
+    ours, theirs = create_model(name, num_classes=1000), timm.create_model(name)
+    assert_equal_networks(ours, theirs, torch.randn(2, 3, 96, 96), 1e-5, gradients=False)
+
+
+@pytest.mark.parametrize("name", IMAGENET)
+def test_parameters_have_the_names_and_shapes_of_timm_and_torchvision(name, timm, torchvision):
+    with torch.device("meta"):
+        ours, theirs = create_model(name, num_classes=1000), timm.create_model(name)
+        other = theirs if name.startswith("se") else torchvision.models.get_model(name)
+    shapes = [[(k, v.shape) for k, v in m.state_dict().items()] for m in (ours, theirs, other)]
+    assert shapes[0] == shapes[1]
+    assert dict(shapes[0]) == dict(shapes[2])  # torchvision's order differs
+
+
+# What the names mean -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*model_names(), "resnet26", "seresnet38"])
+def test_network_has_as_many_layers_as_its_name_says(name):
+    with torch.device("meta"):
+        model = create_model(name, num_classes=10, width=1)
+    layers = [n for n, m in model.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    counted = [n for n in layers if "downsample" not in n and ".se." not in n]
+    assert len(counted) == int(name.split("resnet")[1])
+    assert any(".se." in n for n in layers) == name.startswith("se")
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),  # He et al., table 6, for the CIFAR family
+    [
+        ("resnet20", 0.27),
+        ("resnet32", 0.46),
+        ("resnet44", 0.66),
+        ("resnet56", 0.85),
+        ("resnet110", 1.7),
+    ],
+)
+def test_published_numbers_of_parameters(name, millions):
+    with torch.device("meta"):
+        count = sum(p.numel() for p in create_model(name, num_classes=10).parameters())
+    assert round(count / 1e6, len(str(millions).split(".")[1])) == millions
+
+
+def test_layers_of_resnet18_are_numbered_as_in_the_paper():
+    model = create_model("resnet18", num_classes=1000, norm="none")
+    layers = {layer.number: layer for layer, _ in named_units(model)}
+    assert sorted(n for n in layers if n) == list(range(1, 22))
+    assert layers[11].units == 256
+    assert (layers[8].name, layers[21].name) == ("layer2.0.downsample.0", "fc")
+    assert powergrad.census(model).units == ()
+
+
+@given(channels=st.integers(1, 600))
+def test_group_norm_has_the_most_groups_up_to_32_that_divide_the_channels(channels):
+    groups = networks._group_norm(channels).num_groups
+    assert groups == max(g for g in range(1, 33) if channels % g == 0)
+
+
+# Initialisation ----------------------------------------------------------------------------------
+
+
+def test_convolutions_start_with_the_deviation_of_he_and_gains_at_one():
+    torch.manual_seed(0)
+    model = create_model("seresnet18", num_classes=10)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d):
+            fan_out = module.out_channels * module.kernel_size[0] * module.kernel_size[1]
+            ratio = module.weight.std() / (2 / fan_out) ** 0.5
+            # Five standard errors of an estimate from so many weights.
+            assert abs(ratio - 1) < 5 / (2 * module.weight.numel()) ** 0.5, name
+        elif isinstance(module, nn.BatchNorm2d):
+            assert ((module.weight == 1) & (module.bias == 0)).all(), name
+
+
+def test_weights_come_from_the_default_generator_alone():
+    states = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        random.seed()
+        states.append(create_model("seresnet20", num_classes=3).state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not torch.equal(states[0]["conv1.weight"], states[2]["conv1.weight"])
+
+
+@pytest.mark.parametrize(("name", "last"), [("resnet50", "bn3"), ("seresnet20", "bn2")])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_zero_init_residual_makes_each_block_its_shortcut(name, last, norm):
+    for zero_init in (True, False):
+        model = create_model(name, num_classes=3, width=4, norm=norm, zero_init_residual=zero_init)
+        block = model.get_submodule("layer1.1")
+        x = torch.rand(2, block.get_submodule("conv1").get_parameter("weight").shape[1], 6, 6)
+        assert torch.equal(block(x), x) == zero_init
+        zero = {n for n, p in model.named_parameters() if n.endswith("weight") and not p.any()}
+        blocks = [n for n, m in model.named_modules() if isinstance(m, networks.Block)]
+        assert zero == ({f"{block}.{last}.weight" for block in blocks} if zero_init else set())
+
+
+@pytest.mark.parametrize("norm", ["batch", "none"])
+def test_gradients_can_be_altered_at_every_module(norm):
+    """Rectifying a module's output in place would make autograd refuse."""
+    model = create_model("seresnet8", num_classes=3, width=4, norm=norm)
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    for name, module in model.named_modules():
+        module.register_full_backward_hook(lambda *_: None)
+        with powergrad.alter_output(model, name, lambda grad: 0 * grad):
+            model(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+# Errors, and timm by name ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        *((name, "resnet18") for name in ("resnet19", "resnet-18", "ResNet18")),
+        *((name, "resnet20") for name in ("resnet2", "resnet21", "resnet020")),
+        *(("reznet50", "resnet50"), ("vgg", None), ("", None)),
+    ],
+)
+def test_unknown_name_raises_with_a_suggestion(name, suggestion):
+    with pytest.raises(ValueError, match=r"`model\.name`") as error:
+        create_model(name, num_classes=10)
+    _, did_you_mean, suggestions = str(error.value).partition(f"{name!r}; did you mean ")
+    assert bool(did_you_mean) == (suggestion is not None)
+    assert f"{suggestion!r}" in suggestions or suggestion is None
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "options"),
+    [
+        ("resnet20", "stem", {"stem": "imagenet"}),
+        ("resnet20", "zero_init_residual", {"norm": "none", "zero_init_residual": True}),
+        ("timm:resnet18", "width", {"width": 8}),
+        ("timm:resnet18", "norm", {"norm": "none"}),
+        ("timm:resnet18", "stem", {"stem": "imagenet"}),
+        ("timm:resnet18", "zero_init_residual", {"zero_init_residual": True}),
+    ],
+)
+def test_arguments_that_do_not_apply_raise(name, argument, options):
+    with pytest.raises(ValueError, match=f"`model.{argument}`"):
+        create_model(name, num_classes=10, **options)
+
+
+def test_any_network_of_timm(timm):
+    torch.manual_seed(0)
+    network = create_model("timm:mobilenetv3_small_050", num_classes=4, in_channels=1)
+    torch.manual_seed(0)
+    expected = timm.create_model("mobilenetv3_small_050", num_classes=4, in_chans=1)
+    x = torch.randn(2, 1, 32, 32)
+    assert torch.equal(network.eval()(x), expected.eval()(x))
+    with pytest.raises(ValueError, match=r"did you mean.*'convnext_tiny'"):
+        create_model("timm:convnext_tinny", num_classes=4)
+
+
+def test_missing_or_broken_timm_raises(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ImportError, match="pip install timm"):
+        create_model("timm:resnet18", num_classes=4)
+
+    def fail(name: str) -> None:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(networks.importlib, "import_module", fail)
+    with pytest.raises(ImportError, match="torchvision::nms"):
+        create_model("timm:resnet18", num_classes=4)

@@ -1,0 +1,416 @@
+"""Training: against a loop written out, stopped, killed, resumed, and in several processes."""
+
+import dataclasses
+import math
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tiny import TINY
+from torchvision_shim import declare_torchvision_schemas
+
+import powergrad
+import powergrad_cli
+from powergrad.lab.data import load_data
+from powergrad.lab.signals import Interrupted
+from powergrad.lab.trainer.processes import Processes
+from powergrad.lab.trainer.progress import Progress
+from powergrad.lab.trainer.recipe import Loss, Schedule
+from powergrad.lab.trainer.run_folder import COLUMNS, Run
+from powergrad.lab.trainer.schedules import alpha_at, learning_rate_at
+from powergrad.lab.trainer.session import Session, right_answers, score
+from powergrad.lab.trainer.training import train
+
+# A process that begins at once, without importing anything; Python 3.12 and later warn of forks
+# beside threads.
+FORK = multiprocessing.get_context("fork")
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+
+ALONE = Processes(0, 1, torch.device("cpu"))
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+
+
+def result_of(run):
+    result = run.result()
+    assert result is not None
+    return result
+
+
+def weights(run):
+    return load_file(run.folder / "model.safetensors")
+
+
+def assert_same_run(a, b):
+    """Every file that the training decides is the same, bit for bit."""
+    names = ["model.safetensors", "test.safetensors", "checkpoint/best.safetensors"]
+    names += ["norms/records.bin"] if (a.folder / "norms").exists() else []
+    for name in names:
+        assert (a.folder / name).read_bytes() == (b.folder / name).read_bytes(), name
+    rows = [[list(row.values())[:-2] for row in run.metrics()] for run in (a, b)]  # without times
+    assert COLUMNS[-2:] == ("seconds", "images_per_second")
+    assert rows[0] == rows[1]
+    first, second = result_of(a), result_of(b)
+    assert first.about == second.about
+    for name in {*first.metrics, *second.metrics} - {*COLUMNS[-2:]}:
+        assert first.metrics[name] == second.metrics[name], name
+
+
+def test_files_and_result_of_a_run(tiny_run):
+    rows = tiny_run.metrics()
+    assert [(row["epoch"], row["step"]) for row in rows] == [(1, 4), (2, 8), (3, 12)]
+    outputs, result = tiny_run.test_outputs(), result_of(tiny_run)
+    logits, labels = outputs["logits"], outputs["labels"]
+    assert logits.shape == (len(load_data(TINY.data).test), 10)
+    expected = {
+        "test_accuracy": 100 * (logits.argmax(1) == labels).double().mean().item(),
+        "nll": F.cross_entropy(logits, labels).item(),
+        "nll_scaled": F.cross_entropy(0.5 * logits, labels).item(),
+        "logit_norm": logits.norm(dim=1).mean().item(),
+        "dead_units": 0,
+    }
+    for name, value in expected.items():
+        assert result.metrics[name] == rows[-1][name] == pytest.approx(value, rel=1e-6)
+    assert result.about.items() >= {"diverged": False, "steps": 12, "classes": 10}.items()
+    assert {*result.metrics} | {*result.about} == {*COLUMNS} - {"step"} | {
+        *("diverged", "steps", "classes")
+    }
+    assert (tiny_run.folder / "classes.json").read_text().count('"') == 20
+
+
+def test_monitor_and_tensorboard_write_their_files(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    changes = {"monitor.every": 2, "train.epochs": 2, "machine.keep_best": False}
+    train(TINY.override({**changes, "machine.tensorboard": True}), tmp_path / "a")
+    assert powergrad.census(tmp_path / "a").steps == (0, 8)
+    assert list((tmp_path / "a" / "tensorboard").iterdir())
+    assert not (tmp_path / "a" / "checkpoint" / "best.safetensors").exists()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        train(TINY.override({"machine.tensorboard": True}), tmp_path / "b")
+
+
+def test_weights_equal_those_of_a_plain_loop(tmp_path):
+    recipe = TINY.override({"clip.norm": 0.5})
+    run = train(recipe, tmp_path)
+    data = load_data(recipe.data)
+    model = Session(recipe, data, ALONE).model  # for its initial weights only
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=1.0, momentum=0.9, nesterov=True, weight_decay=5e-4
+    )
+    model.train()
+    batches = [b for e in range(3) for b in data.train.train_batches(32, seed=0, epoch=e)]
+    for step, (images, labels) in enumerate(batches):
+        at = step / 4
+        warm = 4e-4 + (0.05 - 4e-4) * at
+        lr = warm if at < 1 else 0.05 * 0.5 * (1 + math.cos(math.pi * (at - 1) / 2))
+        optimizer.param_groups[0]["lr"] = lr
+        logits = model(images)
+        p = logits.detach().softmax(1) ** 0.5
+        gradient = (p / p.sum(1, keepdim=True) - F.one_hot(labels, 10)) / 32
+        optimizer.zero_grad()
+        logits.backward(gradient)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    for name, value in weights(run).items():
+        torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+def test_schedules():
+    step, cosine = Schedule(name="step"), Schedule(warmup_start=0.0, floor=0.1)
+    rates = [learning_rate_at(epoch, step, 0.4, 100) for epoch in (5, 29.9, 30, 60, 90)]
+    assert rates == pytest.approx([0.4, 0.4, 0.04, 0.004, 0.0004])
+    rates = [learning_rate_at(epoch, cosine, 0.4, 105) for epoch in (0, 2.5, 5, 55, 105)]
+    assert rates == pytest.approx([0, 0.2, 0.4, 0.25, 0.1])
+    assert learning_rate_at(50, Schedule(name="constant"), 0.4, 100) == 0.4
+    for name, quarter in (("linear", 0.4), ("cosine", 0.2 + 0.8 * (1 - 0.5**0.5) / 2)):
+        loss = Loss.model_validate({"alpha": 0.2, "alpha_schedule": name})
+        alphas = [alpha_at(epoch, loss, 100) for epoch in (0, 25, 50, 100)]
+        assert alphas == pytest.approx([0.2, quarter, 0.6, 1.0])
+
+
+class StopAt(Progress):
+    """Sends the signal that a person's Ctrl-C sends, after a step."""
+
+    def __init__(self, at, number=signal.SIGINT):
+        super().__init__(quiet=True)
+        self.at, self.number = at, number
+
+    def step(self, step, loss, lr):
+        if step == self.at:
+            os.kill(os.getpid(), self.number)
+
+
+OPTIONS = {
+    "adamw": {"optimizer.name": "adamw", "optimizer.lr": 1e-3, "optimizer.decay_all": False},
+    "adam, two groups": {
+        "optimizer.name": "adam",
+        "optimizer.lr": 1e-3,
+        "optimizer.head.lr": 0.5,
+        "optimizer.head.eps": 2.0,
+        "model.head_scale": 0.5,
+    },
+    "agc, average, accumulation": {"clip.agc": 0.01, "train.ema": 0.9, "train.accumulate": 2},
+    "batch norm, bfloat16": {"model.norm": "batch", "train.precision": "bfloat16"},
+    "float16, clipped": {"train.precision": "float16", "clip.value": 0.1},
+    "mixup, smoothing of the paper": {
+        "data.mixup": 0.2,
+        "loss.label_smoothing": 0.1,
+        "loss.smoothing": "paper",
+        "loss.alpha_schedule": "cosine",
+    },
+    "cutmix, crops, channels last": {
+        "data.cutmix": 1.0,
+        "data.crop_padding": 1,
+        "data.flip": True,
+        "train.channels_last": True,
+        "schedule.name": "step",
+        "schedule.milestones": [2],
+    },
+    "records": {"monitor.every": 3, "monitor.gradients": True, "monitor.features": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_stopped_and_resumed_run_equals_an_undisturbed_one(tmp_path, options):
+    recipe = TINY.override(options)
+    whole = train(recipe, tmp_path / "whole")
+    parts = Run(tmp_path / "parts")
+    for at, number in ((2, signal.SIGINT), (8, signal.SIGTERM), (9, signal.SIGINT)):
+        with pytest.raises(Interrupted, match=f"stopped at step {at} of 12"):
+            train(recipe, parts.folder, progress=StopAt(at, number))
+        assert parts.result() is None
+    assert_same_run(whole, train(recipe, parts.folder))
+
+
+def test_dropout_depends_on_seed_and_step_alone(tmp_path, monkeypatch):
+    def with_dropout(name, *, num_classes, in_channels, **_):
+        linear = torch.nn.Linear(64 * in_channels, num_classes)
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.5), linear)
+
+    monkeypatch.setattr("powergrad.lab.trainer.session.create_model", with_dropout)
+    whole = train(TINY, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        train(TINY, tmp_path / "parts", progress=StopAt(7))
+    torch.rand(5)  # whatever else a process does with the generator
+    assert_same_run(whole, train(TINY, tmp_path / "parts"))
+
+
+def test_network_of_timm_can_be_trained(tmp_path):
+    declare_torchvision_schemas()
+    changes = {"model.name": "timm:resnet10t", "model.norm": "batch", "model.width": None}
+    changes |= {"data.size": 32, "train.epochs": 1, "schedule.warmup_epochs": 0}
+    run = train(TINY.override(changes), tmp_path)
+    assert weights(run)["fc.weight"].shape[0] == 10
+
+
+def test_finished_run_is_returned_and_one_without_result_finishes(tiny_run, tmp_path):
+    class NotCalled(Progress):
+        def begin(self, recipe, step, steps, folder):
+            raise AssertionError("trained again")
+
+    again = train(TINY, tmp_path)
+    assert_same_run(tiny_run, again)  # the same seed gives the same weights
+    train(TINY, tmp_path, progress=NotCalled(quiet=True))
+    for name in ("result.json", "model.safetensors", "test.safetensors"):
+        (tmp_path / name).unlink()  # killed after its last checkpoint
+    assert_same_run(tiny_run, train(TINY, tmp_path))
+
+
+def test_initial_weights_depend_on_the_seed():
+    data = load_data(TINY.data)
+    first, same, other = (Session(TINY.override({"seed": s}), data, ALONE) for s in (0, 0, 1))
+    assert torch.equal(first.initial["fc.weight"], same.initial["fc.weight"])
+    assert not torch.equal(first.initial["fc.weight"], other.initial["fc.weight"])
+
+
+def test_two_group_training_is_pgt(tmp_path):
+    """The identity, through recipes: PGT, and plain cross-entropy with two groups."""
+    alpha = 0.25
+    base = TINY.override({"optimizer.weight_decay": 0.01, "train.epochs": 4, "seed": 1})
+    pgt = weights(train(base.override({"loss.alpha": alpha}), tmp_path / "pgt"))
+    plain = {
+        "loss.alpha": 1.0,
+        "model.head_scale": alpha,
+        "optimizer.backbone": {"lr": 1 / alpha, "weight_decay": alpha},
+        "optimizer.head": {"lr": alpha, "weight_decay": 1 / alpha},
+    }
+    for name, value in weights(train(base.override(plain), tmp_path / "equal")).items():
+        factor = alpha if name.startswith("fc.") else 1.0
+        torch.testing.assert_close(value, factor * pgt[name], rtol=2e-3, atol=1e-4)
+
+
+def test_diverged_run_ends_and_says_so(tmp_path, capsys):
+    recipe = TINY.override({"optimizer.lr": 1e6, "schedule.warmup_epochs": 0, "loss.alpha": 1})
+    run = train(recipe, tmp_path, progress=Progress())
+    result = result_of(run)
+    assert result.about["diverged"]
+    assert result.about["steps"] < 12 or math.isnan(result.metrics["nll"] or 0)
+    assert math.isnan(run.metrics()[-1]["train_loss"] or 0)
+    assert "diverged: the loss was not finite" in capsys.readouterr().err
+
+
+def test_scores_equal_those_of_torchmetrics():
+    declare_torchvision_schemas()
+    from torchmetrics.functional.classification import (
+        multiclass_accuracy,
+        multiclass_calibration_error,
+    )
+
+    generator = torch.Generator().manual_seed(3)
+    logits = 3 * torch.randn(500, 12, generator=generator)
+    labels = torch.randint(0, 12, (500,), generator=generator)
+    labels[:250] = logits[:250].argmax(1)
+    scores = score(logits, labels, alpha=0.3)
+    for k, name in ((1, "test_accuracy"), (5, "test_top5")):
+        wanted = multiclass_accuracy(logits, labels, 12, average="micro", top_k=k)
+        assert scores[name] == pytest.approx(100 * wanted.item(), rel=1e-6)
+    for factor, suffix in ((1.0, ""), (0.3, "_scaled")):
+        p = (factor * logits).softmax(1)
+        wanted = multiclass_calibration_error(p, labels, 12, n_bins=15, norm="l1")
+        assert scores["ece" + suffix] == pytest.approx(wanted.item(), abs=1e-6)
+        wanted = F.cross_entropy(factor * logits, labels)
+        assert scores["nll" + suffix] == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_rows_with_nan_are_wrong_answers():
+    logits = torch.full((4, 7), math.nan)
+    logits[1:] = 0.0
+    labels = torch.tensor([0, 0, 6, 3])
+    right = right_answers(logits, labels)
+    assert right.tolist() == [False, *(logits[1:].argmax(1) == labels[1:]).tolist()]
+    scores = score(logits, labels, alpha=0.5)
+    assert scores["test_accuracy"] == 100 * right.double().mean().item()
+    assert scores["test_top5"] in (25.0, 50.0, 75.0)  # never the row of NaN
+
+
+def test_impossible_batches_and_devices_raise(tmp_path):
+    for key, value in (("train.batch_size", 512), ("machine.device", "warp")):
+        with pytest.raises(ValueError, match=f"`{key}`.* {value!r}"):
+            train(TINY.override({key: value}), tmp_path / key)
+    with pytest.raises(ValueError, match=r"`train.batch_size` to be divisible by 3"):
+        Session(TINY, load_data(TINY.data), dataclasses.replace(ALONE, world=3))
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress(tmp_path, monkeypatch, capsys, is_terminal):
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    with Progress(every=0.0) as progress:
+        train(TINY, tmp_path, progress=progress)
+    text = capsys.readouterr().err
+    assert "resnet8 on digits, alpha 0.5, seed 0; steps: 12" in text
+    assert "images/s" in text
+    assert "finished: epoch 3, train" in text
+    assert ("\x1b[" in text) == is_terminal
+    if not is_terminal:
+        assert len(text.splitlines()) == 1 + 12 + 1
+        assert "epoch 2, train" in text.splitlines()[-2]
+
+
+# Processes that are killed ------------------------------------------------------------------------
+
+
+def command(folder, recipe, *options):
+    file = folder.parent / f"{folder.name}.yaml"
+    file.write_text(recipe.to_yaml())
+    return ["train", str(file), "--folder", str(folder), "--yes", *options]
+
+
+def test_run_killed_at_random_moments_equals_an_undisturbed_one(tmp_path):
+    """SIGKILL while it computes or writes a checkpoint, which here it does at every step."""
+    kills, epochs = (20, 40) if DEEP else (3, 16)
+    changes = {"train.epochs": epochs, "machine.checkpoint_steps": 1, "train.test_every": 8}
+    recipe = TINY.override({**changes, "monitor.every": 5})
+    whole, run = train(recipe, tmp_path / "whole"), Run(tmp_path / "parts")
+    rng = random.Random(20)
+    last = 0
+    for _ in range(kills):
+        process = FORK.Process(target=train, args=(recipe, run.folder))
+        process.start()
+        while not list(run.checkpoints.glob("step-*.pt")):  # it has saved nothing yet
+            assert process.is_alive()
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.35))
+        process.kill()
+        process.join()
+        saved = run.load_checkpoint() or {"step": -1}  # always readable, never behind
+        assert saved["step"] >= last
+        last = saved["step"]
+    assert_same_run(whole, train(recipe, run.folder))
+
+
+def hold(folder, held, done):
+    with Run(folder).open(TINY):
+        held.set()
+        done.wait()
+
+
+def test_command_refuses_a_folder_in_use(tmp_path, capsys):
+    held, done = FORK.Event(), FORK.Event()
+    process = FORK.Process(target=hold, args=(tmp_path / "run", held, done))
+    process.start()
+    held.wait()
+    assert powergrad_cli.main(command(tmp_path / "run", TINY)) == 2
+    text = f"powergrad: Another process is using the run folder '{tmp_path / 'run'}'."
+    assert capsys.readouterr().err.replace("\n", " ").strip() == text
+    done.set()
+    process.join()
+    assert process.exitcode == 0
+
+
+@pytest.mark.studies
+def test_two_processes_train_as_one(tmp_path, monkeypatch):
+    """Float32, without batch normalisation, the same global batch: 20 steps."""
+    recipe = TINY.override({"train.epochs": 5, "data.mixup": 0.2, "train.accumulate": 2})
+    one, two = train(recipe, tmp_path / "one"), Run(tmp_path / "two")
+    arguments = command(two.folder, recipe, "--processes", "2")
+    monkeypatch.setattr(sys, "argv", ["powergrad", *arguments])
+    assert powergrad_cli.main(arguments) == 0
+    for name, value in weights(one).items():
+        torch.testing.assert_close(weights(two)[name], value, rtol=0, atol=1e-5)
+    for name, error in (("train_accuracy", 1e-6), ("nll", 1e-4)):
+        values = [[row[name] for row in run.metrics()] for run in (one, two)]
+        assert values[0] == pytest.approx(values[1], rel=1e-6, abs=error)
+
+
+def children(pid):
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True
+    )
+    return [int(child) for child in listed.stdout.split()]
+
+
+@pytest.mark.skipif(not DEEP, reason="gloo reconnects slowly: make test-deep runs it")
+def test_killed_worker_starts_again_from_the_last_checkpoint(tmp_path):
+    recipe = TINY.override({"train.epochs": 60, "machine.checkpoint_steps": 5})
+    whole, two = Run(tmp_path / "whole"), Run(tmp_path / "two")
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ours = ["-m", "powergrad", *command(whole.folder, recipe)]
+    subprocess.run([*start, *ours], env=environment, check=True)
+    ours = ["--max-restarts=5", "-m", "powergrad", *command(two.folder, recipe)]
+    with subprocess.Popen([*start, *ours], env=environment) as process:
+        try:
+            while not list(two.checkpoints.glob("step-*.pt")):
+                assert process.poll() is None
+                time.sleep(0.01)
+            _, victim = children(process.pid)
+            os.kill(victim, signal.SIGKILL)
+            assert process.wait() == 0
+        finally:
+            for pid in children(process.pid):  # in sessions of their own
+                os.kill(pid, signal.SIGKILL)
+            process.kill()
+    assert two.environment()["resumed"]
+    for name in ("model.safetensors", "test.safetensors"):
+        assert (two.folder / name).read_bytes() == (whole.folder / name).read_bytes()
+    losses = [[row["train_loss"] for row in run.metrics()] for run in (whole, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)  # a sum of halves of a sum
