@@ -35,7 +35,6 @@ COMMANDS = {
     ),
     "report": ("looking", "Write the HTML page of a run or a study."),
     "watch": ("looking", "Serve the page of a study while it runs."),
-    "bench": ("looking", "Run the benchmarks (in a checkout)."),
 }
 
 

@@ -6,13 +6,18 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from importlib import resources
 from typing import Any
 
+import yaml
+
+from powergrad import __version__
 from powergrad.lab.files import json_safe
 
-SCRIPTS = ("elements", "terms", "charts", "study", "norms", "alpha", "playground", "page")
+FORMAT = 1  # of the data
+SCRIPTS = ("elements", "terms", "charts", "study", "filters", "alpha", "playground", "page")
 LIVE = "; connect-src 'self'"
 # Without an icon, browsers request one from the server.
 ICON = (
@@ -45,8 +50,21 @@ PAGE = """<!DOCTYPE html>
 """
 
 
-def make_page(data: Mapping[str, Any], *, is_live: bool = False) -> str:
-    """The page for the `data` of :func:`powergrad.lab.report.collect.collect`."""
+def make_data(studies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The data of the page, which its script shows."""
+    defaults = {"words": [], "alone": False}
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "studies": list(studies),
+        "glossary": [{**defaults, **term} for term in yaml.safe_load(_asset("glossary.yaml"))],
+    }
+
+
+def make_page(data: Mapping[str, Any]) -> str:
+    """The page; with the key ``live`` in `data`, it keeps itself up to date."""
+    is_live = "live" in data
     scripts = (*SCRIPTS[:-1], "live", SCRIPTS[-1]) if is_live else SCRIPTS
     style, script = _asset("page.css"), "".join(_asset(f"{name}.js") for name in scripts)
     policy = (
