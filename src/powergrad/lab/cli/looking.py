@@ -11,7 +11,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from powergrad.lab.report import write_report
-from powergrad.lab.report.serving import LiveServer, LiveStudy
+from powergrad.lab.report.serving import LiveServer
 from powergrad.lab.study.saving import FILE
 from powergrad.lab.terminal import show_study
 from powergrad.monitor import Recording, Thresholds, census
@@ -93,16 +93,15 @@ def watch(
     """
     if not 0 <= port < 65536:
         raise ValueError(f"Expected --port to be from 0 to 65535, but got {port}.")
-    live = LiveStudy(folder)
     try:
-        server = LiveServer(live, port)
+        server = LiveServer(folder, port)
     except OSError as error:
         raise ValueError(
             f"Expected --port {port} to be free, but got: {error.strerror}; --port 0 chooses a "
             "free one."
         ) from None
     with server:
-        print(f"{live.folder} at {server.url} (Ctrl-C stops; the study continues)", flush=True)
+        print(f"{folder} at {server.url} (Ctrl-C stops; the study continues)", flush=True)
         has_screen = sys.platform == "darwin" or bool(
             os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
         )

@@ -1,9 +1,8 @@
-"""What the page reads from the folder of a run: curves, test outputs, classes, environment."""
+"""What the page reads from the folder of a run: curves, test outputs and classes."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,18 +33,15 @@ def try_read(read: Callable[[], T], otherwise: T, notes: list[str]) -> T:
         return otherwise
 
 
-def read_curve(path: Path, notes: list[str]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    """The non-empty columns of metrics.csv, thinned out, with six digits; and its last row."""
+def read_curve(path: Path, notes: list[str]) -> dict[str, list[float | None]]:
+    """The non-empty columns of metrics.csv, thinned out, with six digits."""
     rows = try_read(Run(path).metrics, [], notes)
-    if not rows:
-        return {}, {}
-    kept = [rows[place] for place in evenly_spaced(len(rows), ROWS)]
-    curve = {
+    kept = [rows[place] for place in evenly_spaced(len(rows), ROWS)] if rows else []
+    return {
         name: [_six_digits(row.get(name)) for row in kept]
         for name in COLUMNS
         if any(row.get(name) is not None for row in kept)
     }
-    return curve, dict(rows[-1])
 
 
 def describe_outputs(
@@ -120,18 +116,6 @@ def read_classes(paths: Iterable[Path], notes: list[str]) -> list[str] | None:
             names = try_read(lambda read=read: json.loads(read("utf-8")), None, notes)
             return None if names is None else [str(name) for name in names]
     return None
-
-
-def describe_environments(paths: Iterable[Path], notes: list[str]) -> list[dict[str, Any]]:
-    """The distinct machines and versions of the runs."""
-    counts: Counter[str] = Counter()
-    for path in paths:
-        environment = try_read(Run(path).environment, {}, notes)
-        for name in ("format", "seed", "time", "command", "resumed"):
-            environment.pop(name, None)
-        if environment:
-            counts[json.dumps(environment)] += 1
-    return [{"runs": count, **json.loads(text)} for text, count in counts.most_common()]
 
 
 def _six_digits(value: float | None) -> float | None:

@@ -19,35 +19,6 @@ from powergrad.lab.files import json_safe
 FORMAT = 1  # of the data
 SCRIPTS = ("elements", "terms", "charts", "study", "filters", "alpha", "playground", "page")
 LIVE = "; connect-src 'self'"
-# Without an icon, browsers request one from the server.
-ICON = (
-    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
-    "%3Crect width='16' height='16' rx='3' fill='%230072b2'/%3E%3Cpath d='M2.5 13C9 13 5 4 13.5 3'"
-    " fill='none' stroke='%23fff' stroke-width='2'/%3E%3C/svg%3E"
-)
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta name="generator" content="powergrad {version}">
-<meta name="referrer" content="no-referrer">
-<title>{title}</title>
-<link rel="icon" href="{icon}">
-<style>{style}</style>
-</head>
-<body>
-<a class="skip" href="#main">Skip to the content</a>
-<main id="main"><noscript>
-{without_script}
-</noscript></main>
-<script type="application/json" id="data">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
 
 
 def make_data(studies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -71,11 +42,10 @@ def make_page(data: Mapping[str, Any]) -> str:
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         f"img-src data:; base-uri 'none'; form-action 'none'{LIVE if is_live else ''}"
     )
-    return PAGE.format(
+    return _asset("page.html").format(
         policy=policy,
         version=html.escape(data["version"]),
         title=html.escape(" · ".join(study["name"] for study in data["studies"])),
-        icon=html.escape(ICON),
         style=style,
         without_script=_without_script(data),
         data=as_json(data),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
+import os
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,10 +16,10 @@ from typing import Any
 from typing_extensions import override
 
 from powergrad.lab.files import json_safe
-from powergrad.lab.report.content import describe_study
+from powergrad.lab.report.content import describe_study, open_arms, planned_runs
 from powergrad.lab.report.curves import UNREADABLE
 from powergrad.lab.report.page import make_data, make_page
-from powergrad.lab.study import Results, Study, load_study
+from powergrad.lab.study import Study, load_study
 from powergrad.lab.study.saving import FILE
 from powergrad.lab.words import duration
 
@@ -39,98 +37,47 @@ HTML, JSON, TEXT = (
     f"{kind}; charset=utf-8" for kind in ("text/html", "application/json", "text/plain")
 )
 
-SHOWN = 60  # the maximal number of unfinished runs to list
-STATES = ("running", "failed", "waiting")
 SILENT = 60  # after this many seconds without an update, no run counts as running
 TAIL = 2000  # bytes of the output of a running program to show
 
 
-# The page -----------------------------------------------------------------------------------------
+def make_live_data(folder: Path) -> dict[str, Any]:
+    """The data of the page of a study that may be running."""
+    progress, results = read_progress(folder), load_study(folder)
+    content = describe_study(results, {run["name"]: run["state"] for run in progress["runs"]})
+    study, is_finished = results.study, True
+    if study is not None and (open_arms(results) if study.finals else planned_runs(results)):
+        is_finished = False
+        content |= {"provisional": _describe_provisional(study), "advice": []}
+    return {**make_data([content]), "live": {**progress, "is_finished": is_finished}}
 
 
-class LiveStudy:
-    """Reads the folder of a study while other processes write to it."""
-
-    def __init__(self, folder: Path) -> None:
-        load_study(folder)  # raises if there is none
-        self.folder = folder
-        self.lock = threading.Lock()  # torch and its number of threads are shared
-        self.version, self.is_finished = "", False
-
-    def page(self) -> str:
-        """The complete page."""
-        return make_page(self.data())
-
-    def data(self) -> dict[str, Any]:
-        """The current data of the page."""
-        with self.lock:
-            results, progress, runs = load_study(self.folder), self.progress(), self._runs()[0]
-            states = {name: run["state"] for name, run in runs.items()}
-            study = describe_study(results, states)
-        if progress["state"] != "finished" and results.study is not None:
-            study |= {"provisional": _describe_provisional(results.study), "advice": []}
-        return {**make_data([study]), "live": progress}
-
-    def progress(self) -> dict[str, Any]:
-        """The progress of the runs and a version of the data, which the page polls."""
-        runs, left = self._runs()
-        version = self._version(runs)
-        if version != self.version:  # nothing else can end a study
-            self.is_finished = _is_finished(load_study(self.folder))
-            self.version = version
-        counts = Counter(run["state"] for run in runs.values())
-        unfinished = [{"name": n, **run} for n, run in runs.items() if run["state"] in STATES]
-        unfinished.sort(key=lambda run: STATES.index(run["state"]))
-        state = "running" if counts["running"] else "idle"
-        return {
-            "version": version,
-            "state": "finished" if self.is_finished else state,
-            "sentence": _describe_progress(counts, left),
-            "finished": counts["finished"],
-            "total": len(runs),
-            "runs": unfinished[:SHOWN],
-            "more": max(0, len(unfinished) - SHOWN),
-        }
-
-    def _runs(self) -> tuple[dict[str, dict[str, Any]], float | None]:
-        """The state of every run in progress.json, and the estimated time that is left."""
-        path = self.folder / "progress.json"
-        progress = json.loads(path.read_bytes()) if path.is_file() else {"runs": {}, "updated": 0}
-        is_silent = time.time() - progress["updated"] > SILENT  # its process was killed
-        runs = {}
-        for name, run in progress["runs"].items():
-            state = {"done": "finished"}.get(run["state"], run["state"])
-            state = "waiting" if state == "running" and is_silent else state
-            note = run.get("reason") or (self._output(name) if state == "running" else "")
-            runs[name] = {"state": state, "done": run["done"], "note": note}
-        return runs, progress.get("left")
-
-    def _output(self, name: str) -> str:
-        """The last lines that the program of a run has written."""
-        with contextlib.suppress(OSError), open(self.folder / name / "output.txt", "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL))
-            text = file.read().decode("utf-8", "replace")
-            return text if file.tell() <= TAIL else text.partition("\n")[2]
-        return ""
-
-    def _version(self, runs: Mapping[str, Mapping[str, Any]]) -> str:
-        """A string that changes when the page has new data besides progress."""
-        study = (self.folder / FILE).stat()
-        parts = [f"{study.st_mtime_ns} {study.st_size}"]
-        parts += [f"{n} {run['state']}" for n, run in runs.items() if run["state"] == "failed"]
-        parts += sorted(path.parent.name for path in self.folder.glob("*/result.json"))
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+def read_progress(folder: Path) -> dict[str, Any]:
+    """The state of every run, and a version of study.json; the page asks for both regularly."""
+    path = folder / "progress.json"
+    progress = json.loads(path.read_bytes()) if path.is_file() else {"runs": {}, "updated": 0}
+    is_silent = time.time() - progress["updated"] > SILENT  # its process was killed
+    runs = []
+    for name, run in progress["runs"].items():
+        state = "waiting" if run["state"] == "running" and is_silent else run["state"]
+        note = run.get("reason") or (_read_output(folder / name) if state == "running" else "")
+        runs.append({"name": name, "state": state, "done": run["done"], "note": note})
+    left = progress.get("left")
+    return {
+        "version": str((folder / FILE).stat().st_mtime_ns),
+        "left": None if left is None else duration(left),
+        "runs": runs,
+    }
 
 
-def _is_finished(results: Results) -> bool:
-    """Whether every arm is settled, or has all its runs."""
-    study, usable = results.study, results.comparable()
-    if study is None:
-        return True
-    if usable is None:  # one arm, or one run each
-        return not study.finals and len(results.rows) == len(study.arms) * len(study.seeds)
-    is_complete = set(usable.arms) == set(study.arms)
-    return is_complete and not any(comparison.is_open for comparison in usable.comparisons)
+def _read_output(folder: Path) -> str:
+    """The last lines that the program of a run has written."""
+    with contextlib.suppress(OSError), open(folder / "output.txt", "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL))
+        text = file.read(TAIL).decode("utf-8", "replace")
+        return text if size <= TAIL else text.partition("\n")[2]
+    return ""
 
 
 def _describe_provisional(study: Study) -> str:
@@ -147,20 +94,6 @@ def _describe_provisional(study: Study) -> str:
     )
 
 
-def _describe_progress(counts: Mapping[str, int], left: float | None) -> str:
-    """A sentence with the number of runs per state and the remaining time."""
-    total = sum(counts.values())
-    if not total:
-        return "No run has been started yet."
-    parts = [f"{counts['finished']} of {total} runs are finished"]
-    parts += [f"{counts[state]} {state}" for state in STATES if counts[state]]
-    if counts["running"] and left is not None:
-        parts.append(f"about {duration(left)} left")
-    if not counts["running"] and counts["finished"] < total:
-        return f"{', '.join(parts)}. No run is in progress: the same command continues the study."
-    return f"{', '.join(parts)}."
-
-
 # The server ---------------------------------------------------------------------------------------
 
 
@@ -169,8 +102,10 @@ class LiveServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, live: LiveStudy, port: int = 0) -> None:
-        self.live = live
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        load_study(folder)  # raises if there is none
+        self.folder = folder
+        self.lock = threading.Lock()  # one answer at a time
         super().__init__((ADDRESS, port), _Handler)
 
     @property
@@ -191,11 +126,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with the page, its data, or its progress."""
-        live = self.server.live
+        folder = self.server.folder
         answers = {
-            "/": (HTML, live.page),
-            "/data.json": (JSON, lambda: json.dumps(json_safe(live.data()))),
-            "/progress.json": (JSON, lambda: json.dumps(json_safe(live.progress()))),
+            "/": (HTML, lambda: make_page(make_live_data(folder))),
+            "/data.json": (JSON, lambda: json.dumps(json_safe(make_live_data(folder)))),
+            "/progress.json": (JSON, lambda: json.dumps(json_safe(read_progress(folder)))),
         }
         if self.headers.get("Host", "").partition(":")[0] not in HOSTS:
             self._answer(HTTPStatus.FORBIDDEN, TEXT, "Expected a request to this machine.\n")
@@ -204,7 +139,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             kind, make = answers[self.path]
             try:
-                text = make()
+                with self.server.lock:
+                    text = make()
             except UNREADABLE as error:  # a file is being written; the next request can read it
                 self._answer(HTTPStatus.SERVICE_UNAVAILABLE, TEXT, f"{error}\n", Refresh="2")
             else:
