@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         from powergrad.lab.cli.common import explain
 
-        message = None if os.environ.get("POWERGRAD_DEBUG") else explain(error, tokens)
+        message = None if os.environ.get("POWERGRAD_DEBUG") else explain(error)
         if message is None:
             raise
         print(f"powergrad: {message}", file=sys.stderr)
