@@ -27,8 +27,9 @@ STEPS = 12
 
 
 def study_of(arms: dict[str, Any] = ARMS, *looks: int, **options: Any) -> Study:
-    base, kind = options.pop("base", RECIPE), options.pop("kind", "compare")
-    return Study(kind, RecipeProgram(base=base), arms, Design(looks or (2,)), **options)
+    """A study with some looks, of the recipe `base` or of a `program`."""
+    program = options.pop("program", None) or RecipeProgram(base=options.pop("base", RECIPE))
+    return Study(options.pop("kind", "compare"), program, arms, Design(looks or (2,)), **options)
 
 
 def write_run(folder: Path, recipe: Recipe, accuracy: float, epochs: int = 3) -> Result:
