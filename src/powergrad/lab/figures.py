@@ -66,23 +66,17 @@ def study_figure(results: Results) -> Any:
             low, high = comparison.interval
             right.plot([low, high], [place, place], color=colour, lw=2.5)
             right.plot([comparison.difference], [place], "o", color=colour)
-            right.annotate(
-                f" {comparison.verdict}",
-                (high if math.isfinite(high) else comparison.difference, place),
-                va="center",
-                fontsize=8,
-            )
+            end = high if math.isfinite(high) else comparison.difference
+            right.annotate(f" {comparison.verdict}", (end, place), va="center", fontsize=8)
     right.axvline(0, color="0.4", lw=1)
     right.axvspan(-results.margin, results.margin, color="0.9", zorder=0)
     left.set_yticks(range(len(arms)), [_literal(arm) for arm in arms])
-    left.invert_yaxis()
     left.set_xlabel(_label(results.metric))
     left.set_title("every run, and the mean", fontsize=10)
     right.set_xlabel(f"difference from {_literal(results.baseline)}")
     right.set_title("mean and 95% interval; grey: the margin", fontsize=10)
     right.margins(x=0.25)
-    for axes in (left, right):
-        axes.set_ylim(len(arms) - 0.5, -0.5)
+    left.set_ylim(len(arms) - 0.5, -0.5)
     return figure
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from powergrad.lab.runs import Job
 from powergrad.lab.runs.pool import Snapshot
-from powergrad.lab.stats import Comparison, Plan, signed, span
+from powergrad.lab.stats import Plan, signed, span
 from powergrad.lab.study import Results, load_study
 from powergrad.lab.study.metrics import metric_names
 from powergrad.lab.study.notes import advice, notes, verdict
@@ -47,9 +47,10 @@ class Watch:
 
     def __call__(self, snapshot: Snapshot) -> None:
         """Show `snapshot`."""
-        for name in snapshot.failed.keys() - self.failed:
-            self.console.print(f"{name}: {snapshot.failed[name]}", markup=False, highlight=False)
-        self.failed |= snapshot.failed.keys()
+        for name, reason in snapshot.failed.items():
+            if name not in self.failed:
+                self.console.print(f"{name}: {reason}", markup=False, highlight=False)
+        self.failed = set(snapshot.failed)
         left = "" if snapshot.left is None else f", {duration(snapshot.left)} left"
         runs = f"{len(snapshot.results)} of {len(self.jobs)} runs"
         title = f"{self.title}: {runs}, {duration(snapshot.seconds)}{left}"
@@ -60,9 +61,8 @@ class Watch:
             print(title, file=sys.stderr, flush=True)
 
     def _table(self, title: str, snapshot: Snapshot) -> Table:
-        table = Table(title=Text(title), title_justify="left")
-        for heading in ("arm", "runs", "", self.metric.replace("_", " ")):
-            table.add_column(heading, justify="left" if heading in ("arm", "") else "right")
+        table = _table("arm", "runs", "", self.metric.replace("_", " "))
+        table.title, table.title_justify = Text(title), "left"
         for arm in dict.fromkeys(arm for arm, _ in self.jobs):
             names = [job.name for (job_arm, _), job in self.jobs.items() if job_arm == arm]
             done = [snapshot.results[name] for name in names if name in snapshot.results]
@@ -152,15 +152,20 @@ def show_plan(plan: Plan) -> None:
 def compared_cells(results: Results) -> list[list[str]]:
     """The headings and, per arm, the number of units, the mean, and the comparison."""
     is_ours = results.study is not None and not results.study.program.is_foreign
-    metric = results.metric.name
-    name = "test" if metric == "test_accuracy" else metric
+    name, digits = results.metric.name, _digits(results)
+    name = "test" if name == "test_accuracy" else name
     train = ["train"] if is_ours else []
     rows = [["arm", "n", *train, name, "difference", "95% interval", "p", "verdict"]]
     for arm in results.arms:
         count, spread = _spread(results, arm)
         train = [_number(results.mean(arm, "train_accuracy"), 2)] if is_ours else []
-        difference = _difference(results.comparison(arm), _digits(results))
-        rows.append([arm, count, *train, spread, *difference])
+        cells = [""] * 4
+        if comparison := results.comparison(arm):
+            p = f"{comparison.p:.3f}" if comparison.p >= 0.0005 else "<0.001"
+            p = p if all(map(math.isfinite, comparison.interval)) else "-"
+            cells = [signed(comparison.difference, digits), span(comparison.interval, digits)]
+            cells += [p, comparison.verdict]
+        rows.append([arm, count, *train, spread, *cells])
     return rows
 
 
@@ -230,18 +235,6 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
-def _difference(comparison: Comparison | None, digits: int) -> list[str]:
-    if comparison is None:
-        return ["", "", "", ""]
-    p = f"{comparison.p:.3f}" if comparison.p >= 0.0005 else "<0.001"
-    return [
-        signed(comparison.difference, digits),
-        span(comparison.interval, digits),
-        p if all(map(math.isfinite, comparison.interval)) else "-",
-        comparison.verdict,
-    ]
-
-
 def _number(value: float, digits: int) -> str:
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
@@ -257,8 +250,7 @@ def chart(results: Results, width: int = 60) -> str:
     def at(value: float) -> int:
         return round((min(max(value, low), high) - low) / (high - low) * (width - 1))
 
-    names = max(len(c.arm) for c in comparisons)
-    unit = results.metric.unit
+    names, unit = max(len(c.arm) for c in comparisons), results.metric.unit
     lines = [f"difference from {results.baseline}, {unit} (● mean, ━ 95% interval)"]
     for comparison in comparisons:
         cells = [" "] * width
@@ -267,8 +259,7 @@ def chart(results: Results, width: int = 60) -> str:
         for place in range(first, last + 1):
             cells[place] = "┿" if place == at(0) else "━"
         cells[at(comparison.difference)] = "●"
-        line = "".join(cells)
         difference = signed(comparison.difference, _digits(results))
-        lines.append(f"{comparison.arm:>{names}} {line} {difference}")
+        lines.append(f"{comparison.arm:>{names}} {''.join(cells)} {difference}")
     lines.append(" " * (names + 1 + at(0)) + "0")
     return "\n".join(lines)

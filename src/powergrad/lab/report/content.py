@@ -72,6 +72,11 @@ def describe_study(results: Results, states: Mapping[str, str] | None = None) ->
         }
     runs = f"{len(results.rows)} runs{f' of {source.file}' if source else ''}"
     name = source.file if source else "runs"
+    recipe = ""
+    if study is not None:
+        hidden = {"fingerprint": True, "base": {"seed"}}
+        program = study.program.public().model_dump(mode="json", exclude=hidden)
+        recipe = yaml.safe_dump(program.get("base", program), sort_keys=False, allow_unicode=True)
     return {
         **content,
         "name": results.folder.resolve().name if results.folder else name,
@@ -83,19 +88,8 @@ def describe_study(results: Results, states: Mapping[str, str] | None = None) ->
         "notes": [hide_folders(note) for note in (*notes, *conclusions["notes"])],
         "decomposition": parts,
         "source": {"file": source.file, **source.columns} if source else None,
-        "recipe": _describe_program(results),
+        "recipe": recipe,
     }
-
-
-def _describe_program(results: Results) -> str:
-    """The recipe or the program of a study, as YAML."""
-    if results.study is None:
-        return ""
-    program = results.study.program.public()
-    values = program.model_dump(mode="json", exclude={"fingerprint"})
-    if isinstance(program, RecipeProgram):
-        values = program.base.model_dump(mode="json", exclude={"seed"})
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def _describe_results(

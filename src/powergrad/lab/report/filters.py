@@ -104,23 +104,12 @@ def _encode(recording: Recording, counts: Census, points: int) -> dict[str, Any]
 
 
 def evenly_spaced(count: int, most: int) -> list[int]:
-    """Up to `most` evenly spaced indices of `count`, including the first and the last.
-
-    Example:
-        >>> evenly_spaced(10, 4), evenly_spaced(3, 4)
-        ([0, 3, 6, 9], [0, 1, 2])
-    """
+    """Up to `most` evenly spaced indices of `count`, including the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
 
 
 def quantise(values: NDArray[np.float32]) -> tuple[NDArray[np.uint8], float, float]:
-    """Norms as bytes, and the norms represented by the bytes 1 and 254.
-
-    Example:
-        >>> codes, low, high = quantise(np.float32([0.0, 0.5, 2.0, np.nan]))
-        >>> codes, low, high
-        (array([  0,   1, 254, 255], dtype=uint8), 0.5, 2.0)
-    """
+    """Norms as bytes, and the norms represented by the bytes 1 and 254."""
     finite = np.isfinite(values)
     high = float(values.max(where=finite, initial=0.0))
     shown = finite & (values > FLOOR * high)

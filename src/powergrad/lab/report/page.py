@@ -54,16 +54,9 @@ def make_page(data: Mapping[str, Any]) -> str:
 
 
 def as_json(value: Any) -> str:
-    r"""`value` as JSON for a script element; NaN and infinity become null.
-
-    An HTML parser would end the element at ``</script``, so ``<``, ``>`` and ``&`` are escaped as
-    ``\u003c`` and so on, and so are the two line separators that old JavaScript does not accept.
-
-    Example:
-        >>> as_json({"arm": "</script>", "loss": float("nan")})
-        '{"arm":"\\u003c/script\\u003e","loss":null}'
-    """
+    """`value` as JSON for a script element; NaN and infinity become null."""
     text = json.dumps(json_safe(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # An HTML parser ends the element at `</script`; old JavaScript rejects the line separators.
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
