@@ -34,7 +34,8 @@ def study_of(arms: dict[str, Any] = ARMS, *looks: int, **options: Any) -> Study:
 
 def write_run(folder: Path, recipe: Recipe, accuracy: float, epochs: int = 3) -> Result:
     """The files of a finished run, without outputs of the test set and norms."""
-    run, row = Run(folder), {}
+    run = Run(folder)
+    row: dict[str, float | None] = {}
     with run.open(recipe):
         run.cut_metrics(0)
         for epoch in range(1, epochs + 1):
