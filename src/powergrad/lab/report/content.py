@@ -22,34 +22,25 @@ from powergrad.lab.trainer.recipe import Recipe, flatten
 from powergrad.lab.trainer.run_folder import Run, RunError
 from powergrad.lab.words import hide_folders, short_key, spans
 
-NO_VERDICT = {
-    "verdict": "No verdict yet: too few runs are finished.",
-    **{key: [] for key in ("notes", "advice", "comparisons")},
-}
-NO_RESULT = ("missing", "unfinished")  # without and with a folder
+NO_VERDICT = {"verdict": "No verdict yet: too few runs are finished.", "notes": [], "advice": []}
 
 
 def describe_sources(sources: Sequence[Path | Results]) -> list[dict[str, Any]]:
     """The studies of the page: results, folders of studies, and single runs together."""
     studies = [source for source in sources if isinstance(source, Results)]
-    runs: dict[Path, None] = {}
-    for source in sources:
-        if isinstance(source, Results):
-            continue
-        below = sorted(source.iterdir()) if source.is_dir() else []
-        found = _sources_among([source]) or _sources_among(below)
-        if not found:
-            raise RunError(
-                f"Expected {str(source)!r} to be the folder of a run or a study, but got neither."
-            )
-        studies += [load_study(folder) for folder in found if (folder / FILE).is_file()]
-        runs |= {folder: None for folder in found if not (folder / FILE).is_file()}
-    return [*map(describe_study, studies), *([_describe_single_runs([*runs])] if runs else [])]
+    folders = [folder for s in sources if not isinstance(s, Results) for folder in _find(s)]
+    studies += [load_study(folder) for folder in folders if (folder / FILE).is_file()]
+    runs = [*dict.fromkeys(folder for folder in folders if not (folder / FILE).is_file())]
+    return [*map(describe_study, studies), *([_describe_single_runs(runs)] if runs else [])]
 
 
-def _sources_among(folders: Sequence[Path]) -> list[Path]:
+def _find(path: Path) -> list[Path]:
+    """The run or study in the folder `path`, or those directly below it."""
     files = (FILE, "config.yaml")
-    return [folder for folder in folders if any((folder / file).is_file() for file in files)]
+    for folders in ([path], sorted(path.iterdir()) if path.is_dir() else []):
+        if found := [f for f in folders if any((f / file).is_file() for file in files)]:
+            return found
+    raise RunError(f"Expected {str(path)!r} to be the folder of a run or a study, but got neither.")
 
 
 # Studies ------------------------------------------------------------------------------------------
@@ -83,7 +74,7 @@ def describe_study(results: Results, states: Mapping[str, str] | None = None) ->
         "kind": study.kind if study else "compare",
         "what": study.program.title if study else runs,
         "headline": conclusions["verdict"],
-        "comparisons": conclusions["comparisons"],
+        "comparisons": conclusions.get("comparisons", []),
         "advice": conclusions["advice"],
         "notes": [hide_folders(note) for note in (*notes, *conclusions["notes"])],
         "decomposition": parts,
@@ -113,7 +104,8 @@ def _describe_results(
         curve = read_curve(path, notes) if path else {}
         status, note = _outcome(row, results.metric.name)
         if not status:
-            status = states.get(row.run, "planned") if states is not None else NO_RESULT[bool(path)]
+            status = "unfinished" if path else "missing"
+            status = status if states is None else states.get(row.run, "planned")
             note = f"at epoch {curve['epoch'][-1]:g}" if "epoch" in curve else "no result"
         alpha = row.about.get("alpha")
         if alpha is None and study is not None:
@@ -137,10 +129,11 @@ def _describe_results(
             }
         )
     outputs = {arm: describe_outputs(finished[arm], notes) for arm in arms}
-    lacking = {arm: [r["seed"] for r in runs[arm] if r["status"] in NO_RESULT] for arm in arms}
+    no_result = ("missing", "unfinished")
+    lacking = {arm: [r["seed"] for r in runs[arm] if r["status"] in no_result] for arm in arms}
     listed = ", ".join(f"{arm} (seed {spans(seeds)})" for arm, seeds in lacking.items() if seeds)
     notes += [*([f"Runs without a result: {listed}."] if listed else []), *faults]
-    hidden = ("format", "seed", "time", "command", "resumed", "data")
+    hidden = ("format", "seed", "time", "command", "resumed")
     return {
         "metric": results.metric.name,
         "words": results.metric.unit,
