@@ -31,21 +31,13 @@ FENCE = re.compile(
 
 
 class Block(NamedTuple):
-    """A fenced block of a page.
-
-    Attributes:
-        language: What is written after the fence.
-        code: What is in it.
-        line: Its first line in the page, from 0.
-        needs: The library it needs beyond those of `make test`.
-        output: What it prints, where the page says so.
-    """
+    """A fenced block of a page."""
 
     language: str
     code: str
-    line: int
-    needs: str | None
-    output: str | None
+    line: int  # its first line in the page, from 0
+    needs: str | None  # the library that it needs beyond those of `make test`
+    output: str | None  # what it prints, if the page says so
 
 
 def name_of(page: Path) -> str:
@@ -74,20 +66,7 @@ NEEDED = [
 
 
 def run(text: str, name: str, needs: str | None = None, **given: Any) -> int:
-    """Run the blocks of a page that need a library, or none, in one namespace.
-
-    Args:
-        text: The page.
-        name: What tracebacks call it.
-        needs: The library.
-        given: What else the blocks find there.
-
-    Returns:
-        How many there were.
-
-    Raises:
-        AssertionError: If one prints something else than the page says.
-    """
+    """Run the blocks of a page that need a library, or none, in one namespace; count them."""
     namespace = {**a_training(), **given}
     chosen = [b for b in blocks_of(text) if b.language == "python" and b.needs == needs]
     for block in chosen:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_study import small
 
+from powergrad.lab.report import write_report
+
+__all__ = ["small"]  # a fixture
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ARTIFACTS = ROOT / "test-artifacts"
@@ -25,16 +28,9 @@ SECTIONS = ("Verdict", "Numbers", "Curves", "Filter norms", "Playground", "Prove
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a small comparison, tuned in every repeat, so that it has every section."""
-    folder = tmp_path_factory.mktemp("browsers")
-    options = ["--arms", "baseline,pgt", "--tune", "lr=0.006:0.4", "--trials", "2"]
-    options += ["--repeats", "6", "--seeds", "1", "--train.epochs", "2", "--data.limit", "200"]
-    options += ["--schedule.warmup_epochs", "0.5", "--out", str(folder), "--name", "small"]
-    command = [sys.executable, "-m", "powergrad", "compare", "digits", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return folder / "small" / "report.html"
+def report(small: Path) -> Path:
+    """The page of a small comparison, which has every section."""
+    return write_report([small], small / "report.html")
 
 
 def inspect(browser: str, *pages: Path) -> dict[str, Any]:
@@ -50,7 +46,7 @@ def inspect(browser: str, *pages: Path) -> dict[str, Any]:
 
 
 def serious(violations: list[dict[str, Any]]) -> list[str]:
-    """The violations that keep somebody from using a page."""
+    """The violations that prevent somebody from using a page."""
     return [
         f"{found['id']} ({found['impact']}): {found['help']}: {found['nodes']}"
         for found in violations

@@ -1,17 +1,24 @@
-"""`powergrad inspect`: the census of a recording or a checkpoint, on the terminal and as CSV."""
+"""`powergrad inspect`: the census of a recording or a checkpoint, and the contents of a study."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_study import small
 from torch import nn
 from torch.nn import functional as F
 
 import powergrad_cli
+from powergrad.lab.study import load
+from powergrad.lab.study.notes import verdict
+from powergrad.lab.study.saving import compare_rows, save
 from powergrad.monitor import FilterMonitor, census
+
+__all__ = ["small"]  # a fixture
 
 
 def inspect(*tokens: object) -> int:
@@ -28,7 +35,7 @@ def save_layer(path: Path, norms: list[float]) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run's folder in which one filter dies, and another dies and comes back."""
+    """The folder of a run in which one filter dies, and another dies and revives."""
     layer = nn.Linear(50, 4)
     with FilterMonitor(layer, tmp_path / "norms", every=1) as monitor, torch.no_grad():
         monitor.step(0)
@@ -66,13 +73,13 @@ def test_a_checkpoint_with_a_start_or_another_threshold(
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (["nowhere.pt"], "got no such file"),
-        (["."], "to hold a recording"),
-        (["text.pt"], "to be a checkpoint"),
-        (["one.pt", "--start", "2"], "`--start` to be in [0, 1), but got 2.0"),
+        (["nowhere.pt"], "nowhere.pt"),
+        (["."], "recording"),
+        (["text.pt"], "checkpoint"),
+        (["one.pt", "--start", "2"], "start"),
         (["one.pt", "--patience", "many"], "many"),
-        (["one.pt", "--initial", "nowhere.pt"], "got no such file"),
-        (["one.pt", "--csv", "no/x.csv"], "No such file"),
+        (["one.pt", "--initial", "nowhere.pt"], "nowhere.pt"),
+        (["one.pt", "--csv", "no/x.csv"], "no/x.csv"),
     ],
 )
 def test_errors_name_the_cause(
@@ -85,3 +92,19 @@ def test_errors_name_the_cause(
     printed = capsys.readouterr()
     assert message in printed.err + printed.out
     assert "Traceback" not in printed.err
+
+
+def test_study_of_runs_and_study_of_a_table(small: Path, tmp_path: Path, capsys: Any) -> None:
+    assert inspect(small) == 0
+    printed = capsys.readouterr().out
+    assert verdict(load(small)) in printed
+    assert re.search(r"baseline +2 +0-1 .* 0\.5 \(0 to 1\) +12 +0", printed)  # dead filters
+    assert inspect(small, "--csv", tmp_path / "x.csv") == 2
+    assert "--csv" in capsys.readouterr().err
+    table = tmp_path / "mine.csv"
+    rows = [f"{arm},{seed},{80 + seed}\n" for arm in "ab" for seed in range(6)]
+    table.write_text("arm,seed,acc\n" + "".join(rows))
+    results = compare_rows(table)
+    save(results, tmp_path)
+    assert inspect(tmp_path) == 0
+    assert verdict(results) in capsys.readouterr().out

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import weakref
@@ -25,12 +23,12 @@ from powergrad.lab.runs import FunctionProgram
 from powergrad.lab.runs.devices import default_workers, visible_devices, worker_environments
 from powergrad.lab.runs.pool import InlinePool, Pool
 from powergrad.lab.signals import Interrupted
-from powergrad.lab.stats import Comparison, Design, parse_runs, signed, span
+from powergrad.lab.stats import Comparison, Design, parse_runs
 from powergrad.lab.study import Execution, Metric, Results, Study, run_study, save
 from powergrad.lab.study.execute import run_first
 from powergrad.lab.study.metrics import choose_metric
 from powergrad.lab.study.notes import notes, verdict
-from powergrad.lab.terminal import Watch, describe_results
+from powergrad.lab.terminal import Watch, compared_cells, describe_results
 
 WORKER = "POWERGRAD_WORKER"  # set in processes that import `train`
 
@@ -61,22 +59,11 @@ class Compared:
 
     def _repr_html_(self) -> str:
         """The table and the verdict, for notebooks."""
-        results = self.results
-        heads = ("arm", "runs", results.metric.name, "difference", "95% interval", "verdict")
+        heads, *rows = compared_cells(self.results)
         lines = ["".join(f"<th>{html.escape(head)}</th>" for head in heads)]
-        for arm in results.arms:
-            values = list(results.units(arm).values())
-            spread = f" ± {statistics.stdev(values):.3g}" if len(values) > 1 else ""
-            mean = results.mean(arm)
-            cells = [arm, str(len(values)), "-" if math.isnan(mean) else f"{mean:.5g}{spread}"]
-            if comparison := results.comparison(arm):
-                cells += [signed(comparison.difference, 3), span(comparison.interval, 3)]
-                cells.append(comparison.verdict)
-            else:
-                cells += ["", "", ""]
-            lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+        lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
         table = "".join(f"<tr>{line}</tr>" for line in lines)
-        texts = [self.verdict, *(c.sentence for c in self.comparisons), *notes(results)]
+        texts = [self.verdict, *(c.sentence for c in self.comparisons), *notes(self.results)]
         paragraphs = "".join(f"<p>{html.escape(text)}</p>" for text in texts)
         return f"<table>{table}</table>{paragraphs}"
 

@@ -34,7 +34,12 @@ def draw_study(results: Results, path: Path, note: str = "") -> None:
     arms = results.study.arms.values() if results.study else ()
     is_whole = all(changes.keys() >= set(keys) for changes in arms)  # a single grid
     is_line = results.grid is not None and results.grid.is_numeric and is_whole
-    save((sweep_figure if is_line else study_figure)(results, note), path)
+    figure = (sweep_figure if is_line else study_figure)(results)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    if note:
+        figure.supxlabel(_literal(note), fontsize=7, color="0.4")
+    save(figure, path)
 
 
 def _label(metric: Metric) -> str:
@@ -46,7 +51,7 @@ def _literal(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def study_figure(results: Results, note: str = "") -> Any:
+def study_figure(results: Results) -> Any:
     """The runs of each arm, and the differences from the baseline with their intervals."""
     arms = results.arms
     figure, (left, right) = plt.subplots(
@@ -61,30 +66,21 @@ def study_figure(results: Results, note: str = "") -> Any:
             low, high = comparison.interval
             right.plot([low, high], [place, place], color=colour, lw=2.5)
             right.plot([comparison.difference], [place], "o", color=colour)
-            right.annotate(
-                f" {comparison.verdict}",
-                (high if math.isfinite(high) else comparison.difference, place),
-                va="center",
-                fontsize=8,
-            )
+            end = high if math.isfinite(high) else comparison.difference
+            right.annotate(f" {comparison.verdict}", (end, place), va="center", fontsize=8)
     right.axvline(0, color="0.4", lw=1)
     right.axvspan(-results.margin, results.margin, color="0.9", zorder=0)
     left.set_yticks(range(len(arms)), [_literal(arm) for arm in arms])
-    left.invert_yaxis()
     left.set_xlabel(_label(results.metric))
     left.set_title("every run, and the mean", fontsize=10)
     right.set_xlabel(f"difference from {_literal(results.baseline)}")
     right.set_title("mean and 95% interval; grey: the margin", fontsize=10)
     right.margins(x=0.25)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_ylim(len(arms) - 0.5, -0.5)
-    if note:
-        figure.supxlabel(_literal(note), fontsize=7, color="0.4")
+    left.set_ylim(len(arms) - 0.5, -0.5)
     return figure
 
 
-def sweep_figure(results: Results, note: str = "") -> Any:
+def sweep_figure(results: Results) -> Any:
     """The metric over the first key of a grid, with one line per combination of the other keys."""
     assert results.study is not None
     assert results.grid is not None
@@ -104,11 +100,7 @@ def sweep_figure(results: Results, note: str = "") -> Any:
         axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
     axes.set_xlabel(short_key(key))
     axes.set_ylabel(_label(results.metric))
-    better = "higher" if results.metric.higher_is_better else "lower"
-    axes.set_title(f"mean and 95% interval; {better} is better", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"mean and 95% interval; {results.metric.better} is better", fontsize=10)
     if others:
         axes.legend(frameon=False)
-    if note:
-        figure.supxlabel(_literal(note), fontsize=7, color="0.4")
     return figure

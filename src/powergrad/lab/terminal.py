@@ -18,7 +18,7 @@ from rich.text import Text
 
 from powergrad.lab.runs import Job
 from powergrad.lab.runs.pool import Snapshot
-from powergrad.lab.stats import Comparison, Plan, signed, span
+from powergrad.lab.stats import Plan, signed, span
 from powergrad.lab.study import Results, load_study
 from powergrad.lab.study.metrics import metric_names
 from powergrad.lab.study.notes import advice, describe_failed, notes, verdict
@@ -27,7 +27,7 @@ from powergrad.monitor import Recording, Thresholds, census
 
 
 class Watch:
-    """Shows the progress of the arms: a live table in a terminal, otherwise occasional lines."""
+    """Shows the progress of the arms: live bars in a terminal, otherwise occasional lines."""
 
     def __init__(self, title: str, jobs: Mapping[tuple[str, int], Job], metric: str) -> None:
         self.title, self.jobs, self.metric = title, jobs, metric
@@ -49,28 +49,20 @@ class Watch:
         """Show `snapshot`."""
         for name, reason in snapshot.failed.items():
             if name not in self.failed:
-                self.failed.add(name)
                 self.console.print(f"{name}: {reason}", markup=False, highlight=False)
-        if self.console.is_terminal:
-            self.live.update(self._table(snapshot), refresh=True)
-            return
-        now = time.monotonic()
-        if len(snapshot.results) == self.finished or now - self.printed_at < 5:
-            return
-        self.finished, self.printed_at = len(snapshot.results), now
-        print(f"{self.title}: {self._progress(snapshot)}", file=sys.stderr, flush=True)
-
-    def _progress(self, snapshot: Snapshot) -> str:
+        self.failed = set(snapshot.failed)
         left = "" if snapshot.left is None else f", {duration(snapshot.left)} left"
         runs = f"{len(snapshot.results)} of {len(self.jobs)} runs"
-        return f"{runs}, {duration(snapshot.seconds)}{left}"
+        title = f"{self.title}: {runs}, {duration(snapshot.seconds)}{left}"
+        if self.console.is_terminal:
+            self.live.update(self._table(title, snapshot), refresh=True)
+        elif len(snapshot.results) != self.finished and time.monotonic() - self.printed_at > 5:
+            self.finished, self.printed_at = len(snapshot.results), time.monotonic()
+            print(title, file=sys.stderr, flush=True)
 
-    def _table(self, snapshot: Snapshot) -> Table:
-        table = Table(title=f"{self.title}: {self._progress(snapshot)}", title_justify="left")
-        table.add_column("arm")
-        table.add_column("runs", justify="right")
-        table.add_column("")
-        table.add_column(self.metric.replace("_", " "), justify="right")
+    def _table(self, title: str, snapshot: Snapshot) -> Table:
+        table = _table("arm", "runs", "", self.metric.replace("_", " "))
+        table.title, table.title_justify = Text(title), "left"
         for arm in dict.fromkeys(arm for arm, _ in self.jobs):
             names = [job.name for (job_arm, _), job in self.jobs.items() if job_arm == arm]
             done = [snapshot.results[name] for name in names if name in snapshot.results]
@@ -84,43 +76,29 @@ class Watch:
 
 def show_results(results: Results) -> None:
     """Print tables, chart, verdict and one sentence per comparison."""
-    text = _conclusions(results)  # before anything is printed, because it may raise
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    for table in result_tables(results):
-        console.print(table)
-    print(text)
+    print(describe_results(results, _console()))
 
 
-def describe_results(results: Results) -> str:
-    """The output of :func:`show_results`, as a string."""
-    console = Console(width=120, file=io.StringIO())
-    text = _conclusions(results)
-    with console.capture() as captured:
-        for table in result_tables(results):
-            console.print(table)
-    return captured.get() + text
-
-
-def _conclusions(results: Results) -> str:
-    """The text below the tables."""
+def describe_results(results: Results, console: Console | None = None) -> str:
+    """The output of :func:`show_results`, for the width and the styles of `console`."""
     lines = [f"{chart(results)}\n", f"{verdict(results)}\n"]
     lines += [f"- {comparison.sentence}" for comparison in results.comparisons]
-    below = [*notes(results), *advice(results)]
-    return "\n".join([*lines, *(f"\n{note}" for note in below)])
+    lines += [f"\n{note}" for note in (*notes(results), *advice(results))]
+    console = console or Console(width=120, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(*result_tables(results), sep="")
+    return captured.get() + "\n".join(lines)
 
 
 def show_runs(results: Results) -> None:
     """Print the result of each arm, for a study with nothing to compare."""
     table = _table("arm", "n", results.metric.title)
     for arm in results.arms:
-        values = list(results.units(arm).values())
-        digits = _digits(results)
-        spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-        mean = _number(results.mean(arm), digits)
-        table.add_row(Text(arm), str(len(values)), f"{mean}{spread}")
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-    print("Nothing is compared: a comparison needs two arms with two runs each.", end=" ")
-    print(*results.remarks, *describe_failed(results))
+        count, spread = _spread(results, arm)
+        table.add_row(Text(arm), count, spread.removesuffix(" ± -"))
+    _console().print(table)
+    reason = "Nothing is compared: a comparison needs two arms with two runs each."
+    print(reason, *results.remarks, *describe_failed(results))
 
 
 def show_study(folder: Path, thresholds: Thresholds) -> None:
@@ -134,26 +112,22 @@ def show_study(folder: Path, thresholds: Thresholds) -> None:
     table = _table("arm", "finished", "seeds", results.metric.title, "dead units", "of", "diverged")
     for arm in study.arms:
         rows = results.of_arm(arm)
-        counts = [
-            census(folder / row.run, thresholds=thresholds)
-            for row in rows
-            if row.run and Recording.exists(folder / row.run)
-        ]
-        dead = [len(count.dead) for count in counts]
-        if not counts:  # no recording: use the count at the end of each run
-            dead = [int(value) for row in rows if (value := row.value("dead_units")) is not None]
-        units = sum(layer.units for layer in counts[0].layers) if counts else None
-        dead_text = f"{statistics.fmean(dead):.1f} ({min(dead)} to {max(dead)})" if dead else "-"
+        recorded = [folder / row.run for row in rows if row.run]
+        recorded = [path for path in recorded if Recording.exists(path)]
+        counts = [census(path, thresholds=thresholds) for path in recorded]
+        # Without a recording, the count at the end of each run.
+        ends = [value for row in rows if (value := row.value("dead_units")) is not None]
+        dead = [len(count.dead) for count in counts] or [int(value) for value in ends]
         table.add_row(
             Text(arm),
             str(len(rows)),
             spans(row.seed for row in rows) or "-",
             _number(results.mean(arm), 2),
-            dead_text,
-            str(units or "-"),
+            f"{statistics.fmean(dead):.1f} ({min(dead)} to {max(dead)})" if dead else "-",
+            str(sum(layer.units for layer in counts[0].layers)) if counts else "-",
             str(sum(row.is_lost(results.metric.name) for row in rows)),
         )
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    _console().print(table)
     usable = results.comparable()
     print(verdict(usable) if usable else "No verdict yet: too few runs are finished.")
     print("For the census of a run layer by layer, call `powergrad inspect` with its folder.")
@@ -172,29 +146,43 @@ def show_plan(plan: Plan) -> None:
         f"\nWith looks at {', '.join(map(str, design.looks))} runs per arm (--seeds {design}), an "
         f"arm stops once it is settled. For a margin of {plan.margin:g}:"
     )
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    _console().print(table)
+
+
+def compared_cells(results: Results) -> list[list[str]]:
+    """The headings and, per arm, the number of units, the mean, and the comparison."""
+    is_ours = results.study is not None and not results.study.program.is_foreign
+    name, digits = results.metric.name, _digits(results)
+    name = "test" if name == "test_accuracy" else name
+    train = ["train"] if is_ours else []
+    rows = [["arm", "n", *train, name, "difference", "95% interval", "p", "verdict"]]
+    for arm in results.arms:
+        count, spread = _spread(results, arm)
+        train = [_number(results.mean(arm, "train_accuracy"), 2)] if is_ours else []
+        cells = [""] * 4
+        if comparison := results.comparison(arm):
+            p = f"{comparison.p:.3f}" if comparison.p >= 0.0005 else "<0.001"
+            p = p if all(map(math.isfinite, comparison.interval)) else "-"
+            cells = [signed(comparison.difference, digits), span(comparison.interval, digits)]
+            cells += [p, comparison.verdict]
+        rows.append([arm, count, *train, spread, *cells])
+    return rows
 
 
 def result_tables(results: Results) -> list[Table]:
     """The final tables, one row per arm: the compared metric, and all other metrics."""
-    program = results.study.program if results.study else None
-    is_ours = program is not None and not program.is_foreign
-    metric, digits = results.metric.name, _digits(results)
-    name = "test" if metric == "test_accuracy" else metric
-    compared = _table("arm", "n", *(["train"] if is_ours else []), name,
-                      "difference", "95% interval", "p", "verdict")  # fmt: skip
-    for arm in results.arms:
-        values = list(results.units(arm).values())
-        deviation = statistics.stdev(values) if len(values) > 1 else math.nan
-        spread = f"{_number(results.mean(arm), digits)} ± {_number(deviation, digits)}"
-        train = [_number(results.mean(arm, "train_accuracy"), 2)] if is_ours else []
-        cells = [str(len(values)), *train, spread, *_difference(results.comparison(arm), digits)]
+    heads, *rows = compared_cells(results)
+    compared = _table(*heads)
+    for arm, *cells in rows:
         compared.add_row(Text(arm), *cells)
     if results.source is not None and len(results.columns) > 1:
         return [compared, _other_columns(results)]
-    if program is None:
+    if results.study is None:
         return [compared]
-    columns = MEASURED if is_ours else _others(results)
+    columns = MEASURED
+    if results.study.program.is_foreign:
+        names = metric_names([row.metrics for row in results.rows], results.metric.name)[1:]
+        columns = [(name, name, 1 if name == "seconds" else 3) for name in names]
     measured = _table("arm", *(heading for heading, _, _ in columns))
     for arm in results.arms:
         cells = [_number(results.mean(arm, key), places) for _, key, places in columns]
@@ -202,23 +190,25 @@ def result_tables(results: Results) -> list[Table]:
     return [compared, measured]
 
 
+def _spread(results: Results, arm: str) -> tuple[str, str]:
+    """The number of units of an arm; their mean and standard deviation."""
+    values, digits = list(results.units(arm).values()), _digits(results)
+    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+    mean = _number(results.mean(arm), digits)
+    return str(len(values)), f"{mean} ± {_number(deviation, digits)}"
+
+
 def _digits(results: Results) -> int:
     """The number of decimals that shows two digits of the margin, at least two."""
     return max(2, 1 - math.floor(math.log10(results.margin)))
 
 
-def _others(results: Results) -> list[tuple[str, str, int]]:
-    """The metrics of a user's program that are not compared: heading, name, decimals."""
-    names = metric_names([row.metrics for row in results.rows], results.metric.name)[1:]
-    return [(name, name, 1 if name == "seconds" else 3) for name in names]
-
-
 def _other_columns(results: Results) -> Table:
     """The means of the other columns of a table of results, one row per column."""
-    others = [name for name in results.columns if name != results.metric.name]
     table = _table("mean of", *(arm.replace("[", r"\[") for arm in results.arms))
-    for name in others:
-        table.add_row(Text(name), *(f"{results.mean(arm, name):.4g}" for arm in results.arms))
+    for name in results.columns:
+        if name != results.metric.name:
+            table.add_row(Text(name), *(f"{results.mean(arm, name):.4g}" for arm in results.arms))
     return table
 
 
@@ -232,6 +222,10 @@ MEASURED = (
 )
 
 
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
 def _table(first: str, *others: str) -> Table:
     # Narrow, so that the verdict fits into a terminal with 80 columns.
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -239,18 +233,6 @@ def _table(first: str, *others: str) -> Table:
     for heading in others:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
-
-
-def _difference(comparison: Comparison | None, digits: int) -> list[str]:
-    if comparison is None:
-        return ["", "", "", ""]
-    p = f"{comparison.p:.3f}" if comparison.p >= 0.0005 else "<0.001"
-    return [
-        signed(comparison.difference, digits),
-        span(comparison.interval, digits),
-        p if all(map(math.isfinite, comparison.interval)) else "-",
-        comparison.verdict,
-    ]
 
 
 def _number(value: float, digits: int) -> str:
@@ -268,8 +250,7 @@ def chart(results: Results, width: int = 60) -> str:
     def at(value: float) -> int:
         return round((min(max(value, low), high) - low) / (high - low) * (width - 1))
 
-    names = max(len(c.arm) for c in comparisons)
-    unit = results.metric.unit
+    names, unit = max(len(c.arm) for c in comparisons), results.metric.unit
     lines = [f"difference from {results.baseline}, {unit} (● mean, ━ 95% interval)"]
     for comparison in comparisons:
         cells = [" "] * width
@@ -278,8 +259,7 @@ def chart(results: Results, width: int = 60) -> str:
         for place in range(first, last + 1):
             cells[place] = "┿" if place == at(0) else "━"
         cells[at(comparison.difference)] = "●"
-        line = "".join(cells)
         difference = signed(comparison.difference, _digits(results))
-        lines.append(f"{comparison.arm:>{names}} {line} {difference}")
+        lines.append(f"{comparison.arm:>{names}} {''.join(cells)} {difference}")
     lines.append(" " * (names + 1 + at(0)) + "0")
     return "\n".join(lines)

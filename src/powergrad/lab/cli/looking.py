@@ -1,9 +1,8 @@
-"""``powergrad inspect``, ``report``, ``watch`` and ``bench``."""
+"""``powergrad inspect``, ``report`` and ``watch``."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import webbrowser
 from pathlib import Path
@@ -12,15 +11,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from powergrad.lab.report import write_report
-from powergrad.lab.report.live import LiveStudy
-from powergrad.lab.report.serve import LiveServer
+from powergrad.lab.report.serving import LiveServer
+from powergrad.lab.study.saving import FILE
 from powergrad.lab.terminal import show_study
 from powergrad.monitor import Recording, Thresholds, census
 
-__all__ = ["bench", "inspect", "report", "watch"]
-
 _DEFAULT = Thresholds()
-NOT_BENCHMARKS = ("harness", "audit")
 
 
 def inspect(
@@ -43,7 +39,7 @@ def inspect(
         thresholds: The thresholds below which a unit counts as dead.
     """
     path = source
-    if (source / "study.yaml").is_file():
+    if (source / FILE).is_file():
         for name, value in (("--csv", units_csv), ("--layers-csv", layers_csv),
                             ("--events-csv", events_csv), ("--initial", initial)):  # fmt: skip
             if value is not None:
@@ -87,7 +83,6 @@ def watch(
     *,
     port: int = 0,
     open_: Annotated[bool | None, Parameter(name="--open", negative="--no-open")] = None,
-    storage: str | None = None,
 ) -> int:
     """Serve the page of a study on this machine while it runs; stop with Ctrl-C.
 
@@ -95,20 +90,18 @@ def watch(
         folder: The folder of the study.
         port: The port on 127.0.0.1; 0 chooses a free one.
         open_: Whether to open a browser; by default if there is a display.
-        storage: The --storage of the study, if any.
     """
     if not 0 <= port < 65536:
         raise ValueError(f"Expected --port to be from 0 to 65535, but got {port}.")
-    live = LiveStudy(folder, storage)
     try:
-        server = LiveServer(live, port)
+        server = LiveServer(folder, port)
     except OSError as error:
         raise ValueError(
             f"Expected --port {port} to be free, but got: {error.strerror}; --port 0 chooses a "
             "free one."
         ) from None
     with server:
-        print(f"{live.folder} at {server.url} (Ctrl-C stops; the study continues)", flush=True)
+        print(f"{folder} at {server.url} (Ctrl-C stops; the study continues)", flush=True)
         has_screen = sys.platform == "darwin" or bool(
             os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
         )
@@ -118,29 +111,4 @@ def watch(
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
             print()
-    return 0
-
-
-def bench(*names: str) -> int:
-    """Run the benchmarks of a checkout; each writes its results to results/.
-
-    Args:
-        names: The benchmarks to run; by default all.
-    """
-    folder = Path("benchmarks")
-    known = sorted(path.stem for path in folder.glob("*.py") if path.stem not in NOT_BENCHMARKS)
-    if not known:
-        raise ValueError(
-            "Expected the working directory to be a checkout of powergrad, with the folder "
-            f"benchmarks/, but got {str(Path.cwd())!r}."
-        )
-    for name in names:
-        if name not in known:
-            raise ValueError(f"Expected a benchmark among {', '.join(known)}, but got {name!r}.")
-    commands = [[str(folder / f"{name}.py")] for name in names or known]
-    for command in [*commands, ["-m", "reproduction"]]:  # the last fills the tables of the docs
-        print(command[-1], file=sys.stderr, flush=True)
-        status = subprocess.run([sys.executable, *command]).returncode
-        if status:
-            return status
     return 0

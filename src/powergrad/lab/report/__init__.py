@@ -11,20 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from powergrad.lab.files import write_text
-from powergrad.lab.report.collect import collect
-from powergrad.lab.report.page import make_page
+from powergrad.lab.report.content import describe_sources
+from powergrad.lab.report.page import make_data, make_page
 from powergrad.lab.study import Results
 
 __all__ = ["write_report"]
 
 
 def write_report(sources: Sequence[Path | Results], out: Path) -> Path:
-    """Write the page of runs and studies.
-
-    The page states if a study is not finished or runs have diverged. Runs that do not belong to a
-    study are shown together, without a verdict.
-    """
-    page = make_page(collect(sources))
+    """Write the page of studies and runs, which may be unfinished; return its path."""
+    page = make_page(make_data(describe_sources(sources)))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, page)
     return out

@@ -1,23 +1,42 @@
 // A running study: its progress, and automatic updates of the page.
 
 const EVERY = 2000; // milliseconds
-const STATES = {
-  running: "Running", idle: "No run is in progress", finished: "Finished",
-  lost: "The server has stopped; this is the last known state",
-};
+const SHOWN = 60; // the maximal number of unfinished runs to list
+const ORDER = ["running", "failed", "waiting"];
 
-function liveParts({ state, sentence, finished, total, runs, more }) {
+/** The state of the study and a sentence: how many runs are in each state, and the time left. */
+function describeProgress({ is_finished, lost, left, runs }) {
+  const count = (state) => runs.filter((run) => run.state === state).length;
+  const [done, running] = [count("done"), count("running")];
+  const state = lost ? "The server has stopped; this is the last known state"
+    : is_finished ? "Finished" : running ? "Running" : "No run is in progress";
+  const parts = [
+    runs.length ? `${done} of ${runs.length} runs are finished` : "No run has been started yet",
+    ...ORDER.filter(count).map((state) => `${count(state)} ${state}`),
+    ...(running && left ? [`about ${left} left`] : []),
+  ];
+  const stopped = runs.length > done && !running && !is_finished
+    ? " The same command continues the study." : "";
+  return [state, `${parts.join(", ")}.${stopped}`];
+}
+
+function liveParts(progress) {
+  const [state, sentence] = describeProgress(progress);
+  const done = progress.runs.filter((run) => run.state === "done").length;
+  const runs = progress.runs.filter((run) => run.state !== "done")
+    .sort((a, b) => ORDER.indexOf(a.state) - ORDER.indexOf(b.state));
   return [
-    h("p", { class: `live ${state}` }, h("strong", {}, STATES[state]), ". ", sentence),
-    h("progress", { value: finished, max: Math.max(total, 1), "aria-label": "Finished runs" }),
+    h("p", { class: `live ${/^(Running|Finished)$/.test(state) ? "" : "idle"}` },
+      h("strong", {}, state), ". ", sentence),
+    h("progress", { value: done, max: Math.max(progress.runs.length, 1), "aria-label": "Finished runs" }),
     runs.length > 0 && scrolling("Unfinished runs", plainHeads(["run", "state", "done", ""]),
-      h("tbody", {}, runs.map((run) => h("tr", {},
+      h("tbody", {}, runs.slice(0, SHOWN).map((run) => h("tr", {},
         h("th", { scope: "row", class: "words" }, named(run.name)),
         h("td", { class: run.state }, run.state),
         h("td", {}, run.state !== "failed" && h("progress", { value: run.done, max: 1, "aria-label": run.name })),
-        h("td", { class: "words" }, run.note && h("details", { open: run.state === "failed" },
+        h("td", { class: "words" }, run.note && h("details", { "data-run": run.name, open: run.state === "failed" },
           h("summary", {}, run.state === "failed" ? "Why" : "Output"), h("pre", {}, run.note))))))),
-    more > 0 && h("p", { class: "soft small" }, `${more} more are not listed.`),
+    runs.length > SHOWN && h("p", { class: "soft small" }, `${runs.length - SHOWN} more are not listed.`),
   ].flat();
 }
 
@@ -25,12 +44,13 @@ const progressSection = () =>
   section("progress", "Progress", h("div", { id: "live" }, liveParts(DATA.live)));
 
 function showProgress(progress) {
-  const opened = [...document.querySelectorAll("#live details")].map((part) => part.open);
+  const all = () => [...document.querySelectorAll("#live details")];
+  const opened = new Map(all().map((part) => [part.dataset.run, part.open]));
   document.getElementById("live").replaceChildren(...liveParts(progress).filter(Boolean));
-  if (progress.runs.length === DATA.live.runs.length)
-    document.querySelectorAll("#live details").forEach((part, i) => { part.open = opened[i] ?? part.open; });
+  for (const part of all()) part.open = opened.get(part.dataset.run) ?? part.open;
   Object.assign(DATA.live, progress);
-  const counts = progress.state === "finished" ? "" : `(${progress.finished}/${progress.total}) `;
+  const done = progress.runs.filter((run) => run.state === "done").length;
+  const counts = progress.is_finished ? "" : `(${done}/${progress.runs.length}) `;
   document.title = `${counts}${DATA.studies[0].name} · powergrad`;
 }
 
@@ -60,9 +80,9 @@ async function keepUpToDate() {
       const fresh = await ask("data.json");
       if (fresh) showAgain(fresh);
     }
-    if (progress) showProgress({ ...progress, version: DATA.live.version });
+    if (progress) showProgress({ ...progress, version: DATA.live.version, lost: false });
   } catch {
-    showProgress({ ...DATA.live, state: "lost" });
+    showProgress({ ...DATA.live, lost: true });
   }
   setTimeout(keepUpToDate, EVERY);
 }

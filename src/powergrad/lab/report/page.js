@@ -14,7 +14,6 @@ function provenanceSection(study) {
   }, "Copy");
   const assigned = (changes) => Object.entries(changes)
     .map(([key, value]) => `${key} = ${value}`).join(", ") || "nothing";
-  const several = study.environments.length > 1;
   return section("provenance", "Provenance",
     study.command ? [
       h("h3", {}, "Command"), h("pre", { class: "wrap", id: "command" }, study.command),
@@ -32,10 +31,9 @@ function provenanceSection(study) {
       h("dl", { class: "facts" }, ["arm", "seed", "metric"].map((role) =>
         h("div", {}, h("dt", {}, role), h("dd", {}, named(study.source[role]))))),
     ],
-    study.environments.length > 0 && h("h3", {}, "Machine and versions"),
-    study.environments.map(({ runs, ...environment }) => [
-      several && h("p", { class: "small soft" }, count(runs, "run")), environmentPart(environment),
-    ]),
+    Object.keys(study.environment).length > 0 && [
+      h("h3", {}, "Machine and versions"), environmentPart(study.environment),
+    ],
     study.recipe && h("details", {}, h("summary", {}, study.foreign ? "Program" : "Complete recipe"),
       h("pre", { id: "recipe" }, study.recipe)),
     h("h3", {}, "Data"), h("div", { class: "downloads" }, downloads(study)));

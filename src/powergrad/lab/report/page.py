@@ -6,58 +6,46 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from importlib import resources
 from typing import Any
 
+import yaml
+
+from powergrad import __version__
 from powergrad.lab.files import json_safe
 
-SCRIPTS = ("elements", "terms", "charts", "study", "norms", "alpha", "playground", "page")
+FORMAT = 1  # of the data
+SCRIPTS = ("elements", "terms", "charts", "study", "filters", "alpha", "playground", "page")
 LIVE = "; connect-src 'self'"
-# Without an icon, browsers request one from the server.
-ICON = (
-    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
-    "%3Crect width='16' height='16' rx='3' fill='%230072b2'/%3E%3Cpath d='M2.5 13C9 13 5 4 13.5 3'"
-    " fill='none' stroke='%23fff' stroke-width='2'/%3E%3C/svg%3E"
-)
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta name="generator" content="powergrad {version}">
-<meta name="referrer" content="no-referrer">
-<title>{title}</title>
-<link rel="icon" href="{icon}">
-<style>{style}</style>
-</head>
-<body>
-<a class="skip" href="#main">Skip to the content</a>
-<main id="main"><noscript>
-{without_script}
-</noscript></main>
-<script type="application/json" id="data">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
 
 
-def make_page(data: Mapping[str, Any], *, is_live: bool = False) -> str:
-    """The page for the `data` of :func:`powergrad.lab.report.collect.collect`."""
+def make_data(studies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The data of the page, which its script shows."""
+    defaults = {"words": [], "alone": False}
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "studies": list(studies),
+        "glossary": [{**defaults, **term} for term in yaml.safe_load(_asset("glossary.yaml"))],
+    }
+
+
+def make_page(data: Mapping[str, Any]) -> str:
+    """The page; with the key ``live`` in `data`, it keeps itself up to date."""
+    is_live = "live" in data
     scripts = (*SCRIPTS[:-1], "live", SCRIPTS[-1]) if is_live else SCRIPTS
     style, script = _asset("page.css"), "".join(_asset(f"{name}.js") for name in scripts)
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         f"img-src data:; base-uri 'none'; form-action 'none'{LIVE if is_live else ''}"
     )
-    return PAGE.format(
+    return _asset("page.html").format(
         policy=policy,
         version=html.escape(data["version"]),
         title=html.escape(" · ".join(study["name"] for study in data["studies"])),
-        icon=html.escape(ICON),
         style=style,
         without_script=_without_script(data),
         data=as_json(data),
@@ -66,16 +54,9 @@ def make_page(data: Mapping[str, Any], *, is_live: bool = False) -> str:
 
 
 def as_json(value: Any) -> str:
-    r"""`value` as JSON for a script element; NaN and infinity become null.
-
-    An HTML parser would end the element at ``</script``, so ``<``, ``>`` and ``&`` are escaped as
-    ``\u003c`` and so on, and so are the two line separators that old JavaScript does not accept.
-
-    Example:
-        >>> as_json({"arm": "</script>", "loss": float("nan")})
-        '{"arm":"\\u003c/script\\u003e","loss":null}'
-    """
+    """`value` as JSON for a script element; NaN and infinity become null."""
     text = json.dumps(json_safe(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # An HTML parser ends the element at `</script`; old JavaScript rejects the line separators.
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text

@@ -115,8 +115,7 @@ function decompositionSection(study) {
 }
 
 function tableSection(study) {
-  const known = study.foreign ? Object.keys(study.runs[0]?.final ?? {})
-    : [...study.columns, ...Object.keys(METRICS)];
+  const known = Object.keys(study.foreign ? study.runs[0]?.final ?? {} : METRICS);
   const shown = known.filter((metric) => study.arms.some((arm) => arm.summary[metric]));
   const heading = (metric) => `${words(metric).replace(" accuracy", "")} ${unit(metric)}`.trim();
   const compared = new Map(study.comparisons.map((comparison) => [comparison.arm, comparison]));

@@ -9,6 +9,7 @@ tuning/        the runs of the tuning
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import csv_text, json_safe, write_json, write_text
+from powergrad.lab.runs import Job
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.metrics import COLUMNS, METRICS, Metric, guess_metric, metric_names
 from powergrad.lab.study.notes import advice, notes, verdict
@@ -51,20 +53,11 @@ def to_json(results: Results) -> dict[str, Any]:
     environment["command"] = hide_folders(environment.get("command") or "")
     stored = replace(results, study=study, environment=environment, folder=None)
     compared = results.comparable()
-    conclusions: dict[str, Any] = {}
-    if compared is not None:
-        conclusions = {
-            "verdict": verdict(compared),
-            "notes": notes(compared),
-            "advice": advice(compared),
-            "comparisons": [comparison.to_dict() for comparison in compared.comparisons],
-        }
     values = _adapter.dump_python(stored, mode="json")
     for name in ("rows", "trials", "repeated"):
         values[name] = [_without_empty(row) for row in values[name]]
-    return json_safe(
-        {"format": FORMAT, **conclusions, **_without_empty(values), "rows": values["rows"]}
-    )
+    kept = {**_without_empty(values), "rows": values["rows"]}
+    return json_safe({"format": FORMAT, **(conclude(compared) if compared else {}), **kept})
 
 
 def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
@@ -72,6 +65,16 @@ def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
         return value is None or value is False or value in ("", {}, [])
 
     return {name: value for name, value in values.items() if not is_empty(value)}
+
+
+def conclude(compared: Results) -> dict[str, Any]:
+    """What follows from the rows: verdict, notes, advice and comparisons."""
+    return {
+        "verdict": verdict(compared),
+        "notes": notes(compared),
+        "advice": advice(compared),
+        "comparisons": [comparison.to_dict() for comparison in compared.comparisons],
+    }
 
 
 def to_csv(results: Results) -> str:
@@ -144,12 +147,40 @@ def compare_rows(
 
 
 def load_study(folder: Path) -> Results:
-    """The results in the folder of a study."""
+    """The results in the folder of a study, with the runs that finished after it was saved."""
     if not (folder / FILE).is_file():
         raise RunError(
             f"Expected {str(folder)!r} to be the folder of a study, but got no {FILE} in it."
         )
-    return load(folder)
+    results = load(folder)
+    if results.study is None:
+        return results
+    rows = list(results.rows)
+    known = {(row.arm, row.seed) for row in rows}
+    for place, job in find_jobs(results.study, folder).items():
+        with contextlib.suppress(RunError):  # the page lists unreadable runs
+            result = job.result(folder) if place not in known else None
+            if result is not None:
+                found = {"metrics": result.metrics, "about": result.about}
+                rows.append(RunRow(arm=job.arm, seed=job.seed, run=job.name, **found))
+    return replace(results, rows=rows)
+
+
+def find_jobs(study: Study, folder: Path) -> dict[tuple[str, int], Job]:
+    """The runs of a study with the names that they have in `folder`.
+
+    The name of a run on a folder of images depends on its path, which study.json does not have. The
+    runs of repeats are not known before they are tuned.
+    """
+    jobs = {} if study.finals else study.jobs()
+    if study.program.is_foreign or not study.program.fingerprint:
+        return jobs
+    names = {}
+    for path in folder.glob("*/config.yaml"):
+        with contextlib.suppress(RunError, RecipeError):
+            recipe, name = Run(path.parent).recipe(), path.parent.name
+            names[name.replace(recipe.key, recipe.without_paths().key)] = name
+    return {k: replace(job, name=names.get(job.name, job.name)) for k, job in jobs.items()}
 
 
 def _is_kept(row: RunRow, folder: Path) -> bool:

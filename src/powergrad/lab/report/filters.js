@@ -28,7 +28,7 @@ function unpack(norms) {
   return norms.unpacked;
 }
 
-// The same as in powergrad/lab/report/norms.py.
+// The same as in powergrad/lab/report/filters.py.
 const [DIED, REVIVED, BORN, UNBORN] = [0, 1, 2, 3];
 const [ZERO, NOT_FINITE] = [0, 255];
 const CENSUS = ["layer", "kind", "units", "dead", "recoverable", "unborn", "died", "revived"];

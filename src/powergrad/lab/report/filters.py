@@ -88,34 +88,28 @@ def _encode(recording: Recording, counts: Census, points: int) -> dict[str, Any]
             }
         )
     events = _events(recording, counts, steps[0])
+    deaths = [  # and the opposite, as -1
+        (step, -1 if what in (EVENTS["revived"], EVENTS["born"]) else 1)
+        for step, column, _, what in events
+        if recording.columns[column].quantity == "weight"
+    ]
     return {
         "steps": steps,
         "columns": columns,
         "data": _pack(b"".join(bodies)),
         "events": _pack(json.dumps(events, separators=(",", ":")).encode()),
-        "dead": _dead_over_time(recording, events, steps),
+        "dead": [sum(dead for at, dead in deaths if at <= step) for step in steps],
         "census": [[getattr(layer, name) for name in CENSUS] for layer in counts.layers],
     }
 
 
 def evenly_spaced(count: int, most: int) -> list[int]:
-    """Up to `most` evenly spaced indices of `count`, including the first and the last.
-
-    Example:
-        >>> evenly_spaced(10, 4), evenly_spaced(3, 4)
-        ([0, 3, 6, 9], [0, 1, 2])
-    """
+    """Up to `most` evenly spaced indices of `count`, including the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
 
 
 def quantise(values: NDArray[np.float32]) -> tuple[NDArray[np.uint8], float, float]:
-    """Norms as bytes, and the norms represented by the bytes 1 and 254.
-
-    Example:
-        >>> codes, low, high = quantise(np.float32([0.0, 0.5, 2.0, np.nan]))
-        >>> codes, low, high
-        (array([  0,   1, 254, 255], dtype=uint8), 0.5, 2.0)
-    """
+    """Norms as bytes, and the norms represented by the bytes 1 and 254."""
     finite = np.isfinite(values)
     high = float(values.max(where=finite, initial=0.0))
     shown = finite & (values > FLOOR * high)
@@ -140,22 +134,6 @@ def _events(recording: Recording, counts: Census, start: int) -> list[list[int]]
         if column is not None:
             unborn.add((column, unit.unit))
     return [[start, column, unit, UNBORN] for column, unit in sorted(unborn)] + happened
-
-
-def _dead_over_time(recording: Recording, events: list[list[int]], steps: list[int]) -> list[int]:
-    """The number of dead filters at each of `steps`."""
-    dead: set[tuple[int, int]] = set()
-    counts, ahead = [], 0
-    for step in steps:
-        while ahead < len(events) and events[ahead][0] <= step:
-            _, column, unit, what = events[ahead]
-            if recording.columns[column].quantity == "weight":
-                (dead.discard if what in (EVENTS["revived"], EVENTS["born"]) else dead.add)(
-                    (column, unit)
-                )
-            ahead += 1
-        counts.append(len(dead))
-    return counts
 
 
 def _pack(body: bytes) -> str:
