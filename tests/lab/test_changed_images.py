@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from photos import write_photos
-
 from powergrad.lab.jobs import RecipeProgram
+
 from powergrad.lab.stats import Design
 from powergrad.lab.study import Study, StudyKind
 from powergrad.lab.trainer.recipe import Recipe

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from powergrad.lab.jobs import RecipeProgram
 
 import powergrad
 from powergrad.lab.cli.paper import app
-from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.paper import draw as drawing
 from powergrad.lab.paper.collect import NORMS_BYTES, collect, record_runs, thinned_norms
 from powergrad.lab.paper.cost import cost, total_hours

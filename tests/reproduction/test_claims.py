@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from powergrad.lab.jobs import RecipeProgram
 from scipy.stats import ttest_ind
 
 from powergrad.lab.files import write_json
-from powergrad.lab.jobs import RecipeProgram
 from powergrad.lab.paper.evidence import Evidence
 from powergrad.lab.paper.rows import load_paper
 from powergrad.lab.stats import Design
