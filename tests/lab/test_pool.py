@@ -1,18 +1,14 @@
-"""The pool: runs in processes of their own, executed by Dask on this machine or on a cluster.
-
-The jobs are pretended ones with the interface of real ones: they hold the lock of their folder,
-save their steps, stop when asked to, and continue from the last step.
-"""
+"""The pool: runs in processes of their own, executed by Dask on this machine or on a cluster."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import json
+import math
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,59 +23,51 @@ import pytest
 from powergrad.lab.runs import JobError, RunFailed
 from powergrad.lab.runs.failures import RunsFailed
 from powergrad.lab.runs.pool import InlinePool, Pool
-from powergrad.lab.runs.worker import MARK
+from powergrad.lab.runs.worker import SCRATCH
 from powergrad.lab.signals import Interrupted, watching_signals
 from powergrad.lab.trainer.run_folder import Run
 
-LONG = 120  # seconds; a limit only against hanging
+LONG = 240  # seconds; a limit only against hanging
 
 
 @dataclass(frozen=True)
 class Pretended:
-    """A run that takes some steps and then does what `end` says."""
+    """A job that saves every step, continues from the last one, and does at its end as told."""
 
     is_foreign: ClassVar[bool] = False
     name: str
     steps: int = 2
     end: str = ""
-    wait: float = 0.02
 
     def execute(self, folder: Path) -> dict[str, Any]:
         run = Run(folder / self.name)
         with run.hold(), watching_signals(second_interrupts=False) as stopped:
             if (result := run.result()) is not None:
                 return result
-            count = run.folder / "step.txt"
-            first = int(count.read_text()) if count.exists() else 0
+            first = round(self.progress(folder) * self.steps)
             with open(run.folder / "starts.txt", "a") as file:
                 file.write(f"{os.getpid()} {first}\n")
             for step in range(first, self.steps):
-                time.sleep(self.wait)
+                time.sleep(0.02)
                 if stopped():
                     raise Interrupted("stopped")
-                fresh = run.folder / "fresh"
-                fresh.write_text(str(step + 1))
-                fresh.replace(count)
-            self._end(run)
-            result = {"value": self.steps, "threads": os.environ["OMP_NUM_THREADS"]}
+                replace(run.folder / "step.txt", str(step + 1))
             with open(run.folder / "ends.txt", "a") as file:
                 file.write("end\n")
-            (run.folder / "checkpoint").mkdir(exist_ok=True)
-            (run.folder / "checkpoint" / "large.json").write_text("not sent")
-            (run.folder / "fresh").write_text(json.dumps(result))
-            (run.folder / "fresh").replace(run.folder / "result.json")
+            self._end(run.folder)
+            result = {"value": self.steps, "threads": os.environ["OMP_NUM_THREADS"]}
+            (run.folder / "checkpoint").mkdir()
+            replace(run.folder / "checkpoint" / "last.json", "large")
+            replace(run.folder / "result.json", json.dumps(result))
             return result
 
-    def _end(self, run: Run) -> None:
+    def _end(self, folder: Path) -> None:
         if self.end == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.end == "full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         elif self.end == "program":
-            program = [sys.executable, "-c", "import time; time.sleep(999)"]
-            process = subprocess.Popen(program, start_new_session=True)
-            (run.folder / "program.txt").write_text(str(process.pid))
-            process.wait()
+            subprocess.run(["sleep", "999"], start_new_session=True)
         elif self.end:
             raise RunFailed(self.end, stops=self.end == "stops")
 
@@ -89,6 +77,24 @@ class Pretended:
     def progress(self, folder: Path) -> float:
         count = folder / self.name / "step.txt"
         return int(count.read_text()) / self.steps if count.exists() else 0.0
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file that other processes read."""
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").replace(path)
+
+
+def starts(folder: Path) -> dict[str, list[int]]:
+    """The step at each start of every run."""
+    texts = {file.parent.name: file.read_text() for file in folder.glob("*/starts.txt")}
+    return {name: list(map(int, text.split()[1::2])) for name, text in texts.items()}
+
+
+def executing(*folders: Path) -> list[int]:
+    """The processes that have begun runs in some folders of studies."""
+    texts = [file.read_text() for folder in folders for file in folder.glob("*/starts.txt")]
+    return [int(text.split()[-2]) for text in texts if text]
 
 
 # Processes ----------------------------------------------------------------------------------------
@@ -102,45 +108,21 @@ def wait_for(condition: Callable[[], Any]) -> Any:
     return value
 
 
-def processes_of_runs(parent: int | None = None) -> list[psutil.Process]:
-    """The processes that execute runs below a process, by default this one."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        children = psutil.Process(parent).children(recursive=True)
-        return [child for child in children if "lab.runs.worker" in command_of(child)]
-    return []
-
-
-def command_of(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
-
-
 def is_alive(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
 
 
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """Fail if a test leaves processes, and end them."""
-    before = {process.pid for process in psutil.process_iter()}
-    yield
-    mark = f"{MARK}="
-    left = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.pid not in before and MARK in process.environ():
-                left.append(command_of(process))
-                process.kill()
-    assert not left, mark
+def workers() -> list[psutil.Process]:
+    """The processes of this process that execute runs."""
+    children = psutil.Process().children()
+    return [child for child in children if "lab.runs.worker" in " ".join(child.cmdline())]
 
 
 @contextlib.contextmanager
 def started(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is killed with all its children at the end."""
+    """A Python process that is killed with all its children at the end."""
     with subprocess.Popen([sys.executable, *command], **options) as process:
         try:
             yield process
@@ -151,11 +133,18 @@ def started(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[b
             process.kill()
 
 
-def numbers(folder: Path, name: str, file: str = "starts") -> list[int]:
-    """The last number of each line of a file of a run: the step at each of its starts."""
-    path = folder / name / f"{file}.txt"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [int(line.split()[-1]) for line in lines]
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path, monkeypatch) -> Iterator[None]:
+    """Kill what a test has left running, which is an error."""
+    monkeypatch.setenv("STARTED_BY", str(tmp_path))
+    yield
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("STARTED_BY") == str(tmp_path):
+                process.kill()
+                left.append(process)
+    assert not left
 
 
 # On this machine ----------------------------------------------------------------------------------
@@ -163,44 +152,37 @@ def numbers(folder: Path, name: str, file: str = "starts") -> list[int]:
 
 @pytest.mark.studies
 def test_runs_are_executed_and_their_results_kept(tmp_path):
-    jobs = [Pretended(f"group/run{n}", steps=5) for n in range(4)]
-    shown = []
+    jobs = [Pretended(f"run{n}", steps=5) for n in range(4)]
     own = [{"OMP_NUM_THREADS": "3"}, {"OMP_NUM_THREADS": "4"}]
+    shown = []
     with Pool(tmp_path, workers=2, known={"known": {"value": 7}}, environments=own) as pool:
         assert pool.longest is None
         results = pool.run([*jobs, Pretended("known")], shown.append)
-        listening = [
-            place.laddr.ip for place in psutil.Process().net_connections() if not place.raddr
-        ]
-        assert set(listening) <= {"127.0.0.1"}
-        again = pool.run([*jobs, Pretended("later")])
-        assert pool.longest >= 5 * jobs[0].wait
-    assert {result.get("value") for result in results.values()} == {5, 7}
+        places = [place.laddr.ip for place in psutil.Process().net_connections()]
+        assert set(places) <= {"127.0.0.1"}
+        again = pool.run([*jobs, Pretended("a/later")])
+        assert pool.longest > 0.1
+    assert [results[name]["value"] for name in sorted(results)] == [7, 5, 5, 5, 5]
     assert {results[job.name]["threads"] for job in jobs} == {"3", "4"}
-    assert {name: again[name] for name in (job.name for job in jobs)} == {
-        job.name: results[job.name] for job in jobs
-    }
-    assert shown[-1].done == dict.fromkeys(results, 1.0)
-    assert shown[-1].results == results
-    state = json.loads((tmp_path / "progress.json").read_text())
-    assert state["runs"] == dict.fromkeys([*results, "later"], {"state": "done", "done": 1.0})
-    assert all(numbers(tmp_path, job.name) == [0] for job in jobs)
+    assert all(again[job.name] == results[job.name] for job in jobs)
+    assert (shown[-1].results, set(shown[-1].done.values())) == (results, {1.0})
+    state = json.loads((tmp_path / "progress.json").read_text())["runs"]
+    assert state == {name: {"state": "done", "done": 1.0} for name in [*results, "a/later"]}
+    assert starts(tmp_path) == {job.name: [0] for job in jobs}
 
 
 @pytest.mark.studies
 def test_failures(tmp_path):
     with Pool(tmp_path, workers=2) as pool:
-        bad, good = Pretended("bad", end="no metric"), Pretended("good", steps=20)
         with pytest.raises(RunsFailed) as failure:
-            pool.run([bad, good])
+            pool.run([Pretended("bad", end="no metric"), Pretended("good")])
         assert failure.value.failed == {"bad": "no metric"}
-        assert failure.value.results["good"]["value"] == 20
+        assert failure.value.results["good"]["value"] == 2
         state = json.loads((tmp_path / "progress.json").read_text())["runs"]["bad"]
         assert (state["state"], state["reason"]) == ("failed", "no metric")
         with pytest.raises(JobError, match="bad: stops"):
-            pool.run([Pretended("bad", end="stops"), Pretended("long", steps=1000)])
-        assert not (tmp_path / "long" / "result.json").exists()
-        with pytest.raises(JobError, match=r"The first 2 of 9 runs .* way, so the study stops: no"):
+            pool.run([Pretended("bad", end="stops"), Pretended("long", steps=9999)])
+        with pytest.raises(JobError, match=r"The first 2 of 9 runs .* so the study stops: no$"):
             pool.run([Pretended(f"bad{n}", end="no") for n in range(9)])
         with pytest.raises(JobError, match="The disk is full"):
             pool.run([Pretended("full", end="full")])
@@ -210,107 +192,89 @@ def test_failures(tmp_path):
 @pytest.mark.studies
 def test_no_run_is_started_that_would_end_after_the_deadline(tmp_path):
     jobs = [Pretended(f"run{n}", steps=50) for n in range(30)]
-    with Pool(tmp_path, workers=2, deadline=time.monotonic() + 60, run_seconds=61) as pool:
+    with Pool(tmp_path, workers=2, deadline=time.monotonic() + 999, run_seconds=1000) as pool:
         assert pool.run(jobs) == {}
-    with Pool(tmp_path, workers=2) as pool:
+        pool.run_seconds = 0
 
         def close(snapshot):
-            if snapshot.results:
-                pool.deadline = time.monotonic()
+            pool.deadline = 0.0 if snapshot.results else math.inf
 
+        pool.deadline = math.inf
         results = pool.run(jobs, close)
     assert 1 <= len(results) <= 4
-    assert sorted(results) == sorted(path.parent.name for path in tmp_path.glob("*/starts.txt"))
+    assert results.keys() == starts(tmp_path).keys()
 
 
 @pytest.mark.studies
 def test_killed_workers_lose_nothing_and_double_nothing(tmp_path):
-    jobs = [Pretended(f"run{n}", steps=20) for n in range(30)]
-    killed_at: list[int] = []
-
-    def kill(snapshot):
-        count = len(snapshot.results)
-        is_busy = any(
-            not (path.parent / "ends.txt").exists() for path in tmp_path.glob("*/starts*")
-        )
-        if is_busy and len(killed_at) < 3 and count > max(killed_at, default=-1):
-            random.choice(processes_of_runs()).kill()
-            killed_at.append(count)
-
-    with Pool(tmp_path, workers=2) as pool:
-        results = pool.run(jobs, kill)
-    assert len(killed_at) == 3
-    assert sorted(results) == sorted(job.name for job in jobs)
-    for job in jobs:
-        assert len((tmp_path / job.name / "ends.txt").read_text().split()) == 1
-        assert numbers(tmp_path, job.name) == sorted(numbers(tmp_path, job.name))
-
-
-@pytest.mark.studies
-def test_all_workers_killed_at_once(tmp_path):
+    """One of two workers is killed three times, then both at once."""
     killed: list[int] = []
+    killed_at = [-1]
 
     def kill(snapshot):
-        if not killed and min(snapshot.done.values()) > 0.1:
-            killed.extend(process.pid for process in processes_of_runs())
-            for pid in killed:
-                os.kill(pid, signal.SIGKILL)
+        is_busy = len(starts(tmp_path)) > len(list(tmp_path.glob("*/ends.txt")))
+        if is_busy and len(killed) < 5 and len(snapshot.results) > killed_at[-1]:
+            killed_at.append(len(snapshot.results))
+            for worker in workers() if len(killed) == 3 else [random.choice(workers())]:
+                worker.kill()
+                killed.append(worker.pid)
 
-    jobs = [Pretended(f"run{n}", steps=100) for n in range(2)]
     with Pool(tmp_path, workers=2) as pool:
-        assert len(pool.run(jobs, kill)) == 2
-    assert len(killed) == 2
-    for job in jobs:
-        first, second = numbers(tmp_path, job.name)
-        assert first == 0 < second
+        results = pool.run([Pretended(f"run{n}", steps=30) for n in range(30)], kill)
+    assert len(killed) == 5
+    assert results.keys() == starts(tmp_path).keys() == {f"run{n}" for n in range(30)}
+    assert all(steps == sorted(steps) for steps in starts(tmp_path).values())
+    assert max(max(steps) for steps in starts(tmp_path).values()) > 0  # continued
+    assert [file.read_text() for file in tmp_path.glob("*/ends.txt")] == ["end\n"] * 30
 
 
 @pytest.mark.studies
-def test_a_run_that_kills_its_worker_every_time_fails(tmp_path):
-    jobs = [Pretended("killer", end="kill"), *(Pretended(f"run{n}") for n in range(6))]
-    with Pool(tmp_path, workers=2) as pool, pytest.raises(RunsFailed) as failure:
-        pool.run(jobs)
-    assert failure.value.failed == {"killer": "its worker was killed every time (ended by SIGKILL)"}
-    assert sorted(failure.value.results) == [f"run{n}" for n in range(6)]
-
-
-@pytest.mark.studies
-def test_the_program_of_a_killed_worker_dies_with_it(tmp_path):
-    killed: dict[int, int] = {}  # the program of each killed worker
+def test_a_run_whose_worker_is_killed_every_time_fails(tmp_path):
+    programs: set[int] = set()
 
     def kill(snapshot):
-        file = tmp_path / "run" / "program.txt"
-        program = int(file.read_text() or 0) if file.exists() else 0
-        for process in processes_of_runs():
-            if (
-                program
-                and program not in killed
-                and program in map(lambda child: child.pid, process.children())
-            ):
-                killed[program] = process.pid
-                process.kill()
+        for worker in workers():
+            for program in worker.children():
+                programs.add(program.pid)
+                worker.kill()
 
-    with Pool(tmp_path, workers=1) as pool, pytest.raises(RunsFailed):
-        pool.run([Pretended("run", end="program")], kill)
-    assert len(killed) > 1
-    assert not any(is_alive(program) for program in killed)
+    jobs = [Pretended("killer", end="kill"), Pretended("killed", end="program")]
+    with Pool(tmp_path, workers=2) as pool, pytest.raises(RunsFailed) as failure:
+        pool.run([*jobs, *(Pretended(f"run{n}") for n in range(4))], kill)
+    reason = "its worker was killed every time (ended by SIGKILL)"
+    assert failure.value.failed == {"killer": reason, "killed": reason}
+    assert sorted(failure.value.results) == [f"run{n}" for n in range(4)]
+    assert len(programs) >= 4
+    assert not any(map(is_alive, programs))
 
 
 @pytest.mark.studies
 def test_a_run_of_another_process_is_waited_for(tmp_path):
-    waits = []
+    shown = []
     with contextlib.ExitStack() as stack, Pool(tmp_path, workers=1) as pool:
         stack.enter_context(Run(tmp_path / "run").hold())
 
         def release(snapshot):
-            waits.append(snapshot)
-            if len(waits) == 20:
-                assert processes_of_runs()
+            shown.append(snapshot)
+            if len(shown) == 15:
                 stack.close()
 
-        results = pool.run([Pretended("run", steps=1)], release)
-    assert results["run"]["value"] == 1
-    assert numbers(tmp_path, "run") == [0]
+        assert pool.run([Pretended("run")], release)["run"]["value"] == 2
+    assert starts(tmp_path) == {"run": [0]}
+
+
+def test_runs_in_this_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    shown = []
+    with InlinePool(tmp_path) as pool:
+        with pytest.raises(RunsFailed, match="no metric"):
+            pool.run([Pretended("bad", end="no metric"), Pretended("good")], shown.append)
+        with pytest.raises(JobError, match="stops"):
+            pool.run([Pretended("worse", end="stops")])
+        assert pool.longest > 0
+    assert shown[-1].results["good"]["value"] == 2
+    state = json.loads((tmp_path / "progress.json").read_text())["runs"]
+    assert [state[name]["state"] for name in ("bad", "good")] == ["failed", "done"]
 
 
 # The client ---------------------------------------------------------------------------------------
@@ -320,9 +284,9 @@ import sys
 from pathlib import Path
 from test_pool import Interrupted, Pool, Pretended
 
-folder, address, steps = Path(sys.argv[1]), sys.argv[2] or None, int(sys.argv[3])
+folder, steps, address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] or None
 with open(folder / "imports.txt", "a") as file:
-    file.write("once\\n")
+    file.write("once ")
 with Pool(folder / "study", workers=2, cluster=address) as pool:  # without a main guard
     try:
         pool.run([Pretended(f"run{n}", steps=steps) for n in range(4)])
@@ -331,19 +295,12 @@ with Pool(folder / "study", workers=2, cluster=address) as pool:  # without a ma
 """
 
 
-def client(folder: Path, address: str = "", steps: int = 5000, **options: Any) -> Any:
+def client(folder: Path, steps: int = 9999, address: str = "", **options: Any) -> Any:
     """A script that executes four runs, two at a time."""
-    script = folder / "script.py"
-    script.write_text(CLIENT)
+    (folder / "script.py").write_text(CLIENT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    arguments = (script, folder, address, str(steps))
-    return started(*arguments, env=environment, stderr=subprocess.PIPE, **options)
-
-
-def running(folder: Path) -> list[int]:
-    """The processes of the runs that have begun."""
-    texts = [path.read_text() for path in folder.glob("*/starts.txt")]
-    return [int(text.split()[-2]) for text in texts if text]
+    command = (folder / "script.py", folder, str(steps), address)
+    return started(*command, env=environment, stderr=subprocess.PIPE, **options)
 
 
 @pytest.mark.studies
@@ -352,62 +309,45 @@ def test_interrupted_runs_are_saved_and_continue(tmp_path, way):
     study = tmp_path / "study"
     ignore = (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if way == "ignored" else None
     with client(tmp_path, preexec_fn=ignore, start_new_session=True) as process:
-        pids = wait_for(lambda: len(found := running(study)) == 2 and found)
-        wait_for(lambda: sum(1 for path in study.glob("*/step.txt") if path.read_text() > "0") == 2)
+        wait_for(lambda: len(list(study.glob("*/step.txt"))) == 2)
         number = signal.SIGTERM if way == "terminate" else signal.SIGINT
         (os.killpg if way == "group" else os.kill)(process.pid, number)
-        _, said = process.communicate(timeout=LONG)
-    assert said.decode() == "stopped with 0 of 4 runs finished\n"
-    assert not any(is_alive(pid) for pid in pids)
-    assert (tmp_path / "imports.txt").read_text() == "once\n"  # the workers do not import it
-    names = [path.parent.name for path in study.glob("*/step.txt")]
-    reached = {name: int((study / name / "step.txt").read_text()) for name in names}
+        assert process.communicate(timeout=LONG)[1] == b"stopped with 0 of 4 runs finished\n"
+    assert not any(map(is_alive, executing(study)))
+    assert (tmp_path / "imports.txt").read_text() == "once "  # the workers do not import it
     assert json.loads((study / "progress.json").read_text())["runs"]["run0"]["state"] == "waiting"
-    with client(tmp_path, steps=max(reached.values()) + 1) as process:
-        assert process.communicate(timeout=LONG)[1] == b""
-    assert {name: numbers(study, name) for name in names} == {
-        name: [0, step] for name, step in reached.items()
-    }
-    assert len(list(study.glob("*/result.json"))) == 4
-
-
-@pytest.mark.studies
-def test_a_killed_client_leaves_nothing_running(tmp_path):
-    study = tmp_path / "study"
-    with client(tmp_path) as process:
-        pids = wait_for(lambda: len(found := running(study)) == 2 and found)
-        process.kill()
-        wait_for(lambda: not any(is_alive(pid) for pid in pids))
-    assert len(running(study)) == 2  # no other run was begun
-    assert not list(study.glob("*/result.json"))
+    if way == "client":
+        reached = {file.parent.name: int(file.read_text()) for file in study.glob("*/step.txt")}
+        with client(tmp_path, steps=max(reached.values()) + 1) as process:
+            assert process.communicate(timeout=LONG)[1] == b""
+        assert starts(study) == {f"run{n}": [0] for n in range(4)} | {
+            name: [0, step] for name, step in reached.items()
+        }
 
 
 # On a cluster -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, workers: int = 2, preload: str = "") -> Iterator[tuple[str, Any]]:
-    """A scheduler and workers, started as a user would, each worker with a folder of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+def cluster(folder: Path, count: int = 2, preload: str = "") -> Iterator[tuple[str, Any]]:
+    """A scheduler and workers as a user would start them, each worker with its own folder."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    dask = ("-m", "dask")
+    file, scratch = folder / "scheduler.json", folder / "scratch"
+    (folder / "no_powergrad.py").write_text("import sys; sys.modules['powergrad'] = None")
+    (folder / "preload.py").write_text(preload)
     with contextlib.ExitStack() as stack:
-        port = address.rpartition(":")[2]
-        command = (*dask, "scheduler", "--host", "127.0.0.1", "--port", port, "--no-dashboard")
-        (folder / "preload.py").write_text("import sys; sys.modules['powergrad'] = None")
-        command = (*command, "--preload", folder / "preload.py")  # it needs only Dask
-        scheduler = stack.enter_context(started(*command, **quiet))
-        for number in range(workers):
-            own = folder / f"machine{number}"
-            (own / "preload.py").parent.mkdir()
-            (own / "preload.py").write_text(preload)
-            options = ("--nthreads", "1", "--no-dashboard", "--preload", own / "preload.py")
-            command = (*dask, "worker", address, *options, "--local-directory", own / "scratch")
-            environment = {**environment, "POWERGRAD_RUNS": str(own / "runs")}
-            stack.enter_context(started(*command, env=environment, **quiet))
+        command = ("-m", "dask", "scheduler", "--host", "127.0.0.1", "--port", "0")
+        only_dask = ("--preload", folder / "no_powergrad.py", "--no-dashboard")
+        options = (*only_dask, "--scheduler-file", file)
+        scheduler = stack.enter_context(started(*command, *options, **quiet))
+        wait_for(lambda: file.exists() and file.read_text().rstrip().endswith("}"))
+        address = json.loads(file.read_text())["address"]
+        for number in range(count):
+            command = ("-m", "dask", "worker", address, "--nthreads", "1", "--no-dashboard")
+            options = ("--local-directory", scratch, "--preload", folder / "preload.py")
+            own = {**environment, SCRATCH: str(folder / f"machine{number}")}
+            stack.enter_context(started(*command, *options, env=own, **quiet))
         yield address, scheduler
 
 
@@ -416,85 +356,64 @@ def test_a_cluster_without_a_shared_folder(tmp_path):
     study, killed = tmp_path / "client" / "study", []
 
     def kill(snapshot):
-        """Kill a Dask worker, which its nanny restarts."""
-        if not killed and len(snapshot.results) == 2:
-            parents = [psutil.Process(pid).ppid() for pid in running(runs) if is_alive(pid)]
-            killed.extend(parents[:1])
-            psutil.Process(killed[0]).kill()
+        """Kill a Dask worker in the middle of a run; its nanny starts another one."""
+        busy = [pid for pid in executing(*tmp_path.glob("machine?/study")) if is_alive(pid)]
+        if not killed and len(snapshot.results) >= 2 and busy:
+            killed.append(psutil.Process(busy[0]).ppid())
+            os.kill(killed[0], signal.SIGKILL)
 
-    runs = tmp_path / "machine0" / "runs" / "study"
     jobs = [Pretended(f"run{n}", steps=20) for n in range(12)]
-    with cluster(tmp_path) as (address, _), Pool(study, workers=1, cluster=address) as pool:
+    with cluster(tmp_path) as (address, _), Pool(study, cluster=address) as pool:
         results = pool.run(jobs, kill)
-        assert len(killed) == 1
-        wait_for(lambda: len(list(tmp_path.glob("machine*/runs/study"))) == 2)
-    assert sorted(results) == sorted(job.name for job in jobs)
-    for job in jobs:
-        assert job.result(study) == results[job.name]
-        (own,) = tmp_path.glob(f"machine*/runs/study/{job.name}/result.json")
-        assert (own.parent / "checkpoint" / "large.json").exists()
-        assert (study / job.name / "starts.txt").exists()
-        assert not (study / job.name / "checkpoint").exists()
+    assert len(killed) == 1
+    assert results.keys() == starts(study).keys() == {job.name for job in jobs}
+    assert all(job.result(study) == results[job.name] for job in jobs)
+    assert len(list(tmp_path.glob("machine?/study/*/checkpoint/last.json"))) >= 12
+    assert not list(study.glob("*/checkpoint"))
 
 
 @pytest.mark.studies
-def test_a_killed_client_stops_the_runs_of_a_cluster(tmp_path):
-    with cluster(tmp_path) as (address, _), client(tmp_path, address) as process:
-        found = lambda: [
-            pid for n in range(2) for pid in running(tmp_path / f"machine{n}/runs/study")
-        ]
-        pids = wait_for(lambda: len(pids := found()) == 2 and pids)
+@pytest.mark.parametrize("where", ["here", "cluster"])
+def test_a_killed_client_leaves_nothing_running(tmp_path, where):
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(cluster(tmp_path))[0] if where == "cluster" else ""
+        process = stack.enter_context(client(tmp_path, address=address))
+        studies = [tmp_path / name / "study" for name in (".", "machine0", "machine1")]
+        pids = wait_for(lambda: len(pids := executing(*studies)) == 2 and pids)
         process.kill()
-        wait_for(lambda: not any(is_alive(pid) for pid in pids))
-        assert len(found()) == 2
+        wait_for(lambda: not any(map(is_alive, pids)))
+        assert executing(*studies) == pids  # no other run was begun
 
 
 @pytest.mark.studies
 def test_a_scheduler_that_dies_or_cannot_be_reached(tmp_path):
-    with cluster(tmp_path, workers=1) as (address, scheduler):
+    jobs = [Pretended("long", steps=9999), Pretended("later")]
+    with cluster(tmp_path, 1) as (address, scheduler):
 
         def kill(snapshot):
             if max(snapshot.done.values()) > 0:
                 scheduler.kill()
 
-        jobs = [Pretended("long", steps=5000), Pretended("later")]
-        with Pool(tmp_path / "study", workers=1, cluster=address) as pool:
-            with pytest.raises(JobError, match=f"{address}.*was lost"):
+        for message in ("was lost", "cannot be reached"):
+            wanted = pytest.raises(JobError, match=f"{address}.* {message}")
+            with Pool(tmp_path, cluster=address) as pool, wanted:
                 pool.run(jobs, kill)
-        pids = running(tmp_path / "machine0/runs/study")
-        wait_for(lambda: not any(is_alive(pid) for pid in pids))
-        with Pool(tmp_path / "study", workers=1, cluster=address) as pool:
-            with pytest.raises(JobError, match=f"{address}.*cannot be reached"):
-                pool.run(jobs)
+        pids = executing(tmp_path / "machine0" / tmp_path.name)
+        wait_for(lambda: pids and not any(map(is_alive, pids)))
 
 
 @pytest.mark.studies
 @pytest.mark.parametrize(
     ("preload", "message"),
     [
-        ("import powergrad; powergrad.__version__ = '0.0.1'", "the same version"),
+        ("import powergrad; powergrad.__version__ = '0.0.1'", "powergrad 0.0.1 instead of"),
         ("import sys; sys.modules['powergrad'] = None", "has no powergrad"),
     ],
 )
 def test_a_worker_with_another_powergrad_is_an_error(tmp_path, preload, message):
-    with cluster(tmp_path, 1, preload) as (address, _):
-        with (
-            Pool(tmp_path / "study", cluster=address) as pool,
-            pytest.raises(JobError, match=message),
-        ):
-            pool.run([Pretended("run")])
-
-
-def test_runs_in_this_process(tmp_path):
-    shown = []
-    with InlinePool(tmp_path) as pool:
-        with pytest.raises(RunsFailed) as failure:
-            pool.run([Pretended("bad", end="no metric"), Pretended("good")], shown.append)
-        assert failure.value.failed == {"bad": "no metric"}
-        assert pool.longest > 0
-        with pytest.raises(JobError, match="stops"):
-            pool.run([Pretended("worse", end="stops")])
-    assert numbers(tmp_path, "good") == [0]
-    assert shown[-1].done["good"] == 1
-    state = json.loads((tmp_path / "progress.json").read_text())["runs"]
-    assert [state[name]["state"] for name in ("bad", "good")] == ["failed", "done"]
+    with (
+        cluster(tmp_path, 1, preload) as (address, _),
+        Pool(tmp_path, cluster=address) as pool,
+        pytest.raises(JobError, match=message),
+    ):
+        pool.run([Pretended("run")])

@@ -138,6 +138,7 @@ class Pool:
         """Start the workers of this machine, or connect to the cluster."""
         if self._client is not None:
             return
+        import dask
         from distributed import Client, Scheduler, SpecCluster, Worker
         from distributed.comm.addressing import get_address_host_port
         from distributed.utils import silence_logging_cmgr
@@ -156,11 +157,13 @@ class Pool:
             scratch = enter(tempfile.TemporaryDirectory(prefix="powergrad-"))
             nobody = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
             options = {"nthreads": 1, "memory_limit": 0, "local_directory": scratch, **nobody}
-            local = SpecCluster(
-                {place: {"cls": Worker, "options": options} for place in range(self.workers)},
-                {"cls": Scheduler, "options": {"protocol": "inproc://", **nobody}},
-                silence_logs=False,
-            )
+            # Without a time to live, workers survive that this process is suspended.
+            with dask.config.set({"distributed.scheduler.worker-ttl": None}):
+                local = SpecCluster(
+                    {place: {"cls": Worker, "options": options} for place in range(self.workers)},
+                    {"cls": Scheduler, "options": {"protocol": "inproc://", **nobody}},
+                    silence_logs=False,
+                )
             self._client = enter(Client(enter(local), set_as_default=False))
         self._client.subscribe_topic(self.id, self._hear)
         self._stack.callback(self._dismiss)
