@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from scipy.stats import permutation_test
 
 from benchmarks import audit
-from powergrad.lab.paper.evidence import Outcome
 from powergrad.lab.stats import VERDICTS, t_interval
 from powergrad.lab.study import Results
 from powergrad.lab.words import markdown_table, number, short_key
 from reproduction.marks import Regions
-from reproduction.studies import verdict_in_words
+from reproduction.trials import Outcome, verdict_in_words
 
 __all__ = ["benchmark_regions"]
 

@@ -27,7 +27,6 @@ COMMANDS = {
     "decompose": ("studies", "Find out which part of PGT makes a difference."),
     "plan": ("planning", "Compute how many seeds a claim needs."),
     "train": ("training", "Train one network from a recipe."),
-    "paper": ("paper", "List, show, run and draw the rows and figures of the paper."),
     "inspect": ("looking", "Count dead filters, features and layers (the census)."),
     "export": (
         "training",
@@ -40,8 +39,8 @@ COMMANDS = {
 
 
 def place_of(command: str) -> str:
-    """The import path of a command's function, or of the app of a command group."""
-    return f"powergrad.lab.cli.{COMMANDS[command][0]}:{'app' if command == 'paper' else command}"
+    """The import path of a command's function."""
+    return f"powergrad.lab.cli.{COMMANDS[command][0]}:{command}"
 
 
 def separated(tokens: Sequence[str]) -> list[str]:

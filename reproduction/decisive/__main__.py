@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from reproduction.decisive.data import REGIMES, collect, read
 from reproduction.decisive.findings import Findings
+from reproduction.decisive.observed import REGIMES, collect, read
 from reproduction.decisive.rule import power
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,10 +21,8 @@ from matplotlib.lines import Line2D
 from powergrad.lab.figures import save
 from powergrad.lab.stats import signed
 from powergrad.lab.words import markdown_table
-from reproduction.decisive.data import REGIMES, Rows, chance
 from reproduction.decisive.findings import AXES, Findings, chosen_settings
-
-__all__ = ["PointPair", "draw_points", "paired_points", "points_table"]
+from reproduction.decisive.observed import REGIMES, Rows, chance
 
 RATES = AXES[0]
 PARTS = 3  # of the range of the learning rate

@@ -14,8 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-__all__ = ["LEVEL", "MARGIN", "Decision", "decide", "holm", "interval", "power", "sign_flip"]
-
 Array = NDArray[np.float64]
 
 LEVEL = 0.025  # of each of the two looks

@@ -31,7 +31,6 @@ class StudyKind(str, enum.Enum):
     SWEEP = "sweep"
     DECOMPOSE = "decompose"
     TUNE = "tune"
-    PAPER = "paper"
 
 
 def again(job: Job) -> Job:

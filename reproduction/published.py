@@ -1,12 +1,12 @@
-"""The paper's rows and figures, from ``published.yaml``, and the recipe of each row."""
+"""The paper's rows and figures, from ``published.yaml``: recipes, printed numbers, cost."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import resources
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -24,38 +24,15 @@ class Unstated:
     choice: Mapping[str, Any] = field(default_factory=dict)  # empty if it is a default
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """A contradiction in the paper, or between the paper and the authors' code."""
 
     id: str
-    text: str
     about: tuple[str, ...]
+    text: str
 
 
-@dataclass(frozen=True)
-class PrintedNumber:
-    """A number that the paper prints outside its tables."""
-
-    id: str
-    where: str
-    what: str
-    value: float
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """Published training speeds on one kind of GPU, in images per second by network."""
-
-    gpu: str
-    source: str
-    how: str
-    networks: Mapping[str, float]
-    data: str = "imagenet"
-
-
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """The runs in a figure: those of one arm, or of a whole experiment.
 
     Example:
@@ -70,7 +47,6 @@ class Use:
 
     @classmethod
     def parse(cls, text: str) -> Use:
-        """Parse a use as in ``published.yaml``."""
         experiment, _, arm = text.partition("/")
         return cls(experiment, arm or None)
 
@@ -103,7 +79,6 @@ class Row:
 
     @property
     def published_text(self) -> str:
-        """The printed numbers as text."""
         numbers = [f"{key} {value:g}" for key, value in self.published.items()]
         return ", ".join(numbers) or "no number printed"
 
@@ -120,18 +95,10 @@ class Experiment:
 
     @property
     def baseline(self) -> Row:
-        """The row with which the others are compared."""
         return self.rows[0]
 
     def row(self, arm: str) -> Row:
-        """The row of an arm."""
-        rows = {row.arm: row for row in self.rows}
-        if arm not in rows:
-            raise RecipeError(
-                f"Expected an arm of {self.id} ({', '.join(rows)}), but got {arm!r}"
-                f"{did_you_mean(arm, rows)}"
-            )
-        return rows[arm]
+        return next(row for row in self.rows if row.arm == arm)
 
     def own_rows(self, item: str) -> list[Row]:
         """The rows of an id, without the baseline unless it is one of them."""
@@ -142,14 +109,23 @@ class Experiment:
         return [row for row in self.rows if row is self.baseline or item in (row.id, self.id)]
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A figure of the paper."""
 
     id: str  # F1 to F17, by its place
     name: str  # its label in the source, or ours if it has none
     title: str
     uses: tuple[Use, ...]  # the runs that it shows
+
+
+class Throughput(NamedTuple):
+    """Published training speeds on one kind of GPU, in images per second by network."""
+
+    gpu: str
+    source: str
+    how: str
+    networks: Mapping[str, float]
+    data: str = "imagenet"
 
 
 @dataclass(frozen=True)
@@ -161,34 +137,23 @@ class Paper:
     figures: tuple[Figure, ...]
     unstated: tuple[Unstated, ...]
     notes: tuple[Note, ...]
-    numbers: tuple[PrintedNumber, ...]
+    numbers: Mapping[str, float]  # printed outside the tables, by id
     throughput: tuple[Throughput, ...]
 
-    @property
-    def rows(self) -> list[Row]:
-        """Every row of every experiment."""
-        return [row for experiment in self.experiments for row in experiment.rows]
-
-    def items(self) -> list[tuple[str, Experiment]]:
+    def items(self) -> dict[str, Experiment]:
         """The id of every row, pair, run and grid, with its experiment, in printed order."""
-        items: dict[str, Experiment] = {}
-        for experiment in self.experiments:
-            for row in experiment.rows:
-                items.setdefault(row.id, experiment)
-        return list(items.items())
+        return {row.id: experiment for experiment in self.experiments for row in experiment.rows}
 
     def find(self, item: str) -> Experiment:
         """The experiment of an item, or of its own id."""
         for experiment in self.experiments:
             if experiment.own_rows(item):
                 return experiment
-        wrong = f"Expected a trainable item of `powergrad paper list`, but got {item!r}"
+        wrong = f"Expected a trainable item of `python -m reproduction list`, but got {item!r}"
         if self.figure(item) is not None:
-            raise RecipeError(
-                f"{wrong}, a figure; draw it with `powergrad paper figure {item} --out DIR`."
-            )
-        known = [name for item, experiment in self.items() for name in (item, experiment.id)]
-        raise RecipeError(f"{wrong}{did_you_mean(item, known)}")
+            raise RecipeError(f"{wrong}, a figure; draw it with `figure {item} --out DIR`.")
+        known = {*self.items(), *(experiment.id for experiment in self.experiments)}
+        raise RecipeError(f"{wrong}{did_you_mean(item, sorted(known))}")
 
     def figure(self, item: str) -> Figure | None:
         """The figure of an id or a name; None if there is none."""
@@ -209,10 +174,6 @@ class Paper:
             [unstated for unstated in self.unstated if names & set(unstated.about)],
         )
 
-    def number(self, name: str) -> float:
-        """A number that is printed outside the tables."""
-        return next(number.value for number in self.numbers if number.id == name)
-
 
 def _names(experiment: str, row: str, arm: str) -> set[str]:
     """The names of a row in the field `about` of ``published.yaml``."""
@@ -224,31 +185,23 @@ def load_paper() -> Paper:
     """The paper.
 
     Example:
-        >>> paper = load_paper()
-        >>> row = paper.find("T2.10").row("AGC + PGT")
+        >>> row = load_paper().find("T2.10").row("AGC + PGT")
         >>> row.published["test"], row.recipe.loss.alpha, row.recipe.train.batch_size
         (68.856, 0.25, 256)
-        >>> len(paper.figures)
-        17
     """
-    text = resources.files("powergrad.lab.paper").joinpath("published.yaml").read_text("utf-8")
-    raw = yaml.safe_load(text)
-    unstated = tuple(
-        Unstated(**{**values, "about": tuple(values["about"])}) for values in raw["unstated"]
-    )
+    raw = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text("utf-8"))
+    unstated = tuple(Unstated(**values) for values in raw["unstated"])
     return Paper(
-        title=raw["title"],
-        experiments=tuple(
-            _experiment(values, raw["common"], unstated) for values in raw["experiments"]
-        ),
-        figures=tuple(
+        raw["title"],
+        tuple(_experiment(values, raw["common"], unstated) for values in raw["experiments"]),
+        tuple(
             Figure(**{**values, "uses": tuple(map(Use.parse, values["uses"]))})
             for values in raw["figures"]
         ),
-        unstated=unstated,
-        notes=tuple(Note(**{**values, "about": tuple(values["about"])}) for values in raw["notes"]),
-        numbers=tuple(PrintedNumber(**values) for values in raw["numbers"]),
-        throughput=tuple(Throughput(**values) for values in raw["throughput"]),
+        unstated,
+        tuple(Note(**values) for values in raw["notes"]),
+        {number["id"]: number["value"] for number in raw["numbers"]},
+        tuple(Throughput(**values) for values in raw["throughput"]),
     )
 
 
@@ -256,19 +209,17 @@ def _experiment(
     raw: Mapping[str, Any], common: Mapping[str, Any], unstated: Iterable[Unstated]
 ) -> Experiment:
     grid = tuple(raw.get("grid", ()))
-    listed = raw.get("rows") or [
-        {"arm": f"alpha={alpha:g}", "recipe": {"loss.alpha": alpha}} for alpha in grid
-    ]
+    points = [{"arm": f"alpha={alpha:g}", "recipe": {"loss.alpha": alpha}} for alpha in grid]
     rows = []
-    for values in listed:
+    for values in raw.get("rows", points):
         item, arm = values.get("id", raw["id"]), values["arm"]
         names = _names(raw["id"], item, arm)
         choices = [missing.choice for missing in unstated if names & set(missing.about)]
         chosen = {key: value for choice in choices for key, value in choice.items()}
         recipe = {**common, **raw["recipe"], **values.get("recipe", {})}
         stated = {key: value for key, value in recipe.items() if key not in chosen}
-        published = {key: values[key] for key in ("train", "test", "gap") if key in values}
-        rows.append(Row(item, arm, stated, chosen, published))
+        printed = {key: values[key] for key in ("train", "test", "gap") if key in values}
+        rows.append(Row(item, arm, stated, chosen, printed))
     return Experiment(raw["id"], raw["where"], raw["title"], tuple(rows), grid)
 
 
@@ -282,3 +233,68 @@ def changes_of(recipe: Recipe, base: Recipe) -> dict[str, Any]:
     before = dict(flatten(base.model_dump(mode="json")))
     after = dict(flatten(recipe.model_dump(mode="json")))
     return {key: value for key, value in after.items() if value != before[key]}
+
+
+# Cost ---------------------------------------------------------------------------------------------
+
+
+def examples_of(recipe: Recipe) -> int:
+    """The number of training images of a row at full scale."""
+    return 50_000 if recipe.data.name == "cifar10" else 1_281_167
+
+
+class Cost(NamedTuple):
+    """The training time of a recipe on one kind of GPU, and the published speed behind it."""
+
+    gpu: str
+    hours: float  # four GPUs use the same number in a quarter of the time
+    images_per_second: float
+    how: str
+    source: str
+
+
+def cost(recipe: Recipe) -> list[Cost]:
+    """GPU hours of training for every GPU with a source, without tests and image loading.
+
+    If a source has only ResNet-50, the speed of another network is estimated by its ratio to
+    ResNet-50 in the table that has both. Networks without normalisation are assumed to be as fast
+    as those with it, which gives an upper bound of their cost.
+
+    Example:
+        >>> recipe = load_paper().find("T1.2").baseline.recipe
+        >>> [f"{part.gpu}: {part.hours:.1f}" for part in cost(recipe)]
+        ['V100 16GB: 34.2', 'A100 80GB: 17.1', 'RTX 3090: 43.1']
+    """
+    network = recipe.model.name
+    data = "imagenet" if recipe.data.name.startswith("folder:") else recipe.data.name
+    tables = [table for table in load_paper().throughput if table.data == data]
+    largest = max((table.networks for table in tables), key=len, default={})
+    costs = []
+    for table in tables:
+        speed, how = table.networks.get(network), table.how
+        if speed is None and network in largest:
+            speed = table.networks["resnet50"] * largest[network] / largest["resnet50"]
+            how += f"; {network} estimated by its ratio to resnet50 on the RTX 3090"
+        if speed is None:
+            continue
+        if recipe.model.norm == "none":
+            how += "; with normalisation, so an upper bound"
+        hours = recipe.train.epochs * examples_of(recipe) / speed / 3600
+        costs.append(Cost(table.gpu, hours, speed, how, table.source))
+    return costs
+
+
+def total_hours(recipes: Iterable[Recipe]) -> dict[str, float]:
+    """GPU hours of several recipes by GPU; a recipe that occurs twice is counted once."""
+    hours: dict[str, float] = {}
+    for recipe in {recipe.key: recipe for recipe in recipes}.values():
+        for part in cost(recipe):
+            hours[part.gpu] = hours.get(part.gpu, 0.0) + part.hours
+    return hours
+
+
+def hours_in_words() -> str:
+    """The GPU hours of every run of the paper at full scale."""
+    rows = [row for experiment in load_paper().experiments for row in experiment.rows]
+    hours = total_hours(row.recipe for row in rows)
+    return ", ".join(f"{value:,.0f} on {gpu}" for gpu, value in hours.items())
