@@ -201,7 +201,8 @@ class Findings:
                 edge = f"{self.at_edge(regime, arm)} of {len(values)}"
                 mean = f"{np.mean(values):.2f}{spread}"
                 lost = [self.diverged(regime, arm, phase) for phase in ("tuning", "final")]
-                lines.append((TITLES[regime], NAMES[arm], str(len(values)), mean, gap, edge, *lost))
+                title = "" if lines and arm != "baseline" else TITLES[regime]
+                lines.append((title, NAMES[arm], str(len(values)), mean, gap, edge, *lost))
         head = ("regime", "arm", "repeats", "test %", "difference from CE2 (90% interval)")
         more = ("at an edge", "diverged in tuning", "diverged in final runs")
         return markdown_table((*head, *more), lines)
@@ -209,17 +210,17 @@ class Findings:
     def choices_table(self) -> str:
         """What the tuning chose for every arm, and what it led to: medians over the repeats."""
         lines = []
-        for regime in self.rows:
+        for regime in REGIMES:
             for arm in self.arms(regime):
-                if not (chosen := self.chosen(regime, arm)):
-                    continue
+                chosen = self.chosen(regime, arm)
                 values = [_median([c[a.key] for c in chosen if a.key in c]) for a in AXES]
                 runs = self.runs(regime, arm, "final")
                 unit = _unit_exponent(regime, max(int(row["steps"]) for row in runs))
                 exponents = [unit * c["optimizer.lr"] * c["optimizer.weight_decay"] for c in chosen]
                 dead = [float(row["dead_units"]) for row in runs if row["dead_units"]]
                 cells = (*values, _median(exponents), _dead_filters(dead))
-                lines.append((TITLES[regime], NAMES[arm], *cells))
+                title = "" if lines and arm != "baseline" else TITLES[regime]
+                lines.append((title, NAMES[arm], *cells))
         head = ("regime", "arm", "learning rate", "weight decay")
         head += ("head's learning rate / backbone's", "AGC's threshold", "decay exponent")
         return markdown_table((*head, "dead filters"), lines)
