@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,13 +23,14 @@ from powergrad.lab.words import slug
 from powergrad_cli import main as powergrad
 from reproduction.collection import collect, record
 from reproduction.evidence import RESULTS, Evidence, MissingRunsError, small_command
-from reproduction.published import Experiment, Row, Use, cost, hours_in_words, load_paper
+from reproduction.published import Experiment, Row, cost, load_paper
 from reproduction.replicas import DATA, full_recipe, plan_replica
 from reproduction.show import item_in_words, paper_table
 
 app = App(name="python -m reproduction", help="The paper: list, show, run and draw it.")
 
 Flag = Parameter(negative="")
+Step = tuple[list[str], Path, Recipe]  # a command of the package, and the recipe that it reads
 Tokens = Annotated[str, Parameter(allow_leading_hyphen=True)]
 
 
@@ -120,16 +121,33 @@ def run(
                 f"which the authors' hook was used, but got {precision!r}."
             )
         changes["loss.form"] = "as_published"
+    given = {option.partition("=")[0] for option in options}
+    if "--repeats" in given:
+        raise ValueError("Expected no --repeats: the arms of a replica are tuned once.")
     if is_small:
-        label = slug((data or "digits").rpartition("/")[2])
-        folder = out / (name or f"paper-{experiment.id}-{label}")
-        code = _run_small(experiment, rows, data or "digits", changes, options, folder, only_plan)
+        data = data or "digits"
+        folder = out / (name or f"paper-{experiment.id}-{slug(data.rpartition('/')[2])}")
+        steps = _small_steps(experiment, rows, data, changes, folder)
+        options = [*([] if "--seeds" in given else ["--seeds", "8"]), *options]
     else:
         folder = out / (name or f"paper-{experiment.id}")
-        code = _run_full(experiment, rows, data, changes, options, folder, only_plan)
-    if code or only_plan or not _is_first_process():
-        return code
-    return collect_runs(folder, results=results, label=name) if keep else 0
+        steps = _full_steps(rows, data, changes, folder)
+    is_first = os.environ.get("RANK", "0") == "0"
+    typed = shlex.join(["python", "-m", "reproduction", *sys.argv[1:]])
+    for command, path, recipe in steps:
+        print(f"powergrad {shlex.join([*command, *options])}")
+        if only_plan:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+        code = powergrad([*command, *options])
+        if is_first and folder.exists():
+            record(folder, experiment, scale, typed)
+        if code:
+            return code
+    if keep and is_first and not only_plan:
+        return collect_runs(folder, results=results, label=name)
+    return 0
 
 
 def split_tokens(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -151,31 +169,10 @@ def split_tokens(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return parse_overrides(overrides), options
 
 
-def _is_first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _write_recipe(recipe: Recipe, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
-    return path
-
-
-def _command() -> str:
-    """The command line of this process."""
-    return shlex.join(["python", "-m", "reproduction", *sys.argv[1:]])
-
-
-def _run_full(
-    experiment: Experiment,
-    rows: Sequence[Row],
-    data: str | None,
-    changes: Mapping[str, Any],
-    options: Sequence[str],
-    folder: Path,
-    only_plan: bool,
-) -> int:
-    """Train every row once, with ``powergrad train``."""
+def _full_steps(
+    rows: Sequence[Row], data: str | None, changes: Mapping[str, Any], folder: Path
+) -> Iterator[Step]:
+    """The commands that train every row once."""
     if data is None and rows[0].recipe.data.name != "cifar10":
         raise ValueError(
             "Expected --data folder:PATH of ImageNet, to train at full scale, or --scale small, "
@@ -187,48 +184,28 @@ def _run_full(
     for row in rows:
         recipe = full_recipe(row, data, changes)
         hours = [f"{part.hours:.0f} on {part.gpu}" for part in cost(recipe)]
-        run_folder = folder / f"{slug(row.arm)}-seed{recipe.seed}"
-        print(f"{row.id} {row.arm}: {run_folder} (GPU hours: {', '.join(hours) or 'unknown'})")
-        if only_plan:
-            continue
-        path = run_folder.with_name(f"{run_folder.name}.yaml")
-        if _is_first_process():
-            record(folder, experiment, "full", _command())
-            _write_recipe(recipe, path)
-        if code := powergrad(["train", str(path), "--folder", str(run_folder), *options]):
-            return code
-    return 0
+        print(f"{row.id} {row.arm}, GPU hours: {', '.join(hours) or 'unknown'}")
+        name = f"{slug(row.arm)}-seed{recipe.seed}"
+        path = folder / f"{name}.yaml"
+        yield ["train", str(path), "--folder", str(folder / name)], path, recipe
 
 
-def _run_small(
+def _small_steps(
     experiment: Experiment,
     rows: Sequence[Row],
     data: str,
     changes: Mapping[str, Any],
-    options: Sequence[str],
     folder: Path,
-    only_plan: bool,
-) -> int:
-    """Run the replica of some rows, with ``powergrad compare``."""
-    if "--repeats" in options:
-        raise ValueError("Expected no --repeats: the arms of a replica are tuned once.")
+) -> Iterator[Step]:
+    """The command that runs the replica of some rows."""
     replica = plan_replica(experiment, rows, data, changes)
-    print(f"{experiment.id}, scaled down: {experiment.title}\n{replica.describe()}")
-    recipe = folder.with_name(f"{folder.name}.yaml")
-    command = ["compare", str(recipe), "--arms", "baseline"]
+    print(f"{experiment.id}, scaled down: {experiment.title}\n{replica.describe()}\n")
+    path = folder.with_name(f"{folder.name}.yaml")
+    command = ["compare", str(path), "--arms", "baseline"]
     for row in rows[1:]:
         settings = ", ".join(f"{key}={value}" for key, value in replica.arms[row.arm].items())
         command += ["--arm", f"{row.arm.replace('=', ' ')}: {settings}"]
-    seeds = [] if "--seeds" in options else ["--seeds", "8"]
-    command += ["--out", str(folder.parent), "--name", folder.name, *seeds, *options]
-    print(f"\npowergrad {shlex.join(command)}\n")
-    if only_plan:
-        return 0
-    _write_recipe(replica.base, recipe)
-    code = powergrad(command)
-    if folder.exists():
-        record(folder, experiment, "small", _command())
-    return code
+    yield [*command, "--out", str(folder.parent), "--name", folder.name], path, replica.base
 
 
 @app.command(name="collect", sort_key=5)
@@ -245,7 +222,7 @@ def collect_runs(folder: Path, *, results: Path = RESULTS, label: str | None = N
     return 0
 
 
-# Figures, status and pages ------------------------------------------------------------------------
+# Figures and pages ------------------------------------------------------------------------
 
 
 @app.command(sort_key=3)
@@ -284,36 +261,6 @@ def figure(item: str, *, out: Path, formats: str = "png,svg,pdf", results: Path 
     if failed:
         print(f"{failed} of {len(wanted)} figures lack runs; run the commands above first.")
     return 1 if failed else 0
-
-
-@app.command(sort_key=4)
-def status(*, results: Path = RESULTS) -> int:
-    """Show what was measured, what is missing, and the commands to measure it.
-
-    Args:
-        results: The folder of measured results.
-    """
-    paper, evidence = load_paper(), Evidence(results)
-    items = paper.items()
-    left = [
-        item
-        for item, experiment in items.items()
-        if evidence.missing(Use(experiment.id, row.arm) for row in experiment.own_rows(item))
-    ]
-    drawable = [drawn for drawn in paper.figures if not evidence.missing(drawn.uses)]
-    print(f"Rows, runs and grids measured: {len(items) - len(left)} of {len(items)}")
-    for trial in evidence.replicas:
-        print(f"  {trial.name}: {len(trial.results.rows)} runs, {trial.measured_on}")
-    print(f"Figures that can be drawn: {len(drawable)} of {len(paper.figures)}")
-    for item in left:
-        print(
-            f"  {item} is not measured: python -m reproduction run {item} --scale small --collect"
-        )
-    print(
-        f"GPU hours for everything at full scale, each run once: {hours_in_words()} (the last is "
-        "for CIFAR-10, the others for ImageNet)"
-    )
-    return 0
 
 
 @app.command(sort_key=6)

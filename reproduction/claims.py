@@ -42,29 +42,19 @@ SHORTER, LESS, DEEP, LARGE = (
 class Claim:
     """That an arm with some methods does better than one with others.
 
-    Attributes:
-        id: A short name.
-        title: The claim.
-        methods: What the arm does.
-        norm: The normalisation of the networks; None for all.
-        against: What the other arm does; nothing for the baseline.
-        alpha: The arm's alpha, where the claim is about one.
-        holds: The verdicts that confirm it.
-        metric: ``test``, ``train`` or ``gap``, the second less the first.
-        published: What the paper has on it, if that is no difference within a part of a table.
-        control: What an arm without PGT does that may explain the gain. PGT is compared with it,
-            too; these comparisons are not counted as confirmation.
+    A control is what an arm without PGT does that may explain the gain. PGT is compared with it,
+    too; these comparisons are not counted as confirmation.
     """
 
     id: str
     title: str
-    methods: Methods
-    norm: str | None = None
-    against: Methods = frozenset()
-    alpha: float | None = None
-    holds: frozenset[str] = frozenset({"better"})
-    metric: str = "test"
-    published: str = ""
+    methods: Methods  # of the arm
+    norm: str | None = None  # the normalisation of the networks; None for all
+    against: Methods = frozenset()  # of the other arm; none for the baseline
+    alpha: float | None = None  # of the arm, where the claim is about one
+    holds: frozenset[str] = frozenset({"better"})  # the verdicts that confirm it
+    metric: str = "test"  # or train, or gap: train minus test
+    published: str = ""  # if it is no difference within a part of a table
     control: Methods | None = None
 
 
@@ -177,7 +167,7 @@ def _contrasts(claim: Claim, trials: Sequence[Trial]) -> list[Contrast]:
     return [
         contrast
         for trial in trials
-        if not trial.is_grid and claim.norm in (None, trial.norm)
+        if not trial.is_grid and claim.norm in (None, trial.recipe.model.norm)
         # Without a method of its own the other arm is the study's first, of whatever rate.
         for against in (trial.arms if claim.against else trial.arms[:1])
         for arm in trial.arms
@@ -227,7 +217,7 @@ def pooled_sentence(trials: Sequence[Trial]) -> str:
     """PGT less its baseline, over distinct baselines on Fashion-MNIST with batch normalisation."""
     chosen: dict[object, Contrast] = {}
     for trial in trials:
-        if trial.norm != "batch" or trial.is_grid or trial.name == LEFT_OUT:
+        if trial.recipe.model.norm != "batch" or trial.is_grid or trial.name == LEFT_OUT:
             continue
         for contrast in contrasts_of(trial):
             if contrast.arm.methods == PGT and "fashion-mnist" in contrast.arm.measured_on:
@@ -299,7 +289,7 @@ def _depths(trials: Sequence[Trial]) -> list[str]:
     outcomes = []
     for trial in trials:
         for arm in trial.arms[1:]:
-            if trial.norm == "none" and arm.methods == DEEP:
+            if trial.recipe.model.norm == "none" and arm.methods == DEEP:
                 half = mean(trial.arms[0].test.values()) / 2
                 failed = sum(accuracy < half for accuracy in arm.test.values())
                 words = {0: "none failed", len(arm.test): "all failed"}
@@ -312,7 +302,7 @@ def _dead_filters(trials: Sequence[Trial]) -> Iterator[tuple[Arm, str]]:
     words = {"better": "fewer", "worse": "more", "equivalent": "as many"}
     options = {"margin": 1.0, "higher_is_better": False}
     for trial in trials:
-        if trial.norm != "none" or not trial.counts:
+        if trial.recipe.model.norm != "none" or not trial.counts:
             continue
         first = trial.arms[0]
         for arm in trial.arms[1:]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,20 +114,12 @@ def _conditions(
     loaded = load_data(base.data, data_dir=base.machine.data_dir)
     examples = len(loaded.train)
     rows = [row for row in experiment.rows if row.arm in recipes]
-    if scale == "full":
-        lost: Sequence[str] = full_departures(rows[0], base, examples)
-    else:
-        replica = Replica(experiment, rows, base, arms, examples, len(loaded.classes))
-        lost = list(replica.lost())
+    replica = Replica(experiment, rows, base, arms, examples, len(loaded.classes))
+    is_full = scale == "full"
+    lost = full_departures(rows[0], base, examples) if is_full else list(replica.lost())
     exponents = {arm: decay_exponent(recipe, examples) for arm, recipe in recipes.items()}
-    return {
-        "data": base.data.name,
-        "examples": examples,
-        "scale": scale,
-        "exponents": exponents,
-        "lost": lost,
-        "arms": arms,
-    }
+    about = {"data": base.data.name, "examples": examples, "scale": scale}
+    return {**about, "exponents": exponents, "lost": lost, "arms": arms}
 
 
 def _collect_run(run: Run, stem: str) -> list[Path]:

@@ -185,7 +185,7 @@ def _seeds(axes: Any, trial: Trial, metric: str, colour: str) -> None:
 
 
 def _grid_note(trial: Trial) -> list[str]:
-    return [f"{trial.measured_on}; the run of every point: {trial.name}.csv"]
+    return [f"{trial.arms[0].measured_on}; the run of every point: {trial.name}.csv"]
 
 
 def _grid(evidence: Evidence, uses: Uses) -> Any:

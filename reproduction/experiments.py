@@ -72,7 +72,7 @@ def _published(trial: Trial, arm: Arm) -> str:
 
 
 def _dead(trial: Trial, arm: Arm) -> str:
-    if trial.norm != "none" or trial.experiment is None:
+    if trial.recipe.model.norm != "none" or trial.experiment is None:
         return ""
     counts = [mean(one.finished("dead_units").values()) for one in (arm, trial.arms[0])]
     return f"{counts[0]:.0f} ({counts[1]:.0f})"

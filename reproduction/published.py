@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,21 +14,20 @@ from powergrad.lab.trainer.recipe import Recipe, RecipeError, flatten
 from powergrad.lab.words import did_you_mean
 
 
-@dataclass(frozen=True)
-class Unstated:
+class Unstated(NamedTuple):
     """A detail that the paper does not state, and the choice made here."""
 
     what: str
     reason: str
-    about: tuple[str, ...]
-    choice: Mapping[str, Any] = field(default_factory=dict)  # empty if it is a default
+    about: Sequence[str]
+    choice: Mapping[str, Any] = {}  # empty if it is a default
 
 
 class Note(NamedTuple):
     """A contradiction in the paper, or between the paper and the authors' code."""
 
     id: str
-    about: tuple[str, ...]
+    about: Sequence[str]
     text: str
 
 
@@ -56,21 +55,13 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One training of the paper.
+    """One training of the paper."""
 
-    Attributes:
-        id: The id of its table row, or of its experiment.
-        arm: Its name among the compared rows.
-        stated: The values stated in the paper, as dotted keys, including the common recipe.
-        chosen: The values that the paper does not state.
-        published: ``train``, ``test`` and ``gap``, if printed.
-    """
-
-    id: str
-    arm: str
-    stated: Mapping[str, Any]
-    chosen: Mapping[str, Any]
-    published: Mapping[str, float]
+    id: str  # of its table row, or of its experiment
+    arm: str  # its name among the compared rows
+    stated: Mapping[str, Any]  # in the paper, as dotted keys, including the common recipe
+    chosen: Mapping[str, Any]  # what the paper does not state
+    published: Mapping[str, float]  # train, test and gap, if printed
 
     @functools.cached_property
     def recipe(self) -> Recipe:
@@ -161,18 +152,15 @@ class Paper:
 
     def about(self, item: str) -> tuple[list[Note], list[Unstated]]:
         """The notes on an item or a figure, and its unstated details."""
-        figure = self.figure(item)
-        if figure is not None:
+        if figure := self.figure(item):
             names = {figure.id, figure.name}
         else:
             experiment = self.find(item)
-            rows = experiment.with_baseline(item)
-            names = {item, *(row.id for row in rows[1:])}
-            names = names.union(*(_names(experiment.id, item, row.arm) for row in rows))
-        return (
-            [note for note in self.notes if names & set(note.about)],
-            [unstated for unstated in self.unstated if names & set(unstated.about)],
-        )
+            first, *others = experiment.with_baseline(item)
+            names = _names(experiment.id, item, first.arm)
+            names = names.union(*(_names(experiment.id, row.id, row.arm) for row in others))
+        notes = [note for note in self.notes if names & set(note.about)]
+        return notes, [missing for missing in self.unstated if names & set(missing.about)]
 
 
 def _names(experiment: str, row: str, arm: str) -> set[str]:
@@ -191,13 +179,12 @@ def load_paper() -> Paper:
     """
     raw = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text("utf-8"))
     unstated = tuple(Unstated(**values) for values in raw["unstated"])
+    for values in raw["figures"]:
+        values["uses"] = tuple(map(Use.parse, values["uses"]))
     return Paper(
         raw["title"],
         tuple(_experiment(values, raw["common"], unstated) for values in raw["experiments"]),
-        tuple(
-            Figure(**{**values, "uses": tuple(map(Use.parse, values["uses"]))})
-            for values in raw["figures"]
-        ),
+        tuple(Figure(**values) for values in raw["figures"]),
         unstated,
         tuple(Note(**values) for values in raw["notes"]),
         {number["id"]: number["value"] for number in raw["numbers"]},

@@ -134,7 +134,7 @@ def _rows(item: str, experiment: Experiment, data: str, evidence: Evidence) -> I
         )
     yield f"\nScaled down, on this machine:\n  python -m reproduction run {item} --scale small"
     for trial in evidence.of(Use(experiment.id)):
-        yield f"\nMeasured: {trial.measured_on}"
+        yield f"\nMeasured: {trial.arms[0].measured_on}"
         yield from (f"  {row.arm}: {words}" for row in rows for words in _measured([trial], row))
 
 

@@ -140,33 +140,19 @@ def exponent_of_steps(recipe: Recipe, steps: int) -> float:
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm of a study.
-
-    Attributes:
-        name: Its name.
-        label: The same, with the id of its row if the paper has it, and its settings.
-        changes: What it changes in the study's recipe.
-        methods: What it does that plain cross-entropy does not; None if that is no method.
-        measured_on: Network, data, batch size and steps.
-        rate: Its learning rate, and how it was chosen.
-        decay: Its weight decay as a multiple of the paper's, or that it was tuned.
-        recipe: Its recipe.
-        rows: Its runs.
-        test: The test accuracy of every run, or of every repeat, as the study compares it.
-        at_edge: Whether its rate was chosen at the edge of what was tried.
-    """
+    """An arm of a study."""
 
     name: str
-    label: str
-    changes: Changes
-    methods: frozenset[str] | None
-    measured_on: str
-    rate: str
-    decay: str
+    label: str  # with the id of its row if the paper has it, and its settings
+    changes: Changes  # of the study's recipe
+    methods: frozenset[str] | None  # none for plain cross-entropy; None if one is no method
+    measured_on: str  # network, data, batch size and steps
+    rate: str  # its learning rate, and how it was chosen
+    decay: str  # its weight decay as a multiple of the paper's, or that it was tuned
     recipe: Recipe
     rows: tuple[RunRow, ...]
-    test: Mapping[int, float]
-    at_edge: bool = False
+    test: Mapping[int, float]  # the accuracy of every run, or repeat, as the study compares it
+    at_edge: bool = False  # whether its rate was chosen at the edge of what was tried
 
     def finished(self, metric: str) -> dict[int, float]:
         """A metric of every run, or the mean of every repeat, without runs that diverged."""
@@ -211,36 +197,21 @@ def fingerprint(row: RunRow) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class Trial:
-    """A study, the paper's or ours.
+    """A study, the paper's or ours."""
 
-    Attributes:
-        stem: The path of its files, without suffix.
-        recipe: What its arms change.
-        changes: What each arm changes.
-        results: Its runs and comparisons.
-        experiment: What it replicates, if anything.
-        label: What distinguishes it from other replicas of the experiment.
-        examples: The number of training images of a replica.
-        within: A larger study that has all its runs; it is the one to count.
-    """
-
-    stem: Path
+    stem: Path  # of its files, without suffix
     recipe: Recipe
-    changes: Mapping[str, Changes]
+    changes: Mapping[str, Changes]  # of the recipe, by arm
     results: Results
-    experiment: Experiment | None = None
-    label: str = ""
-    examples: int = 0
-    within: str | None = None
+    experiment: Experiment | None = None  # what it replicates, if anything
+    label: str = ""  # distinguishes it from other replicas of the experiment
+    examples: int = 0  # the number of training images of a replica
+    within: str | None = None  # a larger study that has all its runs; it is the one to count
 
     @property
     def name(self) -> str:
         """The name of its files."""
         return self.stem.name
-
-    @property
-    def norm(self) -> str:
-        return self.recipe.model.norm
 
     @property
     def is_grid(self) -> bool:
@@ -318,12 +289,6 @@ class Trial:
         pairs = [(row.value(first), row.value(second)) for row in self.results.rows]
         array = np.array(pairs, dtype=np.float64)  # None becomes NaN
         return array[np.isfinite(array).all(1)].T
-
-    @property
-    def measured_on(self) -> str:
-        """Network, data, batch size and steps."""
-        finished = [row for row in self.results.rows if not row.diverged] or self.results.rows
-        return describe_runs(self.recipe, (row.metrics["steps"] for row in finished))
 
 
 def load_study(path: Path) -> Trial:

@@ -30,18 +30,11 @@ SHOWN = 3.0  # points of accuracy; larger differences are drawn at the edge
 
 
 class PointPair(NamedTuple):
-    """The accuracies of cross-entropy and of another arm on held-out data, at one point.
+    """The accuracies of cross-entropy and of another arm on held-out data, at one point."""
 
-    Attributes:
-        lr: Learning rate of the backbone.
-        decay: Weight decay of the backbone.
-        baseline: Accuracy of cross-entropy in per cent; None if its run failed.
-        other: That of the other arm.
-    """
-
-    lr: float
+    lr: float  # of the backbone
     decay: float
-    baseline: float | None
+    baseline: float | None  # in per cent; None if the run failed
     other: float | None
 
     @property
