@@ -91,14 +91,15 @@ class Findings:
         Raises:
             ValueError: If a regime has fewer repeats than that look needs.
         """
+        first, last = LOOKS
+        look = self._look_at(first)
+        return look if look.decision.verdict != "not settled" else self._look_at(last)
+
+    def _look_at(self, size: int) -> Look:
         pairs = self.pairs("pgt")
-        for size in LOOKS:
-            if (fewest := min(map(len, pairs.values()))) < size:
-                raise ValueError(f"Expected {size} repeats in each regime, but got {fewest}.")
-            look = Look(size, decide({regime: found[:size] for regime, found in pairs.items()}))
-            if look.decision.verdict != "not settled":
-                break
-        return look
+        if (fewest := min(map(len, pairs.values()))) < size:
+            raise ValueError(f"Expected {size} repeats in each regime, but got {fewest}.")
+        return Look(size, decide({regime: found[:size] for regime, found in pairs.items()}))
 
     @functools.cached_property
     def secondary(self) -> dict[str, Secondary]:

@@ -193,7 +193,8 @@ def test_the_grids_are_those_of_the_rows(regions, replicas):
     best = max(means, key=lambda alpha: means[alpha][0])
     lowest = min(means, key=lambda alpha: means[alpha][2])
     one, least = means["1"], means["0.05"]
-    fit = linregress(*([float(row[key]) for row in rows] for key in ("logit_norm", "nll")))
+    norms, losses = ([float(row[key]) for row in rows] for key in ("logit_norm", "nll"))
+    fit: Any = linregress(norms, losses)
     assert (
         f"| {one[0]:.2f}; {means[best][0]:.2f} at {best} | {least[1] / one[1]:.1f} (20) | "
         f"{one[2]:.3f}; {least[2]:.3f}; {means[lowest][2]:.3f} at {lowest} | "

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-import powergrad
 from powergrad.lab.trainer.objectives import as_published_cross_entropy
 from powergrad.lab.trainer.recipe import Recipe, RecipeError, flatten
 from powergrad.lab.trainer.training import train
@@ -176,31 +175,25 @@ def test_the_same_run_in_two_tables_is_one_run():
 
 
 @pytest.mark.parametrize(
-    ("item", "notes", "unstated", "not_these"),
+    ("item", "notes", "unstated"),
     [
-        ("T1.1", {"abstract"}, [], set()),
-        ("T1.2", {"abstract", "curves-alpha"}, ["which parameters"], set()),
-        ("T1.3", {"step-alpha"}, [], set()),
-        ("T2.4", set(), ["the learning rate at batch 512"], {"clip-by-value"}),
-        ("T2.6", {"clip-by-value"}, ["the threshold of gradient clipping"], set()),
-        ("T2.9", {"clip-by-value"}, ["the threshold of gradient clipping"], set()),
-        ("T2.10", set(), ["the threshold of adaptive"], {"clip-by-value"}),
-        ("T3.2", {"step-alpha"}, [], set()),
-        ("T3.7", {"gap"}, [], {"smoothing"}),
-        ("T3.8", {"smoothing"}, [], set()),
-        ("E60", set(), ["alpha of the 60-epoch run"], set()),
-        ("G20", set(), ["the recipe on CIFAR-10"], set()),
-        ("metrics", {"curves-alpha"}, [], set()),
-        ("code", {"listing"}, [], set()),
+        (
+            "T1.2",
+            {"abstract", "curves-alpha", "float16", "gap", "rate"},
+            "which parameters have weight decay",
+        ),
+        ("T2.4", {"rate", "hook-rows"}, "the learning rate at batch 512"),
+        ("T2.6", {"clip-by-value", "rate"}, "the threshold of gradient clipping"),
+        ("T2.7", {"rate"}, "the threshold of adaptive"),
+        ("T2.10", {"gap", "rate", "hook-rows"}, "the threshold of adaptive"),
+        ("E60", {"match", "rate"}, "alpha of the 60-epoch run"),
+        ("metrics", {"curves-alpha", "log-linear"}, "the scheduler of the curves"),
     ],
 )
-def test_notes_and_what_is_unstated_stand_beside_their_rows(item, notes, unstated, not_these):
+def test_notes_and_what_is_unstated_stand_beside_their_rows(item, notes, unstated):
     found, choices = PAPER.about(item)
-    ids = {note.id for note in found}
-    assert notes <= ids
-    assert not not_these & ids
-    for words in unstated:
-        assert any(choice.what.startswith(words) for choice in choices)
+    assert {note.id for note in found} == notes
+    assert any(choice.what.startswith(unstated) for choice in choices)
 
 
 def test_remarks_and_figures_name_what_exists():
@@ -244,11 +237,8 @@ def test_show_has_recipe_numbers_commands_cost_and_notes(capsys, tmp_path):
     printed = shown("T3.8")
     for text in (
         "train 77.69, test 76.39, gap 1.3",
-        "lr: 0.4",
         "warmup_start: 0.0004",
-        "label_smoothing: 0.1",
         "V100 16GB: 34.2",
-        "https://github.com/NVIDIA/DeepLearningExamples",
         "python -m reproduction run T3.8 --data folder:/imagenet --train.accumulate 4",
         "torchrun --standalone --nproc-per-node=4 -m reproduction run T3.8 --data",
         "K - 1 wrong classes",
@@ -256,9 +246,7 @@ def test_show_has_recipe_numbers_commands_cost_and_notes(capsys, tmp_path):
     ):
         assert text in printed
     assert "missing: T2-256/AGC + PGT" in shown("F7")
-    printed = shown("T1.4")
-    assert "--arm PGT" in printed
-    assert "  PGT: loss.alpha: 0.3\n" in printed
+    assert "  PGT: loss.alpha: 0.3\n" in shown("T1.4")
 
 
 # As published -------------------------------------------------------------------------------------
@@ -292,16 +280,6 @@ def test_at_the_square_of_the_rows_the_hook_is_the_equation(rows, classes, alpha
     q[torch.arange(rows), labels] += 1 - eps
     want = rows * ((alpha * logits).softmax(-1) - q)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-10 * rows)
-
-
-def test_the_hook_sees_the_loss_scale():
-    logits, labels = batch(16, 5)
-    at_1, at_2 = (gradient(logits, labels, scale, alpha=0.3)[1] for scale in (1, 2))
-    exact = logits.clone().requires_grad_()
-    powergrad.cross_entropy(exact, labels, alpha=0.3).backward()
-    assert exact.grad is not None
-    assert not torch.allclose(at_2, 2 * at_1, rtol=0.1)  # the sign of the listing's mistake
-    assert at_1.norm() > 20 * exact.grad.norm()
 
 
 def test_half_precision_loses_classes_under_2_to_the_minus_25():
