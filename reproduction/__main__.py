@@ -27,7 +27,9 @@ from reproduction.published import Experiment, Row, cost, load_paper
 from reproduction.replicas import DATA, full_recipe, plan_replica
 from reproduction.show import item_in_words, paper_table
 
-app = App(name="python -m reproduction", help="The paper: list, show, run and draw it.")
+app = App(
+    name="python -m reproduction", help="The paper: list, show, run and draw it.", version_flags=()
+)
 
 Flag = Parameter(negative="")
 Step = tuple[list[str], Path, Recipe]  # a command of the package, and the recipe that it reads
@@ -140,8 +142,10 @@ def run(
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+        if is_first and folder.exists():  # raises if it has runs of other rows
+            record(folder, experiment, scale, typed)
         code = powergrad([*command, *options])
-        if is_first and folder.exists():
+        if is_first and folder.exists():  # a new one, or after --fresh
             record(folder, experiment, scale, typed)
         if code:
             return code
