@@ -1,3 +1,6 @@
-"""The settings of all tests (hypothesis, threads), for those that are not below tests/."""
+"""The settings of tests/conftest.py hold here too: threads, and the size of a run."""
 
-from tests.conftest import *  # noqa: F403
+import runpy
+from pathlib import Path
+
+runpy.run_path(str(Path(__file__).parents[2] / "tests" / "conftest.py"))
