@@ -75,10 +75,10 @@ test-browsers: docs tests/browsers/node_modules ## the page and the site in Fire
 
 bench: setup ## every benchmark; rewrites results/bench_*.csv and the pages' tables
 	for script in $(BENCHMARKS); do $(BIN)/python benchmarks/$$script.py || exit 1; done
-	$(BIN)/python -m reproduction
+	$(BIN)/python -m reproduction pages
 
 pages: setup ## fill the generated parts of README.md and docs/ from results/
-	$(BIN)/python -m reproduction
+	$(BIN)/python -m reproduction pages
 
 test-gpu: setup ## like test, on CUDA
 	POWERGRAD_TEST_DEVICE=cuda $(PYTEST) $(WITHOUT_OTHERS) -m '$(QUICK)'

@@ -1,4 +1,4 @@
-"""What was found in this repository, and its generated pages; not part of the package.
+"""The paper, reproduced with the package, and the generated pages; not part of the package.
 
-`python -m reproduction` fills the marked regions of README.md and docs/ from results/.
+`python -m reproduction` lists, shows, runs and draws it; `pages` fills README.md and docs/.
 """

@@ -1,5 +1,296 @@
-"""``python -m reproduction`` writes the pages."""
+"""``python -m reproduction``: the rows and figures of the paper, and the pages of this repository.
 
-from reproduction.pages import write_pages
+``run`` trains with ``powergrad compare`` (replicas) and ``powergrad train`` (full scale).
+"""
 
-write_pages()
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console
+
+from powergrad.lab.files import FileError, write_text
+from powergrad.lab.trainer.recipe import Recipe, parse_overrides
+from powergrad.lab.words import slug
+from powergrad_cli import main as powergrad
+from reproduction.collection import collect, record
+from reproduction.evidence import RESULTS, Evidence, MissingRunsError, small_command
+from reproduction.published import Experiment, Row, cost, load_paper
+from reproduction.replicas import DATA, full_recipe, plan_replica
+from reproduction.show import item_in_words, paper_table
+
+app = App(
+    name="python -m reproduction", help="The paper: list, show, run and draw it.", version_flags=()
+)
+
+Flag = Parameter(negative="")
+Step = tuple[list[str], Path, Recipe]  # a command of the package, and the recipe that it reads
+Tokens = Annotated[str, Parameter(allow_leading_hyphen=True)]
+
+
+@app.command(name="list", sort_key=0)
+def list_items(*, results: Path = RESULTS) -> int:
+    """List every table row and figure: its id, published numbers, and measured results.
+
+    The id in brackets stands for all rows that are compared with each other; it is an item, too.
+
+    Args:
+        results: The folder of measured results.
+    """
+    Console(width=None if sys.stdout.isatty() else 150).print(paper_table(Evidence(results)))
+    return 0
+
+
+@app.command(sort_key=1)
+def show(item: str, *, data: str = "folder:/path/to/imagenet", results: Path = RESULTS) -> int:
+    """Show one item: recipe, published numbers, commands, cost and open questions.
+
+    Args:
+        item: An id from `list`.
+        data: The location of ImageNet, for the commands.
+        results: The folder of measured results.
+    """
+    print(item_in_words(item, data, Evidence(results)))
+    return 0
+
+
+# Running ------------------------------------------------------------------------------------------
+
+
+@app.command(sort_key=2)
+def run(
+    item: str,
+    *tokens: Tokens,
+    data: str | None = None,
+    scale: Literal["full", "small"] = "full",
+    arm: str | None = None,
+    as_published: Annotated[bool, Flag] = False,
+    only_plan: Annotated[bool, Parameter(name="--plan", negative="")] = False,
+    keep: Annotated[bool, Parameter(name="--collect", negative="")] = False,
+    out: Path = Path("runs"),
+    name: str | None = None,
+    results: Path = RESULTS,
+) -> int:
+    """Train an item as in the paper, or scaled down, over several seeds and with a verdict.
+
+    At full scale, the rows of the item are trained once. With --scale small, the row that they are
+    compared with is trained too, with 8 seeds each. The same command continues an interrupted one.
+
+    Args:
+        item: An id from `list`.
+        tokens: Overrides of the recipe, for all arms, and options of `powergrad compare` (with
+            --scale small) or `powergrad train`, such as --seeds 4 and --tune lr=0.1,0.2.
+        data: At full scale, folder:PATH of ImageNet. With --scale small, digits (the default),
+            fashion-mnist, cifar10 or folder:PATH.
+        scale: full or small.
+        arm: Only this arm of the item.
+        as_published: Train with the authors' hook instead of the equation, in float16.
+        only_plan: Only print what would be done.
+        keep: Store the data for figures and tables in --results.
+        out: The folder in which the folder of the runs is created.
+        name: The name of the folder of the runs.
+        results: The folder of measured results.
+    """
+    experiment = load_paper().find(item)
+    is_small = scale == "small"
+    rows = experiment.with_baseline(item) if is_small else experiment.own_rows(item)
+    arms = [row.arm for row in rows]
+    if arm is not None and arm not in arms:
+        raise ValueError(
+            f"Expected --arm to be an arm of {item} ({', '.join(arms)}), but got {arm!r}."
+        )
+    if arm is not None:
+        chosen = (arm, experiment.baseline.arm) if is_small else (arm,)
+        rows = [row for row in rows if row.arm in chosen]
+    if data is not None and data not in DATA and not data.startswith("folder:"):
+        raise ValueError(
+            f"Expected --data to be {', '.join(DATA)} or folder:PATH, but got {data!r}."
+        )
+    changes, options = split_tokens(tokens)
+    if as_published:
+        precision = changes.setdefault("train.precision", "float16")
+        if precision != "float16":
+            raise ValueError(
+                "Expected train.precision to be float16 with --as-published, the only precision in "
+                f"which the authors' hook was used, but got {precision!r}."
+            )
+        changes["loss.form"] = "as_published"
+    given = {option.partition("=")[0] for option in options}
+    if "--repeats" in given:
+        raise ValueError("Expected no --repeats: the arms of a replica are tuned once.")
+    if is_small:
+        data = data or "digits"
+        folder = out / (name or f"paper-{experiment.id}-{slug(data.rpartition('/')[2])}")
+        steps = _small_steps(experiment, rows, data, changes, folder)
+        options = [*([] if "--seeds" in given else ["--seeds", "8"]), *options]
+    else:
+        folder = out / (name or f"paper-{experiment.id}")
+        steps = _full_steps(rows, data, changes, folder)
+    is_first = os.environ.get("RANK", "0") == "0"
+    typed = shlex.join(["python", "-m", "reproduction", *sys.argv[1:]])
+    for command, path, recipe in steps:
+        print(f"powergrad {shlex.join([*command, *options])}")
+        if only_plan:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+        if is_first and folder.exists():  # raises if it has runs of other rows
+            record(folder, experiment, scale, typed)
+        code = powergrad([*command, *options])
+        if is_first and folder.exists():  # a new one, or after --fresh
+            record(folder, experiment, scale, typed)
+        if code:
+            return code
+    if keep and is_first and not only_plan:
+        return collect_runs(folder, results=results, label=name)
+    return 0
+
+
+def split_tokens(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Overrides of the recipe, and the options of the command that trains.
+
+    Example:
+        >>> split_tokens(["--tune", "lr=0.1,0.2", "model.width=8", "--train.epochs", "2"])
+        ({'model.width': 8, 'train.epochs': 2}, ['--tune', 'lr=0.1,0.2'])
+    """
+    overrides, options = [], list[str]()
+    remaining = iter(tokens)
+    for token in remaining:
+        key, equals, value = token.partition("=")
+        is_key = re.fullmatch(r"(--)?\w+(\.\w+)+|--seed", key) is not None
+        if not is_key or ("--tune" in options and {",", ":"} & set(value)):
+            options.append(token)
+        else:
+            overrides += [token] if equals else [token, *([next(remaining, "")])]
+    return parse_overrides(overrides), options
+
+
+def _full_steps(
+    rows: Sequence[Row], data: str | None, changes: Mapping[str, Any], folder: Path
+) -> Iterator[Step]:
+    """The commands that train every row once."""
+    if data is None and rows[0].recipe.data.name != "cifar10":
+        raise ValueError(
+            "Expected --data folder:PATH of ImageNet, to train at full scale, or --scale small, "
+            "but got neither."
+        )
+    if len(rows) > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        arms = ", ".join(row.arm for row in rows)
+        raise ValueError(f"Expected --arm under torchrun, one of {arms}, but got none.")
+    for row in rows:
+        recipe = full_recipe(row, data, changes)
+        hours = [f"{part.hours:.0f} on {part.gpu}" for part in cost(recipe)]
+        print(f"{row.id} {row.arm}, GPU hours: {', '.join(hours) or 'unknown'}")
+        name = f"{slug(row.arm)}-seed{recipe.seed}"
+        path = folder / f"{name}.yaml"
+        yield ["train", str(path), "--folder", str(folder / name)], path, recipe
+
+
+def _small_steps(
+    experiment: Experiment,
+    rows: Sequence[Row],
+    data: str,
+    changes: Mapping[str, Any],
+    folder: Path,
+) -> Iterator[Step]:
+    """The command that runs the replica of some rows."""
+    replica = plan_replica(experiment, rows, data, changes)
+    print(f"{experiment.id}, scaled down: {experiment.title}\n{replica.describe()}\n")
+    path = folder.with_name(f"{folder.name}.yaml")
+    command = ["compare", str(path), "--arms", "baseline"]
+    for row in rows[1:]:
+        settings = ", ".join(f"{key}={value}" for key, value in replica.arms[row.arm].items())
+        command += ["--arm", f"{row.arm.replace('=', ' ')}: {settings}"]
+    yield [*command, "--out", str(folder.parent), "--name", folder.name], path, replica.base
+
+
+@app.command(name="collect", sort_key=5)
+def collect_runs(folder: Path, *, results: Path = RESULTS, label: str | None = None) -> int:
+    """Store the data of finished runs that figures and tables need.
+
+    Args:
+        folder: A folder that `run` created.
+        results: The folder of measured results.
+        label: A label to distinguish studies of the same rows; by default the name of the data.
+    """
+    for file in collect(folder, results / "paper", label):
+        print(f"wrote {file}")
+    return 0
+
+
+# Figures and pages ------------------------------------------------------------------------
+
+
+@app.command(sort_key=3)
+def figure(item: str, *, out: Path, formats: str = "png,svg,pdf", results: Path = RESULTS) -> int:
+    """Draw one figure, or all figures, as PNG, SVG and PDF.
+
+    Args:
+        item: The id or name of a figure, or all.
+        out: The folder for the files.
+        formats: The formats, separated by commas.
+        results: The folder of measured results.
+    """
+    from reproduction.drawings import FORMATS, draw
+
+    kinds = formats.split(",")
+    if not set(kinds) <= set(FORMATS):
+        raise ValueError(f"Expected --formats among {', '.join(FORMATS)}, but got {formats!r}.")
+    paper, evidence = load_paper(), Evidence(results)
+    chosen = paper.figure(item)
+    if chosen is None and item != "all":
+        names = ", ".join(drawn.name for drawn in paper.figures)
+        raise ValueError(f"Expected the id or name of a figure ({names}), but got {item!r}.")
+    wanted = paper.figures if chosen is None else (chosen,)
+    failed = 0
+    for drawn in wanted:
+        missing = evidence.missing(drawn.uses)
+        try:
+            if missing:
+                raise MissingRunsError(f"missing: {', '.join(map(str, missing))}")
+            print(f"{drawn.id} {drawn.name}: {draw(drawn, evidence, out, kinds)[0]}")
+        except MissingRunsError as reason:
+            failed += 1
+            print(f"{drawn.id} {drawn.name}: not drawn; {reason}")
+            for command in dict.fromkeys(map(small_command, missing)):
+                print(f"    {command}")
+    if failed:
+        print(f"{failed} of {len(wanted)} figures lack runs; run the commands above first.")
+    return 1 if failed else 0
+
+
+@app.command(sort_key=6)
+def pages() -> int:
+    """Fill the generated parts of README.md and docs/ from results/ (`make pages`)."""
+    from reproduction.pages import write_pages
+
+    write_pages()
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 2 where the user must change something."""
+    try:
+        code = app(arguments, exit_on_error=False, result_action="return_value") or 0
+        sys.stdout.flush()
+    except CycloptsError:  # already printed
+        return 2
+    except BrokenPipeError:  # the reader, such as head, has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, FileError, OSError) as error:
+        print(f"reproduction: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from scipy.stats import permutation_test
 
 from benchmarks import audit
-from powergrad.lab.paper.evidence import Outcome
 from powergrad.lab.stats import VERDICTS, t_interval
 from powergrad.lab.study import Results
 from powergrad.lab.words import markdown_table
 from reproduction.marks import Regions
+from reproduction.trials import Outcome
 
 __all__ = ["benchmark_regions"]
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-__all__ = ["Regions", "fill", "region_names"]
-
 REGION = re.compile(r"<!-- table ([\w.-]+) -->\n.*?<!-- end table \1 -->", re.DOTALL)
 
 Regions = Mapping[str, Callable[[], str]]  # what makes the content of a region, by its name

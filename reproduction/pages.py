@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from powergrad.lab.files import write_text
-from powergrad.lab.paper.evidence import Evidence
 from reproduction.benchmarks import benchmark_regions
 from reproduction.claims import claim_regions
-from reproduction.decisive.page import decisive_regions, draw_figures
+from reproduction.decisive.figure import draw
+from reproduction.decisive.findings import Findings
+from reproduction.decisive.points import draw_points, points_table
+from reproduction.evidence import RESULTS, Evidence
+from reproduction.experiments import experiment_regions
 from reproduction.marks import Regions, fill, region_names
-from reproduction.pooled import pooled_sentence
-from reproduction.studies import all_trials, read_studies
 from reproduction.tables import table_regions
-
-__all__ = ["ROOT", "all_regions", "generated_pages", "study_regions", "write_pages"]
 
 ROOT = Path(__file__).parents[1]
 # Written once, before its experiment; `python -m reproduction.decisive power` made its table.
@@ -23,19 +22,29 @@ REGISTERED = ROOT / "docs" / "protocol.md"
 
 def study_regions(results: Path) -> Regions:
     """The regions about the paper and all studies, from a folder ``results``."""
-    evidence, studies = Evidence(results), read_studies(results)
-    trials = all_trials(evidence, studies)
+    evidence = Evidence(results)
     return {
-        **claim_regions(evidence, trials),
-        **table_regions(evidence, studies, trials),
-        "pooled": lambda: pooled_sentence(trials),
+        **claim_regions(evidence),
+        **experiment_regions(evidence),
+        **table_regions(evidence.trials),
+    }
+
+
+def decisive_regions(findings: Findings) -> Regions:
+    """The regions about the registered experiment."""
+    return {
+        "decisive-answer": findings.answer,
+        "decisive-arms": findings.table,
+        "decisive-choices": findings.choices_table,
+        "decisive-null": findings.null_sentence,
+        "decisive-points": lambda: points_table(findings),
     }
 
 
 def all_regions() -> Regions:
     """Every region that a page may have."""
-    results = ROOT / "results"
-    return {**benchmark_regions(), **study_regions(results), **decisive_regions(results)}
+    decisive = decisive_regions(Findings.read(RESULTS))
+    return {**benchmark_regions(), **study_regions(RESULTS), **decisive}
 
 
 def generated_pages() -> list[Path]:
@@ -46,8 +55,10 @@ def generated_pages() -> list[Path]:
 
 def write_pages() -> None:
     """Fill the regions of all pages, and draw the figures of the decisive experiment."""
-    regions = all_regions()
-    draw_figures(ROOT / "results", ROOT / "docs" / "images")
+    regions, findings = all_regions(), Findings.read(RESULTS)
+    images = ROOT / "docs" / "images"
+    draw(findings, images / "decisive.png")
+    draw_points(findings, images / "decisive_points.png")
     for page in generated_pages():
         write_text(page, fill(page.read_text("utf-8"), regions))
         print(f"wrote {page.relative_to(ROOT)}")

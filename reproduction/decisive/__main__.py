@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from reproduction.decisive.data import REGIMES, collect, read
+from powergrad.lab.words import markdown_table
 from reproduction.decisive.findings import Findings
+from reproduction.decisive.observed import REGIMES, collect, read
 from reproduction.decisive.rule import power
+from reproduction.evidence import RESULTS
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "results"
+ROOT = RESULTS.parent
 RUN_NOISE = {"norm": 0.30, "plain": 0.35}  # points; see `noise`
 
 
@@ -38,10 +39,8 @@ def noise(regime: str) -> tuple[float, float, int]:
 
 def power_table(studies: int = 1000) -> str:
     """What the rule can find, as Markdown."""
-    lines = [
-        "The noise of a unit, from a pilot of CE2 alone (`results/decisive_pilot_*.csv`), which"
-    ]
-    lines += ["the protocol does not govern:", ""]
+    words = "The noise of a unit, from a pilot of CE2 alone (`results/decisive_pilot_*.csv`), which"
+    lines = [words, "the protocol does not govern:", ""]
     spreads = []
     for regime, title in REGIMES.items():
         unit, tuning, points = noise(regime)
@@ -57,21 +56,13 @@ def power_table(studies: int = 1000) -> str:
         "are taken as independent; the points that all arms share make pairs rather more alike. "
         f"({studies} experiments each, `python -m reproduction.decisive power`):",
         "",
-        "| true difference | helps | hurts | makes no difference that matters | not settled |",
-        "|---|---|---|---|---|",
     ]
+    names = ("helps", "hurts", "makes no difference that matters", "not settled")
+    cells = []
     for effect in (0.0, 0.1, 0.2, 0.3, 0.5):
         found = power(effect, spreads, studies)
-        names = ("helps", "hurts", "makes no difference that matters", "not settled")
-        cells = " | ".join(f"{100 * found.get(name, 0):.0f}%" for name in names)
-        lines.append(f"| {effect:g} | {cells} |")
-    return "\n".join(lines)
-
-
-def report(findings: Findings) -> str:
-    """What the rows say so far."""
-    tables = [findings.table(), findings.choices_table()]
-    return "\n\n".join([findings.answer(), *tables, findings.null_sentence()])
+        cells.append([f"{effect:g}", *(f"{100 * found.get(name, 0):.0f}%" for name in names)])
+    return "\n".join([*lines, markdown_table(("true difference", *names), cells)])
 
 
 def main(arguments: list[str]) -> None:
@@ -83,7 +74,9 @@ def main(arguments: list[str]) -> None:
     elif arguments == ["power"]:
         print(power_table())
     else:
-        print(report(Findings.read(RESULTS)))
+        found = Findings.read(RESULTS)
+        parts = (found.answer(), found.table(), found.choices_table(), found.null_sentence())
+        print("\n\n".join(parts))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from reproduction.claims import CLAIMS, published_gains
 from reproduction.decisive.findings import Findings
 from reproduction.decisive.rule import MARGIN, interval
 
-__all__ = ["draw"]
-
 # The lines of the figure, by regime and arm: a title, and the claim with the published gains.
 LINES = {
     ("norm", "pgt"): ("PGT, with batch normalisation", "pgt-bn"),

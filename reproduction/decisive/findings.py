@@ -14,26 +14,9 @@ from powergrad.lab.stats import p_in_words, signed, span
 from powergrad.lab.study.space import Axis
 from powergrad.lab.trainer.recipe import load_recipe
 from powergrad.lab.words import markdown_table
-from reproduction.decisive.data import (
-    FURTHER,
-    RECIPES,
-    REGIMES,
-    Rows,
-    differences,
-    read,
-    units,
-)
-from reproduction.decisive.rule import (
-    LEVEL,
-    Decision,
-    decide,
-    holm,
-    interval,
-    sign_flip,
-)
-from reproduction.studies import exponent_of_steps
-
-__all__ = ["AXES", "NAMES", "Findings", "chosen_settings"]
+from reproduction.decisive.observed import FURTHER, RECIPES, REGIMES, Rows, differences, read, units
+from reproduction.decisive.rule import LEVEL, Decision, decide, holm, interval, sign_flip
+from reproduction.trials import exponent_of_steps
 
 ALPHA = 0.25
 LOOKS = (8, 16)
@@ -65,11 +48,6 @@ class Look(NamedTuple):
 
     repeats: int
     decision: Decision
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the experiment ends here."""
-        return self.decision.verdict != "not settled" or self.repeats == LOOKS[-1]
 
 
 class Secondary(NamedTuple):
@@ -107,25 +85,25 @@ class Findings:
         return {regime: differences(self.rows[regime], arm, against) for regime in REGIMES}
 
     @functools.cached_property
-    def repeats(self) -> dict[str, int]:
-        """How many repeats have both arms of the primary comparison, by regime."""
-        return {regime: len(pairs) for regime, pairs in self.pairs("pgt").items()}
+    def look(self) -> Look:
+        """The look at which the rule ends: the first that is settled, or the last.
 
-    @functools.cached_property
-    def look(self) -> Look | None:
-        """The look at which the rule has ended, or else the latest; None before the first."""
-        latest = None
-        for size in LOOKS:
-            if min(self.repeats.values()) >= size and not (latest and latest.is_last):
-                pairs = {regime: pairs[:size] for regime, pairs in self.pairs("pgt").items()}
-                latest = Look(size, decide(pairs))
-        return latest
+        Raises:
+            ValueError: If a regime has fewer repeats than that look needs.
+        """
+        first, last = LOOKS
+        look = self._look_at(first)
+        return look if look.decision.verdict != "not settled" else self._look_at(last)
+
+    def _look_at(self, size: int) -> Look:
+        pairs = self.pairs("pgt")
+        if (fewest := min(map(len, pairs.values()))) < size:
+            raise ValueError(f"Expected {size} repeats in each regime, but got {fewest}.")
+        return Look(size, decide({regime: found[:size] for regime, found in pairs.items()}))
 
     @functools.cached_property
     def secondary(self) -> dict[str, Secondary]:
-        """The secondary comparisons, corrected by Holm's method, where the primary has ended."""
-        if self.look is None or not self.look.is_last:
-            return {}
+        """The secondary comparisons, corrected by Holm's method."""
         size = self.look.repeats
         pairs = {
             "PGT2 - CE3": self.pairs("pgt", "ce3"),
@@ -141,12 +119,6 @@ class Findings:
             name: Secondary({regime: float(np.mean(d)) for regime, d in s.items()}, p_values[name])
             for name, s in strata.items()
         }
-
-    @functools.cached_property
-    def null_pairs(self) -> list[float]:
-        """Further repeats of CE2 minus those of the first regime."""
-        again, first = units(self.null, "baseline"), units(self.rows["norm"], "baseline")
-        return [again[repeat] - first[repeat] for repeat in again if repeat in first]
 
     def runs(self, regime: str, arm: str, phase: str) -> Rows:
         """The rows of an arm in a phase."""
@@ -165,64 +137,39 @@ class Findings:
             for choice in self.chosen(regime, arm)
         )
 
-    def diverged(self, regime: str, arm: str, phase: str) -> tuple[int, int]:
+    def diverged(self, regime: str, arm: str, phase: str) -> str:
         """How many runs of a phase diverged, of how many."""
         runs = self.runs(regime, arm, phase)
-        return sum(row["diverged"] == "True" for row in runs), len(runs)
+        return f"{sum(row['diverged'] == 'True' for row in runs)} of {len(runs)}"
 
     # In words -------------------------------------------------------------------------------------
 
     def answer(self) -> str:
-        """The answer in three sentences, or how far the runs are."""
-        if self.look is None or not self.look.is_last:
-            return self._status()
+        """The answer in three sentences."""
         decision = self.look.decision
-        words = [
-            f"**{ANSWERS[decision.verdict]}**",
-            f"After {self.look.repeats} independent tunings of each method, {_in_words(decision)}.",
-            self._secondary_sentence(),
-        ]
-        return " ".join(filter(None, words))
-
-    def _status(self) -> str:
-        done = ", ".join(
-            f"{count} {'repeats' if count != 1 else 'repeat'} {REGIMES[regime]}"
-            for regime, count in self.repeats.items()
+        shown = " and by ".join(
+            f"{signed(decision.means[regime])} points {title} "
+            f"(90% interval {span(decision.intervals[regime])})"
+            for regime, title in REGIMES.items()
         )
-        wanted = LOOKS[0] if self.look is None else LOOKS[1]
-        words = f"**Not decided yet.** The next analysis is planned after {wanted} repeats in each "
-        words += f"regime. So far there are {done}."
-        if self.look is not None:
-            words += f" The analysis after {self.look.repeats} was not settled: "
-            words += f"{_in_words(self.look.decision)}."
-        return words
-
-    def _secondary_sentence(self) -> str:
-        parts = []
+        secondary = []
         for name, found in self.secondary.items():
             means = " and ".join(
                 f"{signed(mean)} points {REGIMES[regime]}" for regime, mean in found.means.items()
             )
-            parts.append(f"{SECONDARY[name]} by {means} ({p_in_words(found.p, 3)})")
-        opening = "In further tests, corrected for their number by Holm's method, "
-        return f"{opening}{', and '.join(parts)}." if parts else ""
-
-    def figure_line(self) -> str:
-        """The figure of :mod:`reproduction.decisive.figure`, once there is an analysis."""
-        if self.look is None:
-            return "The figure is drawn after the first analysis."
-        return (
-            "![Differences from tuned cross-entropy in each regime, with 90% intervals, beside the "
-            "gains that the paper reports](images/decisive.png)"
+            secondary.append(f"{SECONDARY[name]} by {means} ({p_in_words(found.p, 3)})")
+        words = (
+            f"**{ANSWERS[decision.verdict]}** After {self.look.repeats} independent tunings of "
+            f"each method, PGT differed from cross-entropy by {shown}; the test over both gives "
+            f"{p_in_words(decision.p, 3)}, and the rule asks for less than {LEVEL:g}."
         )
+        opening = " In further tests, corrected for their number by Holm's method, "
+        return f"{words}{opening}{', and '.join(secondary)}." if secondary else words
 
     def null_sentence(self) -> str:
         """What the null says: cross-entropy against itself by the same test."""
-        pairs = self.null_pairs
-        check = "As a check, further repeats of CE2 with batch normalisation, with other points "
-        check += "and seeds, are compared with the first ones by the same test"
-        if len(pairs) < LOOKS[0]:
-            return f"{check}. {len(pairs)} of {LOOKS[0]} repeats are done."
+        again, first = units(self.null, "baseline"), units(self.rows["norm"], "baseline")
+        pairs = [again[repeat] - first[repeat] for repeat in again if repeat in first]
         p = sign_flip([pairs])[0]
         verdict = (
             "The test finds a difference, so do not trust the analysis."
@@ -231,9 +178,10 @@ class Findings:
             "the interval would not be noticed."
         )
         return (
-            f"{check}: further minus first is {signed(float(np.mean(pairs)))} points over "
-            f"{len(pairs)} repeats (90% interval {span(interval(pairs))}), {p_in_words(p, 3)}. "
-            f"{verdict}"
+            "As a check, further repeats of CE2 with batch normalisation, with other points and "
+            "seeds, are compared with the first ones by the same test: further minus first is "
+            f"{signed(float(np.mean(pairs)))} points over {len(pairs)} repeats (90% interval "
+            f"{span(interval(pairs))}), {p_in_words(p, 3)}. {verdict}"
         )
 
     def table(self) -> str:
@@ -251,13 +199,11 @@ class Findings:
                 gap = ""
                 if arm != "baseline" and len(pairs) >= LOOKS[0]:
                     gap = f"{signed(float(np.mean(pairs)))} ({span(interval(pairs))})"
-                lost = [
-                    f"{count} of {total}"
-                    for count, total in (self.diverged(regime, arm, p) for p in ("tuning", "final"))
-                ]
                 edge = f"{self.at_edge(regime, arm)} of {len(values)}"
                 mean = f"{np.mean(values):.2f}{spread}"
-                lines.append((TITLES[regime], NAMES[arm], str(len(values)), mean, gap, edge, *lost))
+                lost = [self.diverged(regime, arm, phase) for phase in ("tuning", "final")]
+                title = "" if lines and arm != "baseline" else TITLES[regime]
+                lines.append((title, NAMES[arm], str(len(values)), mean, gap, edge, *lost))
         head = ("regime", "arm", "repeats", "test %", "difference from CE2 (90% interval)")
         more = ("at an edge", "diverged in tuning", "diverged in final runs")
         return markdown_table((*head, *more), lines)
@@ -265,38 +211,20 @@ class Findings:
     def choices_table(self) -> str:
         """What the tuning chose for every arm, and what it led to: medians over the repeats."""
         lines = []
-        for regime in self.rows:
+        for regime in REGIMES:
             for arm in self.arms(regime):
-                if not (chosen := self.chosen(regime, arm)):
-                    continue
+                chosen = self.chosen(regime, arm)
                 values = [_median([c[a.key] for c in chosen if a.key in c]) for a in AXES]
                 runs = self.runs(regime, arm, "final")
                 unit = _unit_exponent(regime, max(int(row["steps"]) for row in runs))
                 exponents = [unit * c["optimizer.lr"] * c["optimizer.weight_decay"] for c in chosen]
                 dead = [float(row["dead_units"]) for row in runs if row["dead_units"]]
                 cells = (*values, _median(exponents), _dead_filters(dead))
-                lines.append((TITLES[regime], NAMES[arm], *cells))
+                title = "" if lines and arm != "baseline" else TITLES[regime]
+                lines.append((title, NAMES[arm], *cells))
         head = ("regime", "arm", "learning rate", "weight decay")
-        more = (
-            "head's learning rate / backbone's",
-            "AGC's threshold",
-            "decay exponent",
-            "dead filters",
-        )
-        return markdown_table((*head, *more), lines)
-
-
-def _in_words(decision: Decision) -> str:
-    """The numbers of the primary comparison."""
-    shown = " and by ".join(
-        f"{signed(decision.means[regime])} points {title} "
-        f"(90% interval {span(decision.intervals[regime])})"
-        for regime, title in REGIMES.items()
-    )
-    return (
-        f"PGT differed from cross-entropy by {shown}; the test over both gives "
-        f"{p_in_words(decision.p, 3)}, and the rule asks for less than {LEVEL:g}"
-    )
+        head += ("head's learning rate / backbone's", "AGC's threshold", "decay exponent")
+        return markdown_table((*head, "dead filters"), lines)
 
 
 def chosen_settings(row: Mapping[str, str]) -> dict[str, float]:

@@ -21,10 +21,8 @@ from matplotlib.lines import Line2D
 from powergrad.lab.figures import save
 from powergrad.lab.stats import signed
 from powergrad.lab.words import markdown_table
-from reproduction.decisive.data import REGIMES, Rows, chance
 from reproduction.decisive.findings import AXES, Findings, chosen_settings
-
-__all__ = ["PointPair", "draw_points", "paired_points", "points_table"]
+from reproduction.decisive.observed import REGIMES, Rows, chance
 
 RATES = AXES[0]
 PARTS = 3  # of the range of the learning rate
@@ -32,18 +30,11 @@ SHOWN = 3.0  # points of accuracy; larger differences are drawn at the edge
 
 
 class PointPair(NamedTuple):
-    """The accuracies of cross-entropy and of another arm on held-out data, at one point.
+    """The accuracies of cross-entropy and of another arm on held-out data, at one point."""
 
-    Attributes:
-        lr: Learning rate of the backbone.
-        decay: Weight decay of the backbone.
-        baseline: Accuracy of cross-entropy in per cent; None if its run failed.
-        other: That of the other arm.
-    """
-
-    lr: float
+    lr: float  # of the backbone
     decay: float
-    baseline: float | None
+    baseline: float | None  # in per cent; None if the run failed
     other: float | None
 
     @property

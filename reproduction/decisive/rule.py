@@ -14,8 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-__all__ = ["LEVEL", "MARGIN", "Decision", "decide", "holm", "interval", "power", "sign_flip"]
-
 Array = NDArray[np.float64]
 
 LEVEL = 0.025  # of each of the two looks
@@ -23,17 +21,10 @@ MARGIN = 0.3  # points of test accuracy
 
 
 class Decision(NamedTuple):
-    """What the rule says.
+    """What the rule says, with the mean difference and the 90% interval of each regime."""
 
-    Attributes:
-        verdict: ``helps``, ``hurts``, ``makes no difference that matters`` or ``not settled``.
-        p: Of the stratified sign-flip test.
-        means: The mean difference of each regime.
-        intervals: The 90% interval of each regime.
-    """
-
-    verdict: str
-    p: float
+    verdict: str  # helps, hurts, makes no difference that matters, or not settled
+    p: float  # of the stratified sign-flip test
     means: Mapping[str, float]
     intervals: Mapping[str, tuple[float, float]]
 
@@ -113,11 +104,7 @@ def power(
 ) -> dict[str, float]:
     """How often each verdict is reached over both looks, for a true difference in every regime.
 
-    Args:
-        effect: The true difference, in points.
-        spreads: Standard deviation of a pair's difference, for each regime.
-        studies: Number of simulated experiments.
-        seed: Seed of the simulation.
+    `spreads` are the standard deviations of a pair's difference, one per regime.
     """
     rng = np.random.default_rng(seed)
     counts: dict[str, int] = {}

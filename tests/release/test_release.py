@@ -28,7 +28,6 @@ ALLOWED = [  # in the wheel, below the place where packages are
     "powergrad/*.py",
     "powergrad/py.typed",
     "powergrad/lab/trainer/recipes/*.yaml",
-    "powergrad/lab/paper/*.yaml",
     "powergrad/lab/report/*.css",
     "powergrad/lab/report/*.js",
 ]

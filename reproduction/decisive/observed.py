@@ -12,18 +12,6 @@ from powergrad.lab.study import Study
 from powergrad.lab.trainer.run_folder import Run
 from powergrad.lab.words import slug
 
-__all__ = [
-    "FURTHER",
-    "RECIPES",
-    "REGIMES",
-    "Rows",
-    "chance",
-    "collect",
-    "differences",
-    "read",
-    "units",
-]
-
 Rows = list[dict[str, str]]
 
 # The regimes that the rule decides on, and those that are only described.
@@ -32,13 +20,13 @@ FURTHER = {
     "tiny": "Tiny-ImageNet, with batch normalisation",
     "cifar": "CIFAR-10, without normalisation",
 }
-FOLDER = Path(__file__).parent
-RECIPES = {
-    "norm": FOLDER / "fashion_norm.yaml",
-    "plain": FOLDER / "fashion_plain.yaml",
-    "tiny": FOLDER / "tiny_norm.yaml",
-    "cifar": FOLDER / "cifar_plain.yaml",
+FILES = {
+    "norm": "fashion_norm",
+    "plain": "fashion_plain",
+    "tiny": "tiny_norm",
+    "cifar": "cifar_plain",
 }
+RECIPES = {regime: Path(__file__).with_name(f"{name}.yaml") for regime, name in FILES.items()}
 FINALS = 3  # seeds per repeat
 ABOUT = ("arm", "seed", "run", "repeat", "commit", "phase")
 # What result.json has of the last step alone; the file study.csv leaves it out as well.

@@ -10,10 +10,19 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
-from powergrad.lab.paper.cost import cost, total_hours
-from powergrad.lab.paper.evidence import Evidence, Measurement, Outcome, small_command
-from powergrad.lab.paper.rows import Experiment, Figure, Row, Use, changes_of, load_paper
-from powergrad.lab.trainer.recipe import nest as nest
+from powergrad.lab.trainer.recipe import nest
+from reproduction.evidence import Evidence, small_command
+from reproduction.published import (
+    Experiment,
+    Figure,
+    Row,
+    Use,
+    changes_of,
+    cost,
+    load_paper,
+    total_hours,
+)
+from reproduction.trials import Outcome, Trial
 
 
 def paper_table(evidence: Evidence) -> Table:
@@ -22,17 +31,17 @@ def paper_table(evidence: Evidence) -> Table:
     table = Table(title=paper.title, title_justify="left")
     for name in ("id", "what", "arm", "published (%)", "measured here (decay / paper's): test (%)"):
         table.add_column(name)
-    for item, experiment in paper.items():
-        studies = evidence.of(Use(experiment.id))
+    for item, experiment in paper.items().items():
+        trials = evidence.of(Use(experiment.id))
         group = "" if item == experiment.id else f" ({experiment.id})"
         cells = (item, experiment.title + group)
         if experiment.grid:
-            counts = [f"{study.label}: {len(study.results.rows)} runs" for study in studies]
+            counts = [f"{trial.label}: {len(trial.results.rows)} runs" for trial in trials]
             published = experiment.baseline.published_text
             lines = [(f"{len(experiment.grid)} alphas", published, counts)]
         else:
             rows = [row for row in experiment.rows if row.id == item]
-            lines = [(row.arm, row.published_text, _measured(studies, row)) for row in rows]
+            lines = [(row.arm, row.published_text, _measured(trials, row)) for row in rows]
         for arm, published, measured in lines:
             words = (*cells, arm, published, "\n".join(measured) or "-")
             table.add_row(*map(Text, words))
@@ -44,25 +53,19 @@ def paper_table(evidence: Evidence) -> Table:
     return table
 
 
-def _measured(studies: Sequence[Measurement], row: Row) -> list[str]:
-    """The result of each study for a row, as short text."""
+def _measured(trials: Sequence[Trial], row: Row) -> list[str]:
+    """The result of each replica for a row, as short text."""
     lines = []
-    for study in studies:
-        if values := study.results.values(row.arm):
-            mean = study.results.mean(row.arm)
-            decay = study.recipe.optimizer.weight_decay / row.recipe.optimizer.weight_decay
-            words = f"{study.label} ({decay:.2g}x): {mean:.2f} (n = {len(values)})"
-            if comparison := study.comparisons.get(row.arm):
+    for trial in trials:
+        if values := trial.results.values(row.arm):
+            mean = trial.results.mean(row.arm)
+            decay = trial.recipe.optimizer.weight_decay / row.recipe.optimizer.weight_decay
+            words = f"{trial.label} ({decay:.2g}x): {mean:.2f} (n = {len(values)})"
+            if comparison := trial.comparisons.get(row.arm):
                 outcome = Outcome.of(comparison)
                 words += f", {outcome.difference}, {outcome.verdict}"
             lines.append(words)
     return lines
-
-
-def hours_in_words() -> str:
-    """The GPU hours of every run of the paper at full scale."""
-    hours = total_hours(row.recipe for row in load_paper().rows)
-    return ", ".join(f"{value:,.0f} on {gpu}" for gpu, value in hours.items())
 
 
 def item_in_words(item: str, data: str, evidence: Evidence) -> str:
@@ -87,7 +90,7 @@ def item_in_words(item: str, data: str, evidence: Evidence) -> str:
 
 def _figure(figure: Figure, evidence: Evidence) -> Iterator[str]:
     yield f"{figure.id} {figure.name}: {figure.title}\n"
-    yield f"Draw it:\n  powergrad paper figure {figure.name} --out figures"
+    yield f"Draw it:\n  python -m reproduction figure {figure.name} --out figures"
     if figure.uses:
         yield f"\nIt shows runs of {', '.join(map(str, figure.uses))}."
     for use in evidence.missing(figure.uses):
@@ -121,18 +124,18 @@ def _rows(item: str, experiment: Experiment, data: str, evidence: Evidence) -> I
     parts = base.train.batch_size // 256
     spread = f" --train.accumulate {parts}" if parts > 1 else ""
     yield "\nOn one machine with one GPU:"
-    yield f"  powergrad paper run {item}{where}{spread} --machine.workers 8"
+    yield f"  python -m reproduction run {item}{where}{spread} --machine.workers 8"
     yield "\nOn four GPUs, one arm at a time:"
     for row in rows:
         arm = f" --arm {shlex.quote(row.arm)}" if others else ""
         yield (
-            "  torchrun --standalone --nproc-per-node=4 -m powergrad paper run "
+            "  torchrun --standalone --nproc-per-node=4 -m reproduction run "
             f"{item}{arm}{where} --machine.workers 8"
         )
-    yield f"\nScaled down, on this machine:\n  powergrad paper run {item} --scale small"
-    for study in evidence.of(Use(experiment.id)):
-        yield f"\nMeasured: {study.describe()}"
-        yield from (f"  {row.arm}: {words}" for row in rows for words in _measured([study], row))
+    yield f"\nScaled down, on this machine:\n  python -m reproduction run {item} --scale small"
+    for trial in evidence.of(Use(experiment.id)):
+        yield f"\nMeasured: {trial.arms[0].measured_on}"
+        yield from (f"  {row.arm}: {words}" for row in rows for words in _measured([trial], row))
 
 
 def _pairs(changes: Mapping[str, Any]) -> str:

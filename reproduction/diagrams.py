@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ from matplotlib.patches import Circle, Rectangle
 
 from powergrad import power_transform, stationary_threshold
 from powergrad.lab.figures import COLOURS
-from powergrad.lab.paper.style import GREY, note, panel_title, plain
 from powergrad.lab.trainer.networks import create_model
 from powergrad.lab.trainer.objectives import published_hook
 from powergrad.monitor.layers import named_units
@@ -22,7 +22,26 @@ ORANGE, GREEN, PURPLE, RED = COLOURS[1:5]
 FORWARD, BACKWARD, TRANSFORM, ALTERED = "#9CC9E8", "#F5CE85", "#8FD6BD", "#EFA07A"
 EDGE = {"edgecolor": "0.2", "lw": 0.8}
 
+GREY = "0.35"
+
 Point = tuple[float, float]
+
+
+def panel_title(axes: Any, letter: str, text: str) -> None:
+    """The title of a panel, with its letter."""
+    axes.set_title(f"({letter}) {text}", fontsize=10, loc="left")
+
+
+def plain(axes: Any) -> None:
+    """Remove the frame at the top and on the right."""
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def note(figure: Any, lines: Sequence[str]) -> None:
+    """Add a note below the figure about its data."""
+    width = int(figure.get_figwidth() * 18)  # characters of this size per inch
+    wrapped = [part for line in dict.fromkeys(lines) for part in textwrap.wrap(line, width)]
+    figure.supxlabel("\n".join(wrapped), fontsize=7, color=GREY)
 
 
 def _text(axes: Any, x: float, y: float, text: str, size: float = 8, **style: Any) -> None:

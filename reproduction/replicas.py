@@ -1,4 +1,4 @@
-"""Scaled-down replicas of rows for small machines, and their departures from the paper.
+"""Rows at full scale, scaled-down replicas of rows, and how both depart from the paper.
 
 A filter without gradient shrinks by weight decay alone, as ``exp(-x)`` with
 ``x = sum(lr * wd) / (1 - momentum)``. In the paper's recipe ``x`` reaches about 125. A replica is
@@ -15,13 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from powergrad.lab.data import load_data
-from powergrad.lab.jobs import Changes
-from powergrad.lab.paper.cost import examples_of
-from powergrad.lab.paper.evidence import Conditions
-from powergrad.lab.paper.rows import Experiment, Row, changes_of
-from powergrad.lab.study import Tuning
 from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.schedules import learning_rate_at
+from reproduction.published import Experiment, Row, changes_of, examples_of
 
 LEAST = 7.0  # the decay exponent that a replica must exceed
 GOAL = 7.5  # the decay exponent for which it is planned
@@ -35,71 +31,8 @@ DATA: dict[str, dict[str, Any]] = {
     "cifar10": {"data.flip": True, "data.crop_padding": 4, "model.stem": "small"},
 }
 FOLDER = {"data.flip": True, "data.size": 64}
-
-
-@dataclass(frozen=True)
-class Replica:
-    """The plan of a replica of some rows of an experiment."""
-
-    experiment: Experiment
-    rows: Sequence[Row]  # the baseline first
-    base: Recipe  # the recipe of the first arm
-    arms: Mapping[str, Changes]  # the changes of every arm
-    examples: int
-    classes: int
-
-    @functools.cached_property
-    def recipes(self) -> dict[str, Recipe]:
-        """The recipe of every arm."""
-        return {arm: self.base.override(changes) for arm, changes in self.arms.items()}
-
-    @functools.cached_property
-    def exponents(self) -> dict[str, float]:
-        """The decay exponent of every arm."""
-        return {arm: decay_exponent(recipe, self.examples) for arm, recipe in self.recipes.items()}
-
-    @property
-    def kept(self) -> list[str]:
-        """The properties that are as in the paper."""
-        base, full = self.base, self.rows[0].recipe
-        warm_up = 100 * base.schedule.warmup_epochs / base.train.epochs
-        norm = f"normalisation: {base.model.norm}"
-        is_same = base.model.name == full.model.name
-        blocks = f"the network's depth and blocks ({base.model.name}, {norm})"
-        kept = [
-            blocks if is_same else f"the kind of network ({norm})",
-            "SGD with Nesterov's momentum 0.9, the schedule's shape, "
-            f"{warm_up:.2g}% of the epochs as warm-up",
-            "what the arms differ in: alpha, clipping, label smoothing, length",
-        ]
-        is_table_2 = self.experiment.where == "Table 2"
-        if is_table_2 and base.train.batch_size == _small_batch(full):
-            kept.append("the ratios between the three batch sizes (1024, 512, 256)")
-        return kept
-
-    @property
-    def lost(self) -> list[str]:
-        """The departures from the paper."""
-        return list(_lost(self))
-
-    def conditions(self, command: str, tuning: Tuning | None) -> Conditions:
-        """The conditions of the runs of this replica."""
-        name = self.base.data.name
-        measured = (name, self.examples, "small", self.exponents, self.lost, [command])
-        return Conditions(*measured, self.arms, tuning)
-
-    def describe(self) -> str:
-        """The plan as text."""
-        lines = [f"  kept: {words}" for words in self.kept]
-        lines += [f"  lost: {words}" for words in self.lost]
-        lines.append(f"Decay exponent sum(lr * wd) / (1 - momentum), at least {LEAST:g} wanted:")
-        lines += [f"  {arm}: {exponent:.2f}" for arm, exponent in self.exponents.items()]
-        if under := [arm for arm, exponent in self.exponents.items() if exponent < LEAST]:
-            lines.append(
-                f"WARNING: {', '.join(under)} stays below {LEAST:g}: dead filters will not reach "
-                "zero, and the run cannot show the equilibrium of the paper."
-            )
-        return "\n".join(lines)
+# Keys that may differ from the paper without being a departure from it.
+FREE = ("data.name", "seed", "machine.", "monitor.", "train.accumulate")
 
 
 def decay_exponent(recipe: Recipe, examples: int) -> float:
@@ -119,18 +52,88 @@ def decay_exponent(recipe: Recipe, examples: int) -> float:
     return math.fsum(rates) * options.backbone.lr * options.backbone_decay / (1 - momentum)
 
 
+@dataclass(frozen=True)
+class Replica:
+    """A replica of some rows of an experiment, the baseline first."""
+
+    experiment: Experiment
+    rows: Sequence[Row]
+    base: Recipe  # the recipe of the first arm
+    arms: Mapping[str, Mapping[str, Any]]  # the changes of every arm
+    examples: int
+    classes: int
+
+    @functools.cached_property
+    def recipes(self) -> dict[str, Recipe]:
+        """The recipe of every arm."""
+        return {arm: self.base.override(changes) for arm, changes in self.arms.items()}
+
+    @functools.cached_property
+    def exponents(self) -> dict[str, float]:
+        """The decay exponent of every arm."""
+        return {arm: decay_exponent(recipe, self.examples) for arm, recipe in self.recipes.items()}
+
+    def lost(self) -> Iterator[str]:
+        """The departures from the paper."""
+        base, full, recipes = self.base, self.rows[0].recipe, self.recipes
+        examples = examples_of(full)
+        rates = _range([recipe.optimizer.lr for recipe in recipes.values()])
+        width = 16 if full.model.name == "resnet20" else 64
+        yield f"the data: {self.examples:,} examples of {self.classes} classes ({base.data.name})"
+        for what, ours, theirs in (
+            ("the network", base.model.name, full.model.name),
+            ("channels of the first stage", base.model.width, width),
+            ("the batch", base.train.batch_size, full.train.batch_size),
+            ("the rate", rates, f"{full.optimizer.lr:g}"),
+            ("the decay", f"{base.optimizer.weight_decay:g}", f"{full.optimizer.weight_decay:g}"),
+        ):
+            if ours != theirs:
+                yield f"{what}: {ours}, not {theirs}"
+        if base.model.stem == "small" and base.model.name == full.model.name:
+            yield "the stem: 3x3 of stride 1, not 7x7 of stride 2 with a max-pooling"
+        steps = self.examples // base.train.batch_size * base.train.epochs
+        exponents = _range([round(exponent, 1) for exponent in self.exponents.values()])
+        yield (
+            f"the length: {steps:,} steps and a decay exponent of {exponents}, not "
+            f"{examples // full.train.batch_size * full.train.epochs:,} and "
+            f"{decay_exponent(full, examples):.0f}"
+        )
+        thresholds = [(recipes[row.arm].clip.agc, row.recipe.clip.agc) for row in self.rows]
+        changed = [pair for pair in thresholds if all(pair) and pair[0] != pair[1]]
+        for ours, theirs in changed[:1]:  # the same in all arms
+            yield f"AGC's threshold: {ours:g}, not {theirs:g}, to keep its ratio to the decay"
+        if base.train.precision != full.train.precision:
+            yield "precision: float32, not mixed, and so without the float16 of the authors' hook"
+        if base.data.name == "digits":
+            yield "under-fitting: training accuracy is near 100%, where the paper has no effect"
+
+    def describe(self) -> str:
+        """The plan as text."""
+        lines = [f"  differs from the paper in {words}" for words in self.lost()]
+        lines.append(f"Decay exponent sum(lr * wd) / (1 - momentum), at least {LEAST:g} wanted:")
+        lines += [f"  {arm}: {exponent:.2f}" for arm, exponent in self.exponents.items()]
+        if under := [arm for arm, exponent in self.exponents.items() if exponent < LEAST]:
+            lines.append(
+                f"WARNING: {', '.join(under)} stays below {LEAST:g}: dead filters will not reach "
+                "zero, and the run cannot show the equilibrium of the paper."
+            )
+        return "\n".join(lines)
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
 def plan_replica(
-    experiment: Experiment,
-    rows: Sequence[Row],
-    data: str,
-    changes: Mapping[str, Any] | None = None,
+    experiment: Experiment, rows: Sequence[Row], data: str, changes: Mapping[str, Any]
 ) -> Replica:
     """Plan the replica of some rows of an experiment.
 
     Epochs, warm-up and milestones are multiplied by the smallest factor with which the decay
-    exponent of every arm exceeds 7.
+    exponent of every arm exceeds 7, unless `changes` has the number of epochs.
     """
-    given = dict(changes or {})
+    given = dict(changes)
     epochs = given.pop("train.epochs", None)
     longest = max(row.recipe.train.epochs for row in rows)
     probe = _scaled(rows[0], data, given, 1.0)
@@ -158,13 +161,11 @@ def plan_replica(
         "monitor.every": max(1, steps // RECORDS) if is_watched else 0,
         "monitor.features": is_watched,
     }
-    recipes = {
-        row.arm: recipe.override({**watch, **given})
-        for row, recipe in zip(rows, recipes, strict=True)
+    recipes = [recipe.override({**watch, **given}) for recipe in recipes]
+    arms = {
+        row.arm: changes_of(recipe, recipes[0]) for row, recipe in zip(rows, recipes, strict=True)
     }
-    base = recipes[rows[0].arm]
-    arms = {arm: changes_of(recipe, base) for arm, recipe in recipes.items()}
-    return Replica(experiment, rows, base, arms, examples, len(loaded.classes))
+    return Replica(experiment, rows, recipes[0], arms, examples, len(loaded.classes))
 
 
 def _scaled(row: Row, data: str, given: Mapping[str, Any], factor: float) -> Recipe:
@@ -204,42 +205,18 @@ def _small_batch(full: Recipe) -> int:
     return full.train.batch_size // (8 if full.train.batch_size > 128 else 1)
 
 
-def _lost(replica: Replica) -> Iterator[str]:
-    base, full = replica.base, replica.rows[0].recipe
-    recipes = replica.recipes
-    examples = examples_of(full)
-    data = f"{replica.examples:,} examples of {replica.classes} classes"
-    yield f"the data: {data} ({base.data.name})"
-    rates = _range([recipe.optimizer.lr for recipe in recipes.values()])
-    width = 16 if full.model.name == "resnet20" else 64
-    for what, ours, theirs in (
-        ("the network", base.model.name, full.model.name),
-        ("channels of the first stage", base.model.width, width),
-        ("the batch", base.train.batch_size, full.train.batch_size),
-        ("the rate", rates, f"{full.optimizer.lr:g}"),
-        ("the decay", f"{base.optimizer.weight_decay:g}", f"{full.optimizer.weight_decay:g}"),
-    ):
-        if ours != theirs:
-            yield f"{what}: {ours}, not {theirs}"
-    if base.model.stem == "small" and base.model.name == full.model.name:
-        yield "the stem: 3x3 of stride 1, not 7x7 of stride 2 with a max-pooling"
-    steps = replica.examples // base.train.batch_size * base.train.epochs
-    exponents = _range([round(exponent, 1) for exponent in replica.exponents.values()])
-    yield (
-        f"the length: {steps:,} steps and a decay exponent of {exponents}, not "
-        f"{examples // full.train.batch_size * full.train.epochs:,} and "
-        f"{decay_exponent(full, examples):.0f}"
-    )
-    thresholds = [(recipes[row.arm].clip.agc, row.recipe.clip.agc) for row in replica.rows]
-    changed = [(ours, theirs) for ours, theirs in thresholds if ours and theirs and ours != theirs]
-    for ours, theirs in changed[:1]:  # the same in all arms
-        yield f"AGC's threshold: {ours:g}, not {theirs:g}, so that its ratio to the decay is kept"
-    if base.train.precision != full.train.precision:
-        yield "float32, not mixed precision, and so without the float16 of the authors' hook"
-    if base.data.name == "digits":
-        yield "no under-fitting: training accuracy comes near 100%, where the paper finds no effect"
+def full_recipe(row: Row, data: str | None, changes: Mapping[str, Any]) -> Recipe:
+    """The recipe of a row at full scale."""
+    given: dict[str, Any] = {} if data is None else {"data.name": data}
+    if row.recipe.model.norm == "none":  # for the figures of zeroing out
+        given |= {"monitor.every": 1000, "monitor.features": True}
+    return row.recipe.override({**given, **changes})
 
 
-def _range(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+def full_departures(row: Row, recipe: Recipe, examples: int) -> list[str]:
+    """The departures of a run at full scale from its row: its data and overrides."""
+    changes = changes_of(recipe, row.recipe)
+    lost = [f"{key}: {value}" for key, value in changes.items() if not key.startswith(FREE)]
+    if examples != examples_of(row.recipe):
+        lost.insert(0, f"the data: {examples:,} examples ({recipe.data.name})")
+    return lost

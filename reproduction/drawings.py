@@ -12,10 +12,11 @@ from matplotlib.collections import LineCollection
 from scipy.stats import linregress
 
 from powergrad.lab.figures import COLOURS, save
-from powergrad.lab.paper import diagrams
-from powergrad.lab.paper.evidence import Evidence, KeptRun, Measurement, Norms
-from powergrad.lab.paper.rows import Figure, Use, load_paper
-from powergrad.lab.paper.style import note, panel_title, plain
+from reproduction import diagrams
+from reproduction.diagrams import note, panel_title, plain
+from reproduction.evidence import Evidence, Norms
+from reproduction.published import Figure, Use, load_paper
+from reproduction.trials import Trial
 
 FORMATS = ("png", "svg", "pdf")
 BLUE, ORANGE, GREEN, _, RED = COLOURS[:5]
@@ -43,7 +44,7 @@ def plot(figure: Figure, evidence: Evidence) -> Any:
     """The matplotlib figure of a figure of the paper."""
     if figure.uses:
         return MEASURED[figure.name](evidence, figure.uses)
-    return DIAGRAMS[figure.name]()
+    return getattr(diagrams, figure.name)()
 
 
 # Curves -------------------------------------------------------------------------------------------
@@ -58,9 +59,10 @@ def _metrics(evidence: Evidence, uses: Uses) -> Any:
     for axes, letter, title, pair in zip(panels, "abc", titles, pairs, strict=True):
         is_last = letter == "c"
         runs = [evidence.most_tested(use) for use in pair]
-        study = runs[0].study
-        ours = study.recipe.model.name
-        if not is_last and ours != study.experiment.baseline.recipe.model.name:
+        trial = runs[0].trial
+        ours = trial.recipe.model.name
+        assert trial.experiment is not None
+        if not is_last and ours != trial.experiment.baseline.recipe.model.name:
             title += f" in the paper, {ours} here"
         for run, colour in zip(runs, (BLUE, RED), strict=True):
             arm, curve = run.arm, run.curve()
@@ -73,8 +75,7 @@ def _metrics(evidence: Evidence, uses: Uses) -> Any:
                 train = curve["train_accuracy"]
                 axes.plot(epochs, train, "--", color=colour, lw=1.2, label=f"{arm}: train")
             axes.plot(epochs, test, color=colour, lw=1.5, label=label)
-        captions = [f"{run.caption} ({run.measured_on})" for run in runs]
-        notes.append(f"({letter}) {'; '.join(captions)}")
+        notes.append(f"({letter}) {'; '.join(run.caption for run in runs)}")
         axes.set(xscale="log", yscale="log", xlabel="epoch", ylabel="accuracy (%)")
         _log_percent(axes)
         axes.legend(fontsize=8, loc="lower right", edgecolor="none", framealpha=0.8)
@@ -102,7 +103,7 @@ def _log_percent(axes: Any) -> None:
 
 def _filters(axes: Any, norms: Norms, layer: int | None, title: str, size: int = 9) -> None:
     """One line per filter, each in its own colour."""
-    values = norms.values(layer)
+    values = norms.layers[layer]
     colours = plt.get_cmap("hsv")(np.random.default_rng(7).random(values.shape[1]))
     lines = [np.column_stack([norms.steps, unit]) for unit in values.T]
     # Rasterised also in SVG and PDF, because a page has thousands of lines.
@@ -115,12 +116,6 @@ def _filters(axes: Any, norms: Norms, layer: int | None, title: str, size: int =
     plain(axes)
 
 
-def dead_in_words(norms: Norms, layer: int | None) -> str:
-    """The number of dead units at the end, as text."""
-    dead = norms.dead(layer)
-    return "diverged" if dead is None else f"{int(dead.sum())} of {dead.size} dead"
-
-
 def _norm_panels(evidence: Evidence, columns: int, panels: Sequence[Panel]) -> Any:
     """Panels of filter norms, given the run, the layer and the name of the method."""
     runs = {use: evidence.kept_run(use) for use, _, _ in panels}
@@ -131,17 +126,13 @@ def _norm_panels(evidence: Evidence, columns: int, panels: Sequence[Panel]) -> A
     for place, (axes, (use, layer, method)) in enumerate(zip(grid.flat, panels, strict=True)):
         what = "features after pooling" if layer is None else f"layer {layer}"
         letter = f"({'abcdef'[place]}) " if len(panels) > 1 else ""
-        dead = dead_in_words(norms[use], layer)
-        _filters(axes, norms[use], layer, f"{letter}{what}, {method}\n{dead}")
+        dead = norms[use].dead_in_words(layer)
+        _filters(axes, norms[use], layer, f"{letter}{what}, {method}\ndead: {dead}")
         axes.set_ylabel("RMS of the feature" if layer is None else "norm of the filter")
         if place >= len(panels) - columns:
             axes.set_xlabel("iteration")
-    note(figure, [DEAD, *map(_source, runs.values())])
+    note(figure, [DEAD, *(run.caption for run in runs.values())])
     return figure
-
-
-def _source(run: KeptRun) -> str:
-    return f"{run.caption}: {run.measured_on}"
 
 
 def _norm_plots(evidence: Evidence, uses: Uses) -> Any:
@@ -163,79 +154,79 @@ def _norm_page(evidence: Evidence, uses: Uses) -> Any:
     run = evidence.kept_run(uses[0])
     norms = run.norms()
     figure, grid = plt.subplots(5, 4, figsize=(10, 12), sharex=True, layout="constrained")
-    layers = list(norms.layers)[:20]
+    layers = [layer for layer in norms.layers if layer is not None][:20]
     for axes, layer in zip(grid.flat, layers, strict=False):
-        _filters(axes, norms, layer, f"layer {layer}: {dead_in_words(norms, layer)}", 8)
+        _filters(axes, norms, layer, f"layer {layer}, dead: {norms.dead_in_words(layer)}", 8)
         axes.tick_params(labelsize=7)
         axes.locator_params(nbins=4)
     for axes in grid.flat[len(layers) :]:
         axes.axis("off")
     figure.supylabel("norm of each filter", fontsize=9)
     figure.suptitle(f"{run.name}: filter norms over iterations", fontsize=10)
-    note(figure, [DEAD, _source(run)])
+    note(figure, [DEAD, run.caption])
     return figure
 
 
 # Grids --------------------------------------------------------------------------------------------
 
 
-def _over_alpha(study: Measurement, metric: str) -> list[tuple[float, list[float]]]:
+def _over_alpha(trial: Trial, metric: str) -> list[tuple[float, list[float]]]:
     """The metric of the seeds for each alpha."""
-    values = {arm: list(study.results.values(arm, metric).values()) for arm in study.results.arms}
-    return sorted((study.alpha(arm), seeds) for arm, seeds in values.items() if seeds)
+    values = {arm: list(trial.results.values(arm, metric).values()) for arm in trial.results.arms}
+    return sorted((trial.alpha(arm), seeds) for arm, seeds in values.items() if seeds)
 
 
-def _seeds(axes: Any, study: Measurement, metric: str, colour: str) -> None:
-    points = _over_alpha(study, metric)
+def _seeds(axes: Any, trial: Trial, metric: str, colour: str) -> None:
+    points = _over_alpha(trial, metric)
     for alpha, values in points:
         axes.plot([alpha] * len(values), values, "o", color=colour, alpha=0.3, ms=4, mec="none")
     means = [sum(values) / len(values) for _, values in points]
     axes.plot([alpha for alpha, _ in points], means, "o-", color=colour, ms=5)
 
 
-def _grid_note(study: Measurement) -> list[str]:
-    return [f"{study.describe()}; the run of every point: {study.name}.csv"]
+def _grid_note(trial: Trial) -> list[str]:
+    return [f"{trial.arms[0].measured_on}; the run of every point: {trial.name}.csv"]
 
 
 def _grid(evidence: Evidence, uses: Uses) -> Any:
     """Test and training accuracy against alpha."""
-    study = evidence.best(uses[0])
+    trial = evidence.best(uses[0])
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axes, metric, words, colour in (
         (left, "test_accuracy", "test accuracy (%)", BLUE),
         (right, "train_accuracy", "training accuracy (%)", ORANGE),
     ):
-        _seeds(axes, study, metric, colour)
-        baseline = study.results.mean(study.results.baseline, metric)
+        _seeds(axes, trial, metric, colour)
+        baseline = trial.results.mean(trial.results.baseline, metric)
         axes.axhline(baseline, color="0.5", lw=0.8, ls="--")
         axes.set(xlabel="α", ylabel=words)
         plain(axes)
-    seeds = max(len(values) for _, values in _over_alpha(study, "test_accuracy"))
+    seeds = max(len(values) for _, values in _over_alpha(trial, "test_accuracy"))
     words = f"every run, and the mean of {seeds} seeds" if seeds > 1 else "one run per α"
     left.set_title(words, fontsize=9, loc="left")
     right.set_title("dashed: α = 1", fontsize=9, loc="left")
-    note(figure, _grid_note(study))
+    note(figure, _grid_note(trial))
     return figure
 
 
 def _stats(evidence: Evidence, uses: Uses) -> Any:
     """Logit norm and loss against alpha, and against each other."""
-    study = evidence.best(uses[0])
+    trial = evidence.best(uses[0])
     figure, (first, second, third) = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
-    _seeds(first, study, "logit_norm", BLUE)
+    _seeds(first, trial, "logit_norm", BLUE)
     first.set(xlabel="α", ylabel="mean norm of the logits, test set", yscale="log")
-    _seeds(second, study, "nll", ORANGE)
+    _seeds(second, trial, "nll", ORANGE)
     second.set(xlabel="α", ylabel="cross-entropy, test set", yscale="log")
-    norms, losses = study.pairs("logit_norm", "nll")
+    norms, losses = trial.pairs("logit_norm", "nll")
     slope, intercept, r, *_ = linregress(norms, losses)
     third.plot(norms, losses, "o", color=GREEN, alpha=0.5, mec="none")
     ends = np.array([norms.min(), norms.max()])
     third.plot(ends, slope * ends + intercept, color="0.3", lw=1)
     third.set(xlabel="mean norm of the logits", ylabel="cross-entropy")
-    paper = load_paper()
+    paper = load_paper().numbers
     words = (
         f"here: {slope:.5f} x {intercept:+.5f}  (r = {r:.2f})\n"
-        f"paper: {paper.number('regression-slope')} x +{paper.number('regression-intercept')}"
+        f"paper: {paper['regression-slope']} x +{paper['regression-intercept']}"
     )
     third.text(0.03, 0.97, words, transform=third.transAxes, va="top", fontsize=8)
     third.margins(y=0.15)
@@ -243,7 +234,7 @@ def _stats(evidence: Evidence, uses: Uses) -> Any:
     for axes, letter, title in zip((first, second, third), "abc", titles, strict=True):
         panel_title(axes, letter, title)
         plain(axes)
-    note(figure, _grid_note(study))
+    note(figure, _grid_note(trial))
     return figure
 
 
@@ -260,11 +251,4 @@ MEASURED: dict[str, Callable[[Evidence, Uses], Any]] = {
     "norms_large_batch": _norm_page,
     "norms_pgt": _norm_page,
     "norms_agc_pgt": _norm_page,
-}
-DIAGRAMS: dict[str, Callable[[], Any]] = {
-    "gradient_altering": diagrams.gradient_altering,
-    "prob_plots": diagrams.prob_plots,
-    "simplenn": diagrams.simplenn,
-    "code": diagrams.code,
-    "resnet18": diagrams.resnet18,
 }

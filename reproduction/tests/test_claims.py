@@ -1,0 +1,325 @@
+"""What is counted for each claim, in made-up studies and in the paper's own tables."""
+
+import csv
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from powergrad.lab.jobs import RecipeProgram
+from scipy.stats import ttest_ind
+
+from powergrad.lab.files import write_json
+from powergrad.lab.stats import Design
+from powergrad.lab.study import METRICS, Results, RunRow, Study, StudyKind, Tuning
+from powergrad.lab.study.records import Choice, Trial
+from powergrad.lab.trainer.recipe import Recipe
+from reproduction.claims import CLAIMS, against_controls
+from reproduction.evidence import RESULTS, Evidence
+from reproduction.pages import study_regions
+from reproduction.trials import WITHDRAWN, contrasts_of, methods_of
+
+SMALL = {"data.name": "digits", "model.name": "resnet8", "model.width": 8, "model.norm": "none"}
+RECIPE = Recipe().override(
+    {**SMALL, "optimizer.lr": 0.1, "train.batch_size": 16, "train.epochs": 10}
+)
+PGT, LESS = {"loss.alpha": 0.25}, {"optimizer.weight_decay": 1e-4}
+TWO = {"baseline": {}, "pgt": PGT}
+
+
+def write_study(
+    folder, changes, accuracy, name="x", dead=None, edges=None, diverged=(), recipe=None, train=None
+):
+    """What ``powergrad compare`` leaves, of made-up runs; `edges` are the arms tuned to an edge."""
+    rows = [
+        RunRow(
+            arm,
+            seed,
+            {
+                "steps": 1000,
+                "test_accuracy": value,
+                "train_accuracy": (train or accuracy)[arm][seed],
+                "train_loss": zlib.crc32(f"{name} {arm} {seed}".encode()) / 2**32,
+                "nll": 1.0,
+                "seconds": 3.6,
+                "diverged": (arm, seed) in diverged,
+                **({"dead_units": dead[arm][seed]} if dead else {}),
+            },
+        )
+        for arm, values in accuracy.items()
+        for seed, value in values.items()
+    ]
+    tuning = None
+    if edges is not None:
+        point = {"optimizer.lr": 0.1}
+        tried = (Trial(point, point, 90.0),)
+        choices = {arm: Choice(tried, 0, tuple(point) if arm in edges else ()) for arm in changes}
+        tuning = Tuning(("optimizer.lr",), 1, 0.2, (choices,))
+    baseline = next(iter(changes))
+    design = Design((len(accuracy[baseline]),))
+    study = Study(StudyKind.COMPARE, RecipeProgram(recipe or RECIPE), changes, design)
+    made = {"torch": "2", "commit": "c0ffee", "command": "powergrad compare"}
+    metric = METRICS["test_accuracy"]
+    results = Results(metric, 0.5, baseline, rows, study, tuning=tuning, environment=made)
+    write_json(folder / f"compare_{name}.json", results.to_dict())
+
+
+def spread(mean, n=8):
+    """`n` seeds with the given mean and a small spread."""
+    return {seed: mean + 0.01 * (seed - (n - 1) / 2) for seed in range(n)}
+
+
+def cell(arm, baseline, comparisons=1):
+    """The difference of two samples with scipy's interval, corrected by Sidak's inequality."""
+    arm, baseline = list(arm.values()), list(baseline.values())
+    low, high = ttest_ind(arm, baseline, equal_var=False).confidence_interval(
+        0.95 ** (1 / comparisons)
+    )
+    return f"{np.mean(arm) - np.mean(baseline):+.2f} ({low:+.2f} to {high:+.2f})"
+
+
+def glance(folder, claim):
+    """Confirmed, within 0.5, contradicted, not settled, and against the control."""
+    lines = study_regions(folder)["claims"]().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"| {claim}"))
+    return line.removeprefix("| ").removesuffix(" |").split(" | ")[2:]
+
+
+def lines_of(folder, region, start=""):
+    lines = study_regions(folder)[region]().splitlines()[2:]
+    return [line for line in lines if line.startswith(start)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "methods"),
+    [
+        ({}, set()),
+        ({"optimizer.lr": 0.1}, set()),
+        ({"loss.alpha": 0.3, "loss.label_smoothing": 0.1}, {"PGT", "LS"}),
+        ({"optimizer.weight_decay": 1e-4, "optimizer.lr": 0.1}, {"less decay"}),
+        ({"optimizer.weight_decay": 0.1}, {"more decay"}),
+        ({"optimizer.backbone.weight_decay": 0.25}, {"less decay"}),
+        ({"optimizer.weight_decay": 5e-4}, set()),  # as it was
+        ({"train.batch_size": 8}, {"smaller batch"}),
+        ({"train.batch_size": 64, "train.epochs": 5}, {"larger batch", "fewer epochs"}),
+        ({"model.name": "resnet18"}, {"deeper network"}),  # than resnet8
+        ({"loss.alpha": 0.3, "loss.form": "as_published"}, None),
+        ({"optimizer.head.lr": 0.25}, None),
+    ],
+)
+def test_methods_are_told_by_what_an_arm_changes(changes, methods):
+    assert methods_of(changes, RECIPE) == methods
+
+
+def test_every_kind_of_claim_is_counted(tmp_path):
+    smooth, low = {"loss.label_smoothing": 0.1}, {"loss.alpha": 0.05}
+    pgt = {"loss.alpha": 0.3}
+    arms = {  # what each changes, and its mean
+        "baseline": ({}, 0),
+        "pgt": (pgt, 2),
+        "low": (low, 9),
+        "pgt+ls": ({**pgt, **smooth}, 3),
+        "low+ls": ({**low, **smooth}, 8),
+        "short": ({**pgt, "train.epochs": 7}, 0),
+        "wide": ({"train.batch_size": 64}, -5),
+        "deep": ({"model.name": "resnet50"}, -80),
+        "decay": (LESS, 4),
+        "both": ({**pgt, **LESS}, 9),
+        "gc": ({"clip.norm": 1.0}, -3),
+        "agc+pgt": ({**pgt, "clip.agc": 1.0}, 1),
+        "ls": (smooth, None),  # as noisy as it is better
+        "fast": ({"optimizer.lr": 0.4}, 5),  # is no other baseline
+    }
+    around = {seed: 90 + (seed % 2 - 0.5) / 5 for seed in range(10)}
+    accuracy = {
+        arm: {seed: value + (mean or 0) for seed, value in around.items()}
+        for arm, (_, mean) in arms.items()
+    }
+    accuracy["ls"] = {seed: value + (-3) ** (seed % 2) for seed, value in around.items()}
+    accuracy["short"] = {9 - seed: value for seed, value in around.items()}
+    write_study(tmp_path, {arm: changes for arm, (changes, _) in arms.items()}, accuracy)
+    controls = "PGT alone: 1 better, 1 worse; PGT with it: 1 better"
+    for claim, cells in {
+        "PGT raises accuracy without": ["2", "", "", "", controls],
+        "PGT does better than GC": ["2", "", "", "", ""],  # both alphas
+        "AGC with PGT raises": ["1", "", "", "", ""],
+        "AGC with PGT does better": ["", "", "1", "", ""],  # than PGT at the same alpha
+        "Label smoothing improves PGT": ["1", "", "", "", ""],
+        "Label smoothing hurts PGT": ["1", "", "", "", ""],  # worse, as it says
+        "PGT reaches in 60%": ["1", "", "", "", ""],  # equivalent is what it says
+        "Without normalisation large": ["1", "", "", "", ""],
+        "Networks deeper": ["1", "", "", "", ""],
+        "GC raises": ["", "", "1", "", ""],
+        "Label smoothing raises": ["", "", "", "1", ""],
+        "AGC raises": ["", "", "", "not measured", ""],
+        "PGT raises accuracy with batch": ["", "", "", "not measured", ""],
+    }.items():
+        assert glance(tmp_path, claim) == cells, claim
+    (line,) = lines_of(tmp_path, "beyond", "|  | gc (norm 1) | ")
+    assert f"| 10 | {cell(accuracy['gc'], accuracy['baseline'], 13)} | worse |" in line
+    instead, _, on_top = against_controls(Evidence(tmp_path).trials)
+    assert (on_top.arm.name, on_top.against.name) == ("both", "decay")
+    assert instead.cells[1] == "pgt (alpha 0.3) against decay (decay 0.0001)"
+    loss = cell(accuracy["pgt"], accuracy["decay"])
+    assert instead.cells[3:] == ("0.1; 0.1", "1x; 0.2x", "10", loss, "worse")
+
+
+@pytest.mark.parametrize("edge", ["pgt", "baseline", "agc", None])
+def test_a_gain_at_the_edge_of_the_rates_is_not_counted_as_one(tmp_path, edge):
+    changes = {**TWO, "agc": {"clip.agc": 1.0}}
+    accuracy = {"baseline": spread(90), "pgt": spread(92), "agc": spread(88)}
+    write_study(tmp_path, changes, accuracy, edges={edge})
+    is_gain = edge not in ("pgt", "baseline")
+    assert glance(tmp_path, "PGT raises accuracy without")[:4] == [
+        *(["1", "", "", ""] if is_gain else ["", "", "", "1"])
+    ]
+    is_better = edge not in ("pgt", "agc")
+    assert glance(tmp_path, "PGT does better than AGC")[0] == ("1" if is_better else "")
+    assert glance(tmp_path, "AGC raises")[2] == "1"  # a loss is a loss
+    (line,) = lines_of(tmp_path, "beyond", "| `compare_x`: resnet8 without normalisation on digits")
+    words = "better at these rates" if is_gain else "not settled; better withheld (edge)"
+    assert line.endswith(f"| pgt (alpha 0.25) | 8 | +2.00 (+1.97 to +2.03) | {words} |")
+    assert ("PGT was better in 1" in study_regions(tmp_path)["not-better"]()) == is_gain
+
+
+@pytest.mark.parametrize(("decays", "words"), [((0.01, 0.01), "all"), ((0.01, 5e-4), "1")])
+def test_gains_at_an_inflated_decay_are_marked(tmp_path, decays, words):
+    for place, decay in enumerate(decays):
+        recipe = RECIPE.override({"optimizer.weight_decay": decay})
+        accuracy = {"baseline": spread(90 + place), "pgt": spread(92 + place)}
+        write_study(tmp_path, TWO, accuracy, f"x{place}", recipe=recipe)
+    assert f"PGT was better in 2, {words} of them at a weight decay that was not tuned" in (
+        study_regions(tmp_path)["not-better"]()
+    )
+    assert "; decay 20x; baseline 90.00%" in lines_of(tmp_path, "beyond")[0]
+
+
+def test_repeats_are_compared_not_their_runs(tmp_path):
+    accuracy = {"baseline": spread(90, 12), "pgt": spread(92, 12)}
+    write_study(tmp_path, TWO, accuracy, edges=())
+    path = tmp_path / "compare_x.json"
+    values = json.loads(path.read_text())
+    values["rows"] = [{**row, "repeat": row["seed"] // 2} for row in values["rows"]]
+    values["tuning"] |= {"repeats": 6 * values["tuning"]["repeats"], "is_unit": True}
+    path.write_text(json.dumps({**values, "seeds": "6", "seeds_per_repeat": 2}))
+    means = {
+        arm: {repeat: (runs[2 * repeat] + runs[2 * repeat + 1]) / 2 for repeat in range(6)}
+        for arm, runs in accuracy.items()
+    }
+    ((contrast,),) = map(contrasts_of, Evidence(tmp_path).trials)
+    assert contrast.arm.rate == "tuned in every repeat"
+    assert contrast.cells[5:] == ("6", cell(means["pgt"], means["baseline"]), "better")
+    assert contrast.arm.finished("train_accuracy") == pytest.approx(means["pgt"])
+
+
+def test_a_study_whose_runs_are_all_in_a_larger_one_is_shown_and_not_counted(tmp_path):
+    accuracy = {"baseline": spread(90), "pgt": spread(92), "agc": spread(91)}
+    write_study(tmp_path, {**TWO, "agc": {"clip.agc": 1.0}}, accuracy, "large")
+    write_study(tmp_path, TWO, {arm: accuracy[arm] for arm in TWO}, "part")
+    part, claim = tmp_path / "compare_part.json", "PGT raises accuracy without"
+    assert glance(tmp_path, claim)[0] == "2"
+    # Now the same runs, seed by seed.
+    about = json.loads(part.read_text())
+    large = json.loads((tmp_path / "compare_large.json").read_text())
+    about["rows"] = [row for row in large["rows"] if row["arm"] in TWO]
+    part.write_text(json.dumps(about))
+    assert glance(tmp_path, claim)[0] == "1"
+    (line,) = lines_of(tmp_path, "beyond", "| `compare_part`")
+    assert "; not counted: its runs are part of `compare_large` |" in line
+    assert "Of 1 comparisons (0 of them" in study_regions(tmp_path)["not-better"]()
+    # Another run among them, even one that diverged: a study of its own again.
+    lost = {"train_loss": None, "steps": 9, "diverged": True}  # which is noise in its baseline
+    for change, counts in (({"train_loss": 7.0}, ["2", ""]), (lost, ["1", "1"])):
+        other = {**about, "rows": [{**about["rows"][0], **change}, *about["rows"][1:]]}
+        part.write_text(json.dumps(other))
+        assert glance(tmp_path, claim)[0:4:3] == counts
+
+
+def test_runs_that_diverged_count_as_guessing_and_only_in_the_test_accuracy(tmp_path):
+    accuracy = {"baseline": spread(80), "pgt": {**spread(81), 3: 0.0}}
+    train = {"baseline": spread(90), "pgt": {**spread(93), 3: 0.0}}
+    write_study(tmp_path, TWO, accuracy, diverged={("pgt", 3)}, train=train)
+    assert glance(tmp_path, "Training accuracy")[0] == "1"
+    assert glance(tmp_path, "The gap")[0] == "1"
+    (line,) = lines_of(tmp_path, "beyond")
+    as_guessed = cell({**accuracy["pgt"], 3: 10.0}, accuracy["baseline"])
+    assert f"| 8 | {as_guessed} | not settled; diverged: 1 against 0 |" in line
+
+
+def test_a_study_whose_baseline_has_pgt_is_no_evidence_for_it(tmp_path):
+    changes = {"pgt": PGT, "less": {"loss.alpha": 0.05}}
+    write_study(tmp_path, changes, {"pgt": spread(90), "less": spread(80)})
+    hook = {"baseline": {}, "hook": {**PGT, "loss.form": "as_published"}}
+    half = RECIPE.override({"train.precision": "float16"})
+    write_study(tmp_path, hook, {"baseline": spread(90), "hook": spread(80)}, "y", recipe=half)
+    assert [trial.name for trial in Evidence(tmp_path).trials] == ["compare_y"]
+    assert all(glance(tmp_path, claim.title)[3] == "not measured" for claim in CLAIMS)
+    assert len(lines_of(tmp_path, "beyond")) == 2  # they are listed
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "cells"),
+    [
+        (spread(20), ["1", "", "", ""]),
+        (spread(80), ["", "", "1", ""]),  # worse, but trained
+        ({**spread(80), 3: 0.0}, ["", "", "", "1"]),
+    ],
+)
+def test_a_network_that_is_only_worse_can_be_trained(tmp_path, accuracy, cells):
+    changes = {"baseline": {}, "deep": {"model.name": "resnet50"}}
+    write_study(tmp_path, changes, {"baseline": spread(90), "deep": accuracy})
+    assert glance(tmp_path, "Networks deeper")[:4] == cells
+
+
+@pytest.mark.parametrize(
+    ("count", "decay", "cells"),
+    [
+        (3, 0.02, ["1", "", "", ""]),
+        (40, 0.02, ["", "", "1", ""]),
+        (20, 0.02, ["", "", "", "1"]),
+        (3, 0.005, ["", "", "", "1"]),  # too little decay
+    ],
+)
+def test_dead_filters_are_compared_by_the_same_tests(tmp_path, count, decay, cells):
+    dead = {"baseline": {s: 20 + s for s in range(8)}, "pgt": {s: count + 7 - s for s in range(8)}}
+    recipe = RECIPE.override({"optimizer.weight_decay": decay})
+    write_study(tmp_path, TWO, {arm: spread(90) for arm in TWO}, dead=dead, recipe=recipe)
+    assert glance(tmp_path, "With PGT fewer")[:4] == cells
+    assert glance(tmp_path, "With AGC fewer")[3] == "not measured"
+    # 1,000 steps at a mean rate a little under 0.05, momentum 0.9
+    (trial,) = Evidence(tmp_path).trials
+    assert trial.arms[0].exponent == pytest.approx(1000 * 0.05 * decay / 0.1, rel=0.3)
+
+
+def test_withdrawn_studies_are_listed_and_not_counted(monkeypatch):
+    def counted():
+        cells = glance(RESULTS, "PGT raises accuracy without normalisation")[:4]
+        return sum(int(count or 0) for count in cells)
+
+    before = counted()
+    for name, reason in WITHDRAWN.items():
+        (line,) = lines_of(RESULTS, "beyond", f"| `{name}`:")
+        assert f"; withdrawn and not counted: {reason} |" in line
+    monkeypatch.setattr("reproduction.trials.WITHDRAWN", {})
+    assert counted() == before + len(WITHDRAWN)
+
+
+def test_published_differences_are_the_papers(tmp_path):
+    with open(Path(__file__).with_name("paper_tables.csv")) as file:
+        test = {row["id"]: float(row["test"]) for row in csv.DictReader(file)}  # of PGT in Table 1
+    lines = study_regions(tmp_path)["claims"]().splitlines()[2:]
+    published = [line.split(" | ")[1] for line in lines[: len(CLAIMS)]]
+    one = [("T2.7", "T2.5"), ("T2.8", "T2.7"), ("T2.10", "T2.5"), ("T2.10", "T2.8")]
+    one += [("T2.6", "T2.5"), ("T2.8", "T2.6"), ("T2.9", "T2.5"), ("T3.4", "T3.3")]
+    one += [("T3.6", "T3.5"), ("T3.8", "T3.7")]
+    batches = [f"{test[row] - test['T2.5']:+.4g}" for row in ("T2.1", "T2.3")]
+    assert published == [
+        "+0.09 (T1.7) to +0.734 (T1.1)",
+        "+0.682 (T2.2) to +1.018 (T2.8)",
+        *(f"{test[arm] - test[other]:+.4g} ({arm})" for arm, other in one),
+        "+0.15 (T1.7) to +1.48 (T2.4)",
+        "-0.332 (T2.2) to +0.796 (T2.4)",
+        "+0 (E60)",
+        f"{batches[0]} at batch 1024 (T2.1) and {batches[1]} at 512 (T2.3), against 256 (T2.5)",
+    ]

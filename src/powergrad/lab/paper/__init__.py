@@ -1,1 +1,0 @@
-"""The paper: every table row and figure with its recipe, published numbers and command."""
