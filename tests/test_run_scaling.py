@@ -285,7 +285,9 @@ def test_the_model_is_the_outermost_module_around_the_parameters():
     task = Task(model)
     assert found(model) is task
     compiled = torch.compile(other, backend="eager")
-    assert found(other) is compiled
+    pair = nn.ModuleList([other, network()])
+    assert found(pair) is pair
+    assert found(other) is compiled  # the smaller of two
 
 
 def test_parameters_without_a_module_have_no_model():
