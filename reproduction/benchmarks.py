@@ -15,7 +15,8 @@ from scipy.stats import permutation_test
 
 from benchmarks import audit
 from powergrad.lab.stats import VERDICTS, t_interval
-from powergrad.lab.study import Results
+from powergrad.lab.study import load
+from powergrad.lab.study.notes import verdict
 from powergrad.lab.words import markdown_table
 from reproduction.marks import Regions
 from reproduction.trials import Outcome
@@ -309,7 +310,7 @@ def _spread(values: list[float], places: int) -> str:
 
 def _compare_short() -> str:
     """The default comparison, in a table for the README."""
-    results = Results.load(RESULTS / "compare_digits.json")
+    results = load(RESULTS / "compare_digits.json")
     lines = []
     for arm in results.arms:
         comparison = results.comparison(arm)
@@ -318,7 +319,7 @@ def _compare_short() -> str:
         values = [*results.units(arm).values()]
         lines.append([arm, str(len(values)), _spread(values, 2), *cells])
     table = markdown_table(("arm", "seeds", "test %", "difference (95%)", "verdict"), lines)
-    return f"{table}\n\n**{results.verdict()}** (`results/compare_digits.json`)"
+    return f"{table}\n\n**{verdict(results)}** (`results/compare_digits.json`)"
 
 
 def _examples() -> str:

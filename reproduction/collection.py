@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from powergrad.lab.report.norms import evenly_spaced
 
 from powergrad.lab.data import load_data
 from powergrad.lab.files import write_atomically, write_csv, write_json
+from powergrad.lab.report.filters import evenly_spaced
 from powergrad.lab.study.metrics import COLUMNS
 from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.run_folder import Run, RunError
@@ -100,8 +100,9 @@ def _finished_runs(folder: Path, experiment: Experiment) -> dict[str, list[Run]]
 
 def _row(arm: str, run: Run) -> dict[str, Any]:
     about = {"arm": arm, "seed": run.recipe().seed, "run": run.key}
-    commit = run.environment().get("commit") or ""
-    return {**about, "commit": commit, **(run.result() or {}), **_fates(run)}
+    commit, result = run.environment().get("commit") or "", run.result()
+    ended = {**result.about, **result.metrics} if result else {}
+    return {**about, "commit": commit, **ended, **_fates(run)}
 
 
 def _conditions(

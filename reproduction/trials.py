@@ -11,22 +11,22 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from powergrad.lab.jobs import Changes
 
 from powergrad.lab import stats
-from powergrad.lab.study import METRICS, Results, RunRow, Tuning
-from powergrad.lab.study.results import CLASSES
+from powergrad.lab.runs import Changes
+from powergrad.lab.study import METRICS, Results, RunRow, Tuning, load
 from powergrad.lab.study.tables import read_rows
 from powergrad.lab.trainer.recipe import Recipe
 from reproduction.published import Experiment, changes_of, load_paper
 from reproduction.replicas import decay_exponent
 
+CLASSES = {"digits": 10, "fashion-mnist": 10, "cifar10": 10}  # for rows without a class count
 MARGIN = METRICS["test_accuracy"].margin
 PAPER_DECAY = 5e-4
 # What an arm does, by the key that it changes, and how its value is written. Where there are two
@@ -165,7 +165,7 @@ class Arm:
     @functools.cached_property
     def exponent(self) -> float:
         """The decay exponent: how far decay alone shrank a filter."""
-        return exponent_of_steps(self.recipe, max(int(row.metrics["steps"]) for row in self.rows))
+        return exponent_of_steps(self.recipe, max(int(row.about["steps"]) for row in self.rows))
 
     @property
     def diverged(self) -> int:
@@ -191,8 +191,8 @@ def mean(values: Iterable[float]) -> float:
 
 def fingerprint(row: RunRow) -> tuple[Any, ...]:
     """What no other training has, digit by digit; the loss of one that diverged is no number."""
-    keys = ("steps", "train_loss", "train_accuracy")
-    return row.seed, *(row.value(key) for key in keys)
+    values = row.value("train_loss"), row.value("train_accuracy")
+    return row.seed, float(row.about.get("steps", 0)), *values
 
 
 @dataclass(eq=False)
@@ -251,7 +251,7 @@ class Trial:
         if tuning is not None and tuning.is_unit:
             rate = "tuned in every repeat"
         elif tuning is not None and name in tuning.arms:
-            at_edge = tuning.arms[name].at_edge
+            at_edge = bool(tuning.arms[name].edges)
             rate += ", tuned" + (" (edge)" if at_edge else "")
         recipe = self.recipe.override(changes)
         finished = [row for row in rows if not row.diverged] or rows
@@ -260,7 +260,7 @@ class Trial:
             arm_label(label, changes),
             changes,
             methods_of(changes, self.recipe),
-            describe_runs(recipe, (row.metrics["steps"] for row in finished)),
+            describe_runs(recipe, (row.about["steps"] for row in finished)),
             rate,
             decay_in_words(changes, self.recipe, tuning),
             recipe,
@@ -296,15 +296,16 @@ def load_study(path: Path) -> Trial:
     stem = path.with_suffix("")
     values = json.loads(path.read_text("utf-8"))
     if "experiment" not in values:
-        results = Results.load(path)
+        results = load(path)
         assert results.study is not None
         return Trial(stem, results.study.base, results.study.arms, results)
     experiment = load_paper().find(values["experiment"])
     recipe = Recipe.model_validate(values["recipe"])
-    _, rows = read_rows(stem.with_name(f"{stem.name}.csv"), "test_accuracy")
+    rows = read_rows(stem.with_name(f"{stem.name}.csv"))
     if classes := CLASSES.get(recipe.data.name):  # for the value of diverged runs
-        rows = [replace(row, metrics={"classes": classes, **row.metrics}) for row in rows]
-    tuning = Tuning.from_dict(values["tuning"]) if "tuning" in values else None
+        about = {"classes": classes}
+        rows = [row.model_copy(update={"about": {**about, **row.about}}) for row in rows]
+    tuning = Tuning.model_validate(values["tuning"]) if "tuning" in values else None
     metric, first = METRICS["test_accuracy"], experiment.baseline
     results = Results(metric, MARGIN, first.arm, rows, tuning=tuning)
     changes = values.get("arms") or {  # at full scale there are the paper's changes only

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from powergrad.lab.files import write_csv
-from powergrad.lab.study import Study
+from powergrad.lab.study import load_study
 from powergrad.lab.trainer.run_folder import Run
 from powergrad.lab.words import slug
 
@@ -47,7 +47,8 @@ def collect(runs: Path, results: Path) -> list[Path]:
         path = results / f"decisive_{regime.replace('-', '_')}.csv"
         kept = _csv_rows(path)
         rows = {row["run"]: row for row in kept}
-        arms = {slug(arm): arm for arm in Study.load(folder).arms}
+        study = load_study(folder).study
+        arms = {slug(arm): arm for arm in study.arms} if study else {}
         for result in sorted(folder.glob("**/result.json")):
             name = str(result.parent.relative_to(folder))
             rows.setdefault(name, _row(name, result.parent, arms))

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from powergrad.lab.jobs import RecipeProgram
 from scipy.stats import ttest_ind
 
 from powergrad.lab.files import write_json
+from powergrad.lab.runs import RecipeProgram
 from powergrad.lab.stats import Design
-from powergrad.lab.study import METRICS, Results, RunRow, Study, StudyKind, Tuning
+from powergrad.lab.study import METRICS, Results, RunRow, Study, Tuning
 from powergrad.lab.study.records import Choice, Trial
+from powergrad.lab.study.saving import to_json
 from powergrad.lab.trainer.recipe import Recipe
 from reproduction.claims import CLAIMS, against_controls
 from reproduction.evidence import RESULTS, Evidence
@@ -34,16 +35,15 @@ def write_study(
     """What ``powergrad compare`` leaves, of made-up runs; `edges` are the arms tuned to an edge."""
     rows = [
         RunRow(
-            arm,
-            seed,
-            {
-                "steps": 1000,
+            arm=arm,
+            seed=seed,
+            about={"steps": 1000, "diverged": (arm, seed) in diverged},
+            metrics={
                 "test_accuracy": value,
                 "train_accuracy": (train or accuracy)[arm][seed],
                 "train_loss": zlib.crc32(f"{name} {arm} {seed}".encode()) / 2**32,
                 "nll": 1.0,
                 "seconds": 3.6,
-                "diverged": (arm, seed) in diverged,
                 **({"dead_units": dead[arm][seed]} if dead else {}),
             },
         )
@@ -53,16 +53,19 @@ def write_study(
     tuning = None
     if edges is not None:
         point = {"optimizer.lr": 0.1}
-        tried = (Trial(point, point, 90.0),)
-        choices = {arm: Choice(tried, 0, tuple(point) if arm in edges else ()) for arm in changes}
-        tuning = Tuning(("optimizer.lr",), 1, 0.2, (choices,))
+        tried = (Trial(point=point, changes=point, mean=90.0),)
+        choices = {
+            arm: Choice(trials=tried, chosen=0, edges=tuple(point) if arm in edges else ())
+            for arm in changes
+        }
+        tuning = Tuning(keys=("optimizer.lr",), seeds=1, hold_out=0.2, repeats=(choices,))
     baseline = next(iter(changes))
     design = Design((len(accuracy[baseline]),))
-    study = Study(StudyKind.COMPARE, RecipeProgram(recipe or RECIPE), changes, design)
+    study = Study("compare", RecipeProgram(base=recipe or RECIPE), changes, design)
     made = {"torch": "2", "commit": "c0ffee", "command": "powergrad compare"}
     metric = METRICS["test_accuracy"]
     results = Results(metric, 0.5, baseline, rows, study, tuning=tuning, environment=made)
-    write_json(folder / f"compare_{name}.json", results.to_dict())
+    write_json(folder / f"compare_{name}.json", to_json(results))
 
 
 def spread(mean, n=8):

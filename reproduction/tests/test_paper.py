@@ -323,6 +323,6 @@ def test_it_trains_under_a_scaler_that_settles_at_the_square_of_the_rows(tmp_pat
     run = train(Recipe().override({**changes, "loss.form": "as_published"}), tmp_path / "run")
     result = run.result()
     assert result is not None
-    assert not result["diverged"]
+    assert not result.about["diverged"]
     assert [row["loss_scale"] for row in run.metrics()] == [256] * 6
-    assert result["train_accuracy"] > 60
+    assert (result.metrics["train_accuracy"] or 0) > 60
