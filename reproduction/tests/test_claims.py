@@ -37,7 +37,7 @@ def write_study(
         RunRow(
             arm=arm,
             seed=seed,
-            about={"steps": 1000, "diverged": (arm, seed) in diverged},
+            about={"steps": 1000, "classes": 10, "diverged": (arm, seed) in diverged},
             metrics={
                 "test_accuracy": value,
                 "train_accuracy": (train or accuracy)[arm][seed],
@@ -203,9 +203,10 @@ def test_repeats_are_compared_not_their_runs(tmp_path):
     write_study(tmp_path, TWO, accuracy, edges=())
     path = tmp_path / "compare_x.json"
     values = json.loads(path.read_text())
-    values["rows"] = [{**row, "repeat": row["seed"] // 2} for row in values["rows"]]
+    values["rows"] = [{**row, "unit": row["seed"] // 2} for row in values["rows"]]
     values["tuning"] |= {"repeats": 6 * values["tuning"]["repeats"], "is_unit": True}
-    path.write_text(json.dumps({**values, "seeds": "6", "seeds_per_repeat": 2}))
+    values["study"] |= {"design": {"looks": [6]}, "finals": 2}
+    path.write_text(json.dumps(values))
     means = {
         arm: {repeat: (runs[2 * repeat] + runs[2 * repeat + 1]) / 2 for repeat in range(6)}
         for arm, runs in accuracy.items()
@@ -232,9 +233,14 @@ def test_a_study_whose_runs_are_all_in_a_larger_one_is_shown_and_not_counted(tmp
     assert "; not counted: its runs are part of `compare_large` |" in line
     assert "Of 1 comparisons (0 of them" in study_regions(tmp_path)["not-better"]()
     # Another run among them, even one that diverged: a study of its own again.
-    lost = {"train_loss": None, "steps": 9, "diverged": True}  # which is noise in its baseline
-    for change, counts in (({"train_loss": 7.0}, ["2", ""]), (lost, ["1", "1"])):
-        other = {**about, "rows": [{**about["rows"][0], **change}, *about["rows"][1:]]}
+    first, *rest = about["rows"]
+    other_loss = {"metrics": {**first["metrics"], "train_loss": 7.0}}
+    lost = {  # which is noise in its baseline
+        "metrics": {**first["metrics"], "train_loss": None},
+        "about": {"steps": 9, "diverged": True, "classes": 10},
+    }
+    for change, counts in ((other_loss, ["2", ""]), (lost, ["1", "1"])):
+        other = {**about, "rows": [{**first, **change}, *rest]}
         part.write_text(json.dumps(other))
         assert glance(tmp_path, claim)[0:4:3] == counts
 

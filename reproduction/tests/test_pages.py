@@ -137,10 +137,10 @@ def test_the_other_studies_have_their_numbers(regions):
         path.stem for path in files
     }
     values = json.loads((RESULTS / "compare_digits_20_epochs.json").read_text())
-    arms = {arm: [] for arm in values["arms"]}
+    arms = {arm: [] for arm in values["study"]["arms"]}
     for row in values["rows"]:
-        arms[row["arm"]].append(row["test_accuracy"])
-    for arm in values["arms"][1:]:
+        arms[row["arm"]].append(row["metrics"]["test_accuracy"])
+    for arm in [*arms][1:]:
         words, verdict = cell(arms[arm], arms["baseline"], len(arms) - 1)
         assert f"| {words} | {verdict} |" in beyond
         if "pgt" in arm:
@@ -212,7 +212,8 @@ def test_what_the_page_says_of_all_studies():
     decays, widths = {}, set()
     paths = [*(RESULTS / "paper").glob("*.json"), *RESULTS.glob("compare_*.json")]
     for path in [*paths, *RESULTS.glob("decompose_*.json")]:
-        recipe = json.loads(path.read_text())["recipe"]
+        values = json.loads(path.read_text())
+        recipe = values["recipe"] if "recipe" in values else values["study"]["program"]["base"]
         widths.add(recipe["model"]["width"])
         decays[path.stem] = recipe["optimizer"]["weight_decay"] / 5e-4
     page = (ROOT / "docs" / "reproduction.md").read_text("utf-8")
