@@ -23,8 +23,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(KERNEL)
 compare: setup ## does it help? the default comparison: 4 arms, 8 to 24 seeds each, on digits
 	$(BIN)/powergrad compare
 
-BOTH_WAYS := tests/test_loss.py tests/test_operators.py tests/test_linear.py tests/test_mode.py tests/test_clipping.py tests/test_monitor.py
-
 # Two processes. The tests of a file stay in one of them, because they share slow fixtures, and files
 # stay in order: tests/lab forks, which is not safe after other tests have loaded JAX.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
@@ -32,29 +30,23 @@ TWO := -n 2 --dist loadfile --no-loadscope-reorder
 # JAX in a process forbids it to fork, so the other libraries have a run of their own.
 WITHOUT_OTHERS := --ignore=tests/integrations --ignore=tests/release --ignore=tests/browsers
 
-# The core's own tests, except those that compile, train for long, start processes or need other libraries.
-CORE := $(filter-out $(patsubst %,tests/test_%.py,api audit distributed docs package training),$(wildcard tests/test_*.py))
-SLOW := compile or trajectories or ablation or distributed_data_parallel or torchmetrics or optax or timm or planted or revived
-
 QUICK := not matrix and not studies and not deep
 
-test: setup ## the tests; those that use the C kernel also run without it
+test: setup ## the tests, with and without the C kernel
 	@echo "tests/integrations (timm, transformers, Lightning, JAX) is left to make test-integrations,"
 	@echo "tests/release (sdist and wheel in an empty environment) to make test-release,"
 	@echo "compiled, exported and distributed programs to make test-matrix,"
 	@echo "killed, resumed and shared studies to make test-studies, still longer ones to make test-deep"
 	$(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m '$(QUICK)'
-	POWERGRAD_NATIVE=0 $(PYTEST) $(TWO) $(BOTH_WAYS) -m '$(QUICK)'
 
-test-core: setup ## the core alone, without what compiles, trains or starts processes
-	$(PYTEST) $(TWO) $(CORE) -k 'not ($(SLOW))'
+test-core: setup ## the core alone
+	$(PYTEST) $(TWO) $(wildcard tests/test_*.py) -m '$(QUICK)'
 
 test-studies: setup ## studies with worker processes: killed, resumed, shared, within a budget
 	$(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m studies
 
 test-deep: setup ## like test, with 10,000 random cases, whole studies within their budgets, and more
 	HYPOTHESIS_PROFILE=deep $(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m 'not matrix'
-	HYPOTHESIS_PROFILE=deep POWERGRAD_NATIVE=0 $(PYTEST) $(TWO) $(BOTH_WAYS)
 
 test-matrix: setup ## PGT under compile, export, make_fx, DTensor and more: no gradient is plain
 	$(PYTEST) -n 2 $(WITHOUT_OTHERS) -m matrix
