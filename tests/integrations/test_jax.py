@@ -199,6 +199,19 @@ def test_where_leaves_positions_out(kind, alpha):
     assert np.isfinite(hessian(ours, logits, target, alpha, kept)).all()
 
 
+def test_gradients_of_excluded_classes_do_not_count():
+    """A loss may have any gradient at log p of a class that `where` excludes."""
+    logits, _, targets = batch()
+    kept = np.arange(5) < 3
+    where, upstream = jnp.broadcast_to(kept, (6, 5)), jnp.asarray(targets["soft"])
+    _, pull = jax.vjp(lambda z: pgt.log_softmax(z, alpha=0.3, where=where), jnp.asarray(logits))
+    (gradient,) = pull(upstream)
+    np.testing.assert_allclose(
+        gradient[:, :3], primitive(logits[:, :3], 0.3, upstream[:, :3])[1], rtol=0, atol=1e-6
+    )
+    assert not np.asarray(gradient)[:, 3:].any()
+
+
 def test_a_label_left_out_is_infinite():
     where = jnp.array([[True, True, False]])
     loss = INTEGER(jnp.zeros((1, 3)), jnp.array([2]), alpha=0.3, where=where)
