@@ -214,7 +214,7 @@ def test_the_disk_space_of_a_run_is_foreseen(
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (["--data.name", "folder:nowhere"], "Expected a folder with train/ and val/"),
+        (["--data.name", "folder:nowhere"], "There is no folder with train/ and val/"),
         (["--data.name", "mnist"], "expected digits, for which this recipe is made"),
         (["--data.name", "mnist", "--data.only", "any"], "Expected `--data.name` to be digits,"),
         (["--model.name", "resnet19"], "Expected `--model.name` to be one of"),
@@ -675,6 +675,6 @@ def test_problems_stop_before_the_first_run(
     told = capsys.readouterr().err
     assert "classes of" in told
     assert "got also 'b'" in told
-    assert "but got 1 unreadable ones" in told
+    assert "1 unreadable images" in told
     assert "'train/a/003.jpg'" in told
     assert not (tmp_path / "runs").exists()

@@ -318,7 +318,7 @@ def test_a_diverged_run_counts_as_guessing(tmp_path: Path) -> None:
     assert page["runs"][-1]["final"]["test_accuracy"] is None
     assert any("diverged: pgt seed 2" in note for note in page["notes"])
     values = {
-        arm: {s: Run(run_of(third, arm, s)).result()["test_accuracy"] for s in range(3)}  # type: ignore[index]
+        arm: {s: Run(run_of(third, arm, s)).result().metrics["test_accuracy"] for s in range(3)}  # pyright: ignore
         for arm in ("baseline", "pgt")
     }
     values["pgt"][2] = 10.0  # of ten classes
