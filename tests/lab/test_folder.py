@@ -164,6 +164,19 @@ def test_folder_is_listed_once_and_again_after_a_change(tmp_path, monkeypatch):
         open_folder(config)
 
 
+def test_folder_that_cannot_be_read_raises(tmp_path, monkeypatch):
+    def refuse(path: str = ".") -> Any:
+        if str(path).endswith("train/b"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    make_folder(tmp_path)
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", refuse)  # root may read everything
+    with pytest.raises(PermissionError, match="train/b"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("layout", ["train", "direct"])
 def test_hold_out_needs_neither_val_nor_train(tmp_path, layout):
     make_folder(tmp_path, train=8)

@@ -240,8 +240,9 @@ class _Walk:
     def images(self, split: Path) -> _Images:
         """The paths of the images of each class in a split, relative to it, sorted."""
         found: _Images = {}
+        start = len(os.path.join(split, ""))
         seen: set[tuple[str, str]] = set()  # the class and the place of each folder
-        for folder, folders, files in os.walk(split, followlinks=True):
+        for folder, folders, files in os.walk(split, onerror=_raise, followlinks=True):
             self.folders[folder] = _changed_at(folder)
             inside = Path(folder).relative_to(split).parts
             for name in sorted(files):
@@ -249,7 +250,7 @@ class _Walk:
                 if reason := _why_not_used(path, is_loose=not inside):
                     self._ignore(path, reason)
                 else:
-                    found[inside[0]].append(os.fsencode(os.path.relpath(path, split)))
+                    found[inside[0]].append(os.fsencode(path[start:]))
             entries, folders[:] = sorted(folders), []
             for name in entries:
                 path = os.path.join(folder, name)
@@ -268,6 +269,10 @@ class _Walk:
 
     def _ignore(self, path: str, reason: str) -> None:
         self.ignored.append((os.path.relpath(path, self.root), reason))
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _why_not_used(path: str, *, is_loose: bool) -> str:
