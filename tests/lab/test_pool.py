@@ -7,7 +7,6 @@ import errno
 import json
 import math
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -42,7 +41,7 @@ class Pretended:
     def execute(self, folder: Path) -> dict[str, Any]:
         run = Run(folder / self.name)
         with run.hold(), watching_signals(second_interrupts=False) as stopped:
-            if (result := run.result()) is not None:
+            if (result := self.result(folder)) is not None:
                 return result
             first = round(self.progress(folder) * self.steps)
             with open(run.folder / "starts.txt", "a") as file:
@@ -52,16 +51,16 @@ class Pretended:
                 if stopped():
                     raise Interrupted("stopped")
                 replace(run.folder / "step.txt", str(step + 1))
-            with open(run.folder / "ends.txt", "a") as file:
-                file.write("end\n")
-            self._end(run.folder)
+            self._end()
             result = {"value": self.steps, "threads": os.environ["OMP_NUM_THREADS"]}
-            (run.folder / "checkpoint").mkdir()
+            (run.folder / "checkpoint").mkdir(exist_ok=True)
             replace(run.folder / "checkpoint" / "last.json", "large")
             replace(run.folder / "result.json", json.dumps(result))
+            with open(run.folder / "ends.txt", "a") as file:
+                file.write("end\n")
             return result
 
-    def _end(self, folder: Path) -> None:
+    def _end(self) -> None:
         if self.end == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.end == "full":
@@ -72,7 +71,8 @@ class Pretended:
             raise RunFailed(self.end, stops=self.end == "stops")
 
     def result(self, folder: Path) -> dict[str, Any] | None:
-        return Run(folder / self.name).result()
+        path = folder / self.name / "result.json"
+        return json.loads(path.read_text()) if path.exists() else None
 
     def progress(self, folder: Path) -> float:
         count = folder / self.name / "step.txt"
@@ -116,8 +116,12 @@ def is_alive(pid: int) -> bool:
 
 def workers() -> list[psutil.Process]:
     """The processes of this process that execute runs."""
-    children = psutil.Process().children()
-    return [child for child in children if "lab.runs.worker" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "lab.runs.worker" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 @contextlib.contextmanager
@@ -212,12 +216,14 @@ def test_killed_workers_lose_nothing_and_double_nothing(tmp_path):
     killed_at = [-1]
 
     def kill(snapshot):
-        is_busy = len(starts(tmp_path)) > len(list(tmp_path.glob("*/ends.txt")))
-        if is_busy and len(killed) < 5 and len(snapshot.results) > killed_at[-1]:
+        begun = [file.parent for file in tmp_path.glob("*/step.txt")]
+        runs = [run for run in begun if not (run / "result.json").exists()]
+        pids = {int((run / "starts.txt").read_text().split()[-2]) for run in runs} - set(killed)
+        if pids and len(killed) < 5 and len(snapshot.results) > killed_at[-1]:
             killed_at.append(len(snapshot.results))
-            for worker in workers() if len(killed) == 3 else [random.choice(workers())]:
-                worker.kill()
-                killed.append(worker.pid)
+            for pid in [worker.pid for worker in workers()] if len(killed) == 3 else [pids.pop()]:
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
 
     with Pool(tmp_path, workers=2) as pool:
         results = pool.run([Pretended(f"run{n}", steps=30) for n in range(30)], kill)
@@ -225,7 +231,7 @@ def test_killed_workers_lose_nothing_and_double_nothing(tmp_path):
     assert results.keys() == starts(tmp_path).keys() == {f"run{n}" for n in range(30)}
     assert all(steps == sorted(steps) for steps in starts(tmp_path).values())
     assert max(max(steps) for steps in starts(tmp_path).values()) > 0  # continued
-    assert [file.read_text() for file in tmp_path.glob("*/ends.txt")] == ["end\n"] * 30
+    assert {file.read_text() for file in tmp_path.glob("*/ends.txt")} == {"end\n"}
 
 
 @pytest.mark.studies
@@ -234,9 +240,10 @@ def test_a_run_whose_worker_is_killed_every_time_fails(tmp_path):
 
     def kill(snapshot):
         for worker in workers():
-            for program in worker.children():
-                programs.add(program.pid)
-                worker.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for program in worker.children():
+                    programs.add(program.pid)
+                    worker.kill()
 
     jobs = [Pretended("killer", end="kill"), Pretended("killed", end="program")]
     with Pool(tmp_path, workers=2) as pool, pytest.raises(RunsFailed) as failure:
