@@ -114,9 +114,7 @@ def test_state_of_every_run(running: StudyInProgress) -> None:
     output = running.folder / first["name"] / "output.txt"
     output.write_text("".join(f"step {step}\n" for step in range(10_000)) + "step 10")
     note = read_progress(running.folder)["runs"][0]["note"]
-    assert note.startswith("step 9")
-    assert note.endswith("step 9999\nstep 10")
-    assert len(note) <= 2000
+    assert note.split() == " ".join(f"step {step}" for step in (*range(9981, 10_000), 10)).split()
     # If the pool was killed, nothing runs.
     running.report(state="waiting", updated=time.time() - 3600)
     assert read_progress(running.folder)["runs"][0]["state"] == "waiting"

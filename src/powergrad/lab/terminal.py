@@ -112,8 +112,7 @@ def show_study(folder: Path, thresholds: Thresholds) -> None:
     table = _table("arm", "finished", "seeds", results.metric.title, "dead units", "of", "diverged")
     for arm in study.arms:
         rows = results.of_arm(arm)
-        recorded = [folder / row.run for row in rows if row.run]
-        recorded = [path for path in recorded if Recording.exists(path)]
+        recorded = [folder / row.run for row in rows if Recording.exists(folder / row.run)]
         counts = [census(path, thresholds=thresholds) for path in recorded]
         # Without a recording, the count at the end of each run.
         ends = [value for row in rows if (value := row.value("dead_units")) is not None]

@@ -220,8 +220,8 @@ def _summarise(runs: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dic
 def _describe_single_runs(folders: Sequence[Path]) -> dict[str, Any]:
     """The content for runs without a study; runs that differ only in their seed form one arm."""
     notes: list[str] = []
-    found = {folder: try_read(Run(folder).recipe, None, notes) for folder in folders}
-    recipes = {folder: recipe for folder, recipe in found.items() if recipe is not None}
+    read = {folder: try_read(Run(folder).recipe, None, notes) for folder in folders}
+    recipes = {folder: recipe for folder, recipe in read.items() if recipe is not None}
     if not recipes:
         raise RunError(" ".join(notes))
     (first, recipe), *others = recipes.items()
@@ -233,11 +233,8 @@ def _describe_single_runs(folders: Sequence[Path]) -> dict[str, Any]:
         arm = ", ".join(f"{short_key(k)}={v}" for k, v in changes.items()) or recipe.model.name
         row |= {"arm": arm, "seed": recipes[folder].seed, "settings": changes}
         rows.append(RunRow.model_validate({**row, "run": str(folder.resolve())}))
-    environment = try_read(Run(first).environment, {}, notes)
-    metric = METRICS["test_accuracy"]
-    results = Results(
-        metric, metric.margin, rows[0].arm, rows, folder=Path(), environment=environment
-    )
+    found = {"folder": Path(), "environment": try_read(Run(first).environment, {}, notes)}
+    results = Results(METRICS["test_accuracy"], 0.5, rows[0].arm, rows, **found)
     content = _describe_results(results, None, notes)
     headline = "These runs do not belong to one study, so they are shown without a verdict."
     return {

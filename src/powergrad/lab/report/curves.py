@@ -67,13 +67,12 @@ def describe_outputs(
                 (bins.count * bins.confidence.nan_to_num()).numpy(),
                 (bins.count * bins.accuracy.nan_to_num()).numpy(),
             ]
-    return {name: _diagram(*bins) for name, bins in sums.items() if bins.any()} or None, examples
+    return {name: _diagram(bins) for name, bins in sums.items() if bins.any()} or None, examples
 
 
-def _diagram(
-    count: NDArray[np.float64], confidence: NDArray[np.float64], accuracy: NDArray[np.float64]
-) -> dict[str, Any]:
-    """A reliability diagram from the sums over its bins."""
+def _diagram(sums: NDArray[np.float64]) -> dict[str, Any]:
+    """A reliability diagram from the number, confidence and accuracy summed over each bin."""
+    count, confidence, accuracy = sums
     divisor = np.maximum(count, 1)
     return {
         "count": count.astype(int).tolist(),

@@ -11,7 +11,8 @@ function describeProgress({ is_finished, lost, left, runs }) {
   const state = lost ? "The server has stopped; this is the last known state"
     : is_finished ? "Finished" : running ? "Running" : "No run is in progress";
   const parts = [
-    runs.length ? `${done} of ${runs.length} runs are finished` : "No run has been started yet",
+    runs.length ? `${done} of ${runs.length} runs are finished`
+      : is_finished ? "There is nothing to run" : "No run has been started yet",
     ...ORDER.filter(count).map((state) => `${count(state)} ${state}`),
     ...(running && left ? [`about ${left} left`] : []),
   ];

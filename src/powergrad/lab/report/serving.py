@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
 import threading
 import time
@@ -19,6 +17,7 @@ from powergrad.lab.files import json_safe
 from powergrad.lab.report.content import describe_study, open_arms, planned_runs
 from powergrad.lab.report.curves import UNREADABLE
 from powergrad.lab.report.page import make_data, make_page
+from powergrad.lab.runs.process import last_lines
 from powergrad.lab.study import Study, load_study
 from powergrad.lab.study.saving import FILE
 from powergrad.lab.words import duration
@@ -38,7 +37,6 @@ HTML, JSON, TEXT = (
 )
 
 SILENT = 60  # after this many seconds without an update, no run counts as running
-TAIL = 2000  # bytes of the output of a running program to show
 
 
 def make_live_data(folder: Path) -> dict[str, Any]:
@@ -60,7 +58,9 @@ def read_progress(folder: Path) -> dict[str, Any]:
     runs = []
     for name, run in progress["runs"].items():
         state = "waiting" if run["state"] == "running" and is_silent else run["state"]
-        note = run.get("reason") or (_read_output(folder / name) if state == "running" else "")
+        note, output = run.get("reason") or "", folder / name / "output.txt"
+        if state == "running" and output.is_file():
+            note = last_lines(output)
         runs.append({"name": name, "state": state, "done": run["done"], "note": note})
     left = progress.get("left")
     return {
@@ -70,23 +70,12 @@ def read_progress(folder: Path) -> dict[str, Any]:
     }
 
 
-def _read_output(folder: Path) -> str:
-    """The last lines that the program of a run has written."""
-    with contextlib.suppress(OSError), open(folder / "output.txt", "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL))
-        text = file.read(TAIL).decode("utf-8", "replace")
-        return text if size <= TAIL else text.partition("\n")[2]
-    return ""
-
-
 def _describe_provisional(study: Study) -> str:
     what = "repeats" if study.finals else "runs"
-    looks = [str(look) for look in study.design.looks]
-    if study.design.is_fixed:
-        when = f"once all {looks[0]} {what} of every arm are finished"
-    else:
-        when = f"at the planned looks, at {', '.join(looks[:-1])} and {looks[-1]} {what} per arm"
+    *looks, last = map(str, study.design.looks)
+    when = f"once all {last} {what} of every arm are finished"
+    if looks:
+        when = f"at the planned looks, at {', '.join(looks)} and {last} {what} per arm"
     return (
         "Provisional: the study is not finished. The probability of a false verdict is "
         f"{100 * study.design.level:g}% only {when}. Do not stop the study because of earlier "
