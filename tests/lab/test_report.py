@@ -299,6 +299,12 @@ def test_an_unfinished_run_is_shown_as_far_as_it_is(study: Path) -> None:
     assert run["curve"]["epoch"] == [1, 2]
 
 
+def accuracy_of(run: Path) -> float:
+    result = Run(run).result()
+    assert result is not None
+    return result.metrics["test_accuracy"] or 0.0
+
+
 def test_a_diverged_run_counts_as_guessing(tmp_path: Path) -> None:
     third = tmp_path / "three"
     make_study(third, seeds=3)
@@ -318,7 +324,7 @@ def test_a_diverged_run_counts_as_guessing(tmp_path: Path) -> None:
     assert page["runs"][-1]["final"]["test_accuracy"] is None
     assert any("diverged: pgt seed 2" in note for note in page["notes"])
     values = {
-        arm: {s: Run(run_of(third, arm, s)).result().metrics["test_accuracy"] for s in range(3)}  # pyright: ignore
+        arm: {s: accuracy_of(run_of(third, arm, s)) for s in range(3)}
         for arm in ("baseline", "pgt")
     }
     values["pgt"][2] = 10.0  # of ten classes

@@ -1375,7 +1375,7 @@ def test_plan_from_a_study(study, capsys):
     said = capsys.readouterr().out
     assert f"at sigma {sigma:.3g}" in said
     assert "uncertain" in said
-    seconds = [Run(f).result().metrics["seconds"] for f in study.glob("*-seed*")]  # pyright: ignore
+    seconds = [Run(f).result().metrics["seconds"] or 0 for f in study.glob("*-seed*")]  # pyright: ignore
     assert math.isfinite(sum(seconds))
     assert any(unit in said for unit in (" h", " min", " s", "hours", "minutes", "seconds"))
 
