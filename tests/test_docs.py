@@ -19,6 +19,7 @@ import powergrad
 import powergrad_cli
 from powergrad import calibration, clipping, monitor
 from powergrad.lab.cli.common import recipe_and_overrides
+from powergrad.lab.cli.compare import compare
 from powergrad.lab.trainer.recipe import describe_keys, parse_overrides
 
 DOCS = ROOT / "docs"
@@ -87,7 +88,7 @@ def parse(line: str) -> None:
         return
     _, bound, _ = app().parse_args(tokens, exit_on_error=False, print_error=False)
     given = bound.arguments
-    _, typed = recipe_and_overrides(given.get("recipe"), given.get("overrides", ()))
+    _, typed = recipe_and_overrides(given.get("recipe"), given.get("overrides", ()), compare)
     overrides = parse_overrides(typed)
     unknown = set(overrides) - {key for key, *_ in describe_keys()}
     if unknown:

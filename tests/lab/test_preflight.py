@@ -297,7 +297,7 @@ def test_cut_study_continues_as_planned(tmp_path):
         (["--data.name", "folder:nowhere"], "train/ and val/"),
         (["--data.name", "mnist"], "digits"),
         (["--data.name", "mnist", "--data.only", "any"], "data.name"),
-        (["--model.name", "resnet19"], "`name`"),
+        (["--model.name", "resnet19"], "`model.name`"),
         (["nothing"], "'nothing'"),
         (["--train.batch_size", "5000"], "5000"),
         (["--sedes", "4"], "'--seed"),
@@ -309,7 +309,7 @@ def test_one_message_and_nothing_is_started(command, tokens, word, tmp_path, cap
     assert powergrad(command, *tokens) == 2
     told = capsys.readouterr().err
     assert word in told
-    assert told.count("Expected") + told.count("Found an error") == 1
+    assert told.count("powergrad: ") == 1
     assert not (tmp_path / "runs").exists()
 
 

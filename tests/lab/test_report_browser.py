@@ -34,6 +34,7 @@ from small_study import (
 )
 
 import powergrad
+from powergrad.lab.files import write_json
 from powergrad.lab.report import write_report
 from powergrad.lab.report.page import make_data
 from powergrad.lab.runs import FunctionProgram
@@ -416,7 +417,7 @@ def test_names_of_users_are_text_and_nothing_runs(visit: Visit, tmp_path: Path) 
     for row in results.rows:
         write_outputs(folder / row.run, row.seed)
         write_norms(folder / row.run, dying=True)
-        Run(folder / row.run).save_classes([NASTY, *NAMES * 3])
+        write_json(folder / row.run / "classes.json", [NASTY, *NAMES * 3])
     (lost,) = [row.run for row in results.rows if (row.arm, row.seed) == (NAMES[2], 0)]
     shutil.rmtree(folder / lost)
     out = write_report([folder], tmp_path / "report.html")
