@@ -29,9 +29,9 @@ from uuid import uuid4
 from typing_extensions import Self, override
 
 from powergrad.lab.files import FileError, write_atomically, write_json
-from powergrad.lab.jobs.job import Job, JobError, RunFailed
+from powergrad.lab.jobs.job import JobError, RunFailed
 from powergrad.lab.runs.failures import RunsFailed, disk_full_error, is_disk_full, same_failure
-from powergrad.lab.runs.worker import PATIENCE, PROGRESS, Call, Outcome, dismiss, progress_of
+from powergrad.lab.runs.worker import PATIENCE, PROGRESS, Call, Job, Outcome, dismiss, progress_of
 from powergrad.lab.signals import Interrupted, watching_signals
 
 REACH = 5  # seconds to connect to the scheduler of a cluster
