@@ -125,7 +125,7 @@ def workers() -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def started(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+def started(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[Any]]:
     """A Python process that is killed with all its children at the end."""
     with subprocess.Popen([sys.executable, *command], **options) as process:
         try:

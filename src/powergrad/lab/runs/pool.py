@@ -138,7 +138,7 @@ class Pool:
         """Start the workers of this machine, or connect to the cluster."""
         if self._client is not None:
             return
-        import dask
+        import dask.config
         from distributed import Client, Scheduler, SpecCluster, Worker
         from distributed.comm.addressing import get_address_host_port
         from distributed.utils import silence_logging_cmgr
