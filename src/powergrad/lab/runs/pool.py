@@ -30,8 +30,8 @@ from typing_extensions import Self, override
 
 from powergrad.lab.files import FileError, write_atomically, write_json
 from powergrad.lab.runs.failures import RunsFailed, disk_full_error, is_disk_full, same_failure
-from powergrad.lab.runs.program import Job, JobError, RunFailed
-from powergrad.lab.runs.worker import PATIENCE, PROGRESS, Call, Outcome, dismiss, progress_of
+from powergrad.lab.runs.program import JobError, RunFailed
+from powergrad.lab.runs.worker import PATIENCE, PROGRESS, Call, Job, Outcome, dismiss, progress_of
 from powergrad.lab.signals import Interrupted, watching_signals
 
 REACH = 5  # seconds to connect to the scheduler of a cluster
@@ -138,7 +138,7 @@ class Pool:
         """Start the workers of this machine, or connect to the cluster."""
         if self._client is not None:
             return
-        import dask
+        import dask.config
         from distributed import Client, Scheduler, SpecCluster, Worker
         from distributed.comm.addressing import get_address_host_port
         from distributed.utils import silence_logging_cmgr

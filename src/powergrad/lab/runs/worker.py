@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import powergrad
 from powergrad.lab.runs.failures import is_disk_full
 from powergrad.lab.runs.process import describe_exit, end_leftovers
-from powergrad.lab.runs.program import Job, RunFailed
+from powergrad.lab.runs.program import RunFailed
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.trainer.run_folder import RunBusyError
 
@@ -45,6 +45,18 @@ MARK = "POWERGRAD_WORKER"  # the variable with a unique value in all processes o
 SENT = {".yaml", ".json", ".csv", ".txt", ".bin"}  # what comes back from other machines
 NOT_SENT = {"out", "checkpoint"}
 MOST_SENT = 8 << 20  # bytes per run
+
+
+class Job(Protocol):
+    """What the pool uses of a run."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def is_foreign(self) -> bool: ...
+    def execute(self, folder: Path) -> Any: ...
+    def result(self, folder: Path) -> Any: ...
+    def progress(self, folder: Path) -> float: ...
 
 
 @dataclass(frozen=True)
