@@ -577,9 +577,3 @@ def test_known_noise_has_its_source():
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_a_comparison_of_every_field_is_described():
-    documented = Comparison.__doc__ or ""
-    for name in Comparison.__dataclass_fields__:
-        assert f"        {name}: " in documented
