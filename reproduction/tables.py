@@ -13,7 +13,7 @@ from powergrad.lab.paper.evidence import Evidence, Measurement, Outcome, describ
 from powergrad.lab.paper.rows import Experiment, Figure, Use, changes_of, load_paper
 from powergrad.lab.paper.show import hours_in_words
 from powergrad.lab.paper.small import LEAST
-from powergrad.lab.stats import signed
+from powergrad.lab.stats import format_signed
 from powergrad.lab.study import Results, Tuning
 from powergrad.lab.study.records import Trial as TuningTrial
 from powergrad.lab.study.records import describe_point
@@ -362,7 +362,7 @@ def _grid_cells(rows: Sequence[Contrast]) -> list[str]:
         f"{len(rows)} alphas from {min(alphas):g} to {max(alphas):g}",
         rows[0].arm.decay.replace(", inflated", ""),
         str(len(rows[0].arm.rows)),
-        f"from {signed(min(differences))} to {signed(max(differences))}",
+        f"from {format_signed(min(differences))} to {format_signed(max(differences))}",
         ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()),
     ]
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from powergrad.lab.stats import p_in_words, signed, span
+from powergrad.lab.stats import format_interval, format_p, format_signed
 from powergrad.lab.study.space import Axis
 from powergrad.lab.trainer.recipe import load_recipe
 from powergrad.lab.words import markdown_table
@@ -201,9 +201,10 @@ class Findings:
         parts = []
         for name, found in self.secondary.items():
             means = " and ".join(
-                f"{signed(mean)} points {REGIMES[regime]}" for regime, mean in found.means.items()
+                f"{format_signed(mean)} points {REGIMES[regime]}"
+                for regime, mean in found.means.items()
             )
-            parts.append(f"{SECONDARY[name]} by {means} ({p_in_words(found.p, 3)})")
+            parts.append(f"{SECONDARY[name]} by {means} ({format_p(found.p, 3)})")
         opening = "In further tests, corrected for their number by Holm's method, "
         return f"{opening}{', and '.join(parts)}." if parts else ""
 
@@ -231,9 +232,9 @@ class Findings:
             "the interval would not be noticed."
         )
         return (
-            f"{check}: further minus first is {signed(float(np.mean(pairs)))} points over "
-            f"{len(pairs)} repeats (90% interval {span(interval(pairs))}), {p_in_words(p, 3)}. "
-            f"{verdict}"
+            f"{check}: further minus first is {format_signed(float(np.mean(pairs)))} points over "
+            f"{len(pairs)} repeats (90% interval {format_interval(interval(pairs))}), "
+            f"{format_p(p, 3)}. {verdict}"
         )
 
     def table(self) -> str:
@@ -250,7 +251,8 @@ class Findings:
                 pairs = [own[repeat] - base[repeat] for repeat in own if repeat in base]
                 gap = ""
                 if arm != "baseline" and len(pairs) >= LOOKS[0]:
-                    gap = f"{signed(float(np.mean(pairs)))} ({span(interval(pairs))})"
+                    mean = format_signed(float(np.mean(pairs)))
+                    gap = f"{mean} ({format_interval(interval(pairs))})"
                 lost = [
                     f"{count} of {total}"
                     for count, total in (self.diverged(regime, arm, p) for p in ("tuning", "final"))
@@ -289,13 +291,13 @@ class Findings:
 def _in_words(decision: Decision) -> str:
     """The numbers of the primary comparison."""
     shown = " and by ".join(
-        f"{signed(decision.means[regime])} points {title} "
-        f"(90% interval {span(decision.intervals[regime])})"
+        f"{format_signed(decision.means[regime])} points {title} "
+        f"(90% interval {format_interval(decision.intervals[regime])})"
         for regime, title in REGIMES.items()
     )
     return (
         f"PGT differed from cross-entropy by {shown}; the test over both gives "
-        f"{p_in_words(decision.p, 3)}, and the rule asks for less than {LEVEL:g}"
+        f"{format_p(decision.p, 3)}, and the rule asks for less than {LEVEL:g}"
     )
 
 

@@ -25,7 +25,7 @@ from powergrad.lab.runs import FunctionProgram
 from powergrad.lab.runs.devices import default_workers, visible_devices, worker_environments
 from powergrad.lab.runs.pool import InlinePool, Pool
 from powergrad.lab.signals import Interrupted
-from powergrad.lab.stats import Comparison, Design, parse_runs, signed, span
+from powergrad.lab.stats import Comparison, Design, format_interval, format_signed, parse_runs
 from powergrad.lab.study import Execution, Metric, Results, Study, run_study, save
 from powergrad.lab.study.execute import run_first
 from powergrad.lab.study.metrics import choose_metric
@@ -70,7 +70,10 @@ class Compared:
             mean = results.mean(arm)
             cells = [arm, str(len(values)), "-" if math.isnan(mean) else f"{mean:.5g}{spread}"]
             if comparison := results.comparison(arm):
-                cells += [signed(comparison.difference, 3), span(comparison.interval, 3)]
+                cells += [
+                    format_signed(comparison.difference, 3),
+                    format_interval(comparison.interval, 3),
+                ]
                 cells.append(comparison.verdict)
             else:
                 cells += ["", "", ""]

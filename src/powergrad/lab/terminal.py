@@ -18,7 +18,7 @@ from rich.text import Text
 
 from powergrad.lab.runs import Job
 from powergrad.lab.runs.pool import Snapshot
-from powergrad.lab.stats import Comparison, Plan, signed, span
+from powergrad.lab.stats import Comparison, Plan, format_interval, format_signed
 from powergrad.lab.study import Results, load_study
 from powergrad.lab.study.metrics import metric_names
 from powergrad.lab.study.notes import advice, describe_failed, notes, verdict
@@ -246,8 +246,8 @@ def _difference(comparison: Comparison | None, digits: int) -> list[str]:
         return ["", "", "", ""]
     p = f"{comparison.p:.3f}" if comparison.p >= 0.0005 else "<0.001"
     return [
-        signed(comparison.difference, digits),
-        span(comparison.interval, digits),
+        format_signed(comparison.difference, digits),
+        format_interval(comparison.interval, digits),
         p if all(map(math.isfinite, comparison.interval)) else "-",
         comparison.verdict,
     ]
@@ -279,7 +279,7 @@ def chart(results: Results, width: int = 60) -> str:
             cells[place] = "┿" if place == at(0) else "━"
         cells[at(comparison.difference)] = "●"
         line = "".join(cells)
-        difference = signed(comparison.difference, _digits(results))
+        difference = format_signed(comparison.difference, _digits(results))
         lines.append(f"{comparison.arm:>{names}} {line} {difference}")
     lines.append(" " * (names + 1 + at(0)) + "0")
     return "\n".join(lines)

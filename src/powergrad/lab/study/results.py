@@ -148,7 +148,9 @@ class Results:
         Raises ValueError if there are too few runs, or a run has no number to compare.
         """
         name = self.metric.name
-        stats.by_arm_and_seed((row.arm, row.seed, 0.0) for row in self.rows)  # checks the seeds
+        counts = Counter((row.arm, row.seed) for row in self.rows)
+        for arm, seed in (key for key, count in counts.items() if count > 1):
+            raise ValueError(f"Expected each seed of {arm!r} once, but got seed {seed} twice.")
         # An arm whose runs all failed is not compared; the notes mention it.
         arms = [arm for arm in self.arms if not all(row.failed for row in self.of_arm(arm))]
         for row in self.rows:
