@@ -88,17 +88,8 @@ class Results:
         found = (row.about.get("classes") for row in self.rows)
         return next((int(count) for count in found if count), None)
 
-    @functools.cached_property
-    def _lost_values(self) -> dict[str, float | None]:
-        return {}
-
     def lost_value(self, metric: str) -> float | None:
         """The value of a run that diverged; None if it is not known."""
-        if metric not in self._lost_values:
-            self._lost_values[metric] = self._find_lost_value(metric)
-        return self._lost_values[metric]
-
-    def _find_lost_value(self, metric: str) -> float | None:
         if self._classes and (chance := chance_of(metric, self._classes)) is not None:
             return chance
         known = METRICS.get(metric)
