@@ -123,7 +123,9 @@ class Space:
         for arm in arms:
             keys = [axis.key for axis in space.axes(arm)]
             if not keys:
-                raise RecipeError(f"Expected --tune with keys of every arm, but got none for {arm}.")
+                raise RecipeError(
+                    f"Expected --tune with keys for all arms, but got none for {arm}."
+                )
             if len(set(keys)) < len(keys):
                 raise RecipeError(f"Expected each key of --tune once, but got {', '.join(keys)}.")
         if trials is not None and trials < 2:
