@@ -31,10 +31,10 @@ COMMANDS = {
     "sweep": ("presets", "Run a grid over alpha, or over any other key, with several seeds."),
     "decompose": ("presets", "Find out which part of PGT makes a difference."),
     "plan": ("planning", "Compute how many seeds a claim needs."),
-    "train": ("training", "Train one network from a recipe."),
+    "train": ("train", "Train one network from a recipe."),
     "inspect": ("looking", "Count dead filters, features and layers (the census)."),
     "export": (
-        "training",
+        "train",
         "Export a trained, calibrated network to safetensors, torch.export and ONNX.",
     ),
     "report": ("looking", "Write the HTML page of a run or a study."),

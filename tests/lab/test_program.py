@@ -24,7 +24,7 @@ from forking import Interpreter
 from studies import powergrad
 
 from powergrad.lab.cli import options
-from powergrad.lab.cli.options import StudyOptions
+from powergrad.lab.cli.study_options import StudyOptions
 from powergrad.lab.preflight import Plan
 from powergrad.lab.runs import CommandProgram, Job, RunFailed, process
 from powergrad.lab.runs.commands import _check_altered, _Parts, placeholders

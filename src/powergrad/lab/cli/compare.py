@@ -19,7 +19,7 @@ from powergrad.lab.cli.common import (
     stopped,
 )
 from powergrad.lab.cli.conclude import compare_table, tune_and_run
-from powergrad.lab.cli.options import (
+from powergrad.lab.cli.study_options import (
     ProgramOptions,
     StudyOptions,
     TableOptions,

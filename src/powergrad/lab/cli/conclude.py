@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from powergrad.lab.cli.options import StudyOptions, TableOptions
+from powergrad.lab.cli.study_options import StudyOptions, TableOptions
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.report import write_report
 from powergrad.lab.stats import LEAST

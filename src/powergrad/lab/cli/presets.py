@@ -16,7 +16,7 @@ from powergrad.lab.cli.common import (
     stopped,
 )
 from powergrad.lab.cli.conclude import run_and_report, show_tuning
-from powergrad.lab.cli.options import StudyOptions, TuneOptions, prepare
+from powergrad.lab.cli.study_options import StudyOptions, TuneOptions, prepare
 from powergrad.lab.runs import RecipeProgram
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.study import IdentityCheck

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from powergrad.lab.runs.commands import CommandProgram
 from powergrad.lab.runs.functions import FunctionProgram
-from powergrad.lab.runs.program import Changes, Job, JobError, Program, Record, RunFailed
+from powergrad.lab.runs.jobs import Changes, Job, JobError, Program, Record, RunFailed
 from powergrad.lab.runs.recipes import RecipeProgram
 
 # The program of a study, as it is read from a file.

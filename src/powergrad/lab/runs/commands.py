@@ -28,8 +28,8 @@ from typing_extensions import Self, override
 
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import write_json
+from powergrad.lab.runs.jobs import Changes, Job, Program, RunFailed
 from powergrad.lab.runs.process import describe_exit, end_leftovers, last_lines, run_process
-from powergrad.lab.runs.program import Changes, Job, Program, RunFailed
 from powergrad.lab.runs.sources import Missing, Sources
 from powergrad.lab.trainer.recipe import RecipeError
 from powergrad.lab.trainer.run_folder import Result, Run

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from powergrad.lab.runs.program import JobError
+from powergrad.lab.runs.jobs import JobError
 
 SHOWN = 8  # the maximal number of causes to show
 

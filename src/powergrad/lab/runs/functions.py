@@ -22,7 +22,7 @@ from typing_extensions import Self, override
 
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import write_json
-from powergrad.lab.runs.program import Changes, Job, Program, RunFailed
+from powergrad.lab.runs.jobs import Changes, Job, Program, RunFailed
 from powergrad.lab.trainer.run_folder import Result, Run
 from powergrad.lab.words import slug
 

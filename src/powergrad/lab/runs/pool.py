@@ -30,7 +30,7 @@ from typing_extensions import Self, override
 
 from powergrad.lab.files import FileError, write_atomically, write_json
 from powergrad.lab.runs.failures import RunsFailed, disk_full_error, is_disk_full, same_failure
-from powergrad.lab.runs.program import Job, JobError, RunFailed
+from powergrad.lab.runs.jobs import Job, JobError, RunFailed
 from powergrad.lab.runs.worker import PATIENCE, PROGRESS, Call, Outcome, dismiss, progress_of
 from powergrad.lab.signals import Interrupted, watching_signals
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from powergrad.lab.runs.program import RunFailed
+from powergrad.lab.runs.jobs import RunFailed
 from powergrad.lab.signals import Interrupted, watching_signals
 
 PATIENCE = 8  # seconds from SIGTERM to SIGKILL

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self, override
 
-from powergrad.lab.runs.program import Changes, Job, Program
+from powergrad.lab.runs.jobs import Changes, Job, Program
 from powergrad.lab.trainer.recipe import Recipe, RecipeError
 from powergrad.lab.trainer.run_folder import Result, Run
 from powergrad.lab.trainer.training import train

@@ -11,8 +11,8 @@ from typing import Any
 
 from typing_extensions import Self
 
+from powergrad.lab.runs.jobs import Record
 from powergrad.lab.runs.process import lines_of
-from powergrad.lab.runs.program import Record
 from powergrad.lab.trainer.recipe import RecipeError
 
 

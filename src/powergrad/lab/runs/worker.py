@@ -30,8 +30,8 @@ from uuid import uuid4
 
 import powergrad
 from powergrad.lab.runs.failures import is_disk_full
+from powergrad.lab.runs.jobs import Job, RunFailed
 from powergrad.lab.runs.process import describe_exit, end_leftovers
-from powergrad.lab.runs.program import Job, RunFailed
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.trainer.run_folder import RunBusyError
 
