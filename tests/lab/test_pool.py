@@ -15,17 +15,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 import pytest
 
 from powergrad.lab.runs import JobError, RunFailed
-from powergrad.lab.runs.failures import RunsFailed
-from powergrad.lab.runs.pool import InlinePool, Pool
+from powergrad.lab.runs.pool import InlinePool, Pool, RunsFailed
 from powergrad.lab.runs.worker import SCRATCH
 from powergrad.lab.signals import Interrupted, watching_signals
-from powergrad.lab.trainer.run_folder import Run
+from powergrad.lab.trainer.run_folder import Result, Run
 
 LONG = 240  # seconds; a limit only against hanging
 
@@ -34,12 +33,12 @@ LONG = 240  # seconds; a limit only against hanging
 class Pretended:
     """A job that saves every step, continues from the last one, and does at its end as told."""
 
-    is_foreign: ClassVar[bool] = False
     name: str
     steps: int = 2
     end: str = ""
+    is_foreign: bool = False
 
-    def execute(self, folder: Path) -> dict[str, Any]:
+    def execute(self, folder: Path) -> Result:
         run = Run(folder / self.name)
         with run.hold(), watching_signals(second_interrupts=False) as stopped:
             if (result := run.result()) is not None:
@@ -55,10 +54,11 @@ class Pretended:
             with open(run.folder / "ends.txt", "a") as file:
                 file.write("end\n")
             self._end(run.folder)
-            result = {"value": self.steps, "threads": os.environ["OMP_NUM_THREADS"]}
+            about = {"threads": os.environ["OMP_NUM_THREADS"]}
+            result = Result(metrics={"value": self.steps}, about=about)
             (run.folder / "checkpoint").mkdir()
             replace(run.folder / "checkpoint" / "last.json", "large")
-            replace(run.folder / "result.json", json.dumps(result))
+            run.finish(result)
             return result
 
     def _end(self, folder: Path) -> None:
@@ -71,7 +71,7 @@ class Pretended:
         elif self.end:
             raise RunFailed(self.end, stops=self.end == "stops")
 
-    def result(self, folder: Path) -> dict[str, Any] | None:
+    def result(self, folder: Path) -> Result | None:
         return Run(folder / self.name).result()
 
     def progress(self, folder: Path) -> float:
@@ -121,7 +121,7 @@ def workers() -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def started(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+def started(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[Any]]:
     """A Python process that is killed with all its children at the end."""
     with subprocess.Popen([sys.executable, *command], **options) as process:
         try:
@@ -155,15 +155,17 @@ def test_runs_are_executed_and_their_results_kept(tmp_path):
     jobs = [Pretended(f"run{n}", steps=5) for n in range(4)]
     own = [{"OMP_NUM_THREADS": "3"}, {"OMP_NUM_THREADS": "4"}]
     shown = []
-    with Pool(tmp_path, workers=2, known={"known": {"value": 7}}, environments=own) as pool:
+    with Pool(
+        tmp_path, workers=2, known={"known": Result(metrics={"value": 7})}, environments=own
+    ) as pool:
         assert pool.longest is None
         results = pool.run([*jobs, Pretended("known")], shown.append)
         places = [place.laddr.ip for place in psutil.Process().net_connections()]
         assert set(places) <= {"127.0.0.1"}
         again = pool.run([*jobs, Pretended("a/later")])
-        assert pool.longest > 0.1
-    assert [results[name]["value"] for name in sorted(results)] == [7, 5, 5, 5, 5]
-    assert {results[job.name]["threads"] for job in jobs} == {"3", "4"}
+        assert (pool.longest or 0) > 0.1
+    assert [results[name].metrics["value"] for name in sorted(results)] == [7, 5, 5, 5, 5]
+    assert {results[job.name].about["threads"] for job in jobs} == {"3", "4"}
     assert all(again[job.name] == results[job.name] for job in jobs)
     assert (shown[-1].results, set(shown[-1].done.values())) == (results, {1.0})
     state = json.loads((tmp_path / "progress.json").read_text())["runs"]
@@ -177,7 +179,7 @@ def test_failures(tmp_path):
         with pytest.raises(RunsFailed) as failure:
             pool.run([Pretended("bad", end="no metric"), Pretended("good")])
         assert failure.value.failed == {"bad": "no metric"}
-        assert failure.value.results["good"]["value"] == 2
+        assert failure.value.results["good"].metrics["value"] == 2
         state = json.loads((tmp_path / "progress.json").read_text())["runs"]["bad"]
         assert (state["state"], state["reason"]) == ("failed", "no metric")
         with pytest.raises(JobError, match="bad: stops"):
@@ -186,7 +188,7 @@ def test_failures(tmp_path):
             pool.run([Pretended(f"bad{n}", end="no") for n in range(9)])
         with pytest.raises(JobError, match="The disk is full"):
             pool.run([Pretended("full", end="full")])
-        assert pool.run([Pretended("after")])["after"]["value"] == 2
+        assert pool.run([Pretended("after")])["after"].metrics["value"] == 2
 
 
 @pytest.mark.studies
@@ -259,7 +261,7 @@ def test_a_run_of_another_process_is_waited_for(tmp_path):
             if len(shown) == 15:
                 stack.close()
 
-        assert pool.run([Pretended("run")], release)["run"]["value"] == 2
+        assert pool.run([Pretended("run")], release)["run"].metrics["value"] == 2
     assert starts(tmp_path) == {"run": [0]}
 
 
@@ -271,8 +273,8 @@ def test_runs_in_this_process(tmp_path, monkeypatch):
             pool.run([Pretended("bad", end="no metric"), Pretended("good")], shown.append)
         with pytest.raises(JobError, match="stops"):
             pool.run([Pretended("worse", end="stops")])
-        assert pool.longest > 0
-    assert shown[-1].results["good"]["value"] == 2
+        assert (pool.longest or 0) > 0
+    assert shown[-1].results["good"].metrics["value"] == 2
     state = json.loads((tmp_path / "progress.json").read_text())["runs"]
     assert [state[name]["state"] for name in ("bad", "good")] == ["failed", "done"]
 
