@@ -155,7 +155,8 @@ class Findings:
         secondary = []
         for name, found in self.secondary.items():
             means = " and ".join(
-                f"{format_signed(mean)} points {REGIMES[regime]}" for regime, mean in found.means.items()
+                f"{format_signed(mean)} points {REGIMES[regime]}"
+                for regime, mean in found.means.items()
             )
             secondary.append(f"{SECONDARY[name]} by {means} ({format_p(found.p, 3)})")
         words = (
@@ -180,8 +181,8 @@ class Findings:
         return (
             "As a check, further repeats of CE2 with batch normalisation, with other points and "
             "seeds, are compared with the first ones by the same test: further minus first is "
-            f"{format_signed(float(np.mean(pairs)))} points over {len(pairs)} repeats (90% interval "
-            f"{format_interval(interval(pairs))}), {format_p(p, 3)}. {verdict}"
+            f"{format_signed(float(np.mean(pairs)))} points over {len(pairs)} repeats (90% "
+            f"interval {format_interval(interval(pairs))}), {format_p(p, 3)}. {verdict}"
         )
 
     def table(self) -> str:
@@ -198,7 +199,8 @@ class Findings:
                 pairs = [own[repeat] - base[repeat] for repeat in own if repeat in base]
                 gap = ""
                 if arm != "baseline" and len(pairs) >= LOOKS[0]:
-                    gap = f"{format_signed(float(np.mean(pairs)))} ({format_interval(interval(pairs))})"
+                    gap = format_signed(float(np.mean(pairs)))
+                    gap += f" ({format_interval(interval(pairs))})"
                 edge = f"{self.at_edge(regime, arm)} of {len(values)}"
                 mean = f"{np.mean(values):.2f}{spread}"
                 lost = [self.diverged(regime, arm, phase) for phase in ("tuning", "final")]

@@ -162,8 +162,9 @@ def compared_cells(results: Results) -> list[list[str]]:
         if comparison := results.comparison(arm):
             p = f"{comparison.p:.3f}" if comparison.p >= 0.0005 else "<0.001"
             p = p if all(map(math.isfinite, comparison.interval)) else "-"
-            cells = [format_signed(comparison.difference, digits), format_interval(comparison.interval, digits)]
-            cells += [p, comparison.verdict]
+            difference = format_signed(comparison.difference, digits)
+            interval = format_interval(comparison.interval, digits)
+            cells = [difference, interval, p, comparison.verdict]
         rows.append([arm, count, *train, spread, *cells])
     return rows
 
