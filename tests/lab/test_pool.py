@@ -116,8 +116,12 @@ def is_alive(pid: int) -> bool:
 
 def workers() -> list[psutil.Process]:
     """The processes of this process that execute runs."""
-    children = psutil.Process().children()
-    return [child for child in children if "lab.runs.worker" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if "lab.runs.worker" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 @contextlib.contextmanager
@@ -236,9 +240,10 @@ def test_a_run_whose_worker_is_killed_every_time_fails(tmp_path):
 
     def kill(snapshot):
         for worker in workers():
-            for program in worker.children():
-                programs.add(program.pid)
-                worker.kill()
+            with contextlib.suppress(psutil.Error):
+                for program in worker.children():
+                    programs.add(program.pid)
+                    worker.kill()
 
     jobs = [Pretended("killer", end="kill"), Pretended("killed", end="program")]
     with Pool(tmp_path, workers=2) as pool, pytest.raises(RunsFailed) as failure:
