@@ -117,7 +117,7 @@ def workers() -> list[psutil.Process]:
     """The processes of this process that execute runs."""
     found = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # it has ended
             if "lab.runs.worker" in " ".join(child.cmdline()):
                 found.append(child)
     return found
@@ -241,7 +241,7 @@ def test_a_run_whose_worker_is_killed_every_time_fails(tmp_path):
 
     def kill(snapshot):
         for worker in workers():
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 for program in worker.children():
                     programs.add(program.pid)
                     worker.kill()

@@ -358,7 +358,7 @@ def test_large_output_needs_little_memory(tmp_path):
             file.write(f"acc {i}\n" + 100 * ("x" * 999 + "\n"))
         file.write("y" * 1_000_000 + "\n")
     tracemalloc.start()
-    found = Sources.parse([r"^acc (\d+)$"], []).read(path, tmp_path / "report.json", tmp_path, str)
+    found = Sources.parse([r"^acc (\d+)$"], []).read(path, tmp_path / "report.json", tmp_path, {})
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found["acc"] == 199

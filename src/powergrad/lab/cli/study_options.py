@@ -277,10 +277,8 @@ class ProgramOptions:
         for name, value in vars(self).items():
             if value not in (None, ()):
                 given = value[0] if isinstance(value, tuple) else value
-                raise ValueError(
-                    f"Expected --{name.replace('_', '-')} only with your own program (`compare ... "
-                    f"-- python train.py --seed {{seed}}`), but got {given!r} without one."
-                )
+                wanted = f"--{name.replace('_', '-')} only with your own program"
+                raise ValueError(f"Expected {wanted} (`compare -- COMMAND`), but got {given!r}.")
 
 
 @Parameter(name="*")

@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,16 +56,10 @@ def placeholders(tokens: Sequence[str]) -> list[str]:
             if name is None:
                 continue
             if spec or conversion or not name.isidentifier():
-                raise RecipeError(
-                    "Expected placeholders such as {seed}, and {{ and }} for literal braces, but "
-                    f"got {token!r}."
-                )
+                wanted = "Expected placeholders such as {seed}, and {{ and }} for literal braces"
+                raise RecipeError(f"{wanted}, but got {token!r}.")
             names.append(name)
     return list(dict.fromkeys(names))
-
-
-def _fill(token: str, values: Mapping[str, Any]) -> str:
-    return token.format(**{name: str(value) for name, value in values.items()})
 
 
 def _quoted(token: str) -> str:
@@ -235,8 +228,8 @@ class CommandProgram(ForeignProgram):
         run.clear()
         out.mkdir()
         command, values, options = self._resolve(job.arm, job.changes, job.seed)
-        fill = partial(_fill, values={**values, "out": str(out)})
-        command = [fill(token) for token in command]
+        texts = {name: str(value) for name, value in {**values, "out": out}.items()}
+        command = [token.format(**texts) for token in command]
         if options is not None:
             parts = _Parts.of(command)
             assert parts is not None
@@ -251,7 +244,7 @@ class CommandProgram(ForeignProgram):
         if code:
             raise RunFailed(f"{describe_exit(code)}. {tail}")
         try:
-            metrics = self.sources.read(output, report, out, fill)
+            metrics = self.sources.read(output, report, out, texts)
         except Missing as error:
             raise RunFailed(f"{error} {tail}") from None
         return Result(metrics={"seconds": seconds, **metrics}, about=about)
@@ -290,17 +283,14 @@ class CommandProgram(ForeignProgram):
 
 def _check_altered(code: int, path: Path, *, is_altered: bool) -> dict[str, Any]:
     """The first loss and the optimizers, from the summary of ``powergrad run``."""
-    summary = json.loads(path.read_text()) if path.is_file() else None
-    if code and summary and summary["problems"]:  # torchrun has its own exit code
+    if not path.is_file():
+        if code == 0 and is_altered:
+            reason = "it ended without a summary of `powergrad run` (with os._exit or exec)"
+            raise RunFailed(f"{reason}, so it is not known whether it was altered.", stops=True)
+        return {}
+    summary = json.loads(path.read_text())
+    if code and summary["problems"]:  # torchrun has its own exit code
         problems = " ".join(summary["problems"])
         raise RunFailed(f"the program was not altered as requested: {problems}", stops=True)
-    if code == 0 and summary is None and is_altered:
-        raise RunFailed(
-            "the program ended without a summary of `powergrad run` (with os._exit or exec), "
-            "so it is not known whether it was altered.",
-            stops=True,
-        )
-    if summary is None:
-        return {}
     optimizers = [optimizer["class"] for optimizer in summary["optimizers"]]
     return {"optimizers": optimizers, "first_loss": summary["first_loss"]}

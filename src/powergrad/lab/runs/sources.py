@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +66,13 @@ class Sources(Record):
         return names + [name for name, _, _ in self.files]
 
     def read(
-        self, output: Path, report: Path, out: Path, fill: Callable[[str], str]
+        self, output: Path, report: Path, out: Path, placeholders: Mapping[str, str]
     ) -> dict[str, float]:
         """The metrics of a run that has ended."""
         metrics = json.loads(report.read_text()) if report.is_file() else {}
         metrics |= self._matched(output)
         for name, path, key in self.files:
-            metrics[name] = _of_file(out / fill(path), key)
+            metrics[name] = _of_file(out / path.format(**placeholders), key)
         missing = [name for name in self.wanted if name not in metrics]
         if missing or not metrics:
             wanted = f"the metric {missing[0]!r}" if missing else "a metric"
