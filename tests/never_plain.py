@@ -98,6 +98,10 @@ def _probabilities(z: Tensor, y: Tensor) -> Tensor:
     return torch.zeros_like(z.detach()).scatter(1, y.unsqueeze(1), 1)  # vmap refuses `one_hot`
 
 
+def _alphas(z: Tensor) -> Tensor:
+    return torch.full(z.shape[:1], ALPHA, dtype=z.dtype)  # an ordinary tensor beside a DTensor
+
+
 def _identity(z: Tensor) -> Tensor:
     return torch.eye(CLASSES, dtype=z.dtype)
 
@@ -111,7 +115,7 @@ WAYS = [
     Way("cross_entropy", lambda z, y: powergrad.cross_entropy(z, y, alpha=ALPHA)),
     Way(
         "cross_entropy, tensor alpha",
-        lambda z, y: powergrad.cross_entropy(z, y, alpha=z.new_full(z.shape[:1], ALPHA)),
+        lambda z, y: powergrad.cross_entropy(z, y, alpha=_alphas(z)),
     ),
     Way(
         "cross_entropy, probabilities",

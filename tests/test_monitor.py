@@ -17,19 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, distributed, nn
-from torchvision_shim import declare_torchvision_schemas
 
-from powergrad._native import norms
 from powergrad.monitor import FilterMonitor, Recording
-
-
-@pytest.fixture(params=["kernel", "torch"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test runs with the C kernel, and without it."""
-    if request.param == "torch":
-        monkeypatch.setattr(norms, "_order", lambda: ())
-    elif not norms.serves(torch.ones(1)):
-        pytest.skip("the C kernel is not available")
 
 
 class MLP(nn.Module):
@@ -81,23 +70,16 @@ def extreme(dtype: torch.dtype) -> nn.Module:
     return layer.to(dtype)
 
 
+# The units of every kind of convolution are in test_clipping.py.
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(5, 4),
-    "conv1d": lambda: nn.Conv1d(3, 5, 3),
-    "conv2d": lambda: nn.Conv2d(3, 4, 3, bias=False),
-    "conv3d": lambda: nn.Conv3d(2, 3, 2),
     "grouped": lambda: nn.Conv2d(6, 4, 3, groups=2),
-    "depthwise": lambda: nn.Conv2d(6, 12, 3, groups=6),
-    "transposed1d": lambda: nn.ConvTranspose1d(4, 6, 3, groups=2),
-    "transposed": lambda: nn.ConvTranspose2d(6, 4, 3),
     "transposed grouped": lambda: nn.ConvTranspose2d(6, 9, 3, groups=3),
-    "transposed3d": lambda: nn.ConvTranspose3d(2, 3, 2),
     "channels last": lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),  # type: ignore
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)),
     "complex": lambda: nn.Linear(3, 4, dtype=torch.complex64),
     "float16": lambda: extreme(torch.float16),
     "bfloat16": lambda: extreme(torch.bfloat16),
-    "float32": lambda: extreme(torch.float32),
     "float64": lambda: extreme(torch.float64),
 }
 
@@ -122,9 +104,7 @@ def test_norms_of_filters(tmp_path: Path) -> None:
         torch.testing.assert_close(gradients, expected, equal_nan=True)
 
 
-def test_layers_of_resnet18_have_the_numbers_of_the_paper(tmp_path: Path) -> None:
-    declare_torchvision_schemas()
-    timm = pytest.importorskip("timm")
+def test_layers_of_resnet18_have_the_numbers_of_the_paper(timm: Any, tmp_path: Path) -> None:
     layers = record(timm.create_model("resnet18"), tmp_path).layers
     assert [layer.number for layer in layers] == list(range(1, 22))
     assert [layer.kind for layer in layers] == ["Conv2d"] * 20 + ["Linear"]
@@ -177,22 +157,22 @@ def test_training_is_recorded_and_not_touched(tmp_path: Path) -> None:
 
 def test_gains_are_recorded_beside_the_rest(tmp_path: Path) -> None:
     model = nn.Sequential(
-        nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.GroupNorm(1, 3, affine=False), nn.Conv2d(3, 4, 1)
+        nn.Conv2d(2, 3, 1),
+        nn.BatchNorm2d(3),
+        nn.GroupNorm(1, 3, affine=False),
+        nn.Conv2d(3, 4, 1),
+        nn.LayerNorm(4),
+        nn.LayerNorm([2, 4]),  # its gains are not of channels
     )
-    model.append(nn.LayerNorm(4))
-    model.append(nn.LayerNorm([2, 4]))  # its gains are not of channels
-    gains = nn.init.normal_(model[1].get_parameter("weight"))
-    start = gains.detach().clone()
+    gains, values = model[1].get_parameter("weight"), []
     with FilterMonitor(model, tmp_path, every=1, gains=True) as monitor:
-        monitor.step(0)
-        nn.init.normal_(gains)
-        monitor.step(1)
+        for step in range(2):
+            values.append(nn.init.normal_(gains).detach().abs())
+            monitor.step(step)
     recording = Recording(tmp_path)
     assert [layer.name for layer in recording.layers] == ["0", "3"]
     assert [layer.name for layer in recording.normalisations] == ["1", "4"]
-    steps, values = recording.read("1", "gain")
-    assert steps.tolist() == [0, 1]
-    assert torch.equal(values, torch.stack([start, gains.detach()]).abs())
+    assert torch.equal(recording.read("1", "gain")[1], torch.stack(values))
     assert torch.equal(recording.read("4", "gain")[1], torch.ones(2, 4))
 
 
@@ -211,12 +191,10 @@ def test_wrappers_record_the_same(tmp_path: Path) -> None:
     model, inside = MLP(), MLP()
     inside.add_module("last", torch.compile(inside.last))  # type: ignore[arg-type]
     compiled: Any = torch.compile(nn.DataParallel(model))
-    wrapped = [model, nn.DataParallel(model), torch.compile(model), compiled, inside]
     files = set()
-    for place, wrapper in enumerate(wrapped):
-        record(wrapper, tmp_path / str(place))
-        names = ("index.json", "records.bin")
-        files.add(tuple((tmp_path / str(place) / name).read_bytes() for name in names))
+    for wrapper in (model, nn.DataParallel(model), torch.compile(model), compiled, inside):
+        record(wrapper, folder := tmp_path / str(len(list(tmp_path.iterdir()))))
+        files.add(tuple((folder / name).read_bytes() for name in ("index.json", "records.bin")))
     assert len(files) == 1
 
 
@@ -273,19 +251,15 @@ def test_file_cut_at_any_byte_is_read_and_resumed(tmp_path_factory, steps, resum
             assert (folder / "records.bin").read_bytes() == whole
 
 
-def test_reading_while_it_is_written_from_one_row_in_memory(tmp_path: Path) -> None:
-    def held() -> int:
-        return sum(sys.getsizeof(value) for value in vars(monitor).values())
-
+def test_reading_while_it_is_written(tmp_path: Path) -> None:
     with FilterMonitor(MLP(), tmp_path, every=1, features=True) as monitor:
-        recording, before = Recording(tmp_path), held()
+        recording = Recording(tmp_path)
         assert recording.read(1)[1].shape == (0, 5)
-        for step in range(50):
+        for step in range(3):
             monitor.step(step)
             assert len(recording) == step + 1
             assert recording.read(1)[0].tolist() == list(range(step + 1))
             assert [row for row, _ in recording] == list(range(step + 1))
-        assert held() <= before + 8  # integers above 0 take more
 
 
 def test_numpy_reads_it_as_documented(tmp_path: Path) -> None:
