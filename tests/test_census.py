@@ -477,9 +477,7 @@ def test_tensor_at_the_address_of_one_that_is_gone_is_not_taken_for_it() -> None
         return x
 
     model = Custom(function)
-    result = census(model, [torch.randn(5, 3, 8)])
-    assert filters(result) == set()
-    assert "silent" not in ways_of(result, "conv")
+    assert "silent" not in ways_of(census(model, [torch.randn(5, 3, 8)]), "conv")
 
 
 RECTIFIERS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -512,6 +510,19 @@ def test_silence_is_seen_through_any_rectifier(rectifier: str, before: str) -> N
     result = census(model, [torch.randn(40, 3, 8)])
     assert filters(result) == {("conv", 4)}
     assert [u.how for u in result.units if u.number] == [("silent",)]
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(6), nn.RMSNorm(6)])
+def test_silence_after_a_normalisation_over_channels_is_its_own(norm: nn.Module) -> None:
+    """The filter still counts in the statistics of the other channels: it is not accused."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), norm, nn.ReLU(), nn.Linear(6, 2))
+    norm.get_parameter("weight").data[4] = 0
+    data = [(torch.randn(40, 3), torch.arange(40) % 2)]
+    result = census(model, data, loss=F.cross_entropy)
+    shown = [(u.layer, u.unit, u.how) for u in result.units if "feature" not in u.how]
+    assert shown == [("1", 4, ("gain", "silent"))]
+    assert ("0", 4) not in ablation(model, data)
 
 
 def test_firing_once_in_any_batch_is_living() -> None:

@@ -459,10 +459,9 @@ def test_the_innermost_holds_in_a_checkpoint_too(z, form):
 
 @pytest.mark.parametrize("form", [reentrant, non_reentrant])
 def test_an_alpha_tensor_is_captured_by_value(z, form):
-    alpha = torch.tensor(0.3)
-    with PowerGrad(alpha):
+    with PowerGrad(torch.tensor(0.3)) as mode:
         loss = form(doubled, z)
-    alpha.fill_(0.9)
+    mode.alpha.fill_(0.9)
     assert close_doubled(loss, z, torch.tensor(0.3))
 
 

@@ -342,6 +342,36 @@ norms_native = pytest.mark.skipif(
 SPECIAL = [0.0, -0.0, 1e-45, 1e-30, 1e30, INF, -INF, NAN]
 
 
+def ordered_norm(x: Tensor, lanes: int, group: int) -> Tensor:
+    """What norms.c says it computes, for the rows of `x`, step by step.
+
+    A square is exact in float64, and so nearly always is its sum with a float32, rounded once.
+    """
+    sums = torch.zeros(len(x), lanes)
+    whole = x.shape[1] // lanes * lanes
+    for i in range(0, whole, lanes):
+        sums = sums + x[:, i : i + lanes] * x[:, i : i + lanes]
+    total = sums[:, 0]
+    for lane in range(1, lanes):
+        total = total + sums[:, lane]
+    tail = x[:, whole:]
+    for i in range(tail.shape[1]):
+        if i < tail.shape[1] // group * group:
+            total = total + tail[:, i] * tail[:, i]
+        else:
+            total = (total.double() + tail[:, i].double().square()).float()
+    return total.double().sqrt().float()  # float32's own is not always rounded to nearest
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("group", norms._GROUPS)
+def test_norms_are_summed_in_the_order_asked_for(level, group):
+    tensors = [torch.randn(count, size) for count in (1, 6, 9) for size in SIZES]
+    actual = norms._norms(tensors, [len(t) for t in tensors], level, group)
+    expected = torch.cat([ordered_norm(t, 4 << level, group) for t in tensors])
+    assert torch.equal(actual, expected)
+
+
 @norms_native
 @given(st.data())
 def test_norms_and_scaling_are_pytorchs_to_the_bit(data):
