@@ -256,7 +256,7 @@ def _pushed(loss: Loss, y: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _in_forward_mode(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
-    def derivative(z: Tensor, tangent: Tensor) -> Tensor:
+    def derivative(z: Tensor, tangent: Tensor) -> Any:
         with forward_ad.dual_level():
             return forward_ad.unpack_dual(loss(forward_ad.make_dual(z, tangent), y)).tangent
 

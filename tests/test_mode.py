@@ -459,9 +459,9 @@ def test_the_innermost_holds_in_a_checkpoint_too(z, form):
 
 @pytest.mark.parametrize("form", [reentrant, non_reentrant])
 def test_an_alpha_tensor_is_captured_by_value(z, form):
-    with PowerGrad(torch.tensor(0.3)) as mode:
+    with PowerGrad(alpha := torch.tensor(0.3)):
         loss = form(doubled, z)
-    mode.alpha.fill_(0.9)
+    alpha.fill_(0.9)
     assert close_doubled(loss, z, torch.tensor(0.3))
 
 

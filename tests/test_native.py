@@ -152,6 +152,18 @@ def test_long_sums_of_equal_terms(classes, level):
     check(z, torch.full((len(z),), 7), level=level)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_confident_rows_keep_their_gradient(level):
+    # 1 - p'_y is far below the resolution of p'_y; z - max and alpha z are not float32 numbers.
+    y = torch.zeros(500, dtype=torch.int64)
+    for centre in ([60.1, -10.3, -20.7], [10.1, -60.3, -60.7]):
+        z = torch.randn(500, 3) + torch.tensor(centre)
+        check(z, y, alpha=0.5, level=level)
+        _, grad = kernel(z, y, None, 0.5, -100, 0.0, "none", level=level)
+        assert bool((grad[:, 0] < 0).all())
+        assert bool((grad[:, 0] > -1e-13).all())
+
+
 def test_bfloat16_is_rounded_to_nearest_even():
     """Between two bfloat16 numbers: the gradient at alpha 0 is half the weight."""
     z, y = torch.randn(1, 2, dtype=torch.bfloat16), torch.zeros(1).long()
