@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torchvision_shim import declare_torchvision_schemas
+
+from powergrad._native import norms
 
 torch.set_num_threads(1)  # the tests run one process a core
 
@@ -31,6 +35,21 @@ def device() -> torch.device:
 def nothing_traced(monkeypatch) -> None:
     """Each test as in a process of its own, in which compiled code has altered nothing."""
     monkeypatch.setattr("powergrad.mode._traced_calls", {})
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test runs with the C kernel of norms, and without it."""
+    if request.param == "torch":
+        monkeypatch.setattr(norms, "_order", lambda: ())
+    elif not norms.serves(torch.ones(1)):
+        pytest.skip("the C kernel is not available")
+
+
+@pytest.fixture(scope="session")
+def timm() -> Any:
+    declare_torchvision_schemas()
+    return pytest.importorskip("timm")
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -44,6 +45,7 @@ ROWS, CLASSES = 8, 10
 TOLERANCE = 1e-10
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Gradient = Callable[[Loss, Tensor, Tensor], Tensor]
 
 
 def logits() -> Tensor:
@@ -92,28 +94,16 @@ class Way:
         return PowerGrad(ALPHA) if self.mode else contextlib.nullcontext()
 
 
-def _by_log_softmax(z: Tensor, y: Tensor) -> Tensor:
-    return F.nll_loss(powergrad.log_softmax(z, 1, alpha=ALPHA), y)
-
-
-def _by_tensor(z: Tensor, y: Tensor) -> Tensor:
-    return powergrad.cross_entropy(z, y, alpha=torch.full(z.shape[:1], ALPHA, dtype=z.dtype))
-
-
 def _probabilities(z: Tensor, y: Tensor) -> Tensor:
     return torch.zeros_like(z.detach()).scatter(1, y.unsqueeze(1), 1)  # vmap refuses `one_hot`
 
 
-def _of_probabilities(z: Tensor, y: Tensor) -> Tensor:
-    return powergrad.cross_entropy(z, _probabilities(z, y), alpha=ALPHA)
+def _alphas(z: Tensor) -> Tensor:
+    return torch.full(z.shape[:1], ALPHA, dtype=z.dtype)  # an ordinary tensor beside a DTensor
 
 
-def _by_linear(z: Tensor, y: Tensor) -> Tensor:
-    return powergrad.linear_cross_entropy(z, torch.eye(CLASSES, dtype=z.dtype), y, alpha=ALPHA)
-
-
-def _binary(z: Tensor, y: Tensor) -> Tensor:
-    return powergrad.binary_cross_entropy_with_logits(z, _probabilities(z, y), alpha=ALPHA)
+def _identity(z: Tensor) -> Tensor:
+    return torch.eye(CLASSES, dtype=z.dtype)
 
 
 def _by_entering(z: Tensor, y: Tensor) -> Tensor:
@@ -121,25 +111,40 @@ def _by_entering(z: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(z, y)
 
 
-def _altered(z: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(powergrad.alter_gradient(z, lambda g: 2 * g), y)
-
-
 WAYS = [
     Way("cross_entropy", lambda z, y: powergrad.cross_entropy(z, y, alpha=ALPHA)),
-    Way("cross_entropy, tensor alpha", _by_tensor),
-    Way("cross_entropy, probabilities", _of_probabilities),
+    Way(
+        "cross_entropy, tensor alpha",
+        lambda z, y: powergrad.cross_entropy(z, y, alpha=_alphas(z)),
+    ),
+    Way(
+        "cross_entropy, probabilities",
+        lambda z, y: powergrad.cross_entropy(z, _probabilities(z, y), alpha=ALPHA),
+    ),
     Way("CrossEntropyLoss", powergrad.CrossEntropyLoss(ALPHA)),
-    Way("log_softmax", _by_log_softmax),
-    Way("linear_cross_entropy", _by_linear),
-    Way("binary_cross_entropy_with_logits", _binary, gradient=sigmoid_gradient),
-    Way("alter_gradient", _altered, gradient=doubled_gradient),
+    Way("log_softmax", lambda z, y: F.nll_loss(powergrad.log_softmax(z, 1, alpha=ALPHA), y)),
+    Way(
+        "linear_cross_entropy",
+        lambda z, y: powergrad.linear_cross_entropy(z, _identity(z), y, alpha=ALPHA),
+    ),
+    Way(
+        "binary_cross_entropy_with_logits",
+        lambda z, y: powergrad.binary_cross_entropy_with_logits(
+            z, _probabilities(z, y), alpha=ALPHA
+        ),
+        gradient=sigmoid_gradient,
+    ),
+    Way(
+        "alter_gradient",
+        lambda z, y: F.cross_entropy(powergrad.alter_gradient(z, lambda g: 2 * g), y),
+        gradient=doubled_gradient,
+    ),
     Way("PowerGrad: F.cross_entropy", lambda z, y: F.cross_entropy(z, y), mode=True),
     Way("PowerGrad: nn.CrossEntropyLoss", lambda z, y: nn.CrossEntropyLoss()(z, y), mode=True),
     Way("PowerGrad: log_softmax", lambda z, y: F.nll_loss(z.log_softmax(1), y), mode=True),
     Way(
         "PowerGrad: F.linear_cross_entropy",
-        lambda z, y: F.linear_cross_entropy(z, torch.eye(CLASSES, dtype=z.dtype), y),
+        lambda z, y: F.linear_cross_entropy(z, _identity(z), y),
         mode=True,
     ),
     Way("PowerGrad, entered inside", _by_entering),
@@ -156,7 +161,7 @@ class Context:
     name: str
     group: str
     prepare: Callable[[Loss], Loss] | None = None
-    gradient: Callable[[Loss, Tensor, Tensor], Tensor] | None = None
+    gradient: Gradient | None = None
 
     def run(self, way: Way) -> Tensor:
         """The gradient at the logits. `backward` is called after PowerGrad has ended."""
@@ -191,28 +196,29 @@ def _once_more(function: Loss) -> Loss:
     return Recomputing.apply
 
 
-def _checkpointed(reentrant: bool) -> Callable[[Loss], Loss]:
+def _checkpointed(**options: Any) -> Callable[[Loss], Loss]:
+    """The loss is within a checkpoint, after something to recompute."""
+
     def prepare(loss: Loss) -> Loss:
         inner = lambda z, y: loss(z * 1, y)  # noqa: E731
-        return lambda z, y: checkpoint(inner, z, y, use_reentrant=reentrant)
+        return lambda z, y: checkpoint(inner, z, y, **options)
 
     return prepare
 
 
-def _selectively(loss: Loss) -> Loss:
-    def contexts() -> Any:
-        return create_selective_checkpoint_contexts([torch.ops.aten.mul.Tensor])
-
-    return lambda z, y: checkpoint(
-        lambda z, y: loss(z * 1, y), z, y, use_reentrant=False, context_fn=contexts
-    )
+CHECKPOINTS = {
+    "reentrant": _checkpointed(use_reentrant=True),
+    "non-reentrant": _checkpointed(use_reentrant=False),
+}
+_selectively = _checkpointed(
+    use_reentrant=False,
+    context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.aten.mul.Tensor]),
+)
 
 
 def _in_a_branch(loss: Loss) -> Loss:
-    def prepared(z: Tensor, y: Tensor) -> Tensor:
-        return torch.cond(z.sum() < 1e9, lambda z, y: loss(z, y) * 1, lambda z, y: z.sum(), (z, y))
-
-    return prepared
+    branches = lambda z, y: loss(z, y) * 1, lambda z, y: z.sum()
+    return lambda z, y: torch.cond(z.sum() < 1e9, *branches, (z, y))
 
 
 def _in_a_region(loss: Loss) -> Loss:
@@ -231,7 +237,7 @@ def _broken(loss: Loss) -> Loss:
     return prepared
 
 
-def _counting(loss: Loss) -> Loss:
+def _counted(loss: Loss) -> Loss:
     def prepared(z: Tensor, y: Tensor) -> Tensor:
         with FlopCounterMode(display=False):
             return loss(z, y)
@@ -239,37 +245,37 @@ def _counting(loss: Loss) -> Loss:
     return prepared
 
 
-def _flatly(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
-    """Per example, whose losses the mean divides by their number."""
-    per_example = vmap(grad(lambda z, y: loss(z.unsqueeze(0), y.unsqueeze(0))))
-    return per_example(z, y) / ROWS
-
-
-def _by_tangents(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
+def _each_entry(derivative: Callable[[Tensor, Tensor], Tensor], z: Tensor) -> Tensor:
+    """The gradient from the derivatives at `z` along each of its entries."""
     tangents = torch.eye(z.numel(), dtype=z.dtype).reshape(-1, *z.shape)
-    one = lambda t: jvp(lambda z: loss(z, y), (z,), (t,))[1]  # noqa: E731
-    return torch.stack([one(t) for t in tangents]).reshape(z.shape)
+    return torch.stack([derivative(z, tangent) for tangent in tangents]).reshape(z.shape)
 
 
-TRANSFORMS: dict[str, Callable[[Loss, Tensor, Tensor], Tensor]] = {
-    "grad": lambda loss, z, y: grad(loss)(z, y),
-    "grad_and_value": lambda loss, z, y: grad_and_value(loss)(z, y)[0],
-    "vmap(grad)": _flatly,
-    "vjp": lambda loss, z, y: vjp(lambda z: loss(z, y), z)[1](torch.ones((), dtype=z.dtype))[0],
-    "jacrev": lambda loss, z, y: jacrev(loss)(z, y),
-    "jvp": _by_tangents,
-}
+def _pushed(loss: Loss, y: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda z, tangent: jvp(lambda z: loss(z, y), (z,), (tangent,))[1]
 
 
 def _in_forward_mode(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
-    from torch.autograd import forward_ad
-
-    results = []
-    for tangent in torch.eye(z.numel(), dtype=z.dtype).reshape(-1, *z.shape):
+    def derivative(z: Tensor, tangent: Tensor) -> Any:
         with forward_ad.dual_level():
-            dual = loss(forward_ad.make_dual(z, tangent), y)
-            results.append(forward_ad.unpack_dual(dual).tangent)
-    return torch.stack(results).reshape(z.shape)
+            return forward_ad.unpack_dual(loss(forward_ad.make_dual(z, tangent), y)).tangent
+
+    return _each_entry(derivative, z)
+
+
+def _per_example(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
+    one = lambda z, y: loss(z.unsqueeze(0), y.unsqueeze(0))  # noqa: E731
+    return vmap(grad(one))(z, y) / ROWS  # as the mean divides
+
+
+TRANSFORMS: dict[str, Gradient] = {
+    "grad": lambda loss, z, y: grad(loss)(z, y),
+    "grad_and_value": lambda loss, z, y: grad_and_value(loss)(z, y)[0],
+    "vmap(grad)": _per_example,
+    "vjp": lambda loss, z, y: vjp(lambda z: loss(z, y), z)[1](torch.ones((), dtype=z.dtype))[0],
+    "jacrev": lambda loss, z, y: jacrev(loss)(z, y),
+    "jvp": lambda loss, z, y: _each_entry(_pushed(loss, y), z),
+}
 
 
 class _Program(nn.Module):
@@ -282,7 +288,7 @@ class _Program(nn.Module):
         return self.loss(z + self.shift, y)
 
 
-def _exported(strict: bool, then: Callable[[Any], Any] = lambda e: e) -> Callable[[Loss], Loss]:
+def _exported(strict: bool, then: Callable[[Any], Any]) -> Callable[[Loss], Loss]:
     def prepare(loss: Loss) -> Loss:
         program = torch.export.export(_Program(loss), (logits(), labels()), strict=strict)
         return then(program).module()
@@ -301,39 +307,33 @@ def _recorded(**options: Any) -> Callable[[Loss], Loss]:
     return lambda loss: make_fx(loss, **options)(logits().requires_grad_(), labels())
 
 
-def _recorded_gradient(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
-    return make_fx(grad(loss))(z, y)(z, y)
-
-
-def _scripted(loss: Loss) -> Loss:
-    example = (logits().requires_grad_(), labels())
-    traced: Any = torch.jit.trace(lambda z, y: loss(z, y), example, check_trace=False)
-    return traced
-
-
 def _functionally(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
     program = _Program(loss)
     shift = {"shift": program.shift.detach()}
     return grad(lambda z: functional_call(program, shift, (z, y)))(z)
 
 
-def _eager_contexts() -> Iterator[Context]:
-    yield Context("eager", "eager", lambda loss: loss)
-    for name, transform in TRANSFORMS.items():
-        yield Context(f"torch.func.{name}", "eager", gradient=transform)
-    yield Context("forward-mode AD", "eager", gradient=_in_forward_mode)
-    yield Context("functional_call", "eager", gradient=_functionally)
-    yield Context("checkpoint, reentrant", "eager", _checkpointed(True))
-    yield Context("checkpoint, non-reentrant", "eager", _checkpointed(False))
-    yield Context("selective checkpoint", "eager", _selectively)
-    yield Context("recomputing autograd function", "eager", _once_more)
-    yield Context("dispatch mode", "eager", _counting)
-    yield Context("make_fx", "eager", _recorded())
-    yield Context("make_fx, fake", "eager", _recorded(tracing_mode="fake"))
-    yield Context("make_fx, symbolic", "eager", _recorded(tracing_mode="symbolic"))
-    yield Context("make_fx, pre-dispatch", "eager", _recorded(pre_dispatch=True))
-    yield Context("make_fx of grad", "eager", gradient=_recorded_gradient)
-    yield Context("torch.jit.trace", "eager", _scripted)
+def _scripted(loss: Loss) -> Any:
+    example = (logits().requires_grad_(), labels())
+    return torch.jit.trace(lambda z, y: loss(z, y), example, check_trace=False)
+
+
+EAGER = [
+    Context("eager", "eager", lambda loss: loss),
+    *(Context(f"torch.func.{name}", "eager", gradient=t) for name, t in TRANSFORMS.items()),
+    Context("forward-mode AD", "eager", gradient=_in_forward_mode),
+    Context("functional_call", "eager", gradient=_functionally),
+    *(Context(f"checkpoint, {form}", "eager", prepare) for form, prepare in CHECKPOINTS.items()),
+    Context("selective checkpoint", "eager", _selectively),
+    Context("recomputing autograd function", "eager", _once_more),
+    Context("dispatch mode", "eager", _counted),
+    Context("make_fx", "eager", _recorded()),
+    Context("make_fx, fake", "eager", _recorded(tracing_mode="fake")),
+    Context("make_fx, symbolic", "eager", _recorded(tracing_mode="symbolic")),
+    Context("make_fx, pre-dispatch", "eager", _recorded(pre_dispatch=True)),
+    Context("make_fx of grad", "eager", gradient=lambda f, z, y: make_fx(grad(f))(z, y)(z, y)),
+    Context("torch.jit.trace", "eager", _scripted),
+]
 
 
 def _compiled_contexts(backend: str) -> Iterator[Context]:
@@ -345,25 +345,17 @@ def _compiled_contexts(backend: str) -> Iterator[Context]:
     def whole(function: Any) -> Any:
         return compiled(function, fullgraph=True)
 
+    def at_once(transform: Gradient) -> Gradient:
+        return lambda loss, z, y: whole(lambda z, y: transform(loss, z, y))(z, y)
+
+    transforms = {name: at_once(transform) for name, transform in TRANSFORMS.items()}
+    transforms["jvp"] = lambda loss, z, y: _each_entry(whole(_pushed(loss, y)), z)
     yield Context("compile", group, whole)
     yield Context("compile, dynamic", group, lambda loss: compiled(loss, dynamic=True))
     yield Context("compile, graph breaks", group, lambda loss: compiled(_broken(loss)))
-
-    def tangent_by_tangent(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
-        one = whole(lambda z, t: jvp(lambda z: loss(z, y), (z,), (t,))[1])
-        tangents = torch.eye(z.numel(), dtype=z.dtype).reshape(-1, *z.shape)
-        return torch.stack([one(z, t) for t in tangents]).reshape(z.shape)
-
-    for name, transform in TRANSFORMS.items():
-
-        def at_once(loss: Loss, z: Tensor, y: Tensor, transform: Any = transform) -> Tensor:
-            return whole(lambda z, y: transform(loss, z, y))(z, y)
-
-        gradient = tangent_by_tangent if name == "jvp" else at_once
-
-        yield Context(f"compile(torch.func.{name})", group, gradient=gradient)
-    for form, reentrant in (("reentrant", True), ("non-reentrant", False)):
-        inner = _checkpointed(reentrant)
+    for name, transform in transforms.items():
+        yield Context(f"compile(torch.func.{name})", group, gradient=transform)
+    for form, inner in CHECKPOINTS.items():
         yield Context(f"compile(checkpoint), {form}", group, lambda f, inner=inner: whole(inner(f)))
         yield Context(
             f"checkpoint(compile), {form}", group, lambda f, inner=inner: inner(compiled(f))
@@ -374,19 +366,21 @@ def _compiled_contexts(backend: str) -> Iterator[Context]:
     yield Context("autograd function(compile)", group, lambda loss: _once_more(compiled(loss)))
 
 
-def _exported_contexts() -> Iterator[Context]:
-    for name, strict in (("export", False), ("export, strict", True)):
-        yield Context(name, "export", _exported(strict))
-        yield Context(f"{name}, reloaded", "export", _exported(strict, _reloaded))
-        yield Context(
-            f"{name}, decomposed", "export", _exported(strict, lambda e: e.run_decompositions())
-        )
+THEN: dict[str, Callable[[Any], Any]] = {
+    "": lambda program: program,
+    ", reloaded": _reloaded,
+    ", decomposed": lambda program: program.run_decompositions(),
+}
 
 
 CONTEXTS = [
-    *_eager_contexts(),
+    *EAGER,
     *(c for backend in ("eager", "aot_eager", "inductor") for c in _compiled_contexts(backend)),
-    *_exported_contexts(),
+    *(
+        Context(f"export{', strict' * strict}{name}", "export", _exported(strict, then))
+        for strict in (False, True)
+        for name, then in THEN.items()
+    ),
 ]
 
 
@@ -402,15 +396,15 @@ def judge(gradient: Tensor, way: Way) -> str:
 
 
 def outcome(way: Way, context: Context) -> str | Exception:
-    return _outcome(lambda: context.run(way), way)
+    return _outcome(context.run, way)
 
 
-def _outcome(run: Callable[[], Tensor], way: Way) -> str | Exception:
+def _outcome(run: Callable[[Way], Tensor], way: Way) -> str | Exception:
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return judge(run(), way)
+            return judge(run(way), way)
         except Exception as error:
             return error
 
@@ -495,7 +489,7 @@ def _worker(rank: int, port: int, file: str) -> None:
     outcomes = {}
     for name, run in DISTRIBUTED.items():
         for way in WAYS:
-            outcomes[f"{name}|{way.name}"] = as_text(_outcome(lambda r=run, w=way: r(w), way))
+            outcomes[f"{name}|{way.name}"] = as_text(_outcome(run, way))
             dist.barrier()
     if rank == 0:
         Path(file).write_text(json.dumps(outcomes))

@@ -242,34 +242,6 @@ def test_no_best_temperature_raises(logits, labels, word) -> None:
         fit_temperature(torch.tensor(logits), torch.tensor(labels))
 
 
-# Folding -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("alpha", [0.05, 1, 2.5, np.float32(0.25)])
-@pytest.mark.parametrize(
-    ("make", "shape"),
-    [
-        (lambda: nn.Linear(5, 4), (9, 5)),
-        (lambda: nn.Linear(5, 4, bias=False), (9, 5)),
-        (lambda: nn.Conv2d(5, 4, 3), (2, 5, 6, 6)),
-        (lambda: nn.Conv1d(6, 4, 1, groups=2), (2, 6, 6)),
-    ],
-)
-def test_folding_scales_the_logits(make, shape, alpha) -> None:
-    torch.manual_seed(0)
-    layer, x = make().double(), torch.randn(shape, dtype=torch.float64)
-    before = layer(x).detach()
-    assert fold_alpha(layer, alpha) is layer
-    torch.testing.assert_close(layer(x), alpha * before, rtol=1e-12, atol=1e-14)
-    assert all(p.requires_grad and p.grad_fn is None for p in layer.parameters())
-    # Folding alpha in is reading at the temperature 1 / alpha.
-    before, after = (z.movedim(1, -1).reshape(-1, 4) for z in (before, layer(x)))
-    labels = torch.randint(4, (len(after),))
-    for measure in MEASURES:
-        expected = measure(before, labels, temperature=1 / float(alpha))
-        assert measure(after, labels) == pytest.approx(expected, abs=1e-12)
-
-
 # Errors ------------------------------------------------------------------------------------------
 
 Z, Y = torch.zeros(2, 3), torch.zeros(2).long()

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -203,15 +204,17 @@ def network(*after: nn.Module, **config: Any) -> nn.Sequential:
     return model
 
 
+@pytest.mark.parametrize("alpha", [0.5, 1, 2.5, np.float32(0.25)])
 @pytest.mark.parametrize("head", [2, "2", None])
-def test_only_the_head_is_scaled(head: Any) -> None:
+def test_only_the_head_is_scaled(head: Any, alpha: Any) -> None:
     # None of these caps the logits of the head.
     caps = {"attn_logit_softcapping": 50.0, "router_logit_softcapping": 30.0}
     model = network(**caps, final_logit_softcapping=None, vocab_size=3)
     start = copy.deepcopy(model.state_dict())
-    assert fold_alpha(model[2] if head == 2 else head, 0.5, model=model) is model[2]
+    assert fold_alpha(model[2] if head == 2 else head, alpha, model=model) is model[2]
     for key, value in model.state_dict().items():
-        assert torch.equal(value, (0.5 if key.startswith("2.") else 1) * start[key])
+        assert torch.equal(value, (float(alpha) if key.startswith("2.") else 1) * start[key])
+    assert all(p.requires_grad and p.is_leaf for p in model.parameters())
 
 
 @both
@@ -239,10 +242,7 @@ NOT_LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
 def test_example_shows_a_function_after_the_head(name: str, head: str | None, call) -> None:
     torch.manual_seed(0)
     model = after(NOT_LINEAR[name])
-    with torch.no_grad():
-        model.get_parameter("fc.weight").mul_(
-            0.1
-        )  # small logits, as of a new network, hardly feel a cap
+    model.get_parameter("fc.weight").data *= 0.1  # small logits hardly feel a cap
     assert_refused(call, model, "scale.*fc", head, example_inputs=X)
 
 
@@ -272,13 +272,11 @@ def test_functions_that_scale_with_the_logits_are_allowed(function, dtype) -> No
         (nn.Softmax(1), "Softmax"),
         (nn.Linear(CLASSES, 2), "Linear"),
         (nn.Sequential(nn.Dropout(), nn.Sigmoid()), "Dropout|Sigmoid"),
-        (nn.LogSoftmax(1), None),
-        (nn.Sequential(nn.ReLU(), nn.Flatten()), None),
+        (nn.LogSoftmax(1), ""),
+        (nn.Sequential(nn.ReLU(), nn.Flatten()), ""),
     ],
 )
-def test_modules_after_the_head_of_a_sequential(
-    after: nn.Module, refused: str | None, call
-) -> None:
+def test_modules_after_the_head_of_a_sequential(after: nn.Module, refused: str, call) -> None:
     if refused:
         assert_refused(call, network(after), refused, "2")
         assert_refused(call, nn.Sequential(network(after)), refused, "0.2")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,19 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, distributed, nn
-from torchvision_shim import declare_torchvision_schemas
+from torch.multiprocessing.spawn import start_processes
 
-from powergrad._native import norms
 from powergrad.monitor import FilterMonitor, Recording
-
-
-@pytest.fixture(params=["kernel", "torch"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test runs with the C kernel, and without it."""
-    if request.param == "torch":
-        monkeypatch.setattr(norms, "_order", lambda: ())
-    elif not norms.serves(torch.ones(1)):
-        pytest.skip("the C kernel is not available")
 
 
 class MLP(nn.Module):
@@ -81,23 +68,16 @@ def extreme(dtype: torch.dtype) -> nn.Module:
     return layer.to(dtype)
 
 
+# The units of every kind of convolution are in test_clipping.py.
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(5, 4),
-    "conv1d": lambda: nn.Conv1d(3, 5, 3),
-    "conv2d": lambda: nn.Conv2d(3, 4, 3, bias=False),
-    "conv3d": lambda: nn.Conv3d(2, 3, 2),
     "grouped": lambda: nn.Conv2d(6, 4, 3, groups=2),
-    "depthwise": lambda: nn.Conv2d(6, 12, 3, groups=6),
-    "transposed1d": lambda: nn.ConvTranspose1d(4, 6, 3, groups=2),
-    "transposed": lambda: nn.ConvTranspose2d(6, 4, 3),
     "transposed grouped": lambda: nn.ConvTranspose2d(6, 9, 3, groups=3),
-    "transposed3d": lambda: nn.ConvTranspose3d(2, 3, 2),
     "channels last": lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),  # type: ignore
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)),
     "complex": lambda: nn.Linear(3, 4, dtype=torch.complex64),
     "float16": lambda: extreme(torch.float16),
     "bfloat16": lambda: extreme(torch.bfloat16),
-    "float32": lambda: extreme(torch.float32),
     "float64": lambda: extreme(torch.float64),
 }
 
@@ -122,9 +102,7 @@ def test_norms_of_filters(tmp_path: Path) -> None:
         torch.testing.assert_close(gradients, expected, equal_nan=True)
 
 
-def test_layers_of_resnet18_have_the_numbers_of_the_paper(tmp_path: Path) -> None:
-    declare_torchvision_schemas()
-    timm = pytest.importorskip("timm")
+def test_layers_of_resnet18_have_the_numbers_of_the_paper(timm: Any, tmp_path: Path) -> None:
     layers = record(timm.create_model("resnet18"), tmp_path).layers
     assert [layer.number for layer in layers] == list(range(1, 22))
     assert [layer.kind for layer in layers] == ["Conv2d"] * 20 + ["Linear"]
@@ -177,22 +155,22 @@ def test_training_is_recorded_and_not_touched(tmp_path: Path) -> None:
 
 def test_gains_are_recorded_beside_the_rest(tmp_path: Path) -> None:
     model = nn.Sequential(
-        nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.GroupNorm(1, 3, affine=False), nn.Conv2d(3, 4, 1)
+        nn.Conv2d(2, 3, 1),
+        nn.BatchNorm2d(3),
+        nn.GroupNorm(1, 3, affine=False),
+        nn.Conv2d(3, 4, 1),
+        nn.LayerNorm(4),
+        nn.LayerNorm([2, 4]),  # its gains are not of channels
     )
-    model.append(nn.LayerNorm(4))
-    model.append(nn.LayerNorm([2, 4]))  # its gains are not of channels
-    gains = nn.init.normal_(model[1].get_parameter("weight"))
-    start = gains.detach().clone()
+    gains, values = model[1].get_parameter("weight"), []
     with FilterMonitor(model, tmp_path, every=1, gains=True) as monitor:
-        monitor.step(0)
-        nn.init.normal_(gains)
-        monitor.step(1)
+        for step in range(2):
+            values.append(nn.init.normal_(gains).detach().abs())
+            monitor.step(step)
     recording = Recording(tmp_path)
     assert [layer.name for layer in recording.layers] == ["0", "3"]
     assert [layer.name for layer in recording.normalisations] == ["1", "4"]
-    steps, values = recording.read("1", "gain")
-    assert steps.tolist() == [0, 1]
-    assert torch.equal(values, torch.stack([start, gains.detach()]).abs())
+    assert torch.equal(recording.read("1", "gain")[1], torch.stack(values))
     assert torch.equal(recording.read("4", "gain")[1], torch.ones(2, 4))
 
 
@@ -211,12 +189,10 @@ def test_wrappers_record_the_same(tmp_path: Path) -> None:
     model, inside = MLP(), MLP()
     inside.add_module("last", torch.compile(inside.last))  # type: ignore[arg-type]
     compiled: Any = torch.compile(nn.DataParallel(model))
-    wrapped = [model, nn.DataParallel(model), torch.compile(model), compiled, inside]
     files = set()
-    for place, wrapper in enumerate(wrapped):
-        record(wrapper, tmp_path / str(place))
-        names = ("index.json", "records.bin")
-        files.add(tuple((tmp_path / str(place) / name).read_bytes() for name in names))
+    for wrapper in (model, nn.DataParallel(model), torch.compile(model), compiled, inside):
+        record(wrapper, folder := tmp_path / str(len(list(tmp_path.iterdir()))))
+        files.add(tuple((folder / name).read_bytes() for name in ("index.json", "records.bin")))
     assert len(files) == 1
 
 
@@ -273,19 +249,15 @@ def test_file_cut_at_any_byte_is_read_and_resumed(tmp_path_factory, steps, resum
             assert (folder / "records.bin").read_bytes() == whole
 
 
-def test_reading_while_it_is_written_from_one_row_in_memory(tmp_path: Path) -> None:
-    def held() -> int:
-        return sum(sys.getsizeof(value) for value in vars(monitor).values())
-
+def test_reading_while_it_is_written(tmp_path: Path) -> None:
     with FilterMonitor(MLP(), tmp_path, every=1, features=True) as monitor:
-        recording, before = Recording(tmp_path), held()
+        recording = Recording(tmp_path)
         assert recording.read(1)[1].shape == (0, 5)
-        for step in range(50):
+        for step in range(3):
             monitor.step(step)
             assert len(recording) == step + 1
             assert recording.read(1)[0].tolist() == list(range(step + 1))
             assert [row for row, _ in recording] == list(range(step + 1))
-        assert held() <= before + 8  # integers above 0 take more
 
 
 def test_numpy_reads_it_as_documented(tmp_path: Path) -> None:
@@ -377,8 +349,8 @@ def test_features_seen_before_a_stop_are_not_lost(stop: int, tmp_path: Path) -> 
 # Several processes --------------------------------------------------------------------------------
 
 
-def train_rank(rank: int, folder: str) -> Tensor:
-    """Train and monitor as one of two processes; returns the norms of the last layer."""
+def train_rank(rank: int, folder: str) -> None:
+    """Train and monitor as one of two processes, and keep the norms of the last layer."""
     store, limit = f"file://{folder}/store", datetime.timedelta(seconds=100)
     distributed.init_process_group("gloo", store, limit, world_size=2, rank=rank)
     model = nn.parallel.DistributedDataParallel(MLP())
@@ -392,26 +364,18 @@ def train_rank(rank: int, folder: str) -> Tensor:
                 parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]
             monitor.step(step)
     distributed.barrier()
-    return model.module.last.weight.detach().norm(dim=1)
+    if rank == 0:
+        torch.save(model.module.last.weight.detach().norm(dim=1), f"{folder}/final.pt")
+    distributed.destroy_process_group()
 
 
 def test_rank_0_writes_under_distributed_data_parallel(tmp_path: Path, monkeypatch: Any) -> None:
-    """Rank 0 is this process; rank 1 is another, which gloo's threads abort in an ordinary exit."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    script = f"import os, test_monitor; test_monitor.train_rank(1, {str(tmp_path)!r}); os._exit(0)"
-    other = subprocess.Popen([sys.executable, "-c", script])
-    try:
-        final = train_rank(0, str(tmp_path))
-        assert other.wait(timeout=100) == 0
-    finally:
-        other.kill()
-        other.wait()
-        distributed.destroy_process_group()
+    start_processes(train_rank, (str(tmp_path),), 2, start_method="spawn")
     recording = Recording(tmp_path)  # the run's folder, which has the recording as `norms`
     steps, norms = recording.read("last")
     assert steps.tolist() == [0, 1, 2, 3]
-    torch.testing.assert_close(norms[-1], final)
+    torch.testing.assert_close(norms[-1], torch.load(tmp_path / "final.pt"))
     for quantity in ("gradient", "feature"):
         assert recording.read("last", quantity)[1][1:].isfinite().all()
 
