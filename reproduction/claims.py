@@ -232,8 +232,9 @@ def pooled_sentence(trials: Sequence[Trial]) -> str:
     return (
         f"The mean difference of PGT from cross-entropy is {format_signed(pooled)} ± {reach:.2f} "
         f"points (95% interval; {len(means)} studies with distinct baselines, weighted by the "
-        "inverse of their variance; the learning rate of each arm was tuned once). A study with ResNet-101 is "
-        "left out, because in so few steps it does not reach the accuracy of ResNet-50."
+        "inverse of their variance; the learning rate of each arm was tuned once). A study with "
+        "ResNet-101 is left out, because in so few steps it does not reach the accuracy of "
+        "ResNet-50."
     )
 
 

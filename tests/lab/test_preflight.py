@@ -330,8 +330,7 @@ def test_arm_with_an_unknown_network_is_found_first(capsys):
     ],
 )
 def test_recipe_follows_from_its_data(tokens, recipe, changes):
-    first, *others = tokens or [None]
-    assert recipe_and_overrides(first, others, compare) == (recipe, changes)
+    assert recipe_and_overrides(None, tokens, compare) == (recipe, changes)
 
 
 @pytest.mark.parametrize("command", ["compare", "sweep", "decompose", "train"])

@@ -26,7 +26,7 @@ from powergrad.lab.trainer.run_folder import RunError
 
 RESULTS = Path(__file__).parents[2] / "results"
 ARMS = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
-TUNED = {"tuned": ("optimizer.lr",)}
+TUNED: dict[str, Any] = {"tuned": ("optimizer.lr",)}
 
 
 def compared(baseline: list[float], pgt: list[float], seeds: str = "8", **settings: Any) -> Any:
@@ -126,7 +126,8 @@ def test_unplanned_looks_state_their_error():
     (note,) = [note for note in notes(results) if "without planning" in note]
     assert "8 and 12 seeds" in note
     shared = np.sqrt(8 / 12)  # the correlation of the two tests
-    inside = multivariate_normal(cov=[[1, shared], [shared, 1]])
+    cov: Any = [[1, shared], [shared, 1]]
+    inside: Any = multivariate_normal([0, 0], cov)
     box = inside.cdf([1.96, 1.96], lower_limit=[-1.96, -1.96])
     assert f"is {100 * (1 - box):.1f}%, not 5%" in note
     looks = compared(spread(95, 1, 12), spread(95, 1, 12), "8,12", earlier=(6,))

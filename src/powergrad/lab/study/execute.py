@@ -88,7 +88,7 @@ class Execution:
         return RunRow(
             arm=job.arm,
             seed=job.seed,
-            metrics=result.metrics,  # pyright: ignore[reportArgumentType] (None becomes NaN)
+            metrics=dict(result.metrics),
             about=about,
             run=job.name,
             commit=commit,

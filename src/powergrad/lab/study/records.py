@@ -25,7 +25,7 @@ class RunRow(Record):
 
     arm: str
     seed: int
-    metrics: dict[str, Number] = Field(default={})
+    metrics: dict[str, Any] = Field(default={})  # numbers, or None
     about: dict[str, Any] = Field(default={})
     settings: dict[str, Any] = Field(default={})  # tuned values; constant columns of a table
     run: str = ""  # the name of its folder; empty for runs made elsewhere

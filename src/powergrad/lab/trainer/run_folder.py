@@ -70,7 +70,7 @@ class Result(BaseModel):
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
-    metrics: dict[str, float | None]
+    metrics: Mapping[str, int | float | None]
     about: dict[str, Any] = {}
 
 
