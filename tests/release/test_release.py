@@ -28,8 +28,11 @@ ALLOWED = [  # in the wheel, below the place where packages are
     "powergrad/*.py",
     "powergrad/py.typed",
     "powergrad/lab/trainer/recipes/*.yaml",
+    "powergrad/lab/trainer/*.jinja",
     "powergrad/lab/report/*.css",
+    "powergrad/lab/report/*.html",
     "powergrad/lab/report/*.js",
+    "powergrad/lab/report/*.yaml",
 ]
 EXAMPLE = "".join(
     re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)[:2]
