@@ -132,12 +132,6 @@ def without_powergrad(environment: Environment) -> Iterator[Environment]:
     environment.pip("uninstall", "--yes", "powergrad")
 
 
-def test_the_example_is_the_before_and_after():
-    assert "# before" in EXAMPLE
-    assert "# after" in EXAMPLE
-    assert "with powergrad.PowerGrad(alpha=0.3):" in EXAMPLE
-
-
 def test_wheel_holds_the_package_and_nothing_else(contents):
     files = {name for name in contents if ".dist-info/" not in name}
     source = {p.relative_to(ROOT / "src").as_posix() for p in ROOT.glob("src/**/*")}
