@@ -521,6 +521,12 @@ def test_a_tied_weight_can_be_measured_only_if_the_head_is_called(called):
 # Compiled code ------------------------------------------------------------------------------------
 
 
+def watched(step: Callable[..., None], model: Any, *args: Any) -> Verification:
+    with StepWatcher(model) as watcher:
+        step(*args)
+    return watcher.result()
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
@@ -530,25 +536,16 @@ def test_compile(alpha, backend):
     def step(model: Callable[..., Tensor]) -> None:
         cross_entropy(model(X), Y, alpha=alpha).backward()
 
-    def watched(step: Callable[..., None], model: Any, *args: Any) -> Verification:
-        with StepWatcher(model) as watcher:
-            step(*args)
-        return watcher.result()
-
     torch.compiler.reset()
-    model = Net()
+    model, own = Net(), Net()
     compiled: Any = torch.compile(model, backend=backend)
-    step(compiled)
-    assert_alpha(verify(lambda: step(compiled), model), alpha)
-    assert_alpha(verify(lambda: step(compiled), compiled), alpha)
-    assert_alpha(watched(step, compiled, compiled), alpha)
+    own.compile(backend=backend)
+    for called, passed in ((compiled, model), (compiled, compiled), (own, own)):
+        step(called)
+        assert_alpha(verify(lambda called=called: step(called), passed), alpha)
+        if passed is not model:
+            assert_alpha(watched(step, passed, called), alpha)
     assert watched(step, model, compiled).verdict == "cannot tell"
-
-    model = Net()
-    model.compile(backend=backend)
-    step(model)
-    assert_alpha(watched(step, model, model), alpha)
-    assert_alpha(verify(lambda: step(model), model), alpha)
 
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -112,14 +112,6 @@ def test_lemma_1(p, alpha):
         assert (moved > p)[below & (p > 0)].all()
 
 
-@given(distributions(), alphas)
-def test_threshold_lies_between_1_over_c_and_the_highest(p, alpha):
-    t = stationary_threshold(p, alpha).item()
-    assert 1 / len(p) * (1 - 1e-12) <= t <= p.max().item() * (1 + 1e-12)
-    if alpha > 0.01 and strictly_between(p):
-        assert 1 / len(p) < t < p.max()
-
-
 def test_lemma_1_is_not_strict_at_alpha_one_and_at_zero():
     # The exponent is 1/0. With its limit exp(-H) as the threshold, nothing moves.
     p = array(0.8, 0.2, 0.0)
@@ -149,12 +141,13 @@ def test_proposition_1_is_a_jump_where_p_is_zero():
 
 
 @given(distributions(), alphas, alphas)
-def test_theorem_1(p, one, other):
+def test_theorem_1_and_the_range_of_the_threshold(p, one, other):
     low, high = sorted((one, other))
     t_low, t_high = stationary_threshold(p, low), stationary_threshold(p, high)
-    assert t_low <= t_high * (1 + 1e-12)
-    if high - low > 0.01 and strictly_between(p):
-        assert t_low < t_high
+    assert 1 / len(p) * (1 - 1e-12) <= t_low <= t_high * (1 + 1e-12) <= p.max() * (1 + 2e-12)
+    if strictly_between(p):
+        assert t_low < t_high or high - low <= 0.01
+        assert 1 / len(p) < t_high < p.max() or high <= 0.01
 
 
 def slopes(p: Tensor, alpha: float) -> list[Tensor]:

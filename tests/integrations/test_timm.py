@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -40,19 +41,14 @@ def gradient(loss, logits, target):
 LABELS = batch()[1]
 MIXED = mixup_target(LABELS, 10, lam=0.3, smoothing=0.1).double()
 LOSSES = {  # timm's loss, its target, and the options of ours
-    "smoothing 0": (lambda: losses.LabelSmoothingCrossEntropy(0.0), LABELS, {}),
-    "smoothing 0.1": (
-        lambda: losses.LabelSmoothingCrossEntropy(0.1),
+    f"smoothing {eps}": (
+        partial(losses.LabelSmoothingCrossEntropy, eps),
         LABELS,
-        {"label_smoothing": 0.1},
-    ),
-    "smoothing 0.9": (
-        lambda: losses.LabelSmoothingCrossEntropy(0.9),
-        LABELS,
-        {"label_smoothing": 0.9},
-    ),
-    "mixup": (losses.SoftTargetCrossEntropy, MIXED, {}),
+        {"label_smoothing": eps},
+    )
+    for eps in (0.0, 0.1, 0.9)
 }
+LOSSES["mixup"] = (losses.SoftTargetCrossEntropy, MIXED, {})
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
