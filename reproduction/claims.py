@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from powergrad.lab.stats import signed
+from powergrad.lab.stats import format_signed
 from powergrad.lab.words import markdown_table
 from reproduction.evidence import Evidence, KeptRun
 from reproduction.marks import Regions
@@ -230,9 +230,9 @@ def pooled_sentence(trials: Sequence[Trial]) -> str:
     pooled = float(np.average(means, weights=weights))
     reach = 1.96 / math.sqrt(sum(weights))
     return (
-        f"The mean difference of PGT from cross-entropy is {signed(pooled)} ± {reach:.2f} points "
-        f"(95% interval; {len(means)} studies with distinct baselines, weighted by the inverse of "
-        "their variance; the learning rate of each arm was tuned once). A study with ResNet-101 is "
+        f"The mean difference of PGT from cross-entropy is {format_signed(pooled)} ± {reach:.2f} "
+        f"points (95% interval; {len(means)} studies with distinct baselines, weighted by the "
+        "inverse of their variance; the learning rate of each arm was tuned once). A study with ResNet-101 is "
         "left out, because in so few steps it does not reach the accuracy of ResNet-50."
     )
 

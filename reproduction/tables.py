@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from powergrad.lab.stats import signed
+from powergrad.lab.stats import format_signed
 from powergrad.lab.words import markdown_table
 from reproduction.claims import PGT, SHORTER, against_controls, counted
 from reproduction.marks import Regions
@@ -89,7 +89,7 @@ def _grid_cells(rows: Sequence[Contrast]) -> list[str]:
         f"{len(rows)} alphas from {min(alphas):g} to {max(alphas):g}",
         rows[0].arm.decay.replace(", inflated", ""),
         str(len(rows[0].arm.rows)),
-        f"from {signed(min(differences))} to {signed(max(differences))}",
+        f"from {format_signed(min(differences))} to {format_signed(max(differences))}",
         ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()),
     ]
 

@@ -348,10 +348,10 @@ class Outcome(NamedTuple):
 
     @classmethod
     def of(cls, comparison: stats.Comparison) -> Outcome:
-        difference = stats.signed(comparison.difference)
+        difference = stats.format_signed(comparison.difference)
         if comparison.n < stats.LEAST:
             return cls(difference, "", "", "too few seeds")
-        interval, p = stats.span(comparison.interval), f"{comparison.p:.3f}"
+        interval, p = stats.format_interval(comparison.interval), f"{comparison.p:.3f}"
         return cls(difference, interval, p, comparison.verdict)
 
     @property

@@ -24,19 +24,14 @@ COMMANDS = {
         "Find out whether PGT helps: baseline, PGT, AGC and combinations over seeds, with a "
         "verdict. For your own program: compare [OPTIONS] -- python train.py --seed {seed}.",
     ),
-    "run": (
-        "",  # in this module
-        "Run an unmodified training program with altered gradients: run --alpha 0.3 -- train.py.",
-    ),
+    # in this module
+    "run": ("", "Run an unmodified program with altered gradients: run --alpha 0.3 -- train.py."),
     "sweep": ("presets", "Run a grid over alpha, or over any other key, with several seeds."),
     "decompose": ("presets", "Find out which part of PGT makes a difference."),
     "plan": ("planning", "Compute how many seeds a claim needs."),
-    "train": ("training", "Train one network from a recipe."),
+    "train": ("train", "Train one network from a recipe."),
     "inspect": ("looking", "Count dead filters, features and layers (the census)."),
-    "export": (
-        "training",
-        "Export a trained, calibrated network to safetensors, torch.export and ONNX.",
-    ),
+    "export": ("train", "Export a trained, calibrated network (safetensors, torch.export, ONNX)."),
     "report": ("looking", "Write the HTML page of a run or a study."),
     "watch": ("looking", "Serve the page of a study while it runs."),
 }
@@ -56,11 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("powergrad: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        message = None if os.environ.get("POWERGRAD_DEBUG") else _explain(error, tokens)
-        if message is None:
+        explained = _explain(error, tokens)
+        if explained is None or (explained[1] == 2 and os.environ.get("POWERGRAD_DEBUG")):
             raise
-        print(f"powergrad: {message}", file=sys.stderr)
-        return 2
+        print(f"powergrad: {explained[0]}", file=sys.stderr)
+        return explained[1]
     # Run the user's program outside of the error handling above.
     return result() if callable(result) else result
 
@@ -112,15 +107,8 @@ RUN_OPTIONS = {
     "--clip-norm": ("FLOAT", "Clip the norm of all gradients of an optimizer to this value."),
     "--clip-value": ("FLOAT", "Clip each element of the gradients to this value."),
     "--decay-scale": ("FLOAT", "Multiply the weight decay of every optimizer by this factor."),
-    "--lr-scale": (
-        "FLOAT",
-        "Multiply the learning rate of every optimizer by this factor, with or without a "
-        "scheduler.",
-    ),
-    "--head-lr-scale": (
-        "FLOAT",
-        "Multiply the learning rate of the classifier head by this factor.",
-    ),
+    "--lr-scale": ("FLOAT", "Multiply the learning rate of every optimizer by this factor."),
+    "--head-lr-scale": ("FLOAT", "Multiply the learning rate of the head by this factor."),
     "--head": ("NAME", "The name of the head in the model, if it cannot be found."),
     "--monitor": ("PATH", "Record the norm of every filter in this folder."),
     "--strict": (
@@ -243,14 +231,13 @@ def _call_lab(tokens: Sequence[str]) -> int:
 # Messages -----------------------------------------------------------------------------------------
 
 
-def _explain(error: Exception, tokens: Sequence[str]) -> str | None:
-    """The message for an error that the user can fix; None for an internal error."""
+def _explain(error: Exception, tokens: Sequence[str]) -> tuple[str, int] | None:
+    """The message for an error that the user can fix, and the exit code; None for another error."""
     if tokens[0] == "run" or tokens[0] not in COMMANDS:
-        return str(error) if isinstance(error, (ValueError, OSError)) else None
+        return (str(error), 2) if isinstance(error, (ValueError, OSError)) else None
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return (
-            f"`powergrad {tokens[0]}` needs the workbench: pip install 'powergrad[lab]' ({error})"
-        )
+        needed = "needs the workbench: pip install 'powergrad[lab]'"
+        return f"`powergrad {tokens[0]}` {needed} ({error})", 2
     from powergrad.lab.cli.common import explain
 
     return explain(error)

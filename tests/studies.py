@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import powergrad_cli
-from powergrad.lab.cli import options
+from powergrad.lab.cli import study_options
 from powergrad.lab.files import write_text
 from powergrad.lab.runs import RecipeProgram
 from powergrad.lab.runs.pool import InlinePool
@@ -66,7 +66,7 @@ def spread(mean: float, sd: float, n: int = 8, *, step: float = 0.0) -> list[flo
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are executed here, one after another; test_pool has the tests of workers."""
-    monkeypatch.setattr(options, "Pool", InlinePool)
+    monkeypatch.setattr(study_options, "Pool", InlinePool)
 
 
 class MadeUpRuns:

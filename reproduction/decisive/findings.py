@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from powergrad.lab.stats import p_in_words, signed, span
+from powergrad.lab.stats import format_interval, format_p, format_signed
 from powergrad.lab.study.space import Axis
 from powergrad.lab.trainer.recipe import load_recipe
 from powergrad.lab.words import markdown_table
@@ -148,20 +148,21 @@ class Findings:
         """The answer in three sentences."""
         decision = self.look.decision
         shown = " and by ".join(
-            f"{signed(decision.means[regime])} points {title} "
-            f"(90% interval {span(decision.intervals[regime])})"
+            f"{format_signed(decision.means[regime])} points {title} "
+            f"(90% interval {format_interval(decision.intervals[regime])})"
             for regime, title in REGIMES.items()
         )
         secondary = []
         for name, found in self.secondary.items():
             means = " and ".join(
-                f"{signed(mean)} points {REGIMES[regime]}" for regime, mean in found.means.items()
+                f"{format_signed(mean)} points {REGIMES[regime]}"
+                for regime, mean in found.means.items()
             )
-            secondary.append(f"{SECONDARY[name]} by {means} ({p_in_words(found.p, 3)})")
+            secondary.append(f"{SECONDARY[name]} by {means} ({format_p(found.p, 3)})")
         words = (
             f"**{ANSWERS[decision.verdict]}** After {self.look.repeats} independent tunings of "
             f"each method, PGT differed from cross-entropy by {shown}; the test over both gives "
-            f"{p_in_words(decision.p, 3)}, and the rule asks for less than {LEVEL:g}."
+            f"{format_p(decision.p, 3)}, and the rule asks for less than {LEVEL:g}."
         )
         opening = " In further tests, corrected for their number by Holm's method, "
         return f"{words}{opening}{', and '.join(secondary)}." if secondary else words
@@ -180,8 +181,8 @@ class Findings:
         return (
             "As a check, further repeats of CE2 with batch normalisation, with other points and "
             "seeds, are compared with the first ones by the same test: further minus first is "
-            f"{signed(float(np.mean(pairs)))} points over {len(pairs)} repeats (90% interval "
-            f"{span(interval(pairs))}), {p_in_words(p, 3)}. {verdict}"
+            f"{format_signed(float(np.mean(pairs)))} points over {len(pairs)} repeats (90% "
+            f"interval {format_interval(interval(pairs))}), {format_p(p, 3)}. {verdict}"
         )
 
     def table(self) -> str:
@@ -198,7 +199,8 @@ class Findings:
                 pairs = [own[repeat] - base[repeat] for repeat in own if repeat in base]
                 gap = ""
                 if arm != "baseline" and len(pairs) >= LOOKS[0]:
-                    gap = f"{signed(float(np.mean(pairs)))} ({span(interval(pairs))})"
+                    gap = format_signed(float(np.mean(pairs)))
+                    gap += f" ({format_interval(interval(pairs))})"
                 edge = f"{self.at_edge(regime, arm)} of {len(values)}"
                 mean = f"{np.mean(values):.2f}{spread}"
                 lost = [self.diverged(regime, arm, phase) for phase in ("tuning", "final")]

@@ -19,7 +19,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.lines import Line2D
 
 from powergrad.lab.figures import save
-from powergrad.lab.stats import signed
+from powergrad.lab.stats import format_signed
 from powergrad.lab.words import markdown_table
 from reproduction.decisive.findings import AXES, Findings, chosen_settings
 from reproduction.decisive.observed import REGIMES, Rows, chance
@@ -89,9 +89,9 @@ def points_table(findings: Findings) -> str:
 
 def _mean(values: Sequence[float]) -> str:
     if len(values) < 2:
-        return signed(values[0]) if values else ""
+        return format_signed(values[0]) if values else ""
     error = float(np.std(values, ddof=1)) / len(values) ** 0.5
-    return f"{signed(float(np.mean(values)))} ± {error:.2f}"
+    return f"{format_signed(float(np.mean(values)))} ± {error:.2f}"
 
 
 def draw_points(findings: Findings, path: Path) -> None:

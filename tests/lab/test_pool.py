@@ -20,11 +20,10 @@ import psutil
 import pytest
 
 from powergrad.lab.runs import JobError, RunFailed
-from powergrad.lab.runs.failures import RunsFailed
-from powergrad.lab.runs.pool import InlinePool, Pool
+from powergrad.lab.runs.pool import InlinePool, Pool, RunsFailed
 from powergrad.lab.runs.worker import SCRATCH
 from powergrad.lab.signals import Interrupted, watching_signals
-from powergrad.lab.trainer.run_folder import Run
+from powergrad.lab.trainer.run_folder import Result, Run
 
 LONG = 240  # seconds; a limit only against hanging
 
@@ -38,7 +37,7 @@ class Pretended:
     end: str = ""
     is_foreign: bool = False
 
-    def execute(self, folder: Path) -> dict[str, Any]:
+    def execute(self, folder: Path) -> Result:
         run = Run(folder / self.name)
         with run.hold(), watching_signals(second_interrupts=False) as stopped:
             if (result := self.result(folder)) is not None:
@@ -52,10 +51,11 @@ class Pretended:
                     raise Interrupted("stopped")
                 replace(run.folder / "step.txt", str(step + 1))
             self._end()
-            result = {"value": self.steps, "threads": os.environ["OMP_NUM_THREADS"]}
+            about = {"threads": os.environ["OMP_NUM_THREADS"]}
+            result = Result(metrics={"value": self.steps}, about=about)
             (run.folder / "checkpoint").mkdir(exist_ok=True)
             replace(run.folder / "checkpoint" / "last.json", "large")
-            replace(run.folder / "result.json", json.dumps(result))
+            run.finish(result)
             with open(run.folder / "ends.txt", "a") as file:
                 file.write("end\n")
             return result
@@ -70,9 +70,8 @@ class Pretended:
         elif self.end:
             raise RunFailed(self.end, stops=self.end == "stops")
 
-    def result(self, folder: Path) -> dict[str, Any] | None:
-        path = folder / self.name / "result.json"
-        return json.loads(path.read_text()) if path.exists() else None
+    def result(self, folder: Path) -> Result | None:
+        return Run(folder / self.name).result()
 
     def progress(self, folder: Path) -> float:
         count = folder / self.name / "step.txt"
@@ -159,15 +158,17 @@ def test_runs_are_executed_and_their_results_kept(tmp_path):
     jobs = [Pretended(f"run{n}", steps=5) for n in range(4)]
     own = [{"OMP_NUM_THREADS": "3"}, {"OMP_NUM_THREADS": "4"}]
     shown = []
-    with Pool(tmp_path, workers=2, known={"known": {"value": 7}}, environments=own) as pool:
+    with Pool(
+        tmp_path, workers=2, known={"known": Result(metrics={"value": 7})}, environments=own
+    ) as pool:
         assert pool.longest is None
         results = pool.run([*jobs, Pretended("known")], shown.append)
         places = [place.laddr.ip for place in psutil.Process().net_connections()]
         assert set(places) <= {"127.0.0.1"}
         again = pool.run([*jobs, Pretended("a/later")])
         assert (pool.longest or 0) > 0.1
-    assert [results[name]["value"] for name in sorted(results)] == [7, 5, 5, 5, 5]
-    assert {results[job.name]["threads"] for job in jobs} == {"3", "4"}
+    assert [results[name].metrics["value"] for name in sorted(results)] == [7, 5, 5, 5, 5]
+    assert {results[job.name].about["threads"] for job in jobs} == {"3", "4"}
     assert all(again[job.name] == results[job.name] for job in jobs)
     assert (shown[-1].results, set(shown[-1].done.values())) == (results, {1.0})
     state = json.loads((tmp_path / "progress.json").read_text())["runs"]
@@ -181,7 +182,7 @@ def test_failures(tmp_path):
         with pytest.raises(RunsFailed) as failure:
             pool.run([Pretended("bad", end="no metric"), Pretended("good")])
         assert failure.value.failed == {"bad": "no metric"}
-        assert failure.value.results["good"]["value"] == 2
+        assert failure.value.results["good"].metrics["value"] == 2
         state = json.loads((tmp_path / "progress.json").read_text())["runs"]["bad"]
         assert (state["state"], state["reason"]) == ("failed", "no metric")
         with pytest.raises(JobError, match="bad: stops"):
@@ -190,7 +191,7 @@ def test_failures(tmp_path):
             pool.run([Pretended(f"bad{n}", end="no") for n in range(9)])
         with pytest.raises(JobError, match="The disk is full"):
             pool.run([Pretended("full", end="full")])
-        assert pool.run([Pretended("after")])["after"]["value"] == 2
+        assert pool.run([Pretended("after")])["after"].metrics["value"] == 2
 
 
 @pytest.mark.studies
@@ -266,7 +267,7 @@ def test_a_run_of_another_process_is_waited_for(tmp_path):
             if len(shown) == 15:
                 stack.close()
 
-        assert pool.run([Pretended("run")], release)["run"]["value"] == 2
+        assert pool.run([Pretended("run")], release)["run"].metrics["value"] == 2
     assert starts(tmp_path) == {"run": [0]}
 
 
@@ -279,7 +280,7 @@ def test_runs_in_this_process(tmp_path, monkeypatch):
         with pytest.raises(JobError, match="stops"):
             pool.run([Pretended("worse", end="stops")])
         assert (pool.longest or 0) > 0
-    assert shown[-1].results["good"]["value"] == 2
+    assert shown[-1].results["good"].metrics["value"] == 2
     state = json.loads((tmp_path / "progress.json").read_text())["runs"]
     assert [state[name]["state"] for name in ("bad", "good")] == ["failed", "done"]
 

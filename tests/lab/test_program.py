@@ -23,8 +23,8 @@ import torch
 from forking import Interpreter
 from studies import powergrad
 
-from powergrad.lab.cli import options
-from powergrad.lab.cli.options import StudyOptions
+from powergrad.lab.cli import study_options
+from powergrad.lab.cli.study_options import StudyOptions
 from powergrad.lab.preflight import Plan
 from powergrad.lab.runs import CommandProgram, Job, RunFailed, process
 from powergrad.lab.runs.commands import _check_altered, _Parts, placeholders
@@ -67,7 +67,7 @@ def study(python, tmp_path_factory):
     """5 arms x 6 seeds of the foreign script."""
     out = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "Pool", InlinePool)
+        patch.setattr(study_options, "Pool", InlinePool)
         status = powergrad(
             "compare", "--arms", "baseline,pgt,head-lr,less-decay,agc", "--alpha", 0.3, "--seeds",
             6, "--metric-regex", ACCURACY, "--out", out, "--name", "s", "--",
@@ -299,7 +299,7 @@ TRAIN = "-- python train.py {seed}"
 def test_bad_input_is_named_before_any_run(tmp_path, monkeypatch, capsys, tokens, word):
     monkeypatch.chdir(tmp_path)
     script(tmp_path, "raise SystemExit('it was run')")
-    monkeypatch.setattr(options.Pool, "run", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(study_options.Pool, "run", lambda *_: pytest.fail("a run was started"))
     assert powergrad("compare", *tokens.split(" ")) == 2
     said = capsys.readouterr()
     assert word in " ".join((said.err + said.out).split())

@@ -321,7 +321,7 @@ def test_progress(tmp_path, monkeypatch, capsys, is_terminal):
 def command(folder, recipe, *options):
     file = folder.parent / f"{folder.name}.yaml"
     file.write_text(recipe.to_yaml())
-    return ["train", str(file), "--folder", str(folder), "--yes", *options]
+    return ["train", str(file), "--folder", str(folder), *options]
 
 
 def test_run_killed_at_random_moments_equals_an_undisturbed_one(tmp_path):

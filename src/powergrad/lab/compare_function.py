@@ -14,13 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import override
-
 from powergrad.lab.figures import draw_study
 from powergrad.lab.preflight import Plan, say
 from powergrad.lab.report import write_report
 from powergrad.lab.runs import FunctionProgram
-from powergrad.lab.runs.devices import default_workers, visible_devices, worker_environments
+from powergrad.lab.runs.devices import visible_devices, worker_environments
 from powergrad.lab.runs.pool import InlinePool, Pool
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.stats import Comparison, Design, parse_runs
@@ -35,13 +33,9 @@ WORKER = "POWERGRAD_WORKER"  # set in processes that import `train`
 
 @dataclass(frozen=True)
 class Compared:
-    """The results of a comparison.
+    """The results of a comparison."""
 
-    Attributes:
-        results: All runs, tests and notes, as the workbench stores them.
-    """
-
-    results: Results
+    results: Results  # all runs, tests and notes, as the workbench stores them
 
     @property
     def verdict(self) -> str:
@@ -53,7 +47,6 @@ class Compared:
         """The comparison of each arm with the first: difference, interval, p-value, verdict."""
         return self.results.comparisons
 
-    @override
     def __str__(self) -> str:
         return describe_results(self.results)
 
@@ -78,8 +71,10 @@ class Compared:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         save(self.results, path)
+        page = write_report([self.results], path / "report.html")
+        _ = self.comparisons  # raises if a run does not have the metric; the page shows which
         draw_study(self.results, path / "study.png", f"{path.name}: {len(self.results.rows)} runs")
-        return write_report([self.results], path / "report.html")
+        return page
 
 
 def compare_function(
@@ -98,19 +93,18 @@ def compare_function(
 ) -> Compared:
     """See :func:`powergrad.compare`."""
     if os.environ.get(WORKER):
-        raise RuntimeError(
-            "Expected `powergrad.compare` to be called under `if __name__ == '__main__':`, but got "
-            "a call while a worker process imports this script."
-        )
+        wanted = "Expected `powergrad.compare` to be called under `if __name__ == '__main__':`"
+        raise RuntimeError(f"{wanted}, but got a call while a worker process imports this script.")
     if not callable(train):
         raise TypeError(f"Expected `train` to be a function, but got {type(train).__name__}.")
     if better not in (None, "higher", "lower"):
         raise ValueError(f"Expected `better` to be 'higher' or 'lower', but got {better!r}.")
-    for option, value in (("workers", workers), ("threads", threads)):
-        if value is not None and value < 1:
-            raise ValueError(f"Expected `{option}` to be at least 1, but got {value}.")
     if name is not None and out is None:
         raise ValueError(f"Expected `out` to be given with `name`, but got only {name!r}.")
+    environments = [
+        {**variables, WORKER: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        for variables in worker_environments(workers, threads, visible_devices())
+    ]
     program = FunctionProgram.of(train, metric or "metric")
     study = Study(
         "compare",
@@ -124,7 +118,7 @@ def compare_function(
     place = Path(tempfile.mkdtemp(prefix="powergrad-") if out is None else out)
     folder = place / (name or study.name)
     try:
-        compared = Compared(_run(study, folder, metric, margin, better, workers, threads))
+        compared = Compared(_run(study, folder, metric, margin, better, environments))
     except BaseException as error:
         if out is None:
             shutil.rmtree(place, ignore_errors=True)
@@ -154,12 +148,9 @@ def _settings(arms: Sequence[str] | Mapping[str, Mapping[str, Any]]) -> dict[str
                 f"Expected plain values (numbers, strings, lists) as settings of {arm!r}, but got "
                 f"{settings!r}; `train` also gets the name of the arm and can use that instead."
             ) from None
-        for key in ("seed", "arm"):
-            if key in plain[str(arm)]:
-                raise ValueError(
-                    f"Expected the settings of {arm!r} not to contain {key!r}, which `train` gets "
-                    "anyway, but got it."
-                )
+        if clash := plain[str(arm)].keys() & {"seed", "arm"}:
+            wanted = f"Expected the settings of {arm!r} without {min(clash)!r}"
+            raise ValueError(f"{wanted}, which `train` gets anyway, but got it.")
     return plain
 
 
@@ -169,20 +160,13 @@ def _run(
     metric: str | None,
     margin: float | None,
     better: str | None,
-    workers: int | None,
-    threads: int,
+    environments: Sequence[Mapping[str, str]],
 ) -> Results:
-    devices = visible_devices()
-    count = workers or default_workers(devices, threads)
-    environments = [
-        {**variables, WORKER: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        for variables in worker_environments(count, devices, threads)
-    ]
     assert isinstance(study.program, FunctionProgram)
     if study.program.function is not None:  # other processes cannot import it
         pool = InlinePool(folder)
     else:
-        pool = Pool(folder, workers=count, environments=environments)
+        pool = Pool(folder, workers=len(environments), environments=environments)
     with pool:
         execution = Execution(pool, Watch)
         first = run_first(study, None, execution)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 class FileError(RuntimeError):
     """A file that cannot be written; the message states why, and what is still intact."""
@@ -27,7 +29,11 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, path)
-        _sync_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except (OSError, RuntimeError) as error:
         # torch.save fails again while closing, which hides the error of the operating system.
         cause = error if isinstance(error, OSError) else error.__context__
@@ -39,18 +45,17 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             fresh.unlink()
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error or its cause is a full disk."""
+    while error is not None and getattr(error, "errno", None) not in FULL:
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def explain_os_error(error: OSError, path: Path) -> str:
     """An error of the operating system as a message for the user."""
     intact = "existing files are intact"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in (*FULL, errno.EFBIG):
         return f"Expected disk space for {str(path)!r}, but the disk is full; {intact}."
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"Expected permission to write {str(path)!r}, but got: {error.strerror}."

@@ -238,11 +238,8 @@ def count_reused(study: Study, folder: Path, tuner: Tuner | None, known: Collect
     finished: list[tuple[str, int]] = []
     trials = 0
     if tuner is None:
-        finished = [
-            key
-            for key, job in study.jobs().items()
-            if job.name in known or job.result(folder) is not None
-        ]
+        jobs = study.jobs().items()
+        finished = [key for key, job in jobs if job.name in known or job.result(folder)]
     else:  # the chosen values, and so the names of the runs, are not known yet
         paths = [*folder.glob("*/result.json"), *folder.glob("*/*/result.json")]
         names = {*known, *(str(path.parent.relative_to(folder)) for path in paths)}
@@ -432,11 +429,11 @@ def fit_budget(
         run = clock.run_seconds(smallest)
         needed = plan.seconds(first, run) / SPARE + budget - left + reserve
         limit = "" if base.data.limit else " To train on fewer images, use --data.limit."
+        settings = ", ".join(f"{key} {value}" for key, value in smallest.items())
         raise ValueError(
             f"Expected --budget to be at least {duration(needed)} for {plan.runs(first)} runs, but "
-            f"got {duration(budget)}: even with "
-            f"{', '.join(f'{key} {value}' for key, value in smallest.items())}, a run takes "
-            f"{duration(run)}. Fewer arms need less time (--arms baseline,pgt).{limit}"
+            f"got {duration(budget)}: even with {settings}, a run takes {duration(run)}. Fewer "
+            f"arms need less time (--arms baseline,pgt).{limit}"
         )
     changes, epochs, first = chosen
     if epochs < most:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from powergrad.lab.runs import Job
 from powergrad.lab.runs.pool import Snapshot
-from powergrad.lab.stats import Plan, signed, span
+from powergrad.lab.stats import Plan, format_interval, format_signed
 from powergrad.lab.study import Results, load_study
 from powergrad.lab.study.metrics import metric_names
 from powergrad.lab.study.notes import advice, describe_failed, notes, verdict
@@ -162,8 +162,9 @@ def compared_cells(results: Results) -> list[list[str]]:
         if comparison := results.comparison(arm):
             p = f"{comparison.p:.3f}" if comparison.p >= 0.0005 else "<0.001"
             p = p if all(map(math.isfinite, comparison.interval)) else "-"
-            cells = [signed(comparison.difference, digits), span(comparison.interval, digits)]
-            cells += [p, comparison.verdict]
+            difference = format_signed(comparison.difference, digits)
+            interval = format_interval(comparison.interval, digits)
+            cells = [difference, interval, p, comparison.verdict]
         rows.append([arm, count, *train, spread, *cells])
     return rows
 
@@ -258,7 +259,7 @@ def chart(results: Results, width: int = 60) -> str:
         for place in range(first, last + 1):
             cells[place] = "┿" if place == at(0) else "━"
         cells[at(comparison.difference)] = "●"
-        difference = signed(comparison.difference, _digits(results))
+        difference = format_signed(comparison.difference, _digits(results))
         lines.append(f"{comparison.arm:>{names}} {''.join(cells)} {difference}")
     lines.append(" " * (names + 1 + at(0)) + "0")
     return "\n".join(lines)

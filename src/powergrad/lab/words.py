@@ -22,12 +22,10 @@ def duration(seconds: float) -> str:
 
 def parse_duration(text: str) -> float:
     """Seconds from ``90s``, ``10m``, ``2h`` or ``1h30m``."""
-    match = re.fullmatch(r"(?:([\d.]+)h)?(?:([\d.]+)m)?(?:([\d.]+)s)?", text.replace(" ", ""))
-    try:
-        parts = [float(part or 0) for part in match.groups()] if match else []
-    except ValueError:
-        parts = []
-    seconds = sum(part * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
+    number = r"(\d+\.?\d*|\.\d+)"
+    match = re.fullmatch(f"(?:{number}h)?(?:{number}m)?(?:{number}s)?", text.replace(" ", ""))
+    hours, minutes, rest = (float(part or 0) for part in match.groups()) if match else (0, 0, 0)
+    seconds = 3600 * hours + 60 * minutes + rest
     if not seconds > 0:
         raise ValueError(f"Expected a time such as 90s, 10m, 2h or 1h30m, but got {text!r}.")
     return seconds

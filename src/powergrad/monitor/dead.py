@@ -33,10 +33,10 @@ from torch import Tensor, nn
 from powergrad._head import unwrap
 from powergrad.monitor.activity import Activity, observe
 from powergrad.monitor.checkpoint import load_checkpoint, state_weights
+from powergrad.monitor.counts import Census, LayerState, count
 from powergrad.monitor.history import follow
 from powergrad.monitor.layers import Layer, Weight, describe_layers, model_weights, on_host
 from powergrad.monitor.recording import Recording
-from powergrad.monitor.results import Census, LayerState, count
 from powergrad.monitor.thresholds import DeathLine, Thresholds
 
 __all__ = ["census"]

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from powergrad.monitor.counts import Census, Event, LayerState, What, count
 from powergrad.monitor.layers import Layer
 from powergrad.monitor.recording import QUANTITIES, Column, Recording
-from powergrad.monitor.results import Census, Event, LayerState, What, count
 from powergrad.monitor.thresholds import DeathLine, Thresholds, largest_in_layer, layer_of
 
 

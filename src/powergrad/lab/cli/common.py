@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -13,7 +12,8 @@ from typing import Annotated, Any, get_type_hints
 from cyclopts import Parameter
 
 from powergrad.lab.files import FileError
-from powergrad.lab.preflight import Declined
+from powergrad.lab.preflight import Declined, say
+from powergrad.lab.signals import Interrupted
 from powergrad.lab.trainer.recipe import (
     Recipe,
     RecipeError,
@@ -41,7 +41,7 @@ Overrides = Annotated[
     ),
 ]
 Flag = Parameter(negative="")
-STOPPED = 130
+Words = Annotated[tuple[str, ...], Flag]
 
 
 def recipe_and_overrides(
@@ -61,43 +61,30 @@ def recipe_and_overrides(
         elif named is None:
             named = token
         else:
+            wanted = "Expected one recipe, and overrides as `--key value` or `key=value`"
+            raise RecipeError(f"{wanted}, but got {named!r} and {token!r}.")
+    known = {*(f"--{key}" for key, *_ in describe_keys()), *_option_names(command), "--data.only"}
+    for option in (token.partition("=")[0] for token in changes if token.startswith("--")):
+        if option not in known and "." not in option:
             raise RecipeError(
-                f"Expected one recipe, and overrides as `--key value` or `key=value`, but got "
-                f"{named!r} and {token!r}."
+                f"Expected an option of this command or a key of a recipe (see --keys), but got "
+                f"{option!r}{did_you_mean(option, known)}"
             )
-    _check_options(changes, option_names(command))
     return named or default_recipe(parse_overrides(changes)), changes
 
 
-def _check_options(overrides: Sequence[str], options: Iterable[str]) -> None:
-    known = {*(f"--{key}" for key, *_ in describe_keys()), *options, "--data.only"}
-    for token in overrides:
-        name, _, _ = token.partition("=")
-        if token.startswith("--") and name not in known and "." not in name:
-            raise RecipeError(
-                f"Expected an option of this command or a key of a recipe (see --keys), but got "
-                f"{name!r}{did_you_mean(name, known)}"
-            )
-
-
-def option_names(command: Callable[..., Any]) -> Iterator[str]:
-    """The options of a command, as typed."""
+def _option_names(command: Callable[..., Any]) -> Iterator[str]:
+    """The options of a command, as typed: the name in the annotation, or that of the argument."""
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        hints = {parameter.name: parameter.annotation}
         if is_dataclass(parameter.default):
             hints = get_type_hints(type(parameter.default), include_extras=True)
-            yield from (
-                _option_name(field.name, hints[field.name]) for field in fields(parameter.default)
-            )
-        elif parameter.kind is parameter.KEYWORD_ONLY:
-            yield _option_name(parameter.name, parameter.annotation)
-
-
-def _option_name(name: str, annotation: Any) -> str:
-    """The option of an argument: the name in its annotation, or that of the argument itself."""
-    for note in getattr(annotation, "__metadata__", ()):
-        if isinstance(note, Parameter) and note.name:
-            return next(iter(note.name))
-    return f"--{name.replace('_', '-')}"
+        elif parameter.kind is not parameter.KEYWORD_ONLY:
+            continue
+        for name, annotation in hints.items():
+            notes = [n for n in getattr(annotation, "__metadata__", ()) if isinstance(n, Parameter)]
+            names = [next(iter(note.name)) for note in notes if note.name]
+            yield names[0] if names else f"--{name.replace('_', '-')}"
 
 
 def show_keys(recipe: Recipe) -> int:
@@ -115,18 +102,15 @@ def put_aside(folder: Path) -> None:
         return
     moved = folder.with_name(f"{folder.name}-{datetime.now():%Y%m%d-%H%M%S}")
     folder.rename(moved)
-    print(f"--fresh: {folder} was moved to {moved} and is not used.", file=sys.stderr)
+    say(f"--fresh: {folder} was moved to {moved} and is not used.")
 
 
-def explain(error: Exception) -> str | None:
-    """The message for an error that the user can fix; None for an internal error."""
-    return str(error) if isinstance(error, (ValueError, FileError, OSError, ImportError)) else None
-
-
-def stopped(reason: Exception) -> int:
-    """Print that a command was interrupted or not continued; return its exit code."""
-    if isinstance(reason, Declined):
-        print("powergrad: stopped; the finished runs are kept.", file=sys.stderr)
-        return 1
-    print(f"powergrad: {reason}; the same command continues from there.", file=sys.stderr)
-    return STOPPED
+def explain(error: Exception) -> tuple[str, int] | None:
+    """The message and the exit code of a command that ended early; None for an internal error."""
+    if isinstance(error, Interrupted):
+        return f"{error}; the same command continues from there.", 130
+    if isinstance(error, Declined):
+        return "stopped; the finished runs are kept.", 1
+    if isinstance(error, (ValueError, FileError, OSError, ImportError)):
+        return str(error), 2
+    return None

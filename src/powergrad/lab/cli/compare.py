@@ -10,16 +10,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from powergrad.lab.cli.common import (
-    Declined,
-    Overrides,
-    RecipeName,
-    recipe_and_overrides,
-    show_keys,
-    stopped,
-)
+from powergrad.lab.cli.common import Overrides, RecipeName, Words, recipe_and_overrides, show_keys
 from powergrad.lab.cli.conclude import compare_table, tune_and_run
-from powergrad.lab.cli.options import (
+from powergrad.lab.cli.study_options import (
     ProgramOptions,
     StudyOptions,
     TableOptions,
@@ -30,7 +23,6 @@ from powergrad.lab.preflight import Plan, parse_budget, say
 from powergrad.lab.runs import CommandProgram, RecipeProgram
 from powergrad.lab.runs.commands import OWN, placeholders
 from powergrad.lab.runs.sources import Sources
-from powergrad.lab.signals import Interrupted
 from powergrad.lab.study import Execution
 from powergrad.lab.study.arms import arms_of, command_arms, head_exponent, parse_grid
 from powergrad.lab.study.execute import run_first
@@ -50,7 +42,7 @@ def compare(
     recipe: RecipeName = None,
     *overrides: Overrides,
     arms: str | None = None,
-    arm: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    arm: Words = (),
     alpha: str = "0.25",
     command: Annotated[tuple[str, ...], Parameter(negative="", show=False)] = (),
     program: ProgramOptions = _PROGRAM,
@@ -67,9 +59,8 @@ def compare(
     Starting the same comparison again runs only what is missing.
 
     Args:
-        recipe: The name of a recipe, or a YAML file. The default depends on data.name: images for
-            folder:PATH, otherwise the recipe with the name of the data, or digits.
-        overrides: Overrides of the recipe, for all arms.
+        recipe: The name of a recipe, or a YAML file.
+        overrides: Overrides of the recipe.
         arms: The arms, separated by commas; methods can be combined with +. The methods are
             baseline, pgt, gc, agc, label-smoothing, less-decay (alpha times the weight decay,
             without PGT) and head-lr (the learning rates of head and backbone in the same ratio as
@@ -99,33 +90,26 @@ def compare(
     table.check_unused(has_program=bool(command))
     texts = [name.strip() for name in (arms or "").split(",") if name.strip()]
     alphas = [float(value) for value in parse_grid([f"alpha={alpha}"]).values["loss.alpha"]]
-    try:
-        if command:
-            if recipe is not None or overrides or options.keys:
-                got = recipe or next(iter(overrides), "--keys")
-                raise ValueError(f"Expected a recipe or a program, but got {got!r} and a program.")
-            texts = [*(texts or ARMS_OF_PROGRAM.split(",")), *arm]
-            _compare_program(command, texts, alphas, table.better, program, tuning, options)
-            return 0
-        program.check_unused()
-        name, typed = recipe_and_overrides(recipe, overrides, compare)
-        if options.keys:
-            return show_keys(load_recipe(name, parse_overrides(typed)))
-        tuned, changes = tuning.split()
-        base = options.base(name, [*typed, *changes])
-        all_arms = arms_of([*(texts or ARMS.split(",")), *arm], base, alphas)
-        repeats = tuning.repeats
-        study = options.study(
-            "compare", RecipeProgram.of(base), all_arms if not tuned else {}, repeats
-        )
-        tuner = tuning.tuner(study, all_arms, tuned) if tuned else None
-        given = {*parse_overrides([*typed, *changes]), *(tuner.space.keys if tuner else ())}
-        with prepare(tuner.study if tuner else study, tuner, options, given) as ready:
-            tune_and_run(
-                ready.study, ready.tuner, ready.folder, ready.execution, remarks=ready.remarks
-            )
-    except (Interrupted, Declined) as reason:
-        return stopped(reason)
+    if command:
+        if recipe is not None or overrides or options.keys:
+            got = recipe or next(iter(overrides), "--keys")
+            raise ValueError(f"Expected a recipe or a program, but got {got!r} and a program.")
+        texts = [*(texts or ARMS_OF_PROGRAM.split(",")), *arm]
+        _compare_program(command, texts, alphas, table.better, program, tuning, options)
+        return 0
+    program.check_unused()
+    name, typed = recipe_and_overrides(recipe, overrides, compare)
+    if options.keys:
+        return show_keys(load_recipe(name, parse_overrides(typed)))
+    tuned, changes = tuning.split()
+    base = options.base(name, [*typed, *changes])
+    all_arms = arms_of([*(texts or ARMS.split(",")), *arm], base, alphas)
+    repeats = tuning.repeats
+    study = options.study("compare", RecipeProgram.of(base), all_arms if not tuned else {}, repeats)
+    tuner = tuning.tuner(study, all_arms, tuned) if tuned else None
+    given = {*parse_overrides([*typed, *changes]), *(tuner.space.keys if tuner else ())}
+    with prepare(tuner.study if tuner else study, tuner, options, given) as ready:
+        tune_and_run(ready.study, ready.tuner, ready.folder, ready.execution, remarks=ready.remarks)
     return 0
 
 
@@ -141,17 +125,14 @@ def _compare_program(
     """Compare the arms of a user's program."""
     tuned, changes = tuning.split()
     if changes:
-        raise ValueError(
-            "Expected --tune with several values or a range, such as lr=0.1,0.2, but got "
-            f"{changes[0]!r}."
-        )
+        wanted = "Expected --tune with several values or a range, such as lr=0.1,0.2"
+        raise ValueError(f"{wanted}, but got {changes[0]!r}.")
     _check_tune_metric(given.tune_metric, options.metric, bool(tuned))
     # A program has no keys that could be chosen to fit into the time.
     budget = math.inf if options.budget is None else parse_budget(options.budget)
     deadline = time.monotonic() + budget
-    sources = Sources.parse(
-        given.metric_regex, given.metric_file, options.metric, given.tune_metric
-    )
+    wanted = (options.metric, given.tune_metric)
+    sources = Sources.parse(given.metric_regex, given.metric_file, *wanted)
     keys = [part.partition("=")[0] for text in tuned for part in text.rpartition(": ")[2].split()]
     program = CommandProgram.of(command, sources, head=given.head, tuned=dict.fromkeys(keys))
     if given.agc is not None and not given.agc > 0:
@@ -168,10 +149,7 @@ def _compare_program(
         tuner = tuning.tuner(study, arms, tuned, judging)
         study = tuner.study
     elif names := [n for n in placeholders(command) if n not in OWN]:
-        raise ValueError(
-            f"Expected --tune for {names[0]!r}, because the command has {{{names[0]}}}, but got "
-            "none."
-        )
+        raise ValueError(f"Expected --tune for {{{names[0]}}} in the command, but got none.")
     folder = options.free_folder(study)
     with options.pool(folder, program) as pool:
         execution = Execution(pool, Watch)
@@ -191,17 +169,11 @@ def _compare_program(
 
 
 def _check_tune_metric(name: str | None, compared: str | None, is_tuned: bool) -> None:
+    rule = "it must be computed on validation data, because test data must not be used to choose"
     if is_tuned and name is None:
-        raise ValueError(
-            "Expected --tune-metric, the metric by which values are chosen, but got none; it must "
-            "be computed on validation data and differ from --metric, because test data must not "
-            "be used to choose."
-        )
+        raise ValueError(f"Expected --tune-metric with --tune, but got none; {rule}.")
     if not is_tuned and name is not None:
         raise ValueError(f"Expected --tune-metric only with --tune, but got {name!r}.")
-    if name is not None and (compared is None or compared == name):
+    if name is not None and compared in (None, name):
         got = "none" if compared is None else f"{compared!r} for both"
-        raise ValueError(
-            "Expected --metric to be given and to differ from --tune-metric, because the compared "
-            f"metric must not be used to choose, but got {got}."
-        )
+        raise ValueError(f"Expected --metric to differ from --tune-metric, but got {got}; {rule}.")

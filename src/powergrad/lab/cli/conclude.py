@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from powergrad.lab.cli.options import StudyOptions, TableOptions
+from powergrad.lab.cli.study_options import StudyOptions, TableOptions
 from powergrad.lab.environment import describe_machine
+from powergrad.lab.preflight import say
 from powergrad.lab.report import write_report
 from powergrad.lab.stats import LEAST
-from powergrad.lab.study import Execution, Results, Study, load, run_study, save
+from powergrad.lab.study import Execution, Results, Study, load, run_study
 from powergrad.lab.study.decompose import explain_decomposition
 from powergrad.lab.study.execute import tune_once
 from powergrad.lab.study.saving import FILE, claim, compare_rows
@@ -65,12 +66,9 @@ def run_and_report(
 
 def show(results: Results, folder: Path, others: str = " and study.png") -> None:
     """Save the results, draw them, write their page, and print them."""
-    from powergrad.lab.figures import draw_study  # slow to import
+    from powergrad.lab.compare_function import Compared  # slow to import, because it draws
 
-    save(results, folder)
-    page = write_report([results], folder / "report.html")
-    _ = results.comparisons  # raises if a run does not have the metric; the page shows which
-    draw_study(results, folder / "study.png", f"{folder.name}: {len(results.rows)} runs")
+    page = Compared(results).save(folder)
     show_results(results)
     print(f"\nThe page is {page}; study.csv, study.json{others} are in the same folder.")
 
@@ -91,26 +89,19 @@ def compare_table(table: TableOptions, options: StudyOptions) -> int:
     assert path is not None
     folder = options.out / (options.name or path.stem)
     earlier = _earlier_table(folder)
-    results = compare_rows(
-        path,
-        metric=options.metric,
-        columns=parse_columns(table.columns),
-        baseline=table.baseline,
-        margin=options.margin,
-        better=table.better,
-    )
+    wanted = {"metric": options.metric, "margin": options.margin, "better": table.better}
+    columns = parse_columns(table.columns)
+    results = compare_rows(path, columns=columns, baseline=table.baseline, **wanted)
     assert results.source is not None
     if earlier is not None and earlier.source is not None:
         if earlier.source.digest != results.source.digest:
-            message = f"{path} has changed since {folder} was written; the folder is rewritten."
-            print(message, file=sys.stderr)
+            say(f"{path} has changed since {folder} was written; the folder is rewritten.")
         before, now = ({(row.arm, row.seed) for row in r.rows} for r in (earlier, results))
         if earlier.metric.name == results.metric.name and before <= now:
             looks = {*earlier.source.earlier, earlier.size} - {results.size}
             looks = tuple(sorted(size for size in looks if size >= LEAST))
             source = results.source.model_copy(update={"earlier": looks})
             results = replace(results, source=source)
-    folder.mkdir(parents=True, exist_ok=True)
     show(replace(results, folder=folder, environment=describe_machine()), folder)
     return 0
 
@@ -122,11 +113,8 @@ def _earlier_table(folder: Path) -> Results | None:
     if not there:
         return None
     earlier = None
-    if there[0] == FILE:
-        try:
-            earlier = load(folder)
-        except RunError:
-            earlier = None
+    with contextlib.suppress(RunError):
+        earlier = load(folder) if there[0] == FILE else None
     if earlier is None or earlier.source is None:
         raise RecipeError(
             f"Expected {str(folder)!r} to be unused or to hold the results of a table, but got "

@@ -49,10 +49,8 @@ def inspect(
     if source.is_dir() and not Recording.exists(source):
         path = source / "model.safetensors"
         if not path.is_file():
-            raise ValueError(
-                f"Expected {str(source)!r} to hold a recording (norms/) or model.safetensors, but "
-                "got neither."
-            )
+            wanted = f"Expected {str(source)!r} to hold a recording (norms/) or model.safetensors"
+            raise ValueError(f"{wanted}, but got neither.")
     counts = census(path, initial=initial, thresholds=thresholds)
     print(counts)
     if units_csv is not None:
@@ -96,10 +94,8 @@ def watch(
     try:
         server = LiveServer(folder, port)
     except OSError as error:
-        raise ValueError(
-            f"Expected --port {port} to be free, but got: {error.strerror}; --port 0 chooses a "
-            "free one."
-        ) from None
+        remedy = "--port 0 chooses a free one"
+        raise ValueError(f"Port {port} cannot be used: {error.strerror}; {remedy}.") from None
     with server:
         print(f"{folder} at {server.url} (Ctrl-C stops; the study continues)", flush=True)
         has_screen = sys.platform == "darwin" or bool(

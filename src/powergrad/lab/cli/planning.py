@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from powergrad.lab.stats import KNOWN_NOISE, Design, Noise, estimate_noise, parse_runs
 from powergrad.lab.stats import plan as plan_runs
 from powergrad.lab.study import Results, load
 from powergrad.lab.terminal import show_plan
-
-__all__ = ["plan"]
 
 
 def plan(
@@ -52,28 +51,14 @@ def plan(
         seconds = measured if seconds is None else seconds
     elif sigma is None:
         known = ", ".join(KNOWN_NOISE)
-        raise ValueError(
-            f"Expected --sigma (a number, or one of {known}) or --study, but got neither."
-        )
+        raise ValueError(f"Expected --sigma (a number, or one of {known}) or --study.")
     else:
-        try:
+        noise = sigma
+        with contextlib.suppress(ValueError):
             noise = float(sigma)
-        except ValueError:
-            noise = sigma
-    show_plan(
-        plan_runs(
-            delta,
-            noise,
-            power=power,
-            level=level,
-            comparisons=arms - 1,
-            margin=margin,
-            images=images,
-            design=Design(parse_runs(seeds)),
-            seconds=seconds,
-            workers=workers,
-        )
-    )
+    claim = {"power": power, "level": level, "comparisons": arms - 1, "margin": margin}
+    runs = {"design": Design(parse_runs(seeds)), "seconds": seconds, "workers": workers}
+    show_plan(plan_runs(delta, noise, images=images, **claim, **runs))
     return 0
 
 

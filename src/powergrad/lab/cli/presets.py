@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
-
-from powergrad.lab.cli.common import (
-    Declined,
-    Overrides,
-    RecipeName,
-    recipe_and_overrides,
-    show_keys,
-    stopped,
-)
+from powergrad.lab.cli.common import Overrides, RecipeName, Words, recipe_and_overrides, show_keys
 from powergrad.lab.cli.conclude import run_and_report, show_tuning
-from powergrad.lab.cli.options import StudyOptions, TuneOptions, prepare
+from powergrad.lab.cli.study_options import StudyOptions, TuneOptions, prepare
 from powergrad.lab.runs import RecipeProgram
-from powergrad.lab.signals import Interrupted
 from powergrad.lab.study import IdentityCheck
 from powergrad.lab.study.arms import decomposition, parse_grid
 from powergrad.lab.study.decompose import check_identity, describe_identity
@@ -32,15 +22,14 @@ _TUNE = TuneOptions()
 def sweep(
     recipe: RecipeName = None,
     *overrides: Overrides,
-    grid: Annotated[tuple[str, ...], Parameter(negative="")] = ("alpha=1,0.75,0.5,0.25,0.1,0.05",),
+    grid: Words = ("alpha=1,0.75,0.5,0.25,0.1,0.05",),
     options: StudyOptions = _OPTIONS,
 ) -> int:
     """Run a grid over alpha, or over any other key, with several seeds.
 
     Args:
-        recipe: The name of a recipe, or a YAML file. The default depends on data.name: images for
-            folder:PATH, otherwise the recipe with the name of the data, or digits.
-        overrides: Overrides of the recipe, for all points.
+        recipe: The name of a recipe, or a YAML file.
+        overrides: Overrides of the recipe.
         grid: A key and its values, such as alpha=1,0.5,0.25; may be repeated. All other points
             are compared with the first.
         options: The options of every study; --seeds is 8 by default.
@@ -54,12 +43,9 @@ def sweep(
     program = RecipeProgram.of(options.base(name, typed, is_plain=False))
     study = options.study("sweep", program, points.arms())
     given = {*parse_overrides(typed), *points.values}
-    try:
-        with prepare(study, None, options, given, seeds_given=has_seeds) as ready:
-            records = {"grid": points, "remarks": ready.remarks}
-            run_and_report(ready.study, ready.folder, ready.execution, **records)
-    except (Interrupted, Declined) as reason:
-        return stopped(reason)
+    with prepare(study, None, options, given, seeds_given=has_seeds) as ready:
+        records = {"grid": points, "remarks": ready.remarks}
+        run_and_report(ready.study, ready.folder, ready.execution, **records)
     return 0
 
 
@@ -75,9 +61,8 @@ def decompose(
     Cross-entropy is tuned once, and its settings are used for every arm.
 
     Args:
-        recipe: The name of a recipe, or a YAML file. The default depends on data.name: images for
-            folder:PATH, otherwise the recipe with the name of the data, or digits.
-        overrides: Overrides of the recipe, for all arms.
+        recipe: The name of a recipe, or a YAML file.
+        overrides: Overrides of the recipe.
         alpha: The alpha of PGT.
         tuning: The tuning of cross-entropy; lr by default, `--tune none` for no tuning.
         options: The options of every study.
@@ -88,10 +73,8 @@ def decompose(
     texts = tuning.tune or ("lr",)
     tuning = replace(tuning, tune=() if texts == ("none",) else texts)
     if tuning.repeats is not None:
-        raise ValueError(
-            f"Expected no --repeats, because decompose tunes cross-entropy once, but got "
-            f"{tuning.repeats!r}."
-        )
+        wanted = "Expected no --repeats, because decompose tunes cross-entropy once"
+        raise ValueError(f"{wanted}, but got {tuning.repeats!r}.")
     tuned, changes = tuning.split()
     program = RecipeProgram.of(options.base(name, [*typed, *changes]))
     study = options.study("decompose", program, decomposition(program.base, alpha))
@@ -99,21 +82,18 @@ def decompose(
     if tuned:
         tuner = tuning.tuner(options.study("tune", program, {}), {"CE": {}}, tuned)
     given = {*parse_overrides([*typed, *changes]), *(tuner.space.keys if tuner else ())}
-    try:
-        with prepare(study, tuner, options, given) as ready:
-            study, base = ready.study, ready.study.base
-            records: dict[str, Any] = {"remarks": ready.remarks}
-            if ready.tuner is not None:
-                chosen, results = tune_once(ready.tuner, ready.execution)
-                show_tuning(results)
-                records |= {"tuning": results.tuning, "trials": results.trials}
-                base = base.override(chosen.settings("CE"))
-                program = RecipeProgram.of(base)
-                study = replace(study, program=program, arms=decomposition(base, alpha))
-            gaps = check_identity(base, alpha)
-            print(describe_identity(gaps))
-            records["identity"] = IdentityCheck(alpha=alpha, gaps=gaps)
-            run_and_report(study, ready.folder, ready.execution, **records)
-    except (Interrupted, Declined) as reason:
-        return stopped(reason)
+    with prepare(study, tuner, options, given) as ready:
+        study, base = ready.study, ready.study.base
+        records: dict[str, Any] = {"remarks": ready.remarks}
+        if ready.tuner is not None:
+            chosen, results = tune_once(ready.tuner, ready.execution)
+            show_tuning(results)
+            records |= {"tuning": results.tuning, "trials": results.trials}
+            base = base.override(chosen.settings("CE"))
+            program = RecipeProgram.of(base)
+            study = replace(study, program=program, arms=decomposition(base, alpha))
+        gaps = check_identity(base, alpha)
+        print(describe_identity(gaps))
+        records["identity"] = IdentityCheck(alpha=alpha, gaps=gaps)
+        run_and_report(study, ready.folder, ready.execution, **records)
     return 0

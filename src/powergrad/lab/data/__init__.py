@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from powergrad.lab.data.data_options import Data as Data
 from powergrad.lab.data.listing import choose, open_folder
 from powergrad.lab.data.listing import fingerprint as fingerprint
-from powergrad.lab.data.options import Data as Data
 from powergrad.lab.data.sets import Examples, find_set
 from powergrad.lab.data.split import MemorySplit
 from powergrad.lab.data.split import Split as Split

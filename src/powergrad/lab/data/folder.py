@@ -31,8 +31,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from powergrad.lab.data.data_options import Data
 from powergrad.lab.data.listing import FORMATS, Listing
-from powergrad.lab.data.options import Data
 from powergrad.lab.data.split import Batch, Split
 from powergrad.lab.data.streams import Stream, uniform
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from powergrad.lab.data.options import Data
+from powergrad.lab.data.data_options import Data
 from powergrad.lab.data.sets import find_set, roots
 from powergrad.lab.data.streams import balanced_subset, held_out, held_out_groups
 

@@ -25,6 +25,7 @@ import PIL
 from numpy.typing import NDArray
 from PIL import UnidentifiedImageError
 
+from powergrad.lab.data.data_options import Data
 from powergrad.lab.data.folder import eight_bits, grey_or_rgb, in_workers, open_image
 from powergrad.lab.data.listing import (
     BROKEN,
@@ -36,7 +37,6 @@ from powergrad.lab.data.listing import (
     open_folder,
     some,
 )
-from powergrad.lab.data.options import Data
 from powergrad.lab.files import FileError, write_text
 
 FORMAT = 1  # of the cache

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from powergrad.lab.data.options import Data
+from powergrad.lab.data.data_options import Data
 from powergrad.lab.data.streams import Stream, permutation, uniform
 
 BLOCK = 2**20  # pixel values prepared at once (4 MB), to reduce the overhead of small batches

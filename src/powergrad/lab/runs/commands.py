@@ -10,7 +10,6 @@ result.json         the final metrics; it exists if the run is finished
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shlex
@@ -22,18 +21,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from typing_extensions import Self, override
+from typing_extensions import Self
 
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import write_json
+from powergrad.lab.runs.jobs import Changes, ForeignProgram, Job, RunFailed, check_distinct, digest
 from powergrad.lab.runs.process import describe_exit, end_leftovers, last_lines, run_process
-from powergrad.lab.runs.program import Changes, Job, Program, RunFailed
 from powergrad.lab.runs.sources import Missing, Sources
 from powergrad.lab.trainer.recipe import RecipeError
 from powergrad.lab.trainer.run_folder import Result, Run
-from powergrad.lab.words import did_you_mean, slug
+from powergrad.lab.words import did_you_mean
 from powergrad.reporting import VARIABLE
 
 FLAGS = "flags"  # the key of the flags that an arm adds; its other keys are of `powergrad run`
@@ -103,13 +102,12 @@ class _Parts:
 
     @classmethod
     def _of_torchrun(cls, before: tuple[str, ...], rest: Sequence[str]) -> _Parts | None:
-        place = next((i for i, t in enumerate(rest) if t in ("-m", "--module")), None)
-        script = next((i for i, t in enumerate(rest) if t.endswith(".py")), None)
-        if place is not None and (script is None or place < script):
-            return cls((*before, *rest[:place]), ("-m", *rest[place + 1 :]), is_distributed=True)
-        if script is None:
-            return None
-        return cls((*before, *rest[:script]), tuple(rest[script:]), is_distributed=True)
+        for place, token in enumerate(rest):
+            if token in ("-m", "--module"):
+                return cls((*before, *rest[:place]), ("-m", *rest[place + 1 :]), True)
+            if token.endswith(".py"):
+                return cls((*before, *rest[:place]), tuple(rest[place:]), True)
+        return None
 
     def altered(self, options: Sequence[str]) -> list[str]:
         """The command with options of ``powergrad run``."""
@@ -123,21 +121,19 @@ class _Parts:
     @property
     def name(self) -> str:
         """The name of the script or module."""
-        named = self.program[1:2] if self.program[0] == "-m" else self.program[:1]
-        return named[0] if named else ""
+        return self.script or "".join(self.program[1:2])
 
 
 # The program --------------------------------------------------------------------------------------
 
 
-class CommandProgram(Program):
+class CommandProgram(ForeignProgram):
     """A command that each arm runs with its own options of ``powergrad run``, or its own flags.
 
     The changes of an arm are options of ``powergrad run`` (``--alpha``), flags that are added to
     the command (`FLAGS`), and values of tuned placeholders. The fingerprint is that of the script.
     """
 
-    is_foreign: ClassVar[bool] = True
     kind: Literal["command"] = "command"
     command: tuple[str, ...]
     sources: Sources = Sources()
@@ -164,35 +160,26 @@ class CommandProgram(Program):
             try:
                 content = Path(parts.script).read_bytes()
             except OSError as error:
-                raise RecipeError(
-                    f"Expected a script after `--`, but got {parts.script!r}: {error.strerror}."
-                ) from None
-            fingerprint = f"sha256:{hashlib.sha256(content).hexdigest()}"
-        program = cls(
-            command=tuple(command),
-            sources=sources,
-            head=head,
-            tuned=tuple(tuned),
-            fingerprint=fingerprint,
-        )
+                got = f"{parts.script!r}: {error.strerror}"
+                raise RecipeError(f"Expected a script after `--`, but got {got}.") from None
+            fingerprint = f"sha256:{digest(content)}"
+        values = {"command": tuple(command), "head": head, "tuned": tuple(tuned)}
+        program = cls(sources=sources, fingerprint=fingerprint, **values)
         if "seed" not in placeholders(command):
-            raise RecipeError(
-                "Expected the placeholder {seed} in the command, such as `-- python train.py "
-                f"--seed {{seed}}`, but got {program.title!r}."
-            )
+            wanted = "Expected {seed} in the command, such as `-- python train.py --seed {seed}`"
+            raise RecipeError(f"{wanted}, but got {program.title!r}.")
         for _, path, _ in sources.files:
             program._check_placeholders(placeholders([path]))
         return program
 
     def _check_placeholders(self, names: Sequence[str]) -> None:
         known = [*OWN, *self.tuned]
-        for name in names:
-            if name not in known:
-                listed = ", ".join(f"{{{placeholder}}}" for placeholder in known)
-                raise RecipeError(
-                    f"Expected placeholders among {listed}, or a key of --tune, but got "
-                    f"{{{name}}}{did_you_mean(name, known)} Write {{{{ and }}}} for braces."
-                )
+        for name in (name for name in names if name not in known):
+            listed = ", ".join(f"{{{placeholder}}}" for placeholder in known)
+            raise RecipeError(
+                f"Expected placeholders among {listed}, or a key of --tune, but got {{{name}}}"
+                f"{did_you_mean(name, known)} Write {{{{ and }}}} for braces."
+            )
 
     @property
     def parts(self) -> _Parts | None:
@@ -205,35 +192,28 @@ class CommandProgram(Program):
         return self.parts is not None and self.parts.is_distributed
 
     @property
-    @override
     def key(self) -> str:
         values = self.model_dump_json(exclude={"fingerprint": True, "sources": {"wanted"}})
-        return hashlib.sha256(values.encode()).hexdigest()
+        return digest(values)
 
     @property
-    @override
     def data_name(self) -> str:
         name = self.parts.name if self.parts else self.command[0]
         return Path(name).name.removesuffix(".py")
 
     @property
-    @override
     def title(self) -> str:
         return " ".join(map(_quoted, self.command))
 
     @property
-    @override
     def changing(self) -> str:
         return f"{self.parts.script if self.parts else 'The script'} has changed"
 
-    @override
-    def job(self, arm: str, changes: Changes, seed: int) -> Job:
+    def identity(self, arm: str, changes: Changes, seed: int) -> str:
         command, values, options = self._resolve(arm, changes, seed)
         places = self.sources.model_dump(exclude={"wanted"})
         del values["seed"]
-        identity = json.dumps([command, values, options, places, self.fingerprint])
-        digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
-        return Job(f"{slug(arm)[:40]}-seed{seed}-{digest}", arm, seed, changes, self)
+        return digest(json.dumps([command, values, options, places, self.fingerprint]))[:10]
 
     def _resolve(
         self, arm: str, changes: Changes, seed: int
@@ -248,17 +228,7 @@ class CommandProgram(Program):
         values = {"seed": seed, "arm": arm, **tuned}
         return command, values, options if self.parts is not None else None
 
-    @override
-    def execute(self, job: Job, folder: Path) -> Result:
-        run = Run(folder.resolve() / job.name)
-        with run.hold():
-            result = run.result()
-            if result is None:
-                result = self._execute(job, run)
-                run.finish(result)
-        return result
-
-    def _execute(self, job: Job, run: Run) -> Result:
+    def perform(self, job: Job, run: Run) -> Result:
         report, output = run.folder / "report.json", run.folder / "output.txt"
         summary, out = run.folder / "powergrad.json", run.folder / "out"
         end_leftovers(VARIABLE, str(report))  # from a worker that was killed
@@ -286,13 +256,11 @@ class CommandProgram(Program):
             raise RunFailed(f"{error} {tail}") from None
         return Result(metrics={"seconds": seconds, **metrics}, about=about)
 
-    @override
     def alpha(self, changes: Changes) -> float:
         return changes.get("--alpha", 1.0)
 
-    @override
     def check_arms(self, arms: Mapping[str, Changes]) -> None:
-        arm_by_run: dict[str, str] = {}
+        runs = {}
         for arm, changes in arms.items():
             if any(name.startswith("--") for name in changes) and self.parts is None:
                 raise RecipeError(
@@ -302,28 +270,22 @@ class CommandProgram(Program):
                 )
             names = placeholders([*self.command, *changes.get(FLAGS, ())])
             self._check_placeholders(names)
-            other = arm_by_run.setdefault(self.job("", changes, 0).name, arm)
-            if other != arm and "arm" not in names:
-                raise RecipeError(
-                    f"Expected arms that differ, but got {other!r} and {arm!r}, which are the same "
-                    "run."
-                )
+            runs[arm] = self.identity(arm if "arm" in names else "", changes, 0)
+        check_distinct(runs)
 
     def check_tuned(self, arm: str, changes: Changes, keys: Sequence[str]) -> None:
         """Check that the command of an arm has a placeholder for every key that is tuned for it."""
         names = placeholders([*self.command, *changes.get(FLAGS, ())])
-        for key in keys:
-            if key not in names:
-                raise RecipeError(
-                    f"Expected the placeholder {{{key}}} in the command, because {key!r} is tuned "
-                    f"for the arm {arm!r}, but got {self.title!r}."
-                )
-        for name in names:
-            if name not in (*OWN, *keys):
-                raise RecipeError(
-                    f"Expected --tune for {name!r} of the arm {arm!r}, because the command has "
-                    f"{{{name}}}, but got only {', '.join(keys)}."
-                )
+        if absent := [key for key in keys if key not in names]:
+            raise RecipeError(
+                f"Expected {{{absent[0]}}} in the command, because {absent[0]!r} is tuned for the "
+                f"arm {arm!r}, but got {self.title!r}."
+            )
+        if others := [name for name in names if name not in (*OWN, *keys)]:
+            raise RecipeError(
+                f"Expected --tune for {{{others[0]}}} in the command of the arm {arm!r}, but got "
+                f"only {', '.join(keys)}."
+            )
 
 
 def _check_altered(code: int, path: Path, *, is_altered: bool) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""The devices of each worker, for a user's program."""
+"""The workers of this machine, and the devices of each."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 import torch
 
@@ -15,17 +14,18 @@ def visible_devices() -> list[str]:
     return named[:count] if named != [""] else [str(number) for number in range(count)]
 
 
-def default_workers(devices: Sequence[str], threads: int) -> int:
-    """One worker per GPU; without GPUs, as many as the cores allow."""
-    return len(devices) or max(1, (os.cpu_count() or 1) // threads)
+def worker_environments(
+    workers: int | None, threads: int, devices: list[str], usual: int | None = None
+) -> list[dict[str, str]]:
+    """The environment variables of each worker: its threads and, if there are GPUs, its GPU.
 
-
-def worker_environments(workers: int, devices: Sequence[str], threads: int) -> list[dict[str, str]]:
-    """The environment variables of each worker: its threads and, if there are GPUs, its GPU."""
+    By default, there is one worker per GPU; without GPUs, as many as the cores allow.
+    """
+    for name, value in (("workers", workers), ("threads", threads)):
+        if value is not None and value < 1:
+            raise ValueError(f"Expected `{name}` to be at least 1, but got {value}.")
+    count = workers or usual or len(devices) or max(1, (os.cpu_count() or 1) // threads)
     shared = {"OMP_NUM_THREADS": str(threads)}
     if not devices:
-        return [shared] * workers
-    return [
-        {**shared, "CUDA_VISIBLE_DEVICES": devices[place % len(devices)]}
-        for place in range(workers)
-    ]
+        return [shared] * count
+    return [shared | {"CUDA_VISIBLE_DEVICES": devices[i % len(devices)]} for i in range(count)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import inspect
 import json
@@ -15,25 +14,23 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
-from typing_extensions import Self, override
+from typing_extensions import Self
 
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import write_json
-from powergrad.lab.runs.program import Changes, Job, Program, RunFailed
+from powergrad.lab.runs.jobs import Changes, ForeignProgram, Job, RunFailed, digest
 from powergrad.lab.trainer.run_folder import Result, Run
-from powergrad.lab.words import slug
 
 Train = Callable[..., Any]
 LINES = 20  # the number of lines of a traceback to show
 
 
-class FunctionProgram(Program):
+class FunctionProgram(ForeignProgram):
     """A function that is called with the settings of each arm; the fingerprint is its source's."""
 
-    is_foreign: ClassVar[bool] = True
     kind: Literal["function"] = "function"
     place: str  # see `place_of`
     metric: str  # the name of the returned value, if it is a number
@@ -43,55 +40,31 @@ class FunctionProgram(Program):
     def of(cls, function: Train, metric: str) -> Self:
         """The program of a function, with the current fingerprint of its source."""
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        place = place_of(function)
-        return cls(
-            place=place or f"{getattr(function, '__module__', '')}:{name}",
-            metric=metric,
-            fingerprint=_fingerprint(function),
-            function=None if place else function,
-        )
+        place, fingerprint = place_of(function), _fingerprint(function)
+        if place is not None:
+            return cls(place=place, metric=metric, fingerprint=fingerprint)
+        place = f"{getattr(function, '__module__', '')}:{name}"
+        return cls(place=place, metric=metric, fingerprint=fingerprint, function=function)
 
     @property
-    @override
     def key(self) -> str:
-        return hashlib.sha256(f"{self.place} {self.metric}".encode()).hexdigest()
+        return digest(f"{self.place} {self.metric}")
 
     @property
-    @override
     def data_name(self) -> str:
         return self.place.rpartition(":")[2].rpartition(".")[2].strip("<>")
 
     @property
-    @override
     def title(self) -> str:
         return f"{self.place.rpartition(':')[2]}(seed, arm)"
 
-    @property
-    @override
-    def changing(self) -> str:
-        return f"{self.title} has changed"
+    def identity(self, arm: str, changes: Changes, seed: int) -> str:
+        values = [arm, self.place, self.metric, dict(changes), self.fingerprint]
+        return digest(json.dumps(values, default=repr))[:10]
 
-    @override
-    def job(self, arm: str, changes: Changes, seed: int) -> Job:
-        identity = json.dumps(
-            [arm, self.place, self.metric, dict(changes), self.fingerprint], default=repr
-        )
-        digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
-        return Job(f"{slug(arm)[:40]}-seed{seed}-{digest}", arm, seed, changes, self)
-
-    @override
-    def execute(self, job: Job, folder: Path) -> Result:
-        run = Run(folder / job.name)
-        with run.hold():
-            result = run.result()
-            if result is None:
-                run.clear()
-                write_json(run.folder / "environment.json", describe_machine())
-                result = self._call(job)
-                run.finish(result)
-        return result
-
-    def _call(self, job: Job) -> Result:
+    def perform(self, job: Job, run: Run) -> Result:
+        run.clear()
+        write_json(run.folder / "environment.json", describe_machine())
         function = self.function or _load(self.place)
         began = time.monotonic()
         try:
@@ -106,7 +79,6 @@ class FunctionProgram(Program):
         metrics = {str(name): _number(name, value) for name, value in given.items()}
         return Result(metrics={"seconds": seconds, **metrics})
 
-    @override
     def alpha(self, changes: Changes) -> float:
         alpha = changes.get("alpha", 1.0)
         return float(alpha) if isinstance(alpha, (int, float)) else 1.0
@@ -116,11 +88,8 @@ def _number(name: Any, value: Any) -> float:
     """A metric as a number; 0-d tensors and numpy scalars are converted."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number and not (hasattr(value, "item") and getattr(value, "ndim", 1) == 0):
-        raise RunFailed(
-            f"Expected `train` to return a number or a mapping of numbers, but got "
-            f"{type(value).__name__} as {name!r}.",
-            stops=True,
-        )
+        wanted = "Expected `train` to return a number or a mapping of numbers"
+        raise RunFailed(f"{wanted}, but got {type(value).__name__} as {name!r}.", stops=True)
     return float(value)
 
 
@@ -159,7 +128,6 @@ def _load(place: str) -> Train:
 
 def _fingerprint(function: Train) -> str:
     try:
-        source = inspect.getsource(function)
+        return f"sha256:{digest(inspect.getsource(function))}"
     except (OSError, TypeError):
         return ""
-    return f"sha256:{hashlib.sha256(source.encode()).hexdigest()}"

@@ -26,16 +26,16 @@ from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
-from typing_extensions import Self, override
+from typing_extensions import Self
 
-from powergrad.lab.files import FileError, write_atomically, write_json
-from powergrad.lab.runs.failures import RunsFailed, disk_full_error, is_disk_full, same_failure
-from powergrad.lab.runs.program import JobError, RunFailed
-from powergrad.lab.runs.worker import PATIENCE, PROGRESS, Call, Job, Outcome, dismiss, progress_of
+from powergrad.lab.files import FileError, is_disk_full, write_atomically, write_json
+from powergrad.lab.runs.jobs import JobError, RunFailed, Task
+from powergrad.lab.runs.worker import PATIENCE, PROGRESS, Call, Outcome, dismiss, progress_of
 from powergrad.lab.signals import Interrupted, watching_signals
 
 REACH = 5  # seconds to connect to the scheduler of a cluster
 SILENT = 10  # after this many seconds without a report, a run does not count as running
+SHOWN = 8  # the maximal number of different failures to show
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,29 @@ class Snapshot:
 
 
 Watch = Callable[[Snapshot], None]
+
+
+class RunsFailed(JobError):  # noqa: N818
+    """Some runs of a study failed, for the reasons `failed`; the others have `results`."""
+
+    def __init__(self, failed: Mapping[str, str], results: Mapping[str, Any]) -> None:
+        self.failed, self.results = dict(failed), dict(results)
+        lines = [f"{len(failed)} of {len(failed) + len(results)} runs failed:"]
+        causes = _by_cause(failed)
+        for names in causes[:SHOWN]:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            lines.append(f"  {names[0]}{more}: {failed[names[0]]}")
+        if len(causes) > SHOWN:
+            lines.append(f"  and {len(causes) - SHOWN} other reasons")
+        super().__init__("\n".join(lines))
+
+
+def _by_cause(failed: Mapping[str, str]) -> list[list[str]]:
+    """The failed runs by reason, ignoring the name of the run in it."""
+    causes: dict[str, list[str]] = {}
+    for name, reason in failed.items():
+        causes.setdefault(reason.replace(name, ""), []).append(name)
+    return list(causes.values())
 
 
 class Pool:
@@ -82,9 +105,16 @@ class Pool:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._stack.close()
         if is_disk_full(error) and not isinstance(error, JobError):
-            raise disk_full_error(self.folder) from error
+            raise self.disk_full() from error
 
-    def run(self, jobs: Sequence[Job], watch: Watch = lambda snapshot: None) -> dict[str, Any]:
+    def disk_full(self) -> JobError:
+        """The error of a study whose disk is full."""
+        return JobError(
+            f"The disk is full: nothing more can be written to {str(self.folder)!r}, so the study "
+            "stops. Finished runs are kept. Free some space and run the same command to continue."
+        )
+
+    def run(self, jobs: Sequence[Task], watch: Watch = lambda snapshot: None) -> dict[str, Any]:
         """Execute the unfinished runs; return the results of all, by name.
 
         With a deadline, runs that could not be started are missing.
@@ -95,7 +125,7 @@ class Pool:
             return batch.results
         batch.write()  # the workers look for this file
         self._connect()
-        futures: dict[str, tuple[Job, Any]] = {}
+        futures: dict[str, tuple[Task, Any]] = {}
         woken = threading.Event()
         try:
             with watching_signals(second_interrupts=False) as stopped:
@@ -204,7 +234,7 @@ class Pool:
             "command continues when it can be reached again."
         )
 
-    def _outcome(self, job: Job, future: Any) -> Outcome | None:
+    def _outcome(self, job: Task, future: Any) -> Outcome | None:
         """How a run ended; None if it was stopped."""
         from distributed import CancelledError, KilledWorker
 
@@ -234,8 +264,7 @@ class Pool:
 class InlinePool(Pool):
     """Executes runs one after another in this process, if other processes cannot import them."""
 
-    @override
-    def run(self, jobs: Sequence[Job], watch: Watch = lambda snapshot: None) -> dict[str, Any]:
+    def run(self, jobs: Sequence[Task], watch: Watch = lambda snapshot: None) -> dict[str, Any]:
         batch = _Batch(self, jobs)
         for job in [job for job in jobs if job.name not in batch.results]:
             if self._is_too_late():
@@ -255,7 +284,7 @@ class InlinePool(Pool):
 class _Batch:
     """The results and failures of the runs of one call, and what is shown of them."""
 
-    def __init__(self, pool: Pool, jobs: Sequence[Job]) -> None:
+    def __init__(self, pool: Pool, jobs: Sequence[Task]) -> None:
         self.pool, self.jobs = pool, jobs
         results = {job.name: pool.known.get(job.name) or job.result(pool.folder) for job in jobs}
         self.results = {name: result for name, result in results.items() if result is not None}
@@ -266,7 +295,7 @@ class _Batch:
         self.began, self.written = time.monotonic(), -math.inf
         self.first: tuple[float, float] | None = None  # the time and state of the first progress
 
-    def add(self, job: Job, outcome: Outcome) -> None:
+    def add(self, job: Task, outcome: Outcome) -> None:
         """Add the outcome of a run."""
         folder = self.pool.folder / job.name
         for name in sorted(outcome.files, key=lambda name: name == "result.json"):
@@ -275,7 +304,7 @@ class _Batch:
         if outcome.result is not None:
             self.results[job.name], self.done[job.name] = outcome.result, 1.0
         elif outcome.is_disk_full:
-            raise disk_full_error(self.pool.folder)
+            raise self.pool.disk_full()
         elif outcome.stops:
             raise JobError(f"{job.name}: {outcome.reason}")
         else:
@@ -283,14 +312,13 @@ class _Batch:
 
     def check_hope(self) -> None:
         """Raise JobError if the first runs of our own recipes all failed in the same way."""
-        is_early = len(self.results) == self.at_start[0]
-        if is_early and len(self.failed) >= max(2, self.pool.workers):
-            reason = same_failure(self.failed)
-            if reason is not None and not any(job.is_foreign for job in self.jobs):
-                raise JobError(
-                    f"The first {len(self.failed)} of {len(self.jobs)} runs all failed in the "
-                    f"same way, so the study stops: {reason}"
-                )
+        is_early = len(self.results) == self.at_start[0] and len(_by_cause(self.failed)) == 1
+        is_foreign = any(job.is_foreign for job in self.jobs)
+        if is_early and len(self.failed) >= max(2, self.pool.workers) and not is_foreign:
+            raise JobError(
+                f"The first {len(self.failed)} of {len(self.jobs)} runs all failed in the same "
+                f"way, so the study stops: {next(iter(self.failed.values()))}"
+            )
 
     def finish(self) -> dict[str, Any]:
         """Write the final state; return the results, or raise RunsFailed."""
@@ -305,8 +333,8 @@ class _Batch:
         seconds, total = time.monotonic() - self.began, sum(self.done.values())
         if self.first is None and total > self.at_start[1]:
             self.first = seconds, total
-        results, failed = dict(self.results), dict(self.failed)
-        watch(Snapshot(dict(self.done), results, seconds, self._left(), failed))
+        shown = (dict(self.done), dict(self.results), seconds, self._left(), dict(self.failed))
+        watch(Snapshot(*shown))
         if time.monotonic() - self.written > 1:
             self.write(running)
 

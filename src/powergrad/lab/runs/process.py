@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from powergrad.lab.runs.program import RunFailed
+from powergrad.lab.runs.jobs import RunFailed
 from powergrad.lab.signals import Interrupted, watching_signals
 
 PATIENCE = 8  # seconds from SIGTERM to SIGKILL
@@ -41,23 +41,15 @@ def run_process(command: Sequence[str], output: Path, environment: Mapping[str, 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process and its process group."""
-    for number, seconds in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, None)):
-        with contextlib.suppress(ProcessLookupError):
+    for number, seconds in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, 0)):
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(ProcessLookupError):  # the group has ended
             os.killpg(process.pid, number)
-        deadline = time.monotonic() + (seconds or 0)
-        while process.poll() is None or _is_group(process.pid):
-            if seconds is None or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
+            while time.monotonic() < deadline:
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
     process.wait()
-
-
-def _is_group(number: int) -> bool:
-    try:
-        os.killpg(number, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def end_leftovers(name: str, value: str) -> None:

@@ -6,13 +6,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from typing_extensions import Self, override
+from typing_extensions import Self
 
-from powergrad.lab.runs.program import Changes, Job, Program
+from powergrad.lab.runs.jobs import Changes, Job, Program, check_distinct
 from powergrad.lab.trainer.recipe import Recipe, RecipeError
 from powergrad.lab.trainer.run_folder import Result, Run
 from powergrad.lab.trainer.training import train
-from powergrad.lab.words import slug
 
 
 class RecipeProgram(Program):
@@ -28,22 +27,18 @@ class RecipeProgram(Program):
         return cls(base=base, fingerprint=base.folder_fingerprint())
 
     @property
-    @override
     def key(self) -> str:
         return self.base.override({"seed": 0}).key
 
     @property
-    @override
     def data_name(self) -> str:
         return self.base.data.title
 
     @property
-    @override
     def title(self) -> str:
         return f"{self.base.model.name} on {self.base.data.title}"
 
     @property
-    @override
     def changing(self) -> str:
         return f"The images of {self.title} have changed"
 
@@ -51,48 +46,31 @@ class RecipeProgram(Program):
         """The recipe of one run."""
         return self.base.override({**changes, "seed": seed})
 
-    @override
-    def job(self, arm: str, changes: Changes, seed: int) -> Job:
-        key = self.recipe(changes, seed).key
+    def identity(self, arm: str, changes: Changes, seed: int) -> str:
         data = f"-{self.fingerprint.partition(':')[2][:8]}" if self.fingerprint else ""
-        return Job(f"{slug(arm)[:40]}-seed{seed}-{key}{data}", arm, seed, changes, self)
+        return self.recipe(changes, seed).key + data
 
-    @override
     def execute(self, job: Job, folder: Path) -> Result:
         result = train(self.recipe(job.changes, job.seed), folder / job.name).result()
         assert result is not None  # train returns finished runs
         return result
 
-    @override
     def progress(self, job: Job, folder: Path) -> float:
         rows = Run(folder / job.name).metrics()
         epochs = job.changes.get("train.epochs", self.base.train.epochs)
         return (rows[-1]["epoch"] or 0) / epochs if rows else 0.0
 
-    @override
     def alpha(self, changes: Changes) -> float:
         return changes.get("loss.alpha", self.base.loss.alpha)
 
-    @override
     def check_arms(self, arms: Mapping[str, Changes]) -> None:
-        arm_by_key: dict[str, str] = {}
-        tested_on = set()
-        for arm, changes in arms.items():
-            recipe = self.recipe(changes, 0)
-            other = arm_by_key.setdefault(recipe.key, arm)
-            if other != arm:
-                raise RecipeError(
-                    f"Expected arms that differ, but got {other!r} and {arm!r}, which are the same "
-                    "run."
-                )
-            tested_on.add((recipe.data.name, recipe.data.hold_out))
+        recipes = {arm: self.recipe(changes, 0) for arm, changes in arms.items()}
+        check_distinct({arm: recipe.key for arm, recipe in recipes.items()})
+        tested_on = {(recipe.data.name, recipe.data.hold_out) for recipe in recipes.values()}
         if len(tested_on) > 1:
-            raise RecipeError(
-                "Expected all arms to be tested on the same examples, but got arms that differ in "
-                "data.name or data.hold_out."
-            )
+            wanted = "Expected all arms to be tested on the same examples"
+            raise RecipeError(f"{wanted}, but got arms with other data.name or data.hold_out.")
 
-    @override
     def check_tuning(self, *, by_identity: bool) -> None:
         clip = self.base.clip
         if by_identity and (clip.norm is not None or clip.value is not None):
@@ -101,12 +79,9 @@ class RecipeProgram(Program):
                 "not preserve the training of the backbone, but got some."
             )
         if self.base.data.hold_out:
-            raise RecipeError(
-                "Expected data.hold_out to be 0 with --tune, which holds out its own data, but got "
-                f"{self.base.data.hold_out:g}."
-            )
+            wanted = "Expected data.hold_out to be 0 with --tune, which holds out its own data"
+            raise RecipeError(f"{wanted}, but got {self.base.data.hold_out:g}.")
 
-    @override
     def at_point(self, changes: Changes, point: Changes, shared: Collection[str]) -> dict[str, Any]:
         # If an arm sets a shared key itself, such as less-decay the decay, its value is scaled by
         # the same factor as that of the recipe.
@@ -117,10 +92,8 @@ class RecipeProgram(Program):
             chosen[key] = changes[key] * value / own if is_scaled else value
         return chosen
 
-    @override
     def in_trial(self, changes: Changes) -> Changes:
         return {**changes, "data.hold_out": self.hold_out}
 
-    @override
     def public(self) -> RecipeProgram:
         return self.model_copy(update={"base": self.base.without_paths()})

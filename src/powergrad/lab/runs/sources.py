@@ -11,8 +11,8 @@ from typing import Any
 
 from typing_extensions import Self
 
+from powergrad.lab.runs.jobs import Record
 from powergrad.lab.runs.process import lines_of
-from powergrad.lab.runs.program import Record
 from powergrad.lab.trainer.recipe import RecipeError
 
 
@@ -48,50 +48,40 @@ class Sources(Record):
         for text in files:
             path, colon, key = text.rpartition(":")
             if not colon or not path or not key:
-                raise RecipeError(
-                    f"Expected --metric-file to be FILE:KEY, such as results.json:val.acc, but got "
-                    f"{text!r}."
-                )
+                wanted = "Expected --metric-file to be FILE:KEY, such as results.json:val.acc"
+                raise RecipeError(f"{wanted}, but got {text!r}.")
             placed.append((metric if metric and is_single else key, path, key))
-        known = [name for name, regex in named if name]
-        known += [name for _, regex in compiled for name in regex.groupindex]
-        known += [name for name, _, _ in placed]
-        for name in known:
-            if known.count(name) > 1:
-                raise RecipeError(f"Expected each metric once, but got {name!r} from two sources.")
         wanted = tuple(dict.fromkeys(name for name in (metric, tune_metric) if name))
-        return cls(regexes=tuple(named), files=tuple(placed), wanted=wanted)
+        sources = cls(regexes=tuple(named), files=tuple(placed), wanted=wanted)
+        for name in sources.names:
+            if sources.names.count(name) > 1:
+                raise RecipeError(f"Expected each metric once, but got {name!r} from two sources.")
+        return sources
 
     @property
     def names(self) -> list[str]:
         """The metrics known before the first run, which does not include those of `report`."""
-        grouped = [name for _, text in self.regexes for name in re.compile(text).groupindex]
-        return [
-            *(name for name, _ in self.regexes if name),
-            *grouped,
-            *(name for name, _, _ in self.files),
-        ]
+        names = [name for name, _ in self.regexes if name]
+        names += [name for _, text in self.regexes for name in re.compile(text).groupindex]
+        return names + [name for name, _, _ in self.files]
 
     def read(
         self, output: Path, report: Path, out: Path, fill: Callable[[str], str]
     ) -> dict[str, float]:
         """The metrics of a run that has ended."""
-        metrics = _reported(report) | self._matched(output)
+        metrics = json.loads(report.read_text()) if report.is_file() else {}
+        metrics |= self._matched(output)
         for name, path, key in self.files:
             metrics[name] = _of_file(out / fill(path), key)
-        for name in self.wanted:
-            if name not in metrics:
-                listed = ", ".join(map(repr, metrics)) or "none"
-                raise Missing(f"Expected the metric {name!r}, but got {listed}.{self._where()}")
-        if not metrics:
-            raise Missing(f"Expected a metric, but got none.{self._where()}")
+        missing = [name for name in self.wanted if name not in metrics]
+        if missing or not metrics:
+            wanted = f"the metric {missing[0]!r}" if missing else "a metric"
+            listed = ", ".join(map(repr, metrics)) or "none"
+            places = [f"--metric-regex {text!r}" for _, text in self.regexes]
+            places += [f"--metric-file {path}:{key}" for _, path, key in self.files]
+            searched = ", ".join([*places, "powergrad.report(...)"])
+            raise Missing(f"Expected {wanted}, but got {listed}. Searched: {searched}.")
         return metrics
-
-    def _where(self) -> str:
-        """The sources that were searched, as a sentence."""
-        places = [f"--metric-regex {text!r}" for _, text in self.regexes]
-        places += [f"--metric-file {path}:{key}" for _, path, key in self.files]
-        return f" Searched: {', '.join([*places, 'powergrad.report(...)'])}."
 
     def _matched(self, output: Path) -> dict[str, float]:
         """The last matches in the output, which may have any size."""
@@ -104,10 +94,7 @@ class Sources(Record):
         metrics = {}
         for (name, regex), match in zip(compiled, last, strict=True):
             if match is None:
-                raise Missing(
-                    f"Expected a match of --metric-regex {regex.pattern!r} in the output, but got "
-                    "none."
-                )
+                raise Missing(f"The output has no match of --metric-regex {regex.pattern!r}.")
             groups = match.groupdict() or {name: match[1]}
             for group, text in groups.items():
                 if text is not None:
@@ -119,9 +106,8 @@ def _compile(text: str) -> re.Pattern[str]:
     try:
         regex = re.compile(text)
     except re.error as error:
-        raise RecipeError(
-            f"Expected --metric-regex to be a regular expression, but got {text!r}: {error}."
-        ) from None
+        wanted = "Expected --metric-regex to be a regular expression"
+        raise RecipeError(f"{wanted}, but got {text!r}: {error}.") from None
     if regex.groups != (len(regex.groupindex) or 1):
         raise RecipeError(
             "Expected --metric-regex with one group in parentheses, such as 'acc ([\\d.]+)', or "
@@ -154,22 +140,16 @@ def _number(text: Any, where: str) -> float:
         raise Missing(f"Expected a number from {where}, but got {text!r}.") from None
 
 
-def _reported(path: Path) -> dict[str, float]:
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
 def _of_file(path: Path, key: str) -> float:
     """A number in a JSON file, or in the last row of a CSV."""
     where = f"--metric-file {path}:{key}"
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix.lower() == ".csv":
-            rows = list(csv.DictReader(text.splitlines()))
-            return _number(rows[-1][key], where)
+            return _number(list(csv.DictReader(text.splitlines()))[-1][key], where)
         value = json.loads(text)
-        if isinstance(value, dict) and key in value:
-            return _number(value[key], where)
-        for part in key.split("."):
+        is_whole = isinstance(value, dict) and key in value
+        for part in [key] if is_whole else key.split("."):
             value = value[int(part)] if isinstance(value, list) else value[part]
         return _number(value, where)
     except OSError as error:

@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 import powergrad
-from powergrad.lab.runs.failures import is_disk_full
+from powergrad.lab.files import is_disk_full
+from powergrad.lab.runs.jobs import RunFailed, Task
 from powergrad.lab.runs.process import describe_exit, end_leftovers
-from powergrad.lab.runs.program import RunFailed
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.trainer.run_folder import RunBusyError
 
@@ -47,23 +47,11 @@ NOT_SENT = {"out", "checkpoint"}
 MOST_SENT = 8 << 20  # bytes per run
 
 
-class Job(Protocol):
-    """What the pool uses of a run."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def is_foreign(self) -> bool: ...
-    def execute(self, folder: Path) -> Any: ...
-    def result(self, folder: Path) -> Any: ...
-    def progress(self, folder: Path) -> float: ...
-
-
 @dataclass(frozen=True)
 class Call:
     """A call of :func:`perform`, made by ``pickle.loads``: so only workers need powergrad."""
 
-    job: Job
+    job: Task
     pool: str
     folder: Path
     environments: tuple[Mapping[str, str], ...] = ()
@@ -87,7 +75,7 @@ class Outcome:
     files: dict[str, bytes] = field(default_factory=dict)  # if the client does not see them
 
 
-def progress_of(job: Job, folder: Path) -> float:
+def progress_of(job: Task, folder: Path) -> float:
     """The finished fraction of a run; 0 while its files cannot be read."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         return job.progress(folder)

@@ -12,11 +12,10 @@ from powergrad.lab.stats.tests import check_positive, t_interval
 from powergrad.lab.stats.verdict import (
     VERDICTS,
     Comparison,
-    by_arm_and_seed,
     compare,
-    p_in_words,
-    signed,
-    span,
+    format_interval,
+    format_p,
+    format_signed,
 )
 
 __all__ = [
@@ -28,15 +27,14 @@ __all__ = [
     "Design",
     "Noise",
     "Plan",
-    "by_arm_and_seed",
     "check_positive",
     "compare",
     "error_of_looks",
     "estimate_noise",
-    "p_in_words",
+    "format_interval",
+    "format_p",
+    "format_signed",
     "parse_runs",
     "plan",
-    "signed",
-    "span",
     "t_interval",
 ]

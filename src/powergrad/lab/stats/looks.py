@@ -23,13 +23,15 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 LEAST = 6  # with fewer runs per arm, no verdict is given
-NODES = 96  # quadrature nodes over the region in which a study continues
+# Gauss-Legendre quadrature over the region in which a study continues.
+NODES, WEIGHTS = np.polynomial.legendre.leggauss(96)
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,8 @@ class Design:
     level: float = 0.05  # probability of any false verdict, over all looks and arms
 
     def __post_init__(self) -> None:
-        rising = all(a < b for a, b in zip(self.looks, self.looks[1:], strict=False))
-        if not self.looks or self.looks[0] < 1 or not rising:
-            raise ValueError(
-                "Expected the looks to be increasing numbers of runs per arm, but got "
-                f"{', '.join(map(str, self.looks)) or 'none'}."
-            )
+        if not self.looks or not all(a < b for a, b in pairwise((0, *self.looks))):
+            raise ValueError(f"Expected the looks to increase from 1, but got {self.looks}.")
         if not 0 < self.level < 1:
             raise ValueError(f"Expected `level` to be between 0 and 1, but got {self.level}.")
 
@@ -61,7 +59,7 @@ class Design:
 
     def nominal(self, look: int, comparisons: int) -> float:
         """The level of the test at one look, for each of `comparisons` arms."""
-        return _nominal_level(self.looks, look, _sidak(self.level, comparisons))
+        return _nominal_level(self.looks, look, sidak(self.level, comparisons))
 
     def overall(self, p: float, look: int, comparisons: int) -> float:
         """The p-value of a test at one look, corrected for all looks and comparisons.
@@ -69,25 +67,20 @@ class Design:
         It is the smallest `level` of a design with these looks that would reject at this look. So
         it is below `level` exactly if `p` is below :meth:`nominal`.
         """
-        if self.is_fixed or p <= 0 or p >= 1:
-            alone = p
-        else:
+
+        def above(log_level: float) -> float:
+            return _nominal_level(self.looks, look, math.exp(log_level)) - p
+
+        if not self.is_fixed and 0 < p < 1:
             low, high = math.log(min(p, 1e-12)) - 12, math.log1p(-1e-9)
-
-            def above(log_level: float) -> float:
-                return _nominal_level(self.looks, look, math.exp(log_level)) - p
-
-            if above(high) <= 0:
-                return 1.0
-            alone = math.exp(_root(above, low, high))
-        return -math.expm1(comparisons * math.log1p(-alone)) if alone < 1 else 1.0
+            p = math.exp(_root(above, low, high)) if above(high) > 0 else 1.0
+        return _any_of(p, comparisons)
 
     def __str__(self) -> str:
         """The design as a value of the option ``--seeds``."""
         text = f"{self.looks[0]}..{self.last}"
-        if self.is_fixed:
-            return str(self.last)
-        return text if parse_runs(text) == self.looks else ",".join(map(str, self.looks))
+        is_regular = not self.is_fixed and parse_runs(text) == self.looks
+        return text if is_regular else ",".join(map(str, self.looks))
 
 
 def parse_runs(text: str) -> tuple[int, ...]:
@@ -106,24 +99,35 @@ def parse_runs(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def error_of_looks(looks: Sequence[int], comparisons: int, level: float = 0.05) -> float:
+def error_of_looks(looks: Sequence[int], comparisons: int) -> float:
     """The probability of any false verdict if every look is made as if it were the only one.
 
-    This happens if runs are added to a finished study because it was not settled.
+    This happens if runs are added to a finished study because it was not settled. The level of a
+    look is 0.05.
     """
-    alone = _sidak(level, comparisons)
-    crossed = _crossings(tuple(looks), (alone,) * len(looks))
-    return -math.expm1(comparisons * math.log1p(-crossed))
+    from scipy.special import ndtri  # slow to import
+
+    bound = -float(ndtri(sidak(0.05, comparisons) / 2))
+    path, crossed = _Path(), 0.0
+    for n in looks:
+        crossed += path.crossing(n, bound)
+        path.go_on(n, bound)
+    return _any_of(crossed, comparisons)
 
 
 DEFAULT = Design((8, 12, 16, 20, 24))
 
 
-def _sidak(level: float, comparisons: int) -> float:
+def sidak(level: float, comparisons: int) -> float:
     """Sidak's level for each of several comparisons."""
     if comparisons < 1:
         raise ValueError(f"Expected `comparisons` to be at least 1, but got {comparisons}.")
-    return -math.expm1(math.log1p(-level) / comparisons)
+    return _any_of(level, 1 / comparisons)
+
+
+def _any_of(p: float, count: float) -> float:
+    """The probability of any of `count` independent events with the probability `p`."""
+    return -math.expm1(count * math.log1p(-p)) if p < 1 else 1.0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -155,19 +159,6 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
     return float(root)
 
 
-def _crossings(looks: tuple[int, ...], levels: tuple[float, ...]) -> float:
-    """The probability that one of the looks rejects at its nominal level, without any effect."""
-    from scipy.special import ndtri  # slow to import
-
-    path = _Path()
-    crossed = 0.0
-    for n, level in zip(looks, levels, strict=True):
-        bound = -float(ndtri(level / 2))
-        crossed += path.crossing(n, bound)
-        path.go_on(n, bound)
-    return crossed
-
-
 class _Path:
     """The distribution of a sum of n standard normal numbers, over studies that continue."""
 
@@ -184,17 +175,11 @@ class _Path:
 
     def go_on(self, n: int, bound: float) -> None:
         """Keep the studies that are within `bound` standard deviations at n."""
-        nodes, weights = _quadrature()
         edge, step = bound * math.sqrt(n), math.sqrt(n - self.n)
-        at = edge * nodes
+        at = edge * NODES
         kernel = np.exp(-0.5 * ((at[:, None] - self.at) / step) ** 2)
         density = kernel @ self.mass / (step * math.sqrt(2 * math.pi))
-        self.n, self.at, self.mass = n, at, density * edge * weights
-
-
-@functools.cache
-def _quadrature() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    return np.polynomial.legendre.leggauss(NODES)
+        self.n, self.at, self.mass = n, at, density * edge * WEIGHTS
 
 
 def _tail(z: NDArray[np.float64] | float) -> NDArray[np.float64] | float:

@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from powergrad.lab.stats.looks import DEFAULT, LEAST, Design
-from powergrad.lab.stats.tests import Array, check_fraction, check_positive, welch
+from powergrad.lab.stats.looks import DEFAULT, LEAST, Design, sidak
+from powergrad.lab.stats.tests import Array, check_positive, pooled_sd, welch
 
 STUDIES = 4_000
 MOST = 3_000  # the maximal number of runs per arm in a plan
@@ -45,21 +46,15 @@ def judge(
     step: float = 0.0,
 ) -> Judged:
     """Judge many studies as :func:`powergrad.lab.stats.compare` judges one."""
-    studies = len(arm)
-    sign = np.zeros(studies, int)
-    is_equivalent = np.zeros(studies, bool)
-    n = np.full(studies, design.last)
-    is_open = np.ones(studies, bool)
+    sign, is_equivalent = np.zeros(len(arm), int), np.zeros(len(arm), bool)
+    n = np.full(len(arm), design.last)
     for look, size in enumerate(design.looks):
-        difference = welch(arm[:, :size], baseline[:, :size], step=step)
-        reach = difference.reach(design.nominal(look, comparisons))
-        can_judge = is_open & (difference.error > 0) & (size >= LEAST)
-        differs = can_judge & (np.abs(difference.mean) > reach)
-        equal = can_judge & ~differs & (np.abs(difference.mean) + reach < margin)
-        sign[differs] = np.sign(difference.mean[differs])
-        is_equivalent |= equal
-        n[differs | equal] = size
-        is_open &= ~(differs | equal)
+        if size >= LEAST:
+            difference = welch(arm[:, :size], baseline[:, :size], step=step)
+            signs, equal = difference.judge(design.nominal(look, comparisons), margin)
+            is_settled = (sign == 0) & ~is_equivalent & ((signs != 0) | equal)
+            sign[is_settled], is_equivalent[is_settled] = signs[is_settled], equal[is_settled]
+            n[is_settled] = size
     return Judged(sign, is_equivalent, n)
 
 
@@ -87,43 +82,33 @@ def simulate(
     margin: float,
     comparisons: int = 1,
     step: float = 0.0,
-    studies: int = STUDIES,
     seed: int = 0,
 ) -> Outcome:
     """The outcome of a design in simulated studies with normal noise."""
     rng = np.random.default_rng(seed)
     # Rounding adds step^2 / 12 to the variance of a run, so the noise before it is smaller.
     noise = math.sqrt(max(0.0, sigma**2 - step**2 / 12))
-    arm, baseline = noise * rng.standard_normal((2, studies, design.last))
+    arm, baseline = noise * rng.standard_normal((2, STUDIES, design.last))
     arm += abs(effect)
     if step:
-        between = step * rng.random((studies, 1))  # position of the baseline between two steps
+        between = step * rng.random((STUDIES, 1))  # position of the baseline between two steps
         arm, baseline = (step * np.round((x + between) / step) for x in (arm, baseline))
     judged = judge(arm, baseline, design, margin=margin, comparisons=comparisons, step=step)
-    return Outcome(
-        effect,
-        float((judged.sign > 0).mean()),
-        float(judged.is_equivalent.mean()),
-        float(judged.n.mean()),
-    )
+    shares = (judged.sign > 0, judged.is_equivalent, judged.n)
+    return Outcome(effect, *(float(share.mean()) for share in shares))
 
 
-def runs_to_settle(
-    sd: float, margin: float, *, comparisons: int = 1, level: float = 0.05, power: float = 0.8
-) -> int:
+def runs_to_settle(sd: float, margin: float, *, comparisons: int = 1, level: float = 0.05) -> int:
     """The fixed number of runs per arm at which an arm equal to the baseline is equivalent.
 
-    The verdict is "equivalent" with probability `power`; a true difference of the margin is found
-    with a higher probability. By the normal distribution, the half-width of the interval plus the
+    The verdict is "equivalent" with probability 0.8; a true difference of the margin is found with
+    a higher probability. By the normal distribution, the half-width of the interval plus the
     deviation of the estimate must be smaller than the margin.
     """
-    from scipy.special import ndtri  # slow to import
-
-    check_positive(margin, "margin")
     if not sd > 0:
         return LEAST
-    alone = -math.expm1(math.log1p(-level) / comparisons)  # Sidak's level of one comparison
-    reach = -float(ndtri(alone / 2)) - float(ndtri((1 - power) / 2))
+    quantile = NormalDist().inv_cdf
+    reach = -quantile(sidak(level, comparisons) / 2) - quantile(0.1)
     # One more run compensates for the wider tails of the t distribution.
     return max(LEAST, math.ceil(2 * (reach * sd / margin) ** 2) + 1)
 
@@ -140,12 +125,12 @@ class Noise:
     source: str  # source of the estimate
     df: int = 0  # degrees of freedom of the estimate
 
-    def interval(self, level: float = 0.05) -> tuple[float, float]:
-        """The confidence interval of sigma, by the chi-square distribution of a normal variance."""
+    def interval(self) -> tuple[float, float]:
+        """The 95% interval of sigma, by the chi-square distribution of a normal variance."""
         from scipy.special import chdtri  # slow to import
 
         df = self.df or self.runs - 1
-        low, high = chdtri(df, [check_fraction(level, "level") / 2, 1 - level / 2])
+        low, high = chdtri(df, [0.025, 0.975])
         return self.sigma * math.sqrt(df / low), self.sigma * math.sqrt(df / high)
 
 
@@ -166,9 +151,8 @@ def estimate_noise(samples: Sequence[Sequence[float]]) -> Noise:
     df = sum(len(sample) - 1 for sample in usable)
     if not df:
         raise ValueError("Expected an arm with 2 or more runs to estimate the noise, but got none.")
-    variance = sum(float(sample.var(ddof=1)) * (len(sample) - 1) for sample in usable) / df
     runs = df + len(usable)
-    sigma = check_positive(math.sqrt(variance), "standard deviation of the runs")
+    sigma = check_positive(pooled_sd(usable), "standard deviation of the runs")
     return Noise(sigma, runs, f"{runs} runs of {len(usable)} arms", df)
 
 
@@ -225,30 +209,28 @@ def plan(
 ) -> Plan:
     r"""The number of runs that detect a difference, with a fixed number and with looks."""
     check_positive(abs(difference), "difference")
-    check_fraction(power, "power")
-    check_fraction(level, "level")
+    if not 0 < power < 1:
+        raise ValueError(f"Expected `power` to be between 0 and 1, but got {power}.")
     check_positive(workers, "workers")
     margin = check_positive(abs(difference) if margin is None else margin, "margin")
     if images is not None and images < 2:
         raise ValueError(f"Expected `images` to be at least 2, but got {images}.")
     noise = _as_noise(noise)
-    step = 100 / images if images else 0.0
     looks = Design((design or DEFAULT).looks, level)
+    step = 100 / images if images else 0.0
+    outcome = partial(simulate, margin=margin, comparisons=comparisons, step=step)
 
     def at(n: int, sigma: float) -> Outcome:
-        return simulate(
-            difference,
-            sigma,
-            Design((n,), level),
-            margin=margin,
-            comparisons=comparisons,
-            step=step,
-        )
+        return outcome(difference, sigma, Design((n,), level))
 
-    def fewest(sigma: float) -> int:
-        return _fewest(lambda n: at(n, sigma).found >= power, LEAST)
+    def fewest(sigma: float) -> int | None:
+        return _fewest(lambda n: at(n, sigma).found >= power)
 
     seeds = fewest(noise.sigma)
+    if seeds is None:
+        raise ValueError(
+            f"Expected a difference that {MOST:,} runs per arm can find, but got {difference:g}."
+        )
     # A given sigma has no uncertainty.
     low, high = noise.interval() if noise.runs else (noise.sigma, noise.sigma)
     hours = None
@@ -264,27 +246,20 @@ def plan(
         margin=margin,
         images=images,
         seeds=seeds,
-        seeds_interval=(fewest(low), _at_most(lambda: fewest(high))),
+        seeds_interval=(fewest(low) or MOST, fewest(high) or MOST),
         fixed=at(seeds, noise.sigma),
         design=looks,
-        sequential=tuple(
-            simulate(effect, noise.sigma, looks, margin=margin, comparisons=comparisons, step=step)
-            for effect in effects
-        ),
+        sequential=tuple(outcome(effect, noise.sigma, looks) for effect in effects),
         hours=hours,
     )
 
 
-def _fewest(holds: Callable[[int], bool], start: int) -> int:
-    """The smallest n >= `start` for which `holds`, which must be monotonic."""
-    if holds(start):
-        return start
-    low, high = start, 2 * start
+def _fewest(holds: Callable[[int], bool]) -> int | None:
+    """The smallest number of runs for which `holds`, which must be monotonic; None if too large."""
+    low, high = LEAST - 1, LEAST
     while not holds(high):
         if high > MOST:
-            raise ValueError(
-                f"Expected a difference that {MOST:,} runs per arm can find, but got a smaller one."
-            )
+            return None
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
@@ -292,25 +267,13 @@ def _fewest(holds: Callable[[int], bool], start: int) -> int:
     return high
 
 
-def _at_most(fewest: Callable[[], int]) -> int:
-    """The result of `fewest`, or the maximal number of runs."""
-    try:
-        return fewest()
-    except ValueError:
-        return MOST
-
-
 def _as_noise(noise: float | str | Noise) -> Noise:
-    if isinstance(noise, Noise):
-        return noise
     if isinstance(noise, str):
         if noise not in KNOWN_NOISE:
             names = ", ".join(map(repr, KNOWN_NOISE))
-            raise ValueError(
-                f"Expected `noise` to be a number or one of {names}, but got {noise!r}."
-            )
+            raise ValueError(f"Expected `noise`, a number or one of {names}, but got {noise!r}.")
         return KNOWN_NOISE[noise]
-    return Noise(check_positive(noise, "noise"), 0, "given")
+    return noise if isinstance(noise, Noise) else Noise(check_positive(noise, "noise"), 0, "given")
 
 
 def _duration(hours: float) -> str:

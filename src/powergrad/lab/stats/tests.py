@@ -43,16 +43,21 @@ class Difference(NamedTuple):
 
         return -stdtrit(self.df, level / 2) * self.error
 
+    def judge(self, level: float, margin: float) -> tuple[Array, NDArray[np.bool_]]:
+        """The sign if the interval excludes 0, otherwise 0; whether it is equivalent otherwise."""
+        size, reach = np.abs(self.mean), self.reach(level)
+        differs = (self.error > 0) & (size > reach)
+        is_equivalent = (self.error > 0) & ~differs & (size + reach < margin)
+        return np.where(differs, np.sign(self.mean), 0), is_equivalent
+
 
 def welch(arm: ArrayLike, baseline: ArrayLike, *, step: float = 0.0) -> Difference:
     r"""Welch's comparison of two means with different variances."""
     a, b = np.asarray(arm, float), np.asarray(baseline, float)
-    n, k = a.shape[-1], b.shape[-1]
-    floor = step**2 / 12
-    va, vb = (np.maximum(_variance(x), floor) / x.shape[-1] for x in (a, b))
+    va, vb = (np.maximum(_variance(x), step**2 / 12) / x.shape[-1] for x in (a, b))
     squared = va + vb
     # Welch and Satterthwaite; if nothing varies, the degrees of freedom do not matter.
-    below = va**2 / (n - 1) + vb**2 / (k - 1)
+    below = va**2 / (a.shape[-1] - 1) + vb**2 / (b.shape[-1] - 1)
     df = np.divide(squared**2, below, out=np.ones_like(squared), where=below > 0)
     return Difference(a.mean(-1) - b.mean(-1), np.sqrt(squared), df)
 
@@ -63,27 +68,27 @@ def _variance(x: Array) -> Array:
     return np.where(variance > (1e-12 * np.abs(x).max(-1)) ** 2, variance, 0.0)
 
 
-def t_interval(values: Sequence[float], level: float = 0.05) -> tuple[float, float]:
-    """Student's interval for a mean."""
-    from scipy.special import stdtrit  # slow to import
+def pooled_sd(samples: Sequence[Array]) -> float:
+    """The standard deviation within samples of two or more runs."""
+    squares = sum(float(sample.var(ddof=1)) * (len(sample) - 1) for sample in samples)
+    return math.sqrt(squares / sum(len(sample) - 1 for sample in samples))
 
+
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Student's 95% interval for a mean."""
     x = np.asarray(values, float)
-    reach = -float(stdtrit(len(x) - 1, level / 2)) * float(x.std(ddof=1)) / math.sqrt(len(x))
+    error, df = x.std(ddof=1) / math.sqrt(len(x)), np.array(len(x) - 1.0)
+    reach = float(Difference(x.mean(), error, df).reach(0.05))
     return float(x.mean()) - reach, float(x.mean()) + reach
 
 
-def permutation_p(arm: ArrayLike, baseline: ArrayLike) -> float:
+@functools.lru_cache(maxsize=1024)  # a report asks several times for the same two samples
+def permutation_p(arm: tuple[float, ...], baseline: tuple[float, ...]) -> float:
     """The two-sided p-value of a permutation test of the means.
 
     All divisions of the runs into two groups are counted if there are few, otherwise 9,999 random
     ones.
     """
-    samples = np.asarray(arm, float), np.asarray(baseline, float)
-    return _permutation_p(*(tuple(sample.tolist()) for sample in samples))
-
-
-@functools.lru_cache(maxsize=1024)  # a report asks several times for the same two samples
-def _permutation_p(arm: tuple[float, ...], baseline: tuple[float, ...]) -> float:
     from scipy.stats import permutation_test  # slow to import
 
     def statistic(a: Array, b: Array, axis: int) -> Array:
@@ -106,19 +111,16 @@ def rank_p(arm: ArrayLike, baseline: ArrayLike) -> float:
     return float(mannwhitneyu(arm, baseline, alternative="two-sided").pvalue)
 
 
-def failure_bound(failures: int, runs: int, level: float = 0.05) -> float:
-    """The one-sided upper confidence bound of Clopper and Pearson for a failure rate."""
+def failure_bound(failures: int, runs: int) -> float:
+    """The one-sided upper 95% confidence bound of Clopper and Pearson for a failure rate."""
     from scipy.special import betaincinv  # slow to import
 
-    return 1.0 if failures >= runs else float(betaincinv(failures + 1, runs - failures, 1 - level))
+    return 1.0 if failures >= runs else float(betaincinv(failures + 1, runs - failures, 0.95))
 
 
 def step_of(values: Sequence[float]) -> float:
     """The largest step of which all differences are multiples; 0 for a continuous metric."""
-    if not len(values):
-        return 0.0
-    rounding = 1e-9 * max(map(abs, values))
-    step = 0.0
+    rounding, step = 1e-9 * max(map(abs, values), default=0.0), 0.0
     for gap in np.diff(np.unique(values)).tolist():
         while gap > rounding:  # Euclid's algorithm
             step, gap = gap, step % gap
@@ -129,11 +131,4 @@ def check_positive(value: float, name: str) -> float:
     """Return `value`; raise ValueError if it is not positive and finite."""
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"Expected `{name}` to be positive and finite, but got {value}.")
-    return value
-
-
-def check_fraction(value: float, name: str) -> float:
-    """Return `value`; raise ValueError if it is not between 0 and 1."""
-    if not 0 < value < 1:
-        raise ValueError(f"Expected `{name}` to be between 0 and 1, but got {value}.")
     return value

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from powergrad.lab.stats.tests import (
     check_positive,
     failure_bound,
     permutation_p,
+    pooled_sd,
     rank_p,
     step_of,
     welch,
@@ -129,7 +130,7 @@ class Comparison:
 
     @property
     def _number(self) -> str:
-        return signed(self.difference, self._digits)
+        return format_signed(self.difference, self._digits)
 
     @property
     def _digits(self) -> int:
@@ -143,8 +144,10 @@ class Comparison:
         is_same = self.n == self.n_baseline
         counts = f"{self.n}" if is_same else f"{self.n} and {self.n_baseline}"
         sizes = f"{counts} {self.counted}{' per arm' if is_same else ''}"
-        confidence = f"{100 * (1 - self.level):g}% interval {span(self.interval, self._digits)}"
-        return f"{confidence}, {p_in_words(self.p)}, {sizes}"
+        confidence = (
+            f"{100 * (1 - self.level):g}% interval {format_interval(self.interval, self._digits)}"
+        )
+        return f"{confidence}, {format_p(self.p)}, {sizes}"
 
     @property
     def _failures(self) -> str:
@@ -187,34 +190,31 @@ def compare(
     arms = [arm for arm in runs if arm != baseline]
     if step is None:
         step = step_of([value for metrics in runs.values() for value in metrics.values()])
-    lost = {arm: set(seeds) for arm, seeds in (diverged or {}).items()}
     planned = {arm: sorted({*runs[arm], *(failed or {}).get(arm, ())}) for arm in runs}
     results = []
     for arm in arms:
-        plan = design or Design((min(len(planned[arm]), len(planned[baseline])),))
-        judged, first, first_baseline = None, [], []
-        for look, (n, k) in enumerate(_sizes(plan, design, planned[arm], planned[baseline])):
-            first, first_baseline = planned[arm][:n], planned[baseline][:k]
-            is_early = min(n, k) < plan.looks[0]
-            if runs[arm].keys().isdisjoint(first) or runs[baseline].keys().isdisjoint(
-                first_baseline
-            ):  # all of them failed
-                first, first_baseline, is_early = planned[arm], planned[baseline], True
-            judged = _Judged.at(
-                _values(runs[arm], first),
-                _values(runs[baseline], first_baseline),
-                plan,
-                look,
-                is_early=is_early,
-                comparisons=len(arms),
-                margin=margin,
-                higher_is_better=higher_is_better,
-                step=step,
+        pair = (arm, baseline)
+        counts = [len(planned[name]) for name in pair]
+        plan = design or Design((min(counts),))
+        # The numbers of runs of arm and baseline at each look that is reached; at least one.
+        looks = [(n, n) for n in plan.looks if n <= min(counts)] or [(min(counts),) * 2]
+        judged, seeds = None, planned
+        for look, sizes in enumerate(looks if design else [counts]):
+            is_early = min(sizes) < plan.looks[0]
+            seeds = {name: planned[name][:size] for name, size in zip(pair, sizes, strict=True)}
+            if any(runs[name].keys().isdisjoint(seeds[name]) for name in pair):
+                seeds, is_early = planned, True  # all of them failed
+            first, second = (
+                np.array([runs[name][seed] for seed in seeds[name] if seed in runs[name]])
+                for name in pair
             )
+            level = 0.0 if is_early else plan.nominal(look, len(arms))
+            judged = _Judged(first, second, look, level).judge(margin, step, higher_is_better)
             if judged.verdict != "not settled":
                 break
         assert judged is not None  # there is always one look
-        seeds, seeds_baseline = set(first), set(first_baseline)  # of the look that was judged
+        lost = [len({*seeds[name]}.intersection((diverged or {}).get(name, ()))) for name in pair]
+        missing = [len({*seeds[name]} - runs[name].keys()) for name in pair]
         withheld = (withhold or {}).get(arm, "") if judged.verdict == "better" else ""
         results.append(
             Comparison(
@@ -233,90 +233,61 @@ def compare(
                 sd=judged.sd,
                 margin=float(margin),
                 step=step,
-                diverged=len(lost.get(arm, set()) & seeds),
-                diverged_baseline=len(lost.get(baseline, set()) & seeds_baseline),
+                diverged=lost[0],
+                diverged_baseline=lost[1],
                 verdict="not settled" if withheld else judged.verdict,
                 withheld=withheld,
                 doubt=judged.doubt(),
                 counted=counted,
-                failed=len(seeds - runs[arm].keys()),
-                failed_baseline=len(seeds_baseline - runs[baseline].keys()),
+                failed=missing[0],
+                failed_baseline=missing[1],
             )
         )
     return results
 
 
-def _sizes(
-    plan: Design, design: Design | None, arm: Sized, baseline: Sized
-) -> Iterator[tuple[int, int]]:
-    """The numbers of runs of arm and baseline at each look that is reached; at least one."""
-    least = min(len(arm), len(baseline))
-    if design is None:
-        yield len(arm), len(baseline)
-    elif least < plan.looks[0]:
-        yield least, least
-    else:
-        yield from ((look, look) for look in plan.looks if look <= least)
-
-
 class _Judged(NamedTuple):
-    """The result of one look."""
+    """The result of one look; without a verdict if its nominal level is 0."""
 
     arm: Array
     baseline: Array
     look: int
-    difference: float
-    sd: float
-    verdict: Verdict
-    nominal: float = 0.0
+    level: float
+    difference: float = math.nan
+    sd: float = math.nan
+    verdict: Verdict = "not settled"
     interval: tuple[float, float] = (-math.inf, math.inf)
     p: float = 1.0
 
-    @classmethod
-    def at(
-        cls,
-        arm: Array,
-        baseline: Array,
-        design: Design,
-        look: int,
-        *,
-        is_early: bool,
-        comparisons: int,
-        margin: float,
-        higher_is_better: bool,
-        step: float,
-    ) -> _Judged:
-        n, k = len(arm), len(baseline)
-        difference = float(arm.mean() - baseline.mean())
-        if min(n, k) < 2:
-            return cls(arm, baseline, look, difference, math.nan, "not settled")
-        squares = arm.var(ddof=1) * (n - 1) + baseline.var(ddof=1) * (k - 1)
-        sd = math.sqrt(squares / (n + k - 2))
-        summary = welch(arm, baseline, step=step)
-        if summary.error == 0 or is_early or min(n, k) < LEAST:
-            return cls(arm, baseline, look, difference, sd, "not settled")
-        nominal = design.nominal(look, comparisons)
-        reach, p = float(summary.reach(nominal)), float(summary.p())
-        low, high = difference - reach, difference + reach
-        verdict: Verdict = "not settled"
-        if p < nominal:
-            verdict = "better" if (difference > 0) == higher_is_better else "worse"
-        elif -margin < low and high < margin:
-            verdict = "equivalent"
-        return cls(arm, baseline, look, difference, sd, verdict, nominal, (low, high), p)
+    def judge(self, margin: float, step: float, higher_is_better: bool) -> _Judged:
+        least = min(len(self.arm), len(self.baseline))
+        difference = float(self.arm.mean() - self.baseline.mean())
+        if least < 2:
+            return self._replace(difference=difference)
+        sd = pooled_sd([self.arm, self.baseline])
+        summary = welch(self.arm, self.baseline, step=step)
+        if summary.error == 0 or not self.level or least < LEAST:
+            return self._replace(difference=difference, sd=sd)
+        sign, is_equivalent = summary.judge(self.level, margin)
+        verdict: Verdict = "equivalent" if is_equivalent else "not settled"
+        if sign:
+            verdict = "better" if (sign > 0) == higher_is_better else "worse"
+        reach = float(summary.reach(self.level))
+        interval = difference - reach, difference + reach
+        known = (self.arm, self.baseline, self.look, self.level, difference, sd)
+        return _Judged(*known, verdict, interval, float(summary.p()))
 
     def doubt(self) -> str:
         """A sentence if tests with other assumptions disagree; otherwise empty."""
-        if not self.nominal or len(self.arm) < LEAST:
+        if not math.isfinite(self.interval[0]):
             return ""
-        samples = self.arm, self.baseline
-        others = {"a permutation test": permutation_p(*samples), "a rank test": rank_p(*samples)}
+        others = {
+            "a permutation test": permutation_p(tuple(self.arm), tuple(self.baseline)),
+            "a rank test": rank_p(self.arm, self.baseline),
+        }
         is_different = self.verdict in ("better", "worse")
-        which = " and ".join(
-            f"{name} (p = {p:.2g})"
-            for name, p in others.items()
-            if (p < self.nominal) != is_different
-        )
+        disagree = {name: p for name, p in others.items() if (p < self.level) != is_different}
+        which = " and ".join(f"{name} (p = {p:.2g})" for name, p in disagree.items())
         if not which:
             return ""
         if is_different:
@@ -324,21 +295,17 @@ class _Judged(NamedTuple):
         return f"But {which}, uncorrected, would find a difference: the noise is not symmetric."
 
 
-def _values(runs: Mapping[int, float], seeds: Sequence[int]) -> Array:
-    return np.array([runs[seed] for seed in seeds if seed in runs])
-
-
-def signed(value: float, digits: int = 2) -> str:
+def format_signed(value: float, digits: int = 2) -> str:
     """Format a difference with its sign; zero is always +0."""
     return f"{round(value, digits) + 0.0:+.{digits}f}"
 
 
-def p_in_words(p: float, digits: int = 2) -> str:
+def format_p(p: float, digits: int = 2) -> str:
     """Format a p-value with so many significant digits."""
     return "p < 0.001" if p < 0.001 else f"p = {p:.{digits}g}"
 
 
-def span(interval: Sequence[float], digits: int = 2) -> str:
+def format_interval(interval: Sequence[float], digits: int = 2) -> str:
     """Format an interval. Its ends keep their signs, to show whether it contains 0."""
     if not all(map(math.isfinite, interval)):
         return "no interval"
@@ -346,47 +313,24 @@ def span(interval: Sequence[float], digits: int = 2) -> str:
     return f"{low} to {high}"
 
 
-def by_arm_and_seed(rows: Iterable[tuple[str, int, float]]) -> dict[str, dict[int, float]]:
-    """Convert rows of (arm, seed, metric), such as those of a CSV file, for `compare`."""
-    values: dict[str, dict[int, float]] = {}
-    for arm, seed, value in rows:
-        metrics = values.setdefault(arm, {})
-        if seed in metrics:
-            raise ValueError(
-                f"Expected each seed once per arm, but got seed {seed} twice in {arm!r}."
-            )
-        metrics[seed] = value
-    return values
-
-
 def _checked(
     values: Mapping[str, Mapping[int, float]], baseline: str
 ) -> dict[str, dict[int, float]]:
+    names = ", ".join(map(repr, values)) or "none"
     if len(values) < 2:
-        raise ValueError(
-            f"Expected `values` to hold a baseline and at least one other arm, "
-            f"but got {', '.join(map(repr, values)) or 'none'}."
-        )
+        raise ValueError(f"Expected a baseline and at least one other arm, but got {names}.")
     if baseline not in values:
-        names = ", ".join(map(repr, values))
         raise ValueError(f"Expected `baseline` to be one of {names}, but got {baseline!r}.")
-    runs: dict[str, dict[int, float]] = {}
-    for arm, metrics in values.items():
+    runs = {arm: dict(metrics) for arm, metrics in values.items()}
+    for arm, metrics in runs.items():
         if not metrics:
             raise ValueError(f"Expected runs of every arm, but got none of {arm!r}.")
-        runs[arm] = {seed: _metric(value, arm, seed) for seed, value in metrics.items()}
+        for seed, value in metrics.items():
+            if not isinstance(value, SupportsFloat):
+                expected = f"Expected the metric of {arm!r} at seed {seed} to be a number"
+                raise TypeError(f"{expected}, but got {value!r}.")
+            metrics[seed] = float(value)
+            if not math.isfinite(value):
+                expected = f"Expected the metric of {arm!r} at seed {seed} to be finite"
+                raise ValueError(f"{expected}, but got {value}.")
     return runs
-
-
-def _metric(value: float, arm: str, seed: int) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"Expected the metric of {arm!r} at seed {seed} to be a number, but got {value!r}."
-        ) from None
-    if not math.isfinite(number):
-        raise ValueError(
-            f"Expected the metric of {arm!r} at seed {seed} to be finite, but got {number}."
-        )
-    return number

@@ -43,9 +43,7 @@ class Given(NamedTuple):
     """The values from which the options of ``powergrad run`` are computed."""
 
     alpha: float
-    exponent: (
-        int  # with PGT, the ratio of the head's learning rate to the backbone's: alpha^exponent
-    )
+    exponent: int  # with PGT, head and backbone have learning rates in the ratio alpha^exponent
     agc: float  # the threshold of adaptive gradient clipping
 
 
@@ -244,25 +242,17 @@ def decomposition(recipe: Recipe, alpha: float) -> dict[str, Changes]:
     """The arms that decompose PGT, by the identity of `powergrad.equivalent_training`."""
     if not 0 < alpha < 1:
         raise RecipeError(f"Expected `alpha` to be above 0 and below 1, but got {alpha:g}.")
-    backbone: Changes = {"optimizer.backbone.lr": 1 / alpha}
-    if recipe.optimizer.name != "sgd":
-        backbone = {"optimizer.backbone.eps": alpha}
-    if recipe.optimizer.name != "adamw":
-        backbone["optimizer.backbone.weight_decay"] = alpha
-    factors = {
-        **backbone,
-        "optimizer.head.lr": alpha,
-        "optimizer.head.weight_decay": 1 / alpha,
-        "model.head_scale": alpha,
+    parts: dict[str, Changes] = {
+        "backbone lr / alpha": {"optimizer.backbone.lr": 1 / alpha},
+        "backbone eps * alpha": {"optimizer.backbone.eps": alpha},
+        "backbone decay * alpha": {"optimizer.backbone.weight_decay": alpha},
+        "head lr * alpha": {"optimizer.head.lr": alpha},
+        "head decay / alpha": {"optimizer.head.weight_decay": 1 / alpha},
+        "head start * alpha": {"model.head_scale": alpha},
     }
-    names = {
-        "optimizer.backbone.lr": "backbone lr / alpha",
-        "optimizer.backbone.eps": "backbone eps * alpha",
-        "optimizer.backbone.weight_decay": "backbone decay * alpha",
-        "optimizer.head.lr": "head lr * alpha",
-        "optimizer.head.weight_decay": "head decay / alpha",
-        "model.head_scale": "head start * alpha",
-    }
+    del parts["backbone eps * alpha" if recipe.optimizer.name == "sgd" else "backbone lr / alpha"]
+    if recipe.optimizer.name == "adamw":
+        del parts["backbone decay * alpha"]
     faster = {
         "optimizer.lr": recipe.optimizer.lr / alpha,
         "schedule.warmup_start": recipe.schedule.warmup_start / alpha,
@@ -271,8 +261,8 @@ def decomposition(recipe: Recipe, alpha: float) -> dict[str, Changes]:
     return {
         "CE": {},
         "PGT": {"loss.alpha": alpha},
-        "two-group CE": factors,
-        **{names[key]: {key: value} for key, value in factors.items()},
+        "two-group CE": {key: value for part in parts.values() for key, value in part.items()},
+        **parts,
         "CE(alpha z)": {"loss.logit_scale": alpha},
         "CE at lr / alpha": faster,
     }

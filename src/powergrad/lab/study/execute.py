@@ -12,8 +12,7 @@ from typing import Any
 
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.runs import Job, JobError
-from powergrad.lab.runs.failures import RunsFailed
-from powergrad.lab.runs.pool import Pool, Snapshot
+from powergrad.lab.runs.pool import Pool, RunsFailed, Snapshot
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.stats import LEAST
 from powergrad.lab.study.definition import Study

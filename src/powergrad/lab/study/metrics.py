@@ -97,11 +97,7 @@ def guess_metric(
         elif known is not None and not is_percentage:
             margin = known.margin
         else:
-            reason = (
-                "the values are fractions, not percentages"
-                if is_percentage
-                else f"{name!r} has no default"
-            )
+            reason = "the values are fractions" if is_percentage else f"{name!r} has no default"
             raise RecipeError(
                 "Expected `margin`, the largest difference that does not matter to you, because "
                 f"{reason}, but got none."
@@ -126,9 +122,7 @@ def choose_metric(
     own = [key for key in names if key != "seconds"]
     candidates = [name] if name else own if len(own) == 1 else list(usual)
     if len(candidates) != 1 or candidates[0] not in names:
-        raise RecipeError(
-            f"Expected `metric`, one of {', '.join(own) or 'none'}, but got "
-            f"{name if name else 'none'}."
-        )
+        listed = ", ".join(own) or "none"
+        raise RecipeError(f"Expected `metric`, one of {listed}, but got {name or 'none'}.")
     values = [run[candidates[0]] for run in runs]
     return guess_metric(candidates[0], values, margin=margin, better=better)

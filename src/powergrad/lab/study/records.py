@@ -63,9 +63,7 @@ class RunRow(Record):
 class Trial(Record):
     """A point that was tried for an arm."""
 
-    point: dict[
-        str, Any
-    ]  # the values of the tuned keys, before they are mapped to those of the arm
+    point: dict[str, Any]  # the tuned values, before they are mapped to those of the arm
     changes: dict[str, Any]  # the changes of the arm at this point
     mean: Number  # the mean of the metric on the held-out data; NaN if it cannot be used
     note: str = ""  # why it cannot be used
@@ -164,14 +162,11 @@ class Grid(Record):
 
     def arms(self) -> dict[str, dict[str, Any]]:
         """Every point as an arm, such as ``alpha=0.3, lr=0.1``."""
-        points = (
-            dict(zip(self.values, point, strict=True))
-            for point in itertools.product(*self.values.values())
-        )
-        return {
-            ", ".join(f"{short_key(key)}={value}" for key, value in point.items()): point
-            for point in points
-        }
+        arms = {}
+        for values in itertools.product(*self.values.values()):
+            point = dict(zip(self.values, values, strict=True))
+            arms[", ".join(f"{short_key(key)}={value}" for key, value in point.items())] = point
+        return arms
 
     @property
     def is_numeric(self) -> bool:

@@ -88,17 +88,8 @@ class Results:
         found = (row.about.get("classes") for row in self.rows)
         return next((int(count) for count in found if count), None)
 
-    @functools.cached_property
-    def _lost_values(self) -> dict[str, float | None]:
-        return {}
-
     def lost_value(self, metric: str) -> float | None:
         """The value of a run that diverged; None if it is not known."""
-        if metric not in self._lost_values:
-            self._lost_values[metric] = self._find_lost_value(metric)
-        return self._lost_values[metric]
-
-    def _find_lost_value(self, metric: str) -> float | None:
         if self._classes and (chance := chance_of(metric, self._classes)) is not None:
             return chance
         known = METRICS.get(metric)
@@ -148,7 +139,9 @@ class Results:
         Raises ValueError if there are too few runs, or a run has no number to compare.
         """
         name = self.metric.name
-        stats.by_arm_and_seed((row.arm, row.seed, 0.0) for row in self.rows)  # checks the seeds
+        counts = Counter((row.arm, row.seed) for row in self.rows)
+        for arm, seed in (key for key, count in counts.items() if count > 1):
+            raise ValueError(f"Expected each seed of {arm!r} once, but got seed {seed} twice.")
         # An arm whose runs all failed is not compared; the notes mention it.
         arms = [arm for arm in self.arms if not all(row.failed for row in self.of_arm(arm))]
         for row in self.rows:

@@ -116,27 +116,22 @@ class Space:
                     )
                 target = own.setdefault(arm.strip(), []) if colon else shared
                 target.append(Axis.parse(part, values[key], expand))
-        for arm in own:
-            if arm not in arms:
-                raise RecipeError(
-                    f"Expected an arm before the colon of --tune, one of {', '.join(arms)}, but "
-                    f"got {arm!r}."
-                )
+        for arm in own.keys() - set(arms):
+            listed = ", ".join(arms)
+            raise RecipeError(f"Expected --tune with an arm of {listed}, but got {arm!r}.")
         space = cls(tuple(shared), {arm: tuple(axes) for arm, axes in own.items()}, trials, seed)
         for arm in arms:
             keys = [axis.key for axis in space.axes(arm)]
             if not keys:
                 raise RecipeError(
-                    f"Expected --tune to have a key for every arm, but got none for {arm}."
+                    f"Expected --tune with keys for all arms, but got none for {arm}."
                 )
             if len(set(keys)) < len(keys):
                 raise RecipeError(f"Expected each key of --tune once, but got {', '.join(keys)}.")
         if trials is not None and trials < 2:
             raise RecipeError(f"Expected --trials to be at least 2, but got {trials}.")
-        has_range = any(axis.is_range for arm in arms for axis in space.axes(arm))
-        if has_range and trials is None:
-            return replace(space, trials=TRIALS)
-        return space
+        has_range = any(axis.is_range for axis in space._all_axes())
+        return replace(space, trials=TRIALS) if has_range and trials is None else space
 
     def axes(self, arm: str) -> tuple[Axis, ...]:
         """The axes of an arm, the shared ones first."""
@@ -145,8 +140,7 @@ class Space:
     @property
     def keys(self) -> tuple[str, ...]:
         """Every key that is tuned for some arm."""
-        axes = itertools.chain(self.shared, *self.own.values())
-        return tuple(dict.fromkeys(axis.key for axis in axes))
+        return tuple(dict.fromkeys(axis.key for axis in self._all_axes()))
 
     def points(self, arm: str, repeat: int) -> list[Point]:
         """The points to try for an arm in a repeat, without duplicates.

@@ -59,9 +59,7 @@ def parse_columns(texts: Iterable[str]) -> dict[str, str]:
         if role == "metric":
             raise RecipeError(f"Expected --metric {column or 'COLUMN'}, but got --columns {text}.")
         if role not in ROLES or not column or role in columns:
-            raise RecipeError(
-                f"Expected --columns arm=COLUMN seed=COLUMN, each at most once, but got {text!r}."
-            )
+            raise RecipeError(f"Expected --columns arm=COLUMN seed=COLUMN, but got {text!r}.")
         columns[role] = column
     return columns
 
@@ -70,10 +68,8 @@ def read_rows(path: Path) -> list[RunRow]:
     """The runs of a study.csv, with those of the tuning; every run must have a number."""
     table = read_table(path, all_phases=True)
     for run in table.source.left_out:
-        raise RecipeError(
-            f"Expected {table.metric} in line {run.line} of {str(path)!r} to be a number, but got "
-            f"a run {run.reason}."
-        )
+        place = f"line {run.line} of {str(path)!r}"
+        raise RecipeError(f"Expected {table.metric} in {place}, but got a run {run.reason}.")
     return table.rows
 
 
@@ -90,7 +86,7 @@ def read_table(
     decimal comma. A metric of NaN or infinity means that the run diverged. Runs without a metric,
     and runs that another tool marks as unfinished, are left out.
     """
-    return _Reader(path, all_phases).table(metric, dict(columns or {}))
+    return _Reader(path, all_phases).table(metric, columns or {})
 
 
 class _Reader:
@@ -105,7 +101,7 @@ class _Reader:
             is_wide = data[:2] in (b"\xff\xfe", b"\xfe\xff")  # UTF-16, from some spreadsheets
             text = data.decode("utf-16" if is_wide else "utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"Expected to read {str(path)!r}, but got: {error}") from None
+            raise self._error("to be readable", str(error)) from None
         self.digest = hashlib.sha256(data).hexdigest()
         header = text.partition("\n")[0]
         self.delimiter = max(",;\t", key=header.count)
@@ -117,41 +113,38 @@ class _Reader:
                 sep=self.delimiter,
                 header=None,
                 dtype=str,
-                keep_default_na=False,
+                na_filter=False,
                 skipinitialspace=True,
                 skip_blank_lines=False,
-                na_filter=False,
             )
         except pd.errors.EmptyDataError:
             frame = pd.DataFrame([[]])
         except (pd.errors.ParserError, ValueError) as error:
             raise self._error("to be a CSV", str(error).strip()) from None
         cells = [[str(cell).strip() for cell in line] for line in frame.fillna("").values.tolist()]
-        self.columns = cells[0]
-        twice = [name for name, count in Counter(self.columns).items() if count > 1 and name]
-        if twice:
-            raise self._error("to have columns with different names", f"{twice[0]!r} twice")
-        lines = [dict(zip(self.columns, line, strict=True)) for line in cells[1:]]
-        self.lines = [  # the number of each line, and its cells
-            (number, {name: cell for name, cell in line.items() if name})
+        self.columns = [name for name in cells[0] if name]
+        for name, count in Counter(self.columns).items():
+            if count > 1:
+                raise self._error("to have columns with different names", f"{name!r} twice")
+        lines = [dict(zip(cells[0], line, strict=True)) for line in cells[1:]]
+        self.lines = {  # by number
+            number: line
             for number, line in enumerate(lines, 2)
             if any(line.values()) and (all_phases or line.get("phase") != "tuning")
-        ]
+        }
 
     def _error(self, expected: str, got: str) -> RecipeError:
         return RecipeError(f"Expected {str(self.path)!r} {expected}, but got {got}.")
 
     def _cells(self, column: str) -> list[str]:
-        return [line.get(column, "") for _, line in self.lines]
+        return [line[column] for line in self.lines.values()]
 
-    def table(self, metric: str | None, given: dict[str, str]) -> Table:
+    def table(self, metric: str | None, given: Mapping[str, str]) -> Table:
         for role, column in given.items():
             if column not in self.columns:
-                near = did_you_mean(column, self.columns)
-                raise RecipeError(
-                    f"Expected --columns {role}={column} to name a column of {str(self.path)!r}, "
-                    f"but got {_listed(self.columns)}{near}"
-                )
+                near = did_you_mean(column, self.columns).rstrip(".")
+                wanted = f"to have a column for --columns {role}={column}"
+                raise self._error(wanted, f"{_listed(self.columns)}{near}")
         roles = {role: given.get(role) or self._find(role) for role in ROLES}
         measured = self._metric(metric, roles)
         guessed = [role for role in ROLES if role not in given and roles[role] != role]
@@ -160,11 +153,9 @@ class _Reader:
         columns = {**roles, "metric": measured}
         names = self._kept_names(columns)
         is_ours = {"arm", "run"} <= set(self.columns)  # then even constant numbers are metrics
-        numeric = {
-            c for c in names
-            if c == measured or c in self._measured([c], roles) or (is_ours and self._is_numeric(c))
-        }  # fmt: skip
-        kept = [self._row(number, line, columns, names, numeric) for number, line in self.lines]
+        numeric = {measured, *self._measured(list(names), roles)}
+        numeric |= {name for name in names if is_ours and self._is_numeric(name)}
+        kept = [self._row(number, columns, names, numeric) for number in self.lines]
         rows = [row for row in kept if isinstance(row, RunRow)]
         source = Source(
             file=self.path.name,
@@ -189,18 +180,8 @@ class _Reader:
         distinct = {tuple(self._cells(c)): c for c in candidates[::-1]}
         if len(distinct) == 1:
             return candidates[0]
-        if not any(self.columns):
-            raise self._error("to have the columns arm, seed and a metric", "none")
-        ask = f"choose it with --columns {role}=COLUMN."
-        if distinct:
-            raise RecipeError(
-                f"Expected one column of {str(self.path)!r} to be the {role}, but got "
-                f"{_listed(candidates)}; {ask}"
-            )
-        raise RecipeError(
-            f"Expected {str(self.path)!r} to have the columns arm, seed and a metric, but got "
-            f"{_listed(self.columns)}, none of which is clearly the {role}; {ask}"
-        )
+        wanted = f"to have one column for the {role} (choose it with --columns {role}=COLUMN)"
+        raise self._error(wanted, _listed(candidates or self.columns))
 
     def _is_usable(self, role: str, column: str) -> bool:
         """Whether the content of a column fits the role."""
@@ -212,21 +193,21 @@ class _Reader:
         return len(set(arms)) > 1 and is_repeated
 
     def _metric(self, name: str | None, roles: Mapping[str, str]) -> str:
-        others = [c for c in self.columns if c and c not in roles.values() and c not in OURS]
+        others = [c for c in self.columns if c not in roles.values() and c not in OURS]
         if name is not None:
-            named = [c for c in others if c == name] or [c for c in others if _plain(c) == name]
-            if len(named) != 1:
-                raise self._error(
-                    f"to have the columns arm, seed and {name}", _listed(self.columns)
-                )
-            return named[0]
-        candidates = [c for usual in USUAL for c in others if _plain(c) == usual][:1]
-        marked = [c for c in others if c.startswith(PREFIXES)]
-        if not candidates:
-            measured = self._measured(marked or others, roles)
-            candidates = others if len(others) == 1 else [c for c in measured if not _is_odd(c)]
+            candidates = [c for c in others if c == name] or [
+                c for c in others if _plain(c) == name
+            ]
+        else:
+            candidates = [c for usual in USUAL for c in others if _plain(c) == usual][:1]
+            marked = [c for c in others if c.startswith(PREFIXES)]
+            if not candidates:
+                measured = self._measured(marked or others, roles)
+                candidates = others if len(others) == 1 else [c for c in measured if not _is_odd(c)]
         if len(candidates) != 1:
-            wanted = "to have the columns arm, seed and a metric (choose it with --metric)"
+            wanted = (
+                f"to have the columns arm, seed and {name or 'a metric (choose it with --metric)'}"
+            )
             raise self._error(wanted, _listed(candidates or others))
         return candidates[0]
 
@@ -247,7 +228,7 @@ class _Reader:
     def _kept_names(self, columns: Mapping[str, str]) -> dict[str, str]:
         """The name of each column among the metrics of a run."""
         roles = [columns[role] for role in ROLES]
-        kept = [c for c in self.columns if c and c not in roles and c not in OURS]
+        kept = [c for c in self.columns if c not in roles and c not in OURS]
         kept += [c for c in ROLES if c in self.columns and c not in roles]
         plain = Counter(_plain(c) for c in kept)
         names = {c: _plain(c) if plain[_plain(c)] == 1 else c for c in kept}
@@ -256,49 +237,31 @@ class _Reader:
     # Reading a line ------------------------------------------------------------------------------
 
     def _row(
-        self,
-        number: int,
-        line: Mapping[str, str],
-        columns: Mapping[str, str],
-        names: Mapping[str, str],
-        numeric: set[str],
+        self, number: int, columns: Mapping[str, str], names: Mapping[str, str], numeric: set[str]
     ) -> RunRow | LeftOut:
-        arm = _arm(line.get(columns["arm"], ""), columns["arm"])
-        cell, text = (line.get(columns[role], "") for role in ("seed", "metric"))
+        line = self.lines[number]
+        arm = _arm(line[columns["arm"]], columns["arm"])
+        cell, text = (line[columns[role]] for role in ("seed", "metric"))
         seed, value = _seed(cell, columns["seed"]), self._number(text)
         if seed is None or (text and value is None):
             raise RecipeError(
                 f"Expected an integer as the seed and a number as {columns['metric']} in line "
                 f"{number} of {str(self.path)!r}, but got {cell!r} and {text!r}."
             )
-        state = next(
-            (
-                c.lower()
-                for k, c in line.items()
-                if k.lower() in STATES and c.lower() in NOT_FINISHED
-            ),
-            "",
-        )
-        reason = ""
-        if not arm:
-            reason = f"without {columns['arm']}"
-        elif value is None:
-            reason = f"without {columns['metric']}"
-        elif state and math.isfinite(value):
-            reason = f"marked as {state}"
-        if reason or value is None:
+        states = (c.lower() for name, c in line.items() if name.lower() in STATES)
+        unfinished = [state for state in states if state in NOT_FINISHED]
+        if not arm or value is None:
+            reason = f"without {columns['metric' if arm else 'arm']}"
             return LeftOut(line=number, arm=arm, seed=seed, reason=reason)
-        metrics = {names[columns["metric"]]: value}
-        settings: dict[str, Any] = {}
-        about: dict[str, Any] = {}
+        if unfinished and math.isfinite(value):
+            return LeftOut(line=number, arm=arm, seed=seed, reason=f"marked as {unfinished[0]}")
+        metrics: dict[str, Any] = {names[columns["metric"]]: value}
+        settings, about = {}, {}
         for column, name in names.items():
-            content = self._cell(line.get(column, ""))
-            if content is None or column == columns["metric"]:
-                continue
-            if name not in ABOUT and column in numeric:
-                metrics[name] = float(content)
-            else:
-                (about if name in ABOUT else settings)[name] = content
+            content = self._cell(line[column])
+            if content is not None and column != columns["metric"]:
+                is_metric = name not in ABOUT and column in numeric
+                (metrics if is_metric else about if name in ABOUT else settings)[name] = content
         if not math.isfinite(value):
             about["diverged"] = True
         repeat = line.get("repeat", "")
@@ -331,14 +294,10 @@ class _Reader:
 
 def _with_settings(rows: list[RunRow]) -> list[RunRow]:
     """The rows, with those settings that are the same in all runs of an arm but differ between."""
-    names = dict.fromkeys(name for row in rows for name in row.settings)
-    by_arm: dict[str, list[RunRow]] = {}
-    for row in rows:
-        by_arm.setdefault(row.arm, []).append(row)
-    kept = []
-    for name in names:
-        values = [{repr(row.settings.get(name)) for row in runs} for runs in by_arm.values()]
-        if all(len(cells) == 1 for cells in values) and len(set().union(*values)) > 1:
+    arms, kept = {row.arm for row in rows}, []
+    for name in dict.fromkeys(name for row in rows for name in row.settings):
+        values = {(row.arm, repr(row.settings.get(name))) for row in rows}
+        if len(values) == len(arms) and len({value for _, value in values}) > 1:
             kept.append(name)
     return [
         row.model_copy(update={"settings": {name: row.settings.get(name) for name in kept}})
@@ -347,7 +306,7 @@ def _with_settings(rows: list[RunRow]) -> list[RunRow]:
 
 
 def _listed(columns: Iterable[str]) -> str:
-    return ", ".join(filter(None, columns)) or "none"
+    return ", ".join(columns) or "none"
 
 
 def _last_part(column: str) -> str:

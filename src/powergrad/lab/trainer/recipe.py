@@ -20,7 +20,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from powergrad.lab.data import Datasets, fingerprint
-from powergrad.lab.data.options import (
+from powergrad.lab.data.data_options import (
     BelowOne,
     Count,
     Data,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
 from powergrad.lab.trainer.recipe import RecipeError
 from powergrad.lab.trainer.run_folder import Result, Run, RunError
+from powergrad.lab.words import slug
 
 Changes = Mapping[str, Any]  # the changes of an arm, by key
 
@@ -31,11 +33,27 @@ class RunFailed(RunError):  # noqa: N818
         return self.args[0]
 
 
+class Task(Protocol):
+    """What a pool executes, in the `folder` of a study."""
+
+    @property
+    def name(self) -> str: ...  # the folder of the run in that folder
+
+    @property
+    def is_foreign(self) -> bool: ...  # whether it runs a user's program
+
+    def execute(self, folder: Path) -> Any: ...  # execute or continue it; return its result
+
+    def result(self, folder: Path) -> Any: ...  # None if it is not finished
+
+    def progress(self, folder: Path) -> float: ...  # the finished fraction, from 0 to 1
+
+
 @dataclass(frozen=True)
 class Job:
-    """One run of a study: a program, an arm with its changes, and a seed."""
+    """One run of a study, which is a :class:`Task`: a program, an arm's changes, and a seed."""
 
-    name: str  # the run's folder in the folder of the study
+    name: str
     arm: str
     seed: int
     changes: Changes
@@ -43,19 +61,15 @@ class Job:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it runs a user's program."""
         return self.program.is_foreign
 
     def execute(self, folder: Path) -> Result:
-        """Execute or continue the run in the `folder` of the study."""
         return self.program.execute(self, folder)
 
     def result(self, folder: Path) -> Result | None:
-        """The final result; None if the run is not finished."""
         return Run(folder / self.name).result()
 
     def progress(self, folder: Path) -> float:
-        """The finished fraction of the run, from 0 to 1."""
         return self.program.progress(self, folder)
 
     def within(self, folder: str) -> Job:
@@ -72,7 +86,7 @@ class Record(BaseModel):
 class Program(Record):
     """What a study runs for every arm and seed; `fingerprint` identifies its code or data."""
 
-    is_foreign: ClassVar[bool] = False  # a user's program: any metrics, and failed runs are left out
+    is_foreign: ClassVar[bool] = False  # a user's program: any metrics; failed runs are left out
     hold_out: ClassVar[float] = 0.0  # the fraction of the training data on which trials are tested
     fingerprint: str = ""
 
@@ -92,13 +106,18 @@ class Program(Record):
         """A short description of the training."""
 
     @property
-    @abstractmethod
     def changing(self) -> str:
         """A clause that says that `fingerprint` has changed."""
+        return f"{self.title} has changed"
 
     @abstractmethod
+    def identity(self, arm: str, changes: Changes, seed: int) -> str:
+        """A key of the run of an arm and a seed."""
+
     def job(self, arm: str, changes: Changes, seed: int) -> Job:
         """The run of an arm and a seed."""
+        name = f"{slug(arm)[:40]}-seed{seed}-{self.identity(arm, changes, seed)}"
+        return Job(name, arm, seed, changes, self)
 
     @abstractmethod
     def execute(self, job: Job, folder: Path) -> Result:
@@ -134,3 +153,36 @@ class Program(Record):
     def public(self) -> Program:
         """The program as it is stored in files that are shared."""
         return self
+
+
+class ForeignProgram(Program):
+    """A user's program: its runs begin again if they were interrupted."""
+
+    is_foreign: ClassVar[bool] = True
+
+    def execute(self, job: Job, folder: Path) -> Result:
+        run = Run(folder.resolve() / job.name)
+        with run.hold():
+            result = run.result()
+            if result is None:
+                result = self.perform(job, run)
+                run.finish(result)
+        return result
+
+    @abstractmethod
+    def perform(self, job: Job, run: Run) -> Result:
+        """Execute a run in its locked folder."""
+
+
+def check_distinct(runs: Mapping[str, str]) -> None:
+    """Raise RecipeError if two arms, which are given with their runs, are the same."""
+    arm_by_run: dict[str, str] = {}
+    for arm, run in runs.items():
+        if (other := arm_by_run.setdefault(run, arm)) != arm:
+            raise RecipeError(f"Expected different arms, but {other!r} and {arm!r} are the same.")
+
+
+def digest(content: str | bytes) -> str:
+    """The SHA-256 of a text or a file."""
+    data = content.encode() if isinstance(content, str) else content
+    return hashlib.sha256(data).hexdigest()

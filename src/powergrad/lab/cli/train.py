@@ -17,13 +17,11 @@ from powergrad.lab.cli.common import (
     put_aside,
     recipe_and_overrides,
     show_keys,
-    stopped,
 )
 from powergrad.lab.preflight import check_disk, check_recipe
-from powergrad.lab.signals import Interrupted
 from powergrad.lab.trainer.export import export_run
 from powergrad.lab.trainer.progress import Progress
-from powergrad.lab.trainer.recipe import Recipe, header, load_recipe, parse_overrides, recipe_names
+from powergrad.lab.trainer.recipe import header, load_recipe, parse_overrides, recipe_names
 from powergrad.lab.trainer.run_folder import Run
 from powergrad.lab.trainer.training import train as run_recipe
 from powergrad.lab.words import slug
@@ -47,9 +45,7 @@ def train(
     is reported as diverged. This is a result, so the exit code is 0.
 
     Args:
-        recipe: The name of a recipe (see --list), a YAML file, or the folder of a run. If only
-            overrides are given, the default depends on data.name: images for folder:PATH,
-            otherwise the recipe with the name of the data, or digits.
+        recipe: The name of a recipe, or a YAML file.
         overrides: Overrides of the recipe.
         out: The folder in which the run's folder is created.
         folder: The folder of the run itself.
@@ -64,10 +60,7 @@ def train(
             print(name, *(f"    {line}" for line in header(name).splitlines()), sep="\n")
         return 0
     if recipe is None and not keys:
-        raise ValueError(
-            "Expected a recipe (its name, see --list, or a YAML file) or overrides (see --keys), "
-            "but got none."
-        )
+        raise ValueError("Expected a recipe (see --list) or overrides (see --keys), but got none.")
     name, typed = recipe_and_overrides(recipe, overrides, train)
     changes = parse_overrides(typed)
     if (Path(name) / "config.yaml").is_file():
@@ -75,7 +68,8 @@ def train(
         chosen = run.recipe().override(changes)
     else:
         chosen = load_recipe(name, changes)
-        run = Run(folder or out / run_name(chosen))
+        title = f"{chosen.data.title}-{chosen.model.name}-seed{chosen.seed}"
+        run = Run(folder or out / f"{slug(title)}-{chosen.key}")
     if keys:
         return show_keys(chosen)
     if fresh and resume:
@@ -92,13 +86,10 @@ def train(
         run.check_recipe(chosen)
         print(f"{run.folder} is finished{': it diverged' if result.about['diverged'] else ''}.")
         return 0
-    try:
-        if not run.exists() and "RANK" not in os.environ:
-            check_disk(run.folder, check_recipe(chosen).run_bytes(chosen), 1)
-        with Progress() as progress:
-            run_recipe(chosen, run.folder, progress=progress)
-    except Interrupted as reason:
-        return stopped(reason)
+    if not run.exists() and "RANK" not in os.environ:
+        check_disk(run.folder, check_recipe(chosen).run_bytes(chosen), 1)
+    with Progress() as progress:
+        run_recipe(chosen, run.folder, progress=progress)
     return 0
 
 
@@ -109,12 +100,6 @@ def _put_aside(run: Run, data: str) -> None:
         moved = run.folder.with_name(f"{run.folder.name}-{before.partition(':')[2][:8]}")
         run.folder.rename(moved)
         print(f"The images have changed since the run in {run.folder}; it was moved to {moved}.")
-
-
-def run_name(recipe: Recipe) -> str:
-    """The folder name of the run of a recipe: readable, and ending in its key."""
-    title = f"{recipe.data.title}-{recipe.model.name}-seed{recipe.seed}"
-    return f"{slug(title)}-{recipe.key}"
 
 
 def _launch(processes: int, arguments: list[str]) -> int:

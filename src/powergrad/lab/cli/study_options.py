@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from powergrad.lab.cli.common import Flag, put_aside
+from powergrad.lab.cli.common import Flag, Words, put_aside
 from powergrad.lab.preflight import (
     Plan,
     announcing,
@@ -21,7 +21,7 @@ from powergrad.lab.preflight import (
     count_reused,
 )
 from powergrad.lab.runs import CommandProgram, Program, RecipeProgram
-from powergrad.lab.runs.devices import default_workers, visible_devices, worker_environments
+from powergrad.lab.runs.devices import visible_devices, worker_environments
 from powergrad.lab.runs.pool import Pool
 from powergrad.lab.stats import DEFAULT, Design, parse_runs
 from powergrad.lab.study import Execution, Metric, Study, StudyKind, metric_named
@@ -62,19 +62,15 @@ class TuneOptions:
         """The keys to tune, and overrides of the recipe that follow them."""
         tuned, changes = split_overrides(self.tune)
         if self.tune and not tuned:
-            raise ValueError(
-                "Expected --tune with several values or a range, such as lr=0.1,0.2 or lr=0.01:1, "
-                f"but got {' '.join(self.tune)!r}."
+            wanted = (
+                "Expected --tune with several values or a range, such as lr=0.1,0.2 or lr=0.01:1"
             )
-        given = {
-            "--trials": self.trials,
-            "--tune-seeds": self.tune_seeds,
-            "--repeats": self.repeats,
-            "--tune-map": None if self.tune_map == "none" else self.tune_map,
-        }
-        for name, value in given.items():
-            if value is not None and not tuned:
-                raise ValueError(f"Expected {name} only with --tune, but got {value!r}.")
+            raise ValueError(f"{wanted}, but got {' '.join(self.tune)!r}.")
+        for name in ("trials", "tune_seeds", "repeats", "tune_map"):
+            value = getattr(self, name)
+            if value not in (None, "none") and not tuned:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"Expected {option} only with --tune, but got {value!r}.")
         return tuned, changes
 
     def tuner(
@@ -86,14 +82,13 @@ class TuneOptions:
     ) -> Tuner:
         """The tuner of `arms` for a study, which need not have these arms yet."""
         program, trials = study.program, self.trials
+        common = (list(arms), trials, study.first_seed)
         if isinstance(program, CommandProgram):
-            values = dict.fromkeys(program.tuned)
-            space = Space.parse(tuned, values, list(arms), trials, study.first_seed, expand=str)
+            space = Space.parse(tuned, dict.fromkeys(program.tuned), *common, expand=str)
             for name, changes in arms.items():
                 program.check_tuned(name, changes, [axis.key for axis in space.axes(name)])
         else:
-            values = dict(flatten(study.base.model_dump()))
-            space = Space.parse(tuned, values, list(arms), trials, study.first_seed)
+            space = Space.parse(tuned, dict(flatten(study.base.model_dump())), *common)
         seeds = (1 if self.repeats else 4) if self.tune_seeds is None else self.tune_seeds
         tuner = Tuner(study, space, seeds, self.tune_map, metric)
         tuned_study = replace(study, arms=dict(arms), tuned=space.keys, tuning=tuner.to_dict())
@@ -149,19 +144,15 @@ class StudyOptions:
         """The recipe of every run; if it must be plain, the arms set alpha."""
         given = parse_overrides(overrides)
         if "seed" in given:
-            raise ValueError(
-                f"Expected --seeds and --first-seed, but got seed = {given['seed']!r}; every run "
-                "has its own seed."
-            )
+            got = f"seed = {given['seed']!r}; every run has its own seed"
+            raise ValueError(f"Expected --seeds and --first-seed, but got {got}.")
         changes: dict[str, Any] = {"machine.threads": self.threads, "machine.keep_best": False}
         if self.cluster is not None:  # file times differ between copies on several machines
             changes["machine.fingerprint"] = "sizes"
         base = load_recipe(recipe, {**changes, **given})
         if is_plain and base.loss.alpha != 1:
-            raise ValueError(
-                "Expected loss.alpha to be 1 in the recipe, because the arms set it (--alpha), but "
-                f"got {base.loss.alpha:g}, with which the baseline would use PGT."
-            )
+            wanted = "Expected loss.alpha to be 1 in the recipe, because the arms set it (--alpha)"
+            raise ValueError(f"{wanted}, but got {base.loss.alpha:g}.")
         return base
 
     def study(
@@ -177,20 +168,16 @@ class StudyOptions:
         if not program.is_foreign:
             metric = metric_named(self.metric or "test_accuracy")
             margin = metric.margin if self.margin is None else self.margin
-        design, finals = DEFAULT if self.seeds is None else None, 0
+        runs, finals = self.seeds, 0
         if repeats is not None:
             if self.seeds is not None and (not self.seeds.isdigit() or self.seeds == "0"):
-                raise ValueError(
-                    "Expected --seeds to be a single number with --repeats (the seeds per repeat), "
-                    f"but got {self.seeds!r}."
-                )
-            finals = int(self.seeds or 3)
-            try:
-                design = Design(parse_runs(repeats))
-            except ValueError as error:
-                raise ValueError(f"--repeats: {error}") from None
-        if design is None:
-            design = Design(parse_runs(str(self.seeds)))
+                wanted = "Expected --seeds to be a number with --repeats (the seeds per repeat)"
+                raise ValueError(f"{wanted}, but got {self.seeds!r}.")
+            runs, finals = repeats, int(self.seeds or 3)
+        try:
+            design = DEFAULT if runs is None else Design(parse_runs(runs))
+        except ValueError as error:
+            raise ValueError(f"--repeats: {error}" if repeats else str(error)) from None
         return Study(kind, program, dict(arms), design, metric, margin, self.first_seed, finals)  # pyright: ignore[reportArgumentType]
 
     def free_folder(self, study: Study) -> Path:
@@ -203,23 +190,13 @@ class StudyOptions:
 
     def pool(self, folder: Path, program: Program) -> Pool:
         """The pool that executes the runs of a program."""
-        for name in ("workers", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"Expected `{name}` to be at least 1, but got {value}.")
         is_distributed = isinstance(program, CommandProgram) and program.is_distributed
         # Recipes choose their device themselves, and a run with torchrun uses all GPUs.
         devices = visible_devices() if program.is_foreign and not is_distributed else []
-        usual = 1 if is_distributed else default_workers(devices, self.threads)
-        workers = self.workers or usual
-        environments = worker_environments(workers, devices, self.threads)
-        return Pool(
-            folder,
-            workers=workers,
-            cluster=self.cluster,
-            known=known_runs(self.reuse),
-            environments=environments,
-        )
+        usual = 1 if is_distributed else None
+        environments = worker_environments(self.workers, self.threads, devices, usual)
+        shared = {"cluster": self.cluster, "known": known_runs(self.reuse)}
+        return Pool(folder, workers=len(environments), environments=environments, **shared)
 
 
 @dataclass(frozen=True)
@@ -257,16 +234,8 @@ def prepare(
         remarks, watching = [], announcing(Watch, plan, ask=not options.yes)
         if options.budget is not None:
             is_fixed = options.seeds is not None if seeds_given is None else seeds_given
-            study, chosen = choose_budget(
-                study,
-                plan,
-                facts,
-                pool,
-                options.budget,
-                began,
-                given=given,
-                seeds_given=is_fixed or bool(study.finals),
-            )
+            kept = {"given": given, "seeds_given": is_fixed or bool(study.finals)}
+            study, chosen = choose_budget(study, plan, facts, pool, options.budget, began, **kept)
             if tuner is not None:
                 tuned = replace(tuner.study, program=study.program, design=study.design)
                 tuner = replace(tuner, study=tuned)
@@ -297,8 +266,8 @@ class ProgramOptions:
         agc: The threshold of agc; 0.01 by default.
     """
 
-    metric_regex: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    metric_file: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    metric_regex: Words = ()
+    metric_file: Words = ()
     tune_metric: str | None = None
     head: str | None = None
     agc: float | None = None
