@@ -100,13 +100,14 @@ def _commands(package: Any) -> list[str]:
                     given = re.search(r"name='([\w-]+)'", str(decorator.value))
                     command = given[1] if given else inner.name
                     lines.append(_signature(f"$ powergrad {name} {command}", inner))
-    groups = ("studies.StudyOptions", "tables.TableOptions")
     return lines + [
         line
-        for group in groups
-        for name, option in package[f"lab.cli.{group}"].members.items()
+        for module in package["lab.cli"].modules.values()
+        for group in module.classes.values()
+        if group.name in ("StudyOptions", "TableOptions") and not group.is_alias
+        for name, option in group.members.items()
         if option.is_attribute
-        for line in _described(f"$ {group.partition('.')[2]}.{name}", option)
+        for line in _described(f"$ {group.name}.{name}", option)
     ]
 
 

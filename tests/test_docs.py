@@ -62,7 +62,7 @@ def commands() -> Iterator[Any]:
         blocks = [b.code for b in blocks_of(text) if b.language != "python"]
         whole = "\n".join(blocks).replace("\\\n", " ")  # a command over several lines
         shown = re.findall(r"^.*?\bpowergrad (.*)$", whole, re.MULTILINE)
-        shown = [line for line in shown if re.match(r"[a-z]+\b(?!:)", line)]
+        shown = [line for line in shown if re.match(r"[a-z]+\b(?![:`])", line)]
         named = re.findall(r"`powergrad ([^`]+)`", re.sub(r"(?s)^```.*?^```", "", text, flags=re.M))
         for line in dict.fromkeys(re.sub(r"\s+#.*", "", line) for line in shown + named):
             yield pytest.param(line, id=f"{name_of(page)}: {line}")

@@ -281,17 +281,6 @@ def test_binary_at_alpha_one_is_pytorch_bit_for_bit(device, generator):
     assert all(map(torch.equal, ours, plain))
 
 
-def test_binary_is_the_softmax_of_z_and_nothing(device, generator):
-    z = logits(generator, 6).to(device)
-    y = torch.tensor([0, 1, 1, 0, 1, 0], device=device)
-    _, binary = gradients_of(
-        binary_cross_entropy_with_logits, z, y.double(), alpha=0.3, reduction="sum"
-    )
-    pairs = torch.stack([torch.zeros_like(z), z], 1)
-    _, softmax = gradients_of(cross_entropy, pairs, y, alpha=0.3, reduction="sum")
-    assert (binary - softmax[:, 1]).abs().max() <= 1e-15
-
-
 # What calls in the field had wrong ----------------------------------------------------------------
 
 

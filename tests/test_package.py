@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -9,6 +10,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -64,30 +66,26 @@ def test_examples_in_docstrings_run(module):
     assert result.failed == 0
 
 
-def rooms(title: str) -> list[set[str]]:
-    """The modules in each row of a table of docs/architecture.md."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    table = page.partition(f"### {title}")[2].partition("\n#")[0]
-    first_cells = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
-    return [set(re.findall(r"`([^`]+)`", cell)) for cell in first_cells]
+def package_of(module: str) -> str:
+    """The core is one package; the workbench is one per folder."""
+    parts = module.split(".")[:-1]
+    return ".".join(parts) if parts[1:2] == ["lab"] else "powergrad"
 
 
-@pytest.mark.parametrize(
-    ("title", "folder", "identifier"),
-    [("The core", ".", "core"), ("The workbench", "lab", "lab")],
-)
-def test_the_architecture_page_has_every_module_and_the_enforced_layers(title, folder, identifier):
-    paths = [*(ROOT / "src" / "powergrad" / folder).iterdir()]
-    modules = {path.name for path in paths if path.suffix == ".py" and path.stem != "__init__"}
-    modules |= {f"{path.name}/" for path in paths if (path / "__init__.py").is_file()}
-    rows = rooms(title)
-    assert sorted(name for row in rows for name in row) == sorted(modules)
-
-    tomllib = pytest.importorskip("tomllib")  # Python 3.11
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    contracts = {contract["id"]: contract for contract in settings["contracts"]}
-    layers = [{*layer.split(" | ")} for layer in contracts[identifier]["layers"]]
-    assert [{name.rstrip("/").removesuffix(".py") for name in row} for row in rows] == layers
+def test_modules_have_names_of_their_own_and_keep_private_names():
+    source = ROOT / "src"
+    paths = [*source.glob("powergrad/**/*.py")]
+    names = Counter(path.name for path in paths)
+    assert {name for name, count in names.items() if count > 1} == {"__init__.py"}
+    private = []
+    for path in paths:
+        module = ".".join(path.relative_to(source).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and f"{node.module}".startswith("powergrad"):
+                is_ours = package_of(f"{node.module}") == package_of(module)
+                imported = [alias.name for alias in node.names if re.match("_[^_]", alias.name)]
+                private += [] if is_ours else [f"{module}: {name}" for name in imported]
+    assert private == []
 
 
 def test_the_workflow_covers_every_declared_python_and_calls_targets_of_the_makefile():

@@ -119,28 +119,6 @@ def test_a_learning_rate_in_a_tensor_stays_that_tensor(factor):
     assert_equal(ours, theirs)
 
 
-def test_schedulers_see_their_own_values():
-    def train_scheduled(model: nn.Module, optimizer: optim.Optimizer) -> list[float]:
-        warm = optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=2)
-        fall, seen = optim.lr_scheduler.ExponentialLR(optimizer, 0.5), []
-
-        def advance() -> None:
-            warm.step()
-            fall.step()
-            seen.append(optimizer.param_groups[0]["lr"])
-
-        train(model, optimizer, advance)
-        return seen
-
-    ours, theirs = network(), network()
-    with attached(**SCALES):
-        optimizer = optim.SGD(ours.parameters(), lr=0.5, momentum=0.9, weight_decay=0.01)
-        seen = train_scheduled(ours, optimizer)
-    reference = optim.SGD(groups_by_hand(theirs, 0.5, 0.01), momentum=0.9)
-    assert seen == [2 * rate for rate in train_scheduled(theirs, reference)]
-    assert_equal(ours, theirs)
-
-
 def test_a_closure_sees_the_values_of_the_program():
     ours, theirs = network(), network()
     x, y = torch.randn(12, 6, dtype=torch.float64), torch.arange(12) % 4

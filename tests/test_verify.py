@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import powergrad
-from powergrad import cross_entropy, verify
+from powergrad import alter_output, cross_entropy, linear_cross_entropy, verify
 from powergrad.lab.trainer.objectives import as_published_cross_entropy
 from powergrad.verify import StepWatcher, Verification
 
@@ -200,13 +199,10 @@ def test_soft_targets_need_the_target(name, alpha):
     assert measured(at(alpha, loss), target=target.roll(1, 0)).verdict == "neither"
 
 
-def test_labels_as_target():
+def test_other_targets():
     for target in (Y, F.one_hot(Y, 10).double()):
         assert_alpha(measured(pgt, target=target), 0.3)
     assert_cannot_tell(measured(pgt, target=torch.ones(3, 4)), "of shape (3, 4)")
-
-
-def test_two_classes_need_the_target():
     assert measured(pgt, classes=2).verdict == "cannot tell"
     assert_alpha(measured(pgt, classes=2, target=batch(classes=2)[1]), 0.3, 1e-5)
 
@@ -233,18 +229,6 @@ def test_shapes(head, shape, loss, alpha):
     other = verify(lambda: head(x).sigmoid().sum().backward(), head)
     assert other.verdict == "neither"
     assert other.rows * other.classes == head(x).numel()
-
-
-def test_accumulated_batches_are_measured_together():
-    model = Net()
-
-    def step() -> None:
-        for rows in torch.arange(48).split([8, 30, 10]):
-            (pgt(model(X[rows]), Y[rows]) / 3).backward()
-
-    verification = verify(step, model)
-    assert_alpha(verification, 0.3)
-    assert verification.rows == 48
 
 
 def test_alphas_of_examples():
@@ -391,38 +375,51 @@ def test_hooks_on_the_logits_are_included():
 
     handle = model.head.register_forward_hook(lambda *args: logits.append(args[-1].detach()))
     assert_alpha(verify(lambda: step(hook=True), model), 0.3)
-    with powergrad.alter_output(model, "head", altered):
+    with alter_output(model, "head", altered):
         assert_alpha(verify(step, model), 0.3)
     handle.remove()
     assert_alpha(verify(step, model), 1.0)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+def accumulated(model: Net, loss: Loss) -> None:
+    for rows in torch.arange(48).split([8, 30, 10]):
+        (loss(model(X[rows]), Y[rows]) / 3).backward()
+
+
+def checkpointed(reentrant: bool) -> Callable[[Net, Loss], None]:
+    return lambda model, loss: loss(
+        checkpoint(model.head, model.body(X), use_reentrant=reentrant), Y
+    ).backward()
+
+
+def backward_twice(model: Net, *losses: Loss) -> None:
+    z = model(X)
+    for loss in losses:
+        loss(z, Y).backward(retain_graph=True)
+
+
+STEPS: dict[str, Callable[[Net, Loss], None]] = {
+    "accumulated batches": accumulated,
+    "the head in a checkpoint": checkpointed(False),
+    "the head in a reentrant checkpoint": checkpointed(True),
+    "two backward passes": lambda model, loss: backward_twice(model, loss, loss),
+    "one of them zero": lambda model, loss: backward_twice(model, lambda z, y: 0 * z.sum(), loss),
+}
+
+
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
-def test_a_head_inside_a_checkpoint(alpha, use_reentrant):
-    model = Net()
-
-    def step() -> None:
-        z = checkpoint(model.head, model.body(X), use_reentrant=use_reentrant)
-        cross_entropy(z, Y, alpha=alpha).backward()
-
-    verification = verify(step, model)
+@pytest.mark.parametrize("name", STEPS)
+def test_every_row_of_the_step_is_measured_once(name, alpha):
+    model, loss = Net(), at(alpha, lambda z, y, ce: ce(z, y))
+    verification = verify(lambda: STEPS[name](model, loss), model)
     assert_alpha(verification, alpha)
     assert verification.rows == 48
 
 
-def test_gradients_of_several_backward_passes_add_up():
+def test_two_backward_passes_of_two_losses_are_neither():
     model = Net()
-
-    def step(first: Loss, second: Loss) -> None:
-        z = model(X)
-        first(z, Y).backward(retain_graph=True)
-        second(z, Y).backward()
-
-    assert_alpha(verify(lambda: step(pgt, pgt), model), 0.3)
-    assert_alpha(verify(lambda: step(lambda z, y: 0 * z.sum(), pgt), model), 0.3)
-    two = verify(lambda: step(pgt, F.cross_entropy), model, target=Y)
-    assert two.verdict == "neither"
+    verification = verify(lambda: backward_twice(model, pgt, F.cross_entropy), model, target=Y)
+    assert verification.verdict == "neither"
 
 
 def test_the_head_can_be_named():
@@ -470,18 +467,13 @@ def test_a_chunked_head(alpha, bias):
     model = Net(width=64, spread=4.0)
     if not bias:
         model.head.register_parameter("bias", None)
+    head = {"linear_weight": model.head.weight, "linear_bias": model.head.bias}
     y = torch.where(torch.arange(40) == 3, -100, Y[:40])
 
     def step() -> None:
-        loss = powergrad.linear_cross_entropy(
-            model.body(X[:40]),
-            model.head.weight,
-            y,
-            alpha=alpha,
-            linear_bias=model.head.bias,
-            chunk_rows=16,
-        )
-        (5 * loss).backward()  # pyright: ignore[reportAttributeAccessIssue]
+        hidden: Any = model.body(X[:40])
+        loss: Any = linear_cross_entropy(hidden, target=y, alpha=alpha, chunk_rows=16, **head)
+        (5 * loss).backward()
 
     verification = verify(step, model)
     assert_alpha(verification, alpha, 1e-3)  # a linear system of 40 rows loses digits
@@ -512,19 +504,27 @@ def test_a_tied_weight_can_be_measured_only_if_the_head_is_called(called):
     head.weight = embedding.weight
     model = nn.ModuleDict({"embedding": embedding, "norm": norm, "head": head})
     tokens = torch.arange(16)
+    target = tokens.flip(0)
 
     def step() -> None:
         hidden = norm(embedding(tokens))
-        if called:
-            loss = pgt(head(hidden), tokens.flip(0))
-        else:
-            loss = powergrad.linear_cross_entropy(hidden, head.weight, tokens.flip(0), alpha=0.3)
-        loss.backward()  # pyright: ignore[reportAttributeAccessIssue]
+        loss: Any = (
+            pgt(head(hidden), target)
+            if called
+            else linear_cross_entropy(hidden, head.weight, target, alpha=0.3)
+        )
+        loss.backward()
 
     assert verify(step, model).verdict == ("pgt" if called else "cannot tell")
 
 
 # Compiled code ------------------------------------------------------------------------------------
+
+
+def watched(step: Callable[..., None], model: Any, *args: Any) -> Verification:
+    with StepWatcher(model) as watcher:
+        step(*args)
+    return watcher.result()
 
 
 @pytest.mark.matrix
@@ -536,25 +536,16 @@ def test_compile(alpha, backend):
     def step(model: Callable[..., Tensor]) -> None:
         cross_entropy(model(X), Y, alpha=alpha).backward()
 
-    def watched(step: Callable[..., None], model: Any, *args: Any) -> Verification:
-        with StepWatcher(model) as watcher:
-            step(*args)
-        return watcher.result()
-
     torch.compiler.reset()
-    model = Net()
+    model, own = Net(), Net()
     compiled: Any = torch.compile(model, backend=backend)
-    step(compiled)
-    assert_alpha(verify(lambda: step(compiled), model), alpha)
-    assert_alpha(verify(lambda: step(compiled), compiled), alpha)
-    assert_alpha(watched(step, compiled, compiled), alpha)
+    own.compile(backend=backend)
+    for called, passed in ((compiled, model), (compiled, compiled), (own, own)):
+        step(called)
+        assert_alpha(verify(lambda called=called: step(called), passed), alpha)
+        if passed is not model:
+            assert_alpha(watched(step, passed, called), alpha)
     assert watched(step, model, compiled).verdict == "cannot tell"
-
-    model = Net()
-    model.compile(backend=backend)
-    step(model)
-    assert_alpha(watched(step, model, model), alpha)
-    assert_alpha(verify(lambda: step(model), model), alpha)
 
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -699,12 +690,8 @@ def test_a_failing_watcher_does_not_break_the_step(name, monkeypatch):
     with StepWatcher(model) as watcher:
         F.cross_entropy(model(X), Y).backward()
     assert_cannot_tell(watcher.result(), "bad luck")
-
-
-def test_an_error_of_the_step_is_raised():
-    with pytest.raises(KeyError), StepWatcher(Net()) as watcher:
+    with pytest.raises(KeyError), StepWatcher(model):
         raise KeyError
-    assert watcher.result().verdict == "cannot tell"
 
 
 # Arguments and answers ----------------------------------------------------------------------------

@@ -271,21 +271,6 @@ def test_the_page_states_which_points_failed(measured, page):
     assert min(only_pgt) > AXES[0].at(2 / 3)  # "all at large learning rates": the last third
 
 
-def test_the_thresholds_of_agc_were_drawn_separately(measured):
-    # The second deviation: the same learning rates and weight decays, other thresholds.
-    def thresholds(arm):
-        found = {}
-        for row in measured.runs("plain", arm, "tuning"):
-            lr, decay, clip = chosen_settings(row).values()
-            found[row["seed"], f"{lr:.4g}", f"{decay:.4g}"] = clip
-        return found
-
-    agc, both = thresholds("agc"), thresholds("agc+pgt")
-    common = agc.keys() & both.keys()
-    assert len(common) == 89
-    assert all(abs(agc[point] / both[point] - 1) > 1e-3 for point in common)
-
-
 def test_every_row_has_a_commit_and_the_protocol_is_unchanged():
     assert hashlib.sha256((DOCS / "protocol.md").read_bytes()).hexdigest() == PROTOCOL
     for regime in ("norm", "plain", "null", *FURTHER):

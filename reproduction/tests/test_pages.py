@@ -93,15 +93,6 @@ def interval(arm, baseline, comparisons):
     return test.confidence_interval(0.95 ** (1 / comparisons))
 
 
-def cell(arm, baseline, comparisons):
-    """Difference, interval and verdict of two samples."""
-    low, high = interval(arm, baseline, comparisons)
-    verdict = "better" if low > 0 else "worse" if high < 0 else None
-    verdict = verdict or ("equivalent" if max(-low, high) < 0.5 else "not settled")
-    gain = fmean(arm) - fmean(baseline) + 0.0
-    return f"{gain:+.2f} ({low:+.2f} to {high:+.2f})", verdict
-
-
 def test_the_tables_have_every_replica_with_its_numbers(regions, replicas):
     tables, last = {}, []
     for region in ("table-1", "table-2", "table-3", "epochs"):
@@ -130,22 +121,13 @@ def test_the_tables_have_every_replica_with_its_numbers(regions, replicas):
             assert found == pytest.approx(wanted, abs=0.0051), (name, arm)
 
 
-def test_the_other_studies_have_their_numbers(regions):
-    beyond, not_better = regions["beyond"](), regions["not-better"]()
+def test_the_other_studies_are_listed_and_with_several_looks_have_the_saved_numbers(
+    regions,
+):
+    beyond = regions["beyond"]()
     files = [*RESULTS.glob("compare_*.json"), *RESULTS.glob("decompose_*.json")]
-    assert {line.split("`")[1] for line in beyond.splitlines() if line.startswith("| `")} == {
-        path.stem for path in files
-    }
-    values = json.loads((RESULTS / "compare_digits_20_epochs.json").read_text())
-    arms = {arm: [] for arm in values["study"]["arms"]}
-    for row in values["rows"]:
-        arms[row["arm"]].append(row["metrics"]["test_accuracy"])
-    for arm in [*arms][1:]:
-        words, verdict = cell(arms[arm], arms["baseline"], len(arms) - 1)
-        assert f"| {words} | {verdict} |" in beyond
-        if "pgt" in arm:
-            assert (f"{words} | {verdict} |" in not_better) == (verdict != "better")
-    # With several looks, the numbers are those that the study saved.
+    listed = {line.split("`")[1] for line in beyond.splitlines() if line.startswith("| `")}
+    assert listed == {path.stem for path in files}
     for comparison in json.loads((RESULTS / "compare_digits.json").read_text())["comparisons"]:
         low, high = comparison["interval"]
         words = f"{comparison['difference']:+.2f} ({low:+.2f} to {high:+.2f})"

@@ -164,16 +164,6 @@ def test_what_is_chosen_is_listed_as_unstated_and_does_not_override_the_row():
             assert {**flat(row.recipe), **row.stated, **row.chosen} == flat(row.recipe)
 
 
-def test_the_same_run_in_two_tables_is_one_run():
-    def key(item, arm):
-        return PAPER.find(item).row(arm).recipe.key
-
-    assert key("T1.2", "baseline") == key("T3.3", "baseline") == key("E60", "baseline")
-    assert key("T1.2", "PGT") == key("T3.7", "PGT 0.05")
-    assert key("T1.3", "baseline") == key("T3.1", "baseline")
-    assert key("T1.3", "PGT") != key("T3.2", "PGT 0.3")  # as printed; see the note
-
-
 @pytest.mark.parametrize(
     ("item", "notes", "unstated"),
     [

@@ -28,8 +28,11 @@ ALLOWED = [  # in the wheel, below the place where packages are
     "powergrad/*.py",
     "powergrad/py.typed",
     "powergrad/lab/trainer/recipes/*.yaml",
+    "powergrad/lab/trainer/*.jinja",
     "powergrad/lab/report/*.css",
+    "powergrad/lab/report/*.html",
     "powergrad/lab/report/*.js",
+    "powergrad/lab/report/*.yaml",
 ]
 EXAMPLE = "".join(
     re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)[:2]
@@ -127,12 +130,6 @@ def environment() -> Iterator[Environment]:
 def without_powergrad(environment: Environment) -> Iterator[Environment]:
     yield environment
     environment.pip("uninstall", "--yes", "powergrad")
-
-
-def test_the_example_is_the_before_and_after():
-    assert "# before" in EXAMPLE
-    assert "# after" in EXAMPLE
-    assert "with powergrad.PowerGrad(alpha=0.3):" in EXAMPLE
 
 
 def test_wheel_holds_the_package_and_nothing_else(contents):
