@@ -32,13 +32,7 @@ class Split(ABC):
     """
 
     def __init__(
-        self,
-        labels: Tensor,
-        config: Data,
-        *,
-        classes: int,
-        mean: Sequence[float],
-        std: Sequence[float],
+        self, labels: Tensor, config: Data, *, classes: int, mean: list[float], std: list[float]
     ) -> None:
         self.labels, self.config, self.classes = labels, config, classes
         self.mean = torch.tensor(mean).view(-1, 1, 1)

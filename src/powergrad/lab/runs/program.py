@@ -72,7 +72,9 @@ class Record(BaseModel):
 class Program(Record):
     """What a study runs for every arm and seed; `fingerprint` identifies its code or data."""
 
-    is_foreign: ClassVar[bool] = False  # a user's program: any metrics, and failed runs are left out
+    is_foreign: ClassVar[bool] = (
+        False  # a user's program: any metrics, and failed runs are left out
+    )
     hold_out: ClassVar[float] = 0.0  # the fraction of the training data on which trials are tested
     fingerprint: str = ""
 

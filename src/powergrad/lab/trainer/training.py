@@ -28,7 +28,6 @@ from powergrad.lab.trainer.session import Session
 
 ABOUT = ("epoch", "lr", "alpha", "loss_scale")  # the columns of metrics.csv that are no metrics
 KEPT_LOGITS = 5_000_000  # the outputs of the last test are kept up to this many numbers
-ABOUT = ("epoch", "lr", "alpha", "loss_scale")  # the columns of metrics.csv that are no metrics
 
 
 def train(recipe: Recipe, folder: str | Path, *, progress: Progress | None = None) -> Run:
@@ -54,10 +53,7 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
     if state is not None:
         session.restore(state)
     if not processes.agree(session.step):
-        raise RunError(
-            f"The processes do not see the same checkpoints in {str(run.checkpoints)!r}; the "
-            "folder must be shared by all machines."
-        )
+        raise RunError(f"All machines must share the folder {str(run.checkpoints)!r}.")
     if processes.first:
         run.cut_metrics(session.step)
         write_json(run.folder / "classes.json", data.classes)
@@ -88,7 +84,7 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
                 checkpoints.save_if_due(stopping())
         checkpoints.save()
 
-    outputs = outputs or session.test(data.test)
+    outputs = outputs or session.test()
     if processes.first:
         run.save_weights("model.safetensors", session.tested.state_dict())
         if outputs["logits"].numel() <= KEPT_LOGITS:
@@ -129,14 +125,13 @@ class _Checkpoints:
 def _filter_monitor(recipe: Recipe, run: Run, session: Session) -> Iterator[Callable[[int], None]]:
     """Yield a function that records the filters at a step, if the recipe enables it."""
     folder = run.folder / "norms"
-    options = recipe.monitor.model_dump()
-    if not options["every"] or not session.processes.first:
+    if not recipe.monitor.every or not session.processes.first:
         yield lambda step: None
         return
     if session.step == 0 and folder.exists():  # from a run that was killed before it was saved
         shutil.rmtree(folder)
-    resume = session.step or None
-    with powergrad.FilterMonitor(session.model, folder, **options, resume=resume) as monitor:
+    options = {**recipe.monitor.model_dump(), "resume": session.step or None}
+    with powergrad.FilterMonitor(session.model, folder, **options) as monitor:
         if session.step == 0:
             monitor.step(0)
         else:
@@ -154,10 +149,8 @@ def _tensorboard(recipe: Recipe, run: Run, session: Session) -> Iterator[Callabl
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ImportError(
-            "`machine.tensorboard` needs TensorBoard, which is not installed; run `pip install "
-            "tensorboard`."
-        ) from error
+        text = "`machine.tensorboard` needs TensorBoard; run `pip install tensorboard`."
+        raise ImportError(text) from error
     with SummaryWriter(str(run.folder / "tensorboard"), purge_step=session.step + 1) as writer:
 
         def write(row: Row) -> None:
