@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from photos import write_photos
-from powergrad.lab.jobs import RecipeProgram
+from powergrad.lab.runs.recipes import RecipeProgram
 
 from powergrad.lab.stats import Design
 from powergrad.lab.study import Study, StudyKind

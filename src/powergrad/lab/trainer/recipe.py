@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from powergrad.lab.data import Datasets, fingerprint
+from powergrad.lab.data import Datasets, fingerprint, load_data
 from powergrad.lab.data.options import (
     BelowOne,
     Count,
@@ -241,6 +241,11 @@ class Recipe(Section):
         """A copy of this recipe with dotted keys changed, such as ``{"loss.alpha": 0.3}``."""
         values = dict(flatten(self.model_dump())) | dict(flatten(changes))
         return _validate(values, "the overrides")
+
+    def load_data(self) -> Datasets:
+        """The training and test data."""
+        machine = self.machine
+        return load_data(self.data, data_dir=machine.data_dir, workers=machine.workers)
 
     def folder_fingerprint(self) -> str:
         """The fingerprint of a folder of images; empty for other data."""

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 import powergrad
-from powergrad.lab.data import load_data
 from powergrad.lab.files import write_json
 from powergrad.lab.signals import Interrupted, watching_signals
 from powergrad.lab.trainer.processes import Processes, join_processes
@@ -46,8 +45,7 @@ def train(recipe: Recipe, folder: str | Path, *, progress: Progress | None = Non
 
 
 def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -> None:
-    machine = recipe.machine
-    data = load_data(recipe.data, data_dir=machine.data_dir, workers=machine.workers)
+    data = recipe.load_data()
     session = Session(recipe, data, processes)
     state = run.load_checkpoint()
     if state is not None:
@@ -78,7 +76,7 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
                 run.add_metrics(row)
                 write_to_board(row)
                 progress.epoch(row)
-                if machine.keep_best and session.is_best:
+                if recipe.machine.keep_best and session.is_best:
                     run.save_weights("checkpoint/best.safetensors", session.tested.state_dict())
             if not session.done:
                 checkpoints.save_if_due(stopping())
