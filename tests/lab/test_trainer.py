@@ -281,14 +281,11 @@ def test_scores_equal_those_of_torchmetrics():
 
 
 def test_rows_with_nan_are_wrong_answers():
-    logits = torch.full((4, 7), math.nan)
-    logits[1:] = 0.0
-    labels = torch.tensor([0, 0, 6, 3])
-    right = right_answers(logits, labels)
-    assert right.tolist() == [False, *(logits[1:].argmax(1) == labels[1:]).tolist()]
+    logits, labels = 2 * torch.eye(7)[:4], torch.tensor([0, 1, 6, 3])
+    logits[0] = math.nan
+    assert right_answers(logits, labels).tolist() == [False, True, False, True]
     scores = score(logits, labels, alpha=0.5)
-    assert scores["test_accuracy"] == 100 * right.double().mean().item()
-    assert scores["test_top5"] in (25.0, 50.0, 75.0)  # never the row of NaN
+    assert (scores["test_accuracy"], scores["test_top5"] < 100) == (50.0, True)
 
 
 def test_impossible_batches_and_devices_raise(tmp_path):
@@ -321,7 +318,7 @@ def test_progress(tmp_path, monkeypatch, capsys, is_terminal):
 def command(folder, recipe, *options):
     file = folder.parent / f"{folder.name}.yaml"
     file.write_text(recipe.to_yaml())
-    return ["train", str(file), "--folder", str(folder), "--yes", *options]
+    return ["train", str(file), "--folder", str(folder), *options]
 
 
 def test_run_killed_at_random_moments_equals_an_undisturbed_one(tmp_path):
