@@ -102,8 +102,8 @@ def assert_equal_networks(ours: nn.Module, theirs: nn.Module, x: Tensor, toleran
             model.zero_grad()
             (result * upstream).sum().backward()
         parameters = dict(theirs.named_parameters())
-        pairs = {k: (p.grad, parameters[k].grad) for k, p in ours.named_parameters()}
-        pairs["output"] = output, expected
+        pairs: dict[str, Any] = {"output": (output, expected)}
+        pairs |= {k: (p.grad, parameters[k].grad) for k, p in ours.named_parameters()}
         for name, (a, b) in pairs.items():
             assert (a - b).abs().max() <= tolerance * b.abs().max(), name
     theirs.load_state_dict(ours.state_dict(), strict=True)

@@ -285,7 +285,8 @@ def test_rows_with_nan_are_wrong_answers():
     logits[0] = math.nan
     assert right_answers(logits, labels).tolist() == [False, True, False, True]
     scores = score(logits, labels, alpha=0.5)
-    assert (scores["test_accuracy"], scores["test_top5"] < 100) == (50.0, True)
+    assert scores["test_accuracy"] == 50.0
+    assert scores["test_top5"] in (50.0, 75.0)  # never the row of NaN
 
 
 def test_impossible_batches_and_devices_raise(tmp_path):

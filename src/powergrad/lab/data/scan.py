@@ -104,7 +104,7 @@ def scan_folder(
     data_dir: str | None = None,
     *,
     workers: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Scan:
     """Scan the folder of images of a recipe, and decode every image."""
     folder = open_folder(config, data_dir)
@@ -207,7 +207,7 @@ def _rare_classes(classes: Sequence[str], train: Listing, test: Listing) -> Iter
 
 
 def _check_all(
-    folder: ImageFolder, workers: int | None, progress: Progress | None
+    folder: ImageFolder, workers: int | None, progress: Progress
 ) -> tuple[dict[str, Checked], int]:
     """The findings about each image, by name, and the number of images found in the cache."""
     cache = _cache_file(folder.root)
@@ -231,8 +231,7 @@ def _check_all(
             for fields in found:
                 images[todo[done]] = images[todo[done]]._replace(**fields)
                 done += 1
-            if progress is not None:
-                progress(done, len(todo))
+            progress(done, len(todo))
     finally:
         if done:
             _write_cache(cache, images)

@@ -328,7 +328,7 @@ def load_recipe(source: str | Path, changes: Mapping[str, Any] | None = None) ->
         >>> load_recipe("digits", {"loss.alpha": 0.5}).loss.alpha
         0.5
     """
-    values = _read(str(source), ()) | dict(flatten(changes or {}))
+    values = _read(str(source)) | dict(flatten(changes or {}))
     return _validate(values, f"recipe {str(source)!r}")
 
 
@@ -356,7 +356,8 @@ def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
         if not equals:
             text = next(remaining, None) if token.startswith("--") else None
         if text is None:
-            raise RecipeError(f"Expected `--key value` or `key=value`, but got {token!r}.")
+            wanted = "overrides as `--key value` or `key=value`"
+            raise RecipeError(f"Expected {wanted}, but got {token!r}.")
         try:
             changes[key] = yaml.load(text, _Loader)
         except yaml.YAMLError:
@@ -400,7 +401,7 @@ def _find(source: str) -> Any:
     return RECIPES / f"{source}.yaml"
 
 
-def _read(source: str, readers: tuple[str, ...]) -> dict[str, Any]:
+def _read(source: str, readers: tuple[str, ...] = ()) -> dict[str, Any]:
     """The dotted values of a recipe file, after those of its base."""
     path = _find(source)
     name = str(path)
