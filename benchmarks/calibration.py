@@ -42,7 +42,7 @@ def read(arm: str, alpha: float, seed: int, folder: Path) -> Iterator[dict[str, 
     recipe = load_recipe("digits", {**changes, "machine.threads": 1, "machine.keep_best": False})
     train(recipe, folder)
     trained = open_trained(folder)
-    data = trained.data()
+    data = recipe.load_data()
     network = trained.network(data)
     found = answers(network, trained, data)
     temperatures = {"T = 1": 1.0, "T = 1/alpha": 1 / alpha, "T fitted": fit_temperature(*found.fit)}

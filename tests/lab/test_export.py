@@ -380,13 +380,6 @@ def test_head_is_divided_by_the_temperature(run, tmp_path, temperature, factor):
     assert has_note == (factor == 1)
 
 
-def test_plain_cross_entropy_is_exported_unchanged(copied, tmp_path, capsys):
-    change_recipe(copied, loss__alpha=1.0)
-    assert command(copied, "--format", "safetensors", "--out", tmp_path / "out") == 0
-    assert "temperature 1 is folded" in capsys.readouterr().out
-    assert_head_scaled(load_file(copied / "model.safetensors"), tmp_path / "out", 1.0, rtol=0)
-
-
 @pytest.mark.parametrize("name", ["best.safetensors", "step-*.pt"])
 def test_checkpoint_can_be_exported(run, tmp_path, name):
     path = max((run / "checkpoint").glob(name))
@@ -397,8 +390,11 @@ def test_checkpoint_can_be_exported(run, tmp_path, name):
     assert remark in (made.folder / "README.md").read_text()
 
 
-def test_logit_scale_and_final_alpha_are_folded(copied, tmp_path):
-    change_recipe(copied, loss__logit_scale=2.0)
+def test_alpha_logit_scale_and_final_alpha_are_folded(copied, tmp_path):
+    change_recipe(copied, loss__alpha=1.0)
+    made = export_weights(copied, tmp_path / "plain")
+    assert_head_scaled(load_file(copied / "model.safetensors"), made.folder, 1.0, rtol=0)
+    change_recipe(copied, loss__alpha=ALPHA, loss__logit_scale=2.0)
     made = export_weights(copied, tmp_path / "scaled")
     assert made.temperature == 1 / (2 * ALPHA)
     assert "1/(alpha * logit_scale)" in made.results

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, and small pieces of text."""
+"""Files that are written completely or not at all."""
 
 import errno
 import json

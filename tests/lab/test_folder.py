@@ -486,13 +486,10 @@ def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize(
-    ("extension", "workers"), [("jpg", 1), ("png", 0), ("webp", 0), ("bmp", 0)]
-)
+@pytest.mark.parametrize(("extension", "workers"), [("jpg", 1), ("webp", 0), ("bmp", 0)])
 def test_bad_image_raises_with_its_path(tmp_path, extension, workers):
     make_folder(tmp_path, train=2, val=2)
     bad = put(tmp_path / "val" / "b" / f"9.{extension}", picture(64, 64))
-    assert sum(len(i) for _, i in load(tmp_path).test.test_batches(2)) == 5
     cut_short(bad)
     with pytest.raises(ValueError, match=f"{bad}.*data.bad_images: skip"):
         list(load(tmp_path, workers).test.test_batches(2))
@@ -532,15 +529,14 @@ def test_bad_images_are_skipped_with_one_warning_each(tmp_path, workers):
     assert torch.cat([b.labels for b, _ in tested[:3]]).tolist() == [i // 6 for i in left]
 
 
+@pytest.mark.filterwarnings("ignore:Skipped")
 def test_folder_without_a_readable_image_raises_in_training(tmp_path):
     for path in make_folder(tmp_path, train=1, val=1).rglob("*.png"):
         path.write_bytes(b"")
     data = load(tmp_path, bad_images="skip")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert list(data.test.test_batches(2)) == []
-        with pytest.raises(ValueError, match=str(tmp_path)):
-            list(data.train.train_batches(2, seed=0, epoch=0))
+    assert list(data.test.test_batches(2)) == []
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        list(data.train.train_batches(2, seed=0, epoch=0))
 
 
 # Processes ---------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from typing import Any
 
@@ -82,9 +81,7 @@ def from_timm(
     return model
 
 
-def assert_equal_networks(
-    ours: nn.Module, theirs: nn.Module, x: Tensor, tolerance: float, *, gradients: bool = True
-) -> None:
+def assert_equal_networks(ours: nn.Module, theirs: nn.Module, x: Tensor, tolerance: float) -> None:
     """The same weights load both ways; values, gradients and statistics agree, in both modes.
 
     Tolerances are relative to the largest value of a tensor.
@@ -100,14 +97,13 @@ def assert_equal_networks(
     ours.load_state_dict(theirs.state_dict(), strict=True)
     for training in (True, False):
         output, expected = ours.train(training)(x), theirs.train(training)(x)
-        pairs = {"output": (output, expected)}
         assert expected.std() > 0
-        if gradients:
-            for model, result in ((ours, output), (theirs, expected)):
-                model.zero_grad()
-                (result * upstream).sum().backward()
-            parameters = dict(theirs.named_parameters())
-            pairs |= {k: (p.grad, parameters[k].grad) for k, p in ours.named_parameters()}
+        for model, result in ((ours, output), (theirs, expected)):
+            model.zero_grad()
+            (result * upstream).sum().backward()
+        parameters = dict(theirs.named_parameters())
+        pairs: dict[str, Any] = {"output": (output, expected)}
+        pairs |= {k: (p.grad, parameters[k].grad) for k, p in ours.named_parameters()}
         for name, (a, b) in pairs.items():
             assert (a - b).abs().max() <= tolerance * b.abs().max(), name
     theirs.load_state_dict(ours.state_dict(), strict=True)
@@ -136,13 +132,6 @@ def test_networks_equal_those_of_timm(name, norm, stem, width, size, tolerance, 
     assert_equal_networks(ours, theirs, x, tolerance)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "seresnet50"])
-def test_whole_networks_equal_those_of_timm_in_float32(name, timm):
-    torch.manual_seed(0)
-    ours, theirs = create_model(name, num_classes=1000), timm.create_model(name)
-    assert_equal_networks(ours, theirs, torch.randn(2, 3, 96, 96), 1e-5, gradients=False)
-
-
 @pytest.mark.parametrize("name", IMAGENET)
 def test_parameters_have_the_names_and_shapes_of_timm_and_torchvision(name, timm, torchvision):
     with torch.device("meta"):
@@ -166,20 +155,13 @@ def test_network_has_as_many_layers_as_its_name_says(name):
     assert any(".se." in n for n in layers) == name.startswith("se")
 
 
-@pytest.mark.parametrize(
-    ("name", "millions"),  # He et al., table 6, for the CIFAR family
-    [
-        ("resnet20", 0.27),
-        ("resnet32", 0.46),
-        ("resnet44", 0.66),
-        ("resnet56", 0.85),
-        ("resnet110", 1.7),
-    ],
-)
-def test_published_numbers_of_parameters(name, millions):
-    with torch.device("meta"):
-        count = sum(p.numel() for p in create_model(name, num_classes=10).parameters())
-    assert round(count / 1e6, len(str(millions).split(".")[1])) == millions
+def test_published_numbers_of_parameters():
+    counts = {20: 0.27, 32: 0.46, 44: 0.66, 56: 0.85, 110: 1.7}  # He et al., table 6, in millions
+    for depth, millions in counts.items():
+        with torch.device("meta"):
+            model = create_model(f"resnet{depth}", num_classes=10)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        assert round(count / 1e6, len(str(millions)) - 2) == millions
 
 
 def test_layers_of_resnet18_are_numbered_as_in_the_paper():
@@ -211,16 +193,6 @@ def test_convolutions_start_with_the_deviation_of_he_and_gains_at_one():
             assert abs(ratio - 1) < 5 / (2 * module.weight.numel()) ** 0.5, name
         elif isinstance(module, nn.BatchNorm2d):
             assert ((module.weight == 1) & (module.bias == 0)).all(), name
-
-
-def test_weights_come_from_the_default_generator_alone():
-    states = []
-    for seed in (3, 3, 4):
-        torch.manual_seed(seed)
-        random.seed()
-        states.append(create_model("seresnet20", num_classes=3).state_dict())
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert not torch.equal(states[0]["conv1.weight"], states[2]["conv1.weight"])
 
 
 @pytest.mark.parametrize(("name", "last"), [("resnet50", "bn3"), ("seresnet20", "bn2")])

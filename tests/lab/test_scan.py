@@ -31,7 +31,9 @@ def photos(tmp_path: Path) -> Path:
     return write_photos(tmp_path / "photos", train=12, val=4)
 
 
-def look(root: Path, workers: int | None = None, progress: Any = None, **options: Any) -> Scan:
+def look(
+    root: Path, workers: int | None = None, progress: Any = lambda *_: None, **options: Any
+) -> Scan:
     config = Data(name=f"folder:{root}", **options)
     return scan_folder(config, workers=workers, progress=progress)
 

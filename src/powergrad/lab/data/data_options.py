@@ -108,13 +108,10 @@ class Data(Section):
     @model_validator(mode="after")
     def _check_kind(self) -> Data:
         if self.groups is not None and not self.is_folder:
-            raise ValueError(
-                f"expected no groups for {self.name}, whose images have no names, but got "
-                f"{self.groups!r}"
-            )
+            raise ValueError(f"expected no groups for {self.name}, but got {self.groups!r}")
         if self.crop_padding and self.is_folder:
             raise ValueError(
-                "expected crop_padding to be 0 for a folder, where scale and ratio set the "
-                f"training crop, but got {self.crop_padding}"
+                f"expected scale and ratio instead of crop_padding for a folder, but got "
+                f"{self.crop_padding}"
             )
         return self

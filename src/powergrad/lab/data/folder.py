@@ -41,16 +41,12 @@ CHUNK = 16  # images that a worker sends at once: 2.4 MB of shared memory at 224
 ATTEMPTS = 10
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
+Chooser = Callable[[int, int], Box]  # of a box, by width and height
+Ends = tuple[float, float]
 T = TypeVar("T")
 
 
-def random_box(
-    width: int,
-    height: int,
-    draws: Sequence[float],
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
-) -> Box:
+def random_box(width: int, height: int, draws: Sequence[float], scale: Ends, ratio: Ends) -> Box:
     """The box of a random resized crop, with uniform area and log-uniform aspect ratio."""
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for area, aspect in zip(draws[2::2], draws[3::2], strict=True):
@@ -81,11 +77,7 @@ def open_image(path: bytes | str | Path) -> Image.Image:
 
 
 def read_image(
-    path: bytes | str | Path,
-    choose: Callable[[int, int], Box],
-    size: int,
-    *,
-    by_pillow: bool = False,
+    path: bytes | str | Path, choose: Chooser, size: int, *, by_pillow: bool = False
 ) -> Tensor:
     """The box ``choose(width, height)`` of an image, resized to `size` by PyTorch or by Pillow."""
     with open_image(path) as image:
@@ -101,10 +93,11 @@ def read_image(
     crop = grey_or_rgb(crop)
     if by_pillow:
         crop = crop.resize((size, size), Image.Resampling.BILINEAR)
-        return torch.from_numpy(np.atleast_3d(np.array(crop))).permute(2, 0, 1)
     # A permuted batch of one, which PyTorch treats as channels-last without a copy.
     pixels = torch.from_numpy(np.atleast_3d(np.array(crop)))[None].permute(0, 3, 1, 2)
-    return F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)[0]
+    if not by_pillow:
+        pixels = F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
+    return pixels[0]
 
 
 def eight_bits(image: Image.Image) -> Image.Image:
@@ -214,7 +207,7 @@ class FolderSplit(Split):
 
     def _plans(
         self, indices: NDArray[np.int64], moment: Moment
-    ) -> Iterator[tuple[int, Callable[[int, int], Box], bool]]:
+    ) -> Iterator[tuple[int, Chooser, bool]]:
         """For each index: the function that chooses the box, and whether to mirror."""
         config = self.config
         if moment is None:
@@ -222,10 +215,9 @@ class FolderSplit(Split):
             yield from ((index, choose, False) for index in indices.tolist())
             return
         draws = uniform(Stream.AUGMENT, *moment, indices[:, None], np.arange(3 + 2 * ATTEMPTS))
+        box = functools.partial(random_box, scale=config.scale, ratio=config.ratio)
         for index, (mirror, *row) in zip(indices.tolist(), draws.tolist(), strict=True):
-            choose = functools.partial(
-                random_box, draws=row, scale=config.scale, ratio=config.ratio
-            )
+            choose = functools.partial(box, draws=row)
             yield index, choose, config.flip and mirror < 0.5
 
     def _report(self, bad: list[tuple[int, str]]) -> None:

@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +45,6 @@ HIDDEN, BROKEN, LOOSE = "hidden", "broken link", "not in a class folder"
 LOOP, TWICE = "link to a folder above it", "folder that is already included by a link"
 
 SETTLED = 2.0  # seconds without changes after which the modification time of a folder is reliable
-
 
 _Images = dict[str, list[bytes]]  # the paths of images by class
 
@@ -175,53 +174,48 @@ def _list_folder(root: Path, needs_test: bool) -> ImageFolder:
             f"{str(root)!r} has no folder val/ or test/ with one folder per class. Use "
             "`--data.hold_out 0.2` to test on a fifth of the training images instead."
         )
-    walk = _Walk(root)
-    in_train = walk.images(train_folder)
-    in_test = walk.images(test_folder) if has_test else {}
-    problems = _problems(train_folder, in_train, walk.ignored)
+    ignored: list[tuple[str, str]] = []
+    folders = {str(root): _changed_at(str(root))}
+    in_train = _walk(root, train_folder, ignored, folders)
+    in_test = _walk(root, test_folder, ignored, folders) if has_test else {}
+
+    def no_images(folder: Path) -> str:
+        others = [f"{path} ({reason})" for path, reason in ignored if reason != HIDDEN]
+        ending = f" Ignored: {some(others)}." if others else ""
+        kinds = ", ".join(EXTENSIONS)
+        return (
+            f"Expected images ({kinds}) in {str(folder)!r}, in one folder per class, but got none."
+            f"{ending}"
+        )
+
+    problems, inside = [], f"{str(train_folder)!r}, but got"
+    empty = [name for name, paths in in_train.items() if not paths]
+    if len(empty) == len(in_train):
+        problems.append(no_images(train_folder))
+    elif empty:
+        remedy = "remove the folder if there is no such class"
+        problems.append(
+            f"Expected images in every class of {inside} none in {some(empty)}; {remedy}."
+        )
+    elif len(in_train) == 1:
+        problems.append(f"Expected at least two classes in {inside} only {some([*in_train])}.")
     if unknown := sorted(in_test.keys() - in_train.keys()):
         problems.append(
             f"Expected the classes of {str(test_folder)!r} to be among those of train/, but got "
             f"also {some(unknown)}."
         )
     if needs_test and not any(in_test[name] for name in in_test.keys() & in_train.keys()):
-        problems.append(_no_images(test_folder, walk.ignored))
-    train = _listing(train_folder, in_train, in_train)
-    test = _listing(test_folder, in_test, in_train) if has_test else None
-    classes = tuple(in_train)
-    return ImageFolder(root, train, test, classes, walk.ignored, problems, walk.folders)
+        problems.append(no_images(test_folder))
 
+    def listing(folder: Path, images: _Images) -> Listing:
+        parts = [images.get(name, []) for name in in_train]
+        labels = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        paths = np.array(list(itertools.chain.from_iterable(parts)), np.bytes_)
+        return Listing(os.fsencode(folder), paths, labels)
 
-def _listing(folder: Path, images: _Images, classes: Iterable[str]) -> Listing:
-    parts = [images.get(name, []) for name in classes]
-    labels = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    paths = np.array(list(itertools.chain.from_iterable(parts)), np.bytes_)
-    return Listing(os.fsencode(folder), paths, labels)
-
-
-def _problems(folder: Path, images: _Images, ignored: Sequence[tuple[str, str]]) -> list[str]:
-    empty = [name for name, paths in images.items() if not paths]
-    if len(empty) == len(images):
-        return [_no_images(folder, ignored)]
-    if empty:
-        return [
-            f"Expected images in every class of {str(folder)!r}, but got none in {some(empty)}; "
-            "remove the folder if there is no such class."
-        ]
-    if len(images) == 1:
-        return [
-            f"Expected at least two classes in {str(folder)!r}, but got only {some([*images])}."
-        ]
-    return []
-
-
-def _no_images(folder: Path, ignored: Sequence[tuple[str, str]]) -> str:
-    others = [f"{path} ({reason})" for path, reason in ignored if reason != HIDDEN]
-    ending = f" Ignored: {some(others)}." if others else ""
-    return (
-        f"Expected images ({', '.join(EXTENSIONS)}) in {str(folder)!r}, in one folder per class, "
-        f"but got none.{ending}"
-    )
+    train = listing(train_folder, in_train)
+    test = listing(test_folder, in_test) if has_test else None
+    return ImageFolder(root, train, test, tuple(in_train), ignored, problems, folders)
 
 
 def some(names: Sequence[str], most: int = 5) -> str:
@@ -230,45 +224,40 @@ def some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(map(repr, names[:most])) + more
 
 
-class _Walk:
-    """Walks through the folders of a data set, and collects skipped entries in `ignored`."""
+def _walk(
+    root: Path, split: Path, ignored: list[tuple[str, str]], times: dict[str, int]
+) -> _Images:
+    """The paths of the images of each class in a split, relative to it, sorted.
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.ignored = root, list[tuple[str, str]]()
-        self.folders = {str(root): _changed_at(str(root))}
-
-    def images(self, split: Path) -> _Images:
-        """The paths of the images of each class in a split, relative to it, sorted."""
-        found: _Images = {}
-        start = len(os.path.join(split, ""))
-        seen: set[tuple[str, str]] = set()  # the class and the place of each folder
-        for folder, folders, files in os.walk(split, onerror=_raise, followlinks=True):
-            self.folders[folder] = _changed_at(folder)
-            inside = Path(folder).relative_to(split).parts
-            for name in sorted(files):
-                path = os.path.join(folder, name)
-                if reason := _why_not_used(path, is_loose=not inside):
-                    self._ignore(path, reason)
-                else:
-                    found[inside[0]].append(os.fsencode(path[start:]))
-            entries, folders[:] = sorted(folders), []
-            for name in entries:
-                path = os.path.join(folder, name)
-                key = (inside or (name,))[0], os.path.realpath(path)
-                if name.startswith("."):
-                    self._ignore(path, HIDDEN)
-                elif os.path.islink(path) and _leads_above(path, split):
-                    self._ignore(path, LOOP)
-                elif key in seen:
-                    self._ignore(path, TWICE)
-                else:
-                    seen.add(key)
-                    folders.append(name)
-                    found.setdefault(key[0], [])
-        return {name: sorted(paths) for name, paths in found.items()}
-
-    def _ignore(self, path: str, reason: str) -> None:
-        self.ignored.append((os.path.relpath(path, self.root), reason))
+    Adds the skipped entries to `ignored`, and the modification time of each folder to `times`.
+    """
+    found: _Images = {}
+    start = len(os.path.join(split, ""))
+    seen: set[tuple[str, str]] = set()  # the class and the place of each folder
+    for folder, folders, files in os.walk(split, onerror=_raise, followlinks=True):
+        times[folder] = _changed_at(folder)
+        inside = Path(folder).relative_to(split).parts
+        reasons: dict[str, str] = {}
+        for path in (os.path.join(folder, name) for name in sorted(files)):
+            reasons[path] = _why_not_used(path, is_loose=not inside)
+            if not reasons[path]:
+                found[inside[0]].append(os.fsencode(path[start:]))
+        entries, folders[:] = sorted(folders), []
+        for name in entries:
+            path = os.path.join(folder, name)
+            key = (inside or (name,))[0], os.path.realpath(path)
+            if name.startswith("."):
+                reasons[path] = HIDDEN
+            elif os.path.islink(path) and _leads_above(path, split):
+                reasons[path] = LOOP
+            elif key in seen:
+                reasons[path] = TWICE
+            else:
+                seen.add(key)
+                folders.append(name)
+                found.setdefault(key[0], [])
+        ignored += [(os.path.relpath(p, root), reason) for p, reason in reasons.items() if reason]
+    return {name: sorted(paths) for name, paths in found.items()}
 
 
 def _raise(error: OSError) -> None:
@@ -331,8 +320,11 @@ def fingerprint(config: Data, data_dir: str | None = None, *, kind: str = "times
         kind = "sizes" if kind == "times" else kind
     digest = hashlib.sha256()
     for name, path in files:
-        content = _contents(path) if kind == "contents" else b"%d %d" % file_stamp(path)
-        content = content.partition(b" ")[0] if kind == "sizes" else content
+        size, changed = file_stamp(path)
+        content = b"%d" % size if kind == "sizes" else b"%d %d" % (size, changed)
+        if kind == "contents":
+            data = Path(os.fsdecode(path)).read_bytes() if size >= 0 else None
+            content = b"missing" if data is None else hashlib.sha256(data).hexdigest().encode()
         digest.update(b"%b\0%b\0" % (os.fsencode(name), content))  # names have no zero bytes
     return f"{kind}:{digest.hexdigest()[:32]}"
 
@@ -344,11 +336,3 @@ def file_stamp(path: bytes) -> tuple[int, int]:
     except OSError:
         return -1, -1
     return status.st_size, status.st_mtime_ns
-
-
-def _contents(path: bytes) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest().encode()
-    except FileNotFoundError:  # a broken link
-        return b"missing"

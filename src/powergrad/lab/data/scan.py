@@ -13,7 +13,6 @@ import functools
 import hashlib
 import json
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import PIL
-from numpy.typing import NDArray
 from PIL import UnidentifiedImageError
 
 from powergrad.lab.data.data_options import Data
@@ -33,6 +31,7 @@ from powergrad.lab.data.listing import (
     LOOP,
     LOOSE,
     ImageFolder,
+    Listing,
     file_stamp,
     open_folder,
     some,
@@ -83,23 +82,20 @@ class Scan:
     problems: list[str]
     warnings: list[str]
     cached: int
-    seconds: float
 
     def summary(self) -> list[str]:
         """Lines for the terminal: images, classes, formats, sizes and ignored files."""
         formats = ", ".join(f"{count:,} {name}" for name, count in self.formats.items())
+        images = f"{self.train:,} training images, {self.test:,} test images"
+        reasons = _by_reason(self.ignored).items()
         (low, width, high), (flat, height, tall) = self.widths, self.heights
         sizes = f"{low}x{flat} to {high}x{tall} pixels, median {width}x{height}"
         if (low, flat) == (high, tall):
             sizes = f"all {width}x{height} pixels"
         return [
-            f"{self.train:,} training images, {self.test:,} test images, "
-            f"{len(self.classes):,} classes",
+            f"{images}, {len(self.classes):,} classes",
             f"{formats or 'no readable images'}; {sizes}",
-            *(
-                f"ignored ({reason}): {len(paths):,}, {some(paths, 3)}"
-                for reason, paths in _by_reason(self.ignored).items()
-            ),
+            *(f"ignored ({why}): {len(paths):,}, {some(paths, 3)}" for why, paths in reasons),
         ]
 
 
@@ -108,10 +104,9 @@ def scan_folder(
     data_dir: str | None = None,
     *,
     workers: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Scan:
     """Scan the folder of images of a recipe, and decode every image."""
-    began = time.perf_counter()
     folder = open_folder(config, data_dir)
     images, cached = _check_all(folder, workers, progress)
     readable = [image for image in images.values() if not image.error]
@@ -120,17 +115,14 @@ def scan_folder(
     if unreadable:
         skips = config.bad_images == "skip"
         (cautions if skips else problems).append(_describe(folder, unreadable, skips=skips))
-    counts = [np.zeros(len(folder.classes), np.int64)] * 2
+    train = test = 0
     if not folder.problems:
         try:
-            counts = [
-                np.bincount(listing.labels, minlength=len(folder.classes))
-                for listing in folder.choose(config)
-            ]
-            cautions += _rare_classes(folder.classes, *counts)
+            chosen = folder.choose(config)
+            train, test = (len(listing.labels) for listing in chosen)
+            cautions += _rare_classes(folder.classes, *chosen)
         except ValueError as error:
             problems.append(str(error))
-    train, test = (int(count.sum()) for count in counts)
     formats = collections.Counter(image.format for image in readable)
     return Scan(
         root=str(folder.root),
@@ -145,7 +137,6 @@ def scan_folder(
         problems=problems,
         warnings=cautions,
         cached=cached,
-        seconds=time.perf_counter() - began,
     )
 
 
@@ -162,12 +153,10 @@ def _by_reason(ignored: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 def _describe(folder: ImageFolder, unreadable: Sequence[tuple[str, str]], *, skips: bool) -> str:
     count = f"{len(unreadable):,}"
-    text = (
-        f"Unreadable images are skipped ({count}):"
-        if skips
-        else f"{str(folder.root)!r} has {count} unreadable images; to skip them, use "
-        "`--data.bad_images skip`:"
-    )
+    remedy = "to skip them, use `--data.bad_images skip`"
+    text = f"{str(folder.root)!r} has {count} unreadable images; {remedy}:"
+    if skips:
+        text = f"Unreadable images are skipped ({count}):"
     lines = [f"  {path!r}: {reason}" for path, reason in unreadable[:SHOWN]]
     more = [f"  and {len(unreadable) - SHOWN:,} more"] if len(unreadable) > SHOWN else []
     return "\n".join([text, *lines, *more])
@@ -208,20 +197,17 @@ def _kind(path: Path) -> str | None:
     return None
 
 
-def _rare_classes(
-    classes: Sequence[str], train: NDArray[np.int64], test: NDArray[np.int64]
-) -> Iterator[str]:
-    for text, chosen in (
-        ("without test images", test == 0),
-        (f"with fewer than {FEW} training images", train < FEW),
-    ):
-        names = [classes[int(k)] for k in np.flatnonzero(chosen)]
+def _rare_classes(classes: Sequence[str], train: Listing, test: Listing) -> Iterator[str]:
+    fewer = f"with fewer than {FEW} training images"
+    for text, listing, least in (("without test images", test, 1), (fewer, train, FEW)):
+        counts = np.bincount(listing.labels, minlength=len(classes))
+        names = [classes[int(k)] for k in np.flatnonzero(counts < least)]
         if names:
             yield f"Classes {text} ({len(names):,} of {len(classes):,}): {some(names)}."
 
 
 def _check_all(
-    folder: ImageFolder, workers: int | None, progress: Progress | None
+    folder: ImageFolder, workers: int | None, progress: Progress
 ) -> tuple[dict[str, Checked], int]:
     """The findings about each image, by name, and the number of images found in the cache."""
     cache = _cache_file(folder.root)
@@ -245,8 +231,7 @@ def _check_all(
             for fields in found:
                 images[todo[done]] = images[todo[done]]._replace(**fields)
                 done += 1
-            if progress is not None:
-                progress(done, len(todo))
+            progress(done, len(todo))
     finally:
         if done:
             _write_cache(cache, images)

@@ -83,10 +83,8 @@ def roots(data_dir: str | None) -> list[Path]:
 
 def _examples(images: Bytes, labels: Bytes, source: Path) -> Examples:
     if labels.size and not 0 <= labels.min() <= labels.max() < 10:
-        raise ValueError(
-            f"Expected the labels of {source} to be in [0, 9], but got {labels.min()} to "
-            f"{labels.max()}."
-        )
+        got = f"{labels.min()} to {labels.max()}"
+        raise ValueError(f"Expected the labels of {source} to be in [0, 9], but got {got}.")
     tensor = torch.from_numpy(np.array(images, order="C"))
     return Examples(tensor, torch.from_numpy(labels.astype(np.int64)))
 
@@ -101,24 +99,26 @@ def _read_digits(files: list[Path]) -> tuple[Examples, Examples]:
 
     values, labels = datasets.load_digits(return_X_y=True)
     images = 15 * values.reshape(-1, 1, 8, 8).astype(np.uint8)
-    examples = Examples(torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64)))
-    is_test = held_out(examples.labels.numpy(), 0.2)
-    return examples.subset(np.flatnonzero(~is_test)), examples.subset(np.flatnonzero(is_test))
+    labels = np.asarray(labels, np.int64)
+    is_test = held_out(labels, 0.2)
+    train, test = (
+        Examples(*map(torch.from_numpy, (images[p], labels[p]))) for p in (~is_test, is_test)
+    )
+    return train, test
 
 
 def _read_fashion(files: list[Path]) -> tuple[Examples, Examples]:
     """Read 70,000 grey images of clothing, 28x28 pixels, from four gzip files in IDX format."""
-    return _idx_pair(*files[:2]), _idx_pair(*files[2:])
-
-
-def _idx_pair(images_path: Path, labels_path: Path) -> Examples:
-    images, labels = _read_idx(images_path), _read_idx(labels_path)
-    if labels.ndim != 1 or images.shape != (len(labels), 28, 28):
-        raise ValueError(
-            f"Expected {images_path} and {labels_path} to hold the same number of 28x28 images and "
-            f"labels, but got shapes {images.shape} and {labels.shape}."
-        )
-    return _examples(images[:, None], labels, labels_path)
+    splits = []
+    for paths in (files[:2], files[2:]):
+        images, labels = map(_read_idx, paths)
+        if labels.ndim != 1 or images.shape != (len(labels), 28, 28):
+            raise ValueError(
+                f"Expected {paths[0]} and {paths[1]} to hold the same number of 28x28 images and "
+                f"labels, but got shapes {images.shape} and {labels.shape}."
+            )
+        splits.append(_examples(images[:, None], labels, paths[1]))
+    return splits[0], splits[1]
 
 
 def _read_idx(path: Path) -> Bytes:
@@ -143,10 +143,10 @@ def _read_cifar(files: list[Path]) -> tuple[Examples, Examples]:
     if files[0].suffix == ".bin":
         *parts, test = (_read_binary(path) for path in files)
         return Examples(*map(torch.cat, zip(*parts, strict=True))), test
-    *sheets, train_labels, test_labels = files
-    *images, test_images = (_read_sheet(path) for path in sheets)
-    train = _examples(np.concatenate(images), _read_labels(train_labels, 5), train_labels)
-    return train, _examples(test_images, _read_labels(test_labels, 1), test_labels)
+    *images, test_images = map(_read_sheet, files[:-2])
+    parts = ((np.concatenate(images), files[-2]), (test_images, files[-1]))
+    train, test = (_examples(part, _read_labels(path, len(part)), path) for part, path in parts)
+    return train, test
 
 
 def _read_binary(path: Path) -> Examples:
@@ -167,18 +167,17 @@ def _read_sheet(path: Path) -> Bytes:
             pixels = np.asarray(sheet.convert("RGB"))
         return pixels.reshape(CIFAR_PER_FILE, 32, 32, 3).transpose(0, 3, 1, 2)
     except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(
-            f"{path} is not a complete PNG file of 1024x{CIFAR_PER_FILE} pixels: {error}"
-        ) from None
+        wanted = f"a complete PNG file of 1024x{CIFAR_PER_FILE} pixels"
+        raise ValueError(f"{path} is not {wanted}: {error}") from None
 
 
-def _read_labels(path: Path, files: int) -> Bytes:
+def _read_labels(path: Path, count: int) -> Bytes:
     try:
         labels = np.array(json.loads(path.read_bytes()))
     except ValueError as error:
         raise ValueError(f"{path} is not a JSON list: {error}") from None
-    if labels.shape != (files * CIFAR_PER_FILE,) or labels.dtype.kind != "i":
-        raise ValueError(f"Expected {path} to hold {files * CIFAR_PER_FILE} integers.")
+    if labels.shape != (count,) or labels.dtype.kind != "i":
+        raise ValueError(f"Expected {path} to hold {count} integers.")
     return labels
 
 
@@ -231,7 +230,6 @@ SETS = {
 def find_set(name: str) -> StoredSet:
     """The data set of this name."""
     if name not in SETS:
-        raise ValueError(
-            f"Expected `data.name` to be {', '.join(SETS)} or folder:PATH, but got {name!r}."
-        )
+        names = ", ".join([*SETS, "folder:PATH"])
+        raise ValueError(f"Expected `data.name` to be one of {names}, but got {name!r}.")
     return SETS[name]

@@ -32,13 +32,7 @@ class Split(ABC):
     """
 
     def __init__(
-        self,
-        labels: Tensor,
-        config: Data,
-        *,
-        classes: int,
-        mean: Sequence[float],
-        std: Sequence[float],
+        self, labels: Tensor, config: Data, *, classes: int, mean: list[float], std: list[float]
     ) -> None:
         self.labels, self.config, self.classes = labels, config, classes
         self.mean = torch.tensor(mean).view(-1, 1, 1)
@@ -50,10 +44,8 @@ class Split(ABC):
     def steps(self, batch_size: int) -> int:
         """The number of batches in a training epoch."""
         if batch_size > len(self):
-            raise ValueError(
-                f"Expected `train.batch_size` to be at most the {len(self)} training examples, but "
-                f"got {batch_size}."
-            )
+            wanted = f"at most the {len(self)} training examples"
+            raise ValueError(f"Expected `train.batch_size` to be {wanted}, but got {batch_size}.")
         return len(self) // batch_size
 
     def train_batches(
@@ -70,10 +62,8 @@ class Split(ABC):
         steps, part = self.steps(batch_size), batch_size // world
         is_mixed = self.config.mixup or self.config.cutmix
         if is_mixed and part % 2:
-            raise ValueError(
-                "Expected an even number of examples per batch and process, because mixup and "
-                f"cutmix mix neighbours, but got {part}."
-            )
+            wanted = "an even number of examples per batch and process for mixup and cutmix"
+            raise ValueError(f"Expected {wanted}, which mix neighbours, but got {part}.")
         order = permutation(len(self), seed, epoch)[: steps * batch_size]
         rows = order.reshape(steps, batch_size)[start:, rank * part : (rank + 1) * part]
         batches = self._train(rows, seed, epoch)

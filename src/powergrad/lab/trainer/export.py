@@ -36,19 +36,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from powergrad import __version__, fold_alpha
+from powergrad import __version__, calibration, fold_alpha
 from powergrad.lab.data import Datasets
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.trainer.run_folder import RunError
-from powergrad.lab.trainer.trained import (
-    BINS,
-    FOLDED,
-    Trained,
-    answers,
-    fit_on,
-    measures,
-    open_trained,
-)
+from powergrad.lab.trainer.trained import BINS, FOLDED, Trained, answers, measures, open_trained
 from powergrad.lab.words import did_you_mean
 
 FILES = {"safetensors": "model.safetensors", "torch": "model.pt2", "onnx": "model.onnx"}
@@ -62,15 +54,12 @@ Forward = Callable[[Tensor], Tensor]
 
 
 class Exported(NamedTuple):
-    """The result of an export: `results` has the metrics of each row of the card's table.
-
-    The logits were divided by `temperature`, which is folded into the head.
-    """
+    """The result of an export."""
 
     folder: Path
     files: list[str]
-    temperature: float
-    results: dict[str, dict[str, float]]
+    temperature: float  # the divisor of the logits, which is folded into the head
+    results: dict[str, dict[str, float]]  # the metrics of each row of the card's table
 
 
 def export_run(
@@ -89,20 +78,22 @@ def export_run(
     place = trained.run.folder / "export" if out is None else Path(out)
     _check_place(place, force)
 
-    data = trained.data()
+    data = trained.recipe.load_data()
     network = trained.network(data)
     outputs = answers(network, trained, data)
-    fitted, unfitted = fit_on(outputs)
-    if wanted == "fitted" and fitted is None:
-        raise RunError(unfitted)
-    temperatures = {"1": 1.0}
+    scale = trained.recipe.loss.logit_scale
+    rows = {"none": "1", "alpha": "1/alpha" if scale == 1 else "1/(alpha * logit_scale)"}
+    temperatures, unfitted = {"1": 1.0}, ""
     if trained.factor:
-        temperatures[trained.factor_name] = 1 / trained.factor
-    if fitted is not None:
-        temperatures["fitted"] = fitted
+        temperatures[rows["alpha"]] = 1 / trained.factor
+    try:
+        temperatures["fitted"] = calibration.fit_temperature(*outputs.fit)
+    except ValueError as error:
+        unfitted = f"No temperature could be fitted on {outputs.fit_on}. {error}"
+        if wanted == "fitted":
+            raise RunError(unfitted) from None
     results = {name: measures(outputs.report, temperature=t) for name, t in temperatures.items()}
-    rows = {"alpha": trained.factor_name, "none": "1", "fitted": "fitted"}
-    divisor = temperatures[rows[wanted]] if isinstance(wanted, str) else wanted
+    divisor = temperatures[rows.get(wanted, wanted)] if isinstance(wanted, str) else wanted
     if divisor != 1:
         fold_alpha(None, 1 / divisor, model=network)
     deployed = Deployed(network, data.test.mean, data.test.scale)
@@ -112,17 +103,9 @@ def export_run(
     context = {"recipe": trained.recipe, "data": data, "metadata": metadata}
     prepared = _render("preprocessing.json", **context)
     metadata["preprocessing"] = json.dumps(json.loads(prepared))
-    card = _render(
-        "model_card.md",
-        **context,
-        trained=trained,
-        outputs=outputs,
-        results=results,
-        formats=formats,
-        unfitted=unfitted,
-        bins=BINS,
-        exported_on=describe_machine(),
-    )
+    context |= {"outputs": outputs, "results": results, "unfitted": unfitted, "bins": BINS}
+    context |= {"trained": trained, "formats": formats, "exported_on": describe_machine()}
+    card = _render("model_card.md", **context)
     with _written_whole(place) as folder:
         _write(folder, formats, deployed, metadata, data)
         (folder / PREPROCESSING).write_text(prepared, encoding="utf-8")
@@ -175,10 +158,8 @@ def _check_formats(formats: Sequence[str]) -> list[str]:
             raise ValueError(f"Expected `format` to be among {', '.join(FILES)}, but got {got}")
     missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
     if "onnx" in formats and missing:
-        raise ImportError(
-            f"The format onnx needs {', '.join(missing)}; `pip install 'powergrad[export]'`, or "
-            "choose `--format safetensors,torch`."
-        )
+        remedy = "`pip install 'powergrad[export]'`, or choose `--format safetensors,torch`"
+        raise ImportError(f"The format onnx needs {', '.join(missing)}; {remedy}.")
     return [name for name in FILES if name in formats]
 
 
@@ -187,29 +168,25 @@ def _check_temperature(wanted: str | float, trained: Trained) -> str | float:
         return wanted
     if wanted == "alpha":
         got = "0" if trained.factor == 0 else "a checkpoint under a schedule of alpha"
+        wanted = "Expected alpha to be constant and above 0 to fold it into the head"
         raise ValueError(
-            f"Expected alpha to be constant and above 0 to fold it into the head, but got {got}; "
-            "choose the temperature fitted, none or a number."
+            f"{wanted}, but got {got}; choose the temperature fitted, none or a number."
         )
     with contextlib.suppress(ValueError):
         if 0 < float(wanted) < math.inf:
             return float(wanted)
-    raise ValueError(
-        f"Expected `temperature` to be alpha, fitted, none or a number above 0, but got {wanted!r}."
-    )
+    names = "alpha, fitted, none or a number above 0"
+    raise ValueError(f"Expected `temperature` to be {names}, but got {wanted!r}.")
 
 
 def _check_place(place: Path, force: bool) -> None:
     if place.exists() and not place.is_dir():
         raise RunError(f"{str(place)!r} is a file, not a folder.")
     names = {path.name for path in place.iterdir()} if place.exists() else set()
-    foreign = sorted(names - {*FILES.values(), PREPROCESSING, CARD})
-    if foreign:
+    if foreign := sorted(names - {*FILES.values(), PREPROCESSING, CARD}):
         raise RunError(f"{str(place)!r} is not an export to replace: it contains {foreign[0]!r}.")
     if names and not force:
-        raise RunError(
-            f"{str(place)!r} is an existing export; choose another `--out`, or use `--force`."
-        )
+        raise RunError(f"{str(place)!r} exists; choose another `--out`, or use `--force`.")
 
 
 @contextlib.contextmanager
@@ -278,11 +255,9 @@ def _write_program(path: Path, program: ExportedProgram, metadata: Metadata) -> 
 def _write_onnx(path: Path, program: ExportedProgram, metadata: Metadata) -> Forward:
     import onnxruntime
 
-    names: Any = {"input_names": ["pixels"], "output_names": ["logits"]}
+    options: Any = {"input_names": ["pixels"], "output_names": ["logits"], "verbose": False}
     shapes = {"pixels": {0: "batch"}}
-    model: Any = torch.onnx.export(
-        program, dynamo=True, dynamic_shapes=shapes, verbose=False, **names
-    )
+    model: Any = torch.onnx.export(program, dynamo=True, dynamic_shapes=shapes, **options)
     model.model.metadata_props.update(metadata)
     model.save(path)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -303,10 +278,8 @@ def _check_logits(name: str, forward: Forward, pixels: Tensor, expected: Tensor)
         with torch.no_grad():
             error = (forward(pixels[:count]) - expected[:count]).abs().max().item()
         if not error <= bound:
-            raise RunError(
-                f"The logits of {name} differ from those of the network by {error:.1e}, more than "
-                f"{bound:.1e}, in a batch of {count}; nothing was written."
-            )
+            size = f"{error:.1e}, more than {bound:.1e}, in a batch of {count}"
+            raise RunError(f"The logits of {name} are wrong by {size}; nothing was written.")
 
 
 def _render(name: str, **context: Any) -> str:

@@ -28,6 +28,9 @@ Norm = Literal["batch", "group", "none"]
 Stem = Literal["imagenet", "small"]
 Layer = tuple[int, int, int]  # output channels, kernel and stride of a convolution
 
+IMAGENET_LAYOUTS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}  # blocks per stage
+IMAGENET_LAYOUTS |= {101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+BOTTLENECKS = (50, 101, 152)
 CIFAR_DEPTHS = (8, 14, 20, 32, 44, 56, 110)  # listed by name; any other 6 n + 2 works as well
 
 
@@ -53,13 +56,9 @@ def create_model(
     """
     if name.startswith("timm:"):
         own = {"width": width, "stem": stem, "zero_init_residual": zero_init_residual or None}
-        own["norm"] = None if norm == "batch" else norm
-        for argument, value in own.items():
+        for argument, value in {**own, "norm": None if norm == "batch" else norm}.items():
             if value is not None:
-                raise ValueError(
-                    f"Expected no `model.{argument}` for {name!r}, which timm defines, but got "
-                    f"{value!r}."
-                )
+                raise ValueError(f"Expected no `model.{argument}` for {name!r}, but got {value!r}.")
         return _from_timm(name.removeprefix("timm:"), num_classes, in_channels)
 
     match = re.fullmatch(r"(se)?resnet([1-9]\d*)", name)
@@ -73,13 +72,10 @@ def create_model(
     if is_cifar and stem == "imagenet":
         raise ValueError(f"Expected `model.stem` to be small for {name}, but got 'imagenet'.")
     if zero_init_residual and norm == "none":
-        raise ValueError(
-            "Expected `model.zero_init_residual` to be false without normalisation, but got true."
-        )
-    layers, blocks = IMAGENET_LAYOUTS.get(depth, (basic_layers, ((depth - 2) // 6,) * 3))
+        raise ValueError("Expected a `model.norm` with `model.zero_init_residual`, but got none.")
     return ResNet(
-        layers,
-        blocks,
+        IMAGENET_LAYOUTS.get(depth, ((depth - 2) // 6,) * 3),
+        layers=bottleneck_layers if depth in BOTTLENECKS else basic_layers,
         style=Style(NORMS[norm], se=match[1] is not None, project=not is_cifar),
         num_classes=num_classes,
         in_channels=in_channels,
@@ -97,10 +93,8 @@ def _from_timm(name: str, num_classes: int, in_channels: int) -> nn.Module:
             f"timm:{name} needs timm, which cannot be imported (`pip install timm`): {error}"
         ) from error
     if not timm.is_model(name):
-        raise ValueError(
-            f"Expected a model of timm {timm.__version__} after timm:, but got {name!r}"
-            f"{did_you_mean(name, timm.list_models(), most=3)}"
-        )
+        got = f"{name!r}{did_you_mean(name, timm.list_models(), most=3)}"
+        raise ValueError(f"Expected a model of timm {timm.__version__} after timm:, but got {got}")
     return timm.create_model(name, num_classes=num_classes, in_chans=in_channels)
 
 
@@ -113,9 +107,9 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        layers: Callable[[int, int], list[Layer]],
         blocks: Sequence[int],
         *,
+        layers: Callable[[int, int], list[Layer]],
         style: Style,
         num_classes: int,
         in_channels: int,
@@ -180,10 +174,12 @@ class Block(nn.Module):
         self.se = SqueezeExcite(out) if style.se else None
         self.downsample = None
         stride = max(stride for _, _, stride in layers)
-        if (stride > 1 or channels != out) and style.project:
-            self.downsample = nn.Sequential(_conv(channels, out, 1, stride), style.normalise(out))
-        elif stride > 1 or channels != out:
-            self.downsample = ZeroPad(out - channels, stride)
+        if stride > 1 or channels != out:
+            self.downsample = (
+                nn.Sequential(_conv(channels, out, 1, stride), style.normalise(out))
+                if style.project
+                else ZeroPad(out - channels, stride)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         # Only the sum is rectified in place: autograd does not allow in-place operations on the
@@ -249,11 +245,4 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     "batch": nn.BatchNorm2d,
     "group": _group_norm,
     "none": lambda channels: nn.Identity(),
-}
-IMAGENET_LAYOUTS = {
-    18: (basic_layers, (2, 2, 2, 2)),
-    34: (basic_layers, (3, 4, 6, 3)),
-    50: (bottleneck_layers, (3, 4, 6, 3)),
-    101: (bottleneck_layers, (3, 4, 23, 3)),
-    152: (bottleneck_layers, (3, 8, 36, 3)),
 }

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from powergrad.lab.data import Datasets, fingerprint
+from powergrad.lab.data import Datasets, fingerprint, load_data
 from powergrad.lab.data.data_options import (
     BelowOne,
     Count,
@@ -198,33 +198,26 @@ class Recipe(Section):
 
     def _faults(self) -> Iterator[str]:
         """The contradictions between sections."""
-        model, train, warmup = self.model, self.train, self.schedule.warmup_epochs
+        train, model, warmup = self.train, self.model, self.schedule.warmup_epochs
         decay, agc = self.optimizer.backbone_decay, self.clip.agc
         if 0 < warmup >= train.epochs:
-            yield (
-                f"schedule.warmup_epochs: expected less than train.epochs, {train.epochs}, but got "
-                f"{warmup:g}"
-            )
+            wanted = f"less than train.epochs, {train.epochs}"
+            yield f"schedule.warmup_epochs: expected {wanted}, but got {warmup:g}"
         if train.batch_size % train.accumulate:
-            yield (
-                f"train.accumulate: expected a divisor of train.batch_size, {train.batch_size}, "
-                f"but got {train.accumulate}"
-            )
+            wanted = f"a divisor of train.batch_size, {train.batch_size}"
+            yield f"train.accumulate: expected {wanted}, but got {train.accumulate}"
         if self.data.mixup and self.data.cutmix:
             yield "data.cutmix: expected 0 if data.mixup is given, but got both"
         if model.name.startswith("timm:") and model.norm != "batch":
             yield f"model.norm: expected the default for a timm model, but got {model.norm}"
         if self.loss.form == "as_published" and train.precision != "float16":
-            yield (
-                "loss.form: expected train.precision float16 with as_published, which is correct "
-                f"at one loss scale only, but got {train.precision}"
-            )
+            wanted = "train.precision float16 with as_published"
+            yield f"loss.form: expected {wanted}, but got {train.precision}"
         if agc is not None and agc <= decay and self.optimizer.name == "sgd":
-            yield (
-                f"clip.agc: expected more than optimizer.weight_decay of the backbone, {decay:g}, "
-                "which would otherwise outweigh every gradient until all weights vanish, but got "
-                f"{agc}"
+            wanted = (
+                f"more than the weight decay of the backbone, {decay:g}, which would outweigh it"
             )
+            yield f"clip.agc: expected {wanted}, but got {agc}"
 
     @property
     def key(self) -> str:
@@ -249,12 +242,16 @@ class Recipe(Section):
         values = dict(flatten(self.model_dump())) | dict(flatten(changes))
         return _validate(values, "the overrides")
 
+    def load_data(self) -> Datasets:
+        """The training and test data."""
+        machine = self.machine
+        return load_data(self.data, data_dir=machine.data_dir, workers=machine.workers)
+
     def folder_fingerprint(self) -> str:
         """The fingerprint of a folder of images; empty for other data."""
         machine = self.machine
-        if not self.data.is_folder:
-            return ""
-        return fingerprint(self.data, machine.data_dir, kind=machine.fingerprint)
+        kind = machine.fingerprint
+        return fingerprint(self.data, machine.data_dir, kind=kind) if self.data.is_folder else ""
 
     def without_paths(self) -> Recipe:
         """A copy of this recipe with folder names instead of paths, for files that are shared."""
@@ -300,21 +297,14 @@ def _allowed(schema: Mapping[str, Any]) -> str:
         items = schema.get("prefixItems") or [schema["items"]]
         count = f"{len(items)} of" if "prefixItems" in schema else "a list of"
         return f"{count}: {_allowed(items[0])}"
-    words = {
-        "boolean": "true or false",
-        "integer": "a whole number",
-        "number": "a number",
-        "string": "text",
-        "null": "null",
-    }[schema["type"]]
-    limits = {
-        "minimum": "from",
-        "exclusiveMinimum": "above",
-        "maximum": "up to",
-        "exclusiveMaximum": "below",
-    }
-    bounds = [f"{limits[key]} {schema[key]:g}" for key in limits if key in schema]
-    return " ".join([words, *bounds])
+    bounds = [f"{word} {schema[key]:g}" for key, word in BOUNDS.items() if key in schema]
+    return " ".join([TYPES[schema["type"]], *bounds])
+
+
+TYPES = {"boolean": "true or false", "integer": "a whole number", "number": "a number"}
+TYPES |= {"string": "text", "null": "null"}
+BOUNDS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "up to"}
+BOUNDS |= {"exclusiveMaximum": "below"}
 
 
 class _Loader(yaml.SafeLoader):
@@ -338,7 +328,7 @@ def load_recipe(source: str | Path, changes: Mapping[str, Any] | None = None) ->
         >>> load_recipe("digits", {"loss.alpha": 0.5}).loss.alpha
         0.5
     """
-    values = _read(str(source), ()) | dict(flatten(changes or {}))
+    values = _read(str(source)) | dict(flatten(changes or {}))
     return _validate(values, f"recipe {str(source)!r}")
 
 
@@ -366,9 +356,8 @@ def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
         if not equals:
             text = next(remaining, None) if token.startswith("--") else None
         if text is None:
-            raise RecipeError(
-                f"Expected overrides as `--key value` or `key=value`, but got {token!r}."
-            )
+            wanted = "overrides as `--key value` or `key=value`"
+            raise RecipeError(f"Expected {wanted}, but got {token!r}.")
         try:
             changes[key] = yaml.load(text, _Loader)
         except yaml.YAMLError:
@@ -394,9 +383,7 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
         for name in path:
             section = section.setdefault(name, {})
             if not isinstance(section, dict):
-                raise RecipeError(
-                    f"Expected either {name!r} or keys in it, but got {name!r} and {key!r}."
-                )
+                raise RecipeError(f"Expected {name!r} or keys in it, but got both: {key!r}.")
         section[last] = value
     return nested
 
@@ -409,14 +396,12 @@ def _find(source: str) -> Any:
     if path.suffix in (".yaml", ".yml"):
         raise RecipeError(f"The recipe {source!r} does not exist.")
     if source not in recipe_names():
-        raise RecipeError(
-            f"Expected the name of a recipe or a YAML file, but got {source!r}"
-            f"{did_you_mean(source, recipe_names())}"
-        )
+        got = f"{source!r}{did_you_mean(source, recipe_names())}"
+        raise RecipeError(f"Expected the name of a recipe or a YAML file, but got {got}")
     return RECIPES / f"{source}.yaml"
 
 
-def _read(source: str, readers: tuple[str, ...]) -> dict[str, Any]:
+def _read(source: str, readers: tuple[str, ...] = ()) -> dict[str, Any]:
     """The dotted values of a recipe file, after those of its base."""
     path = _find(source)
     name = str(path)
@@ -425,11 +410,10 @@ def _read(source: str, readers: tuple[str, ...]) -> dict[str, Any]:
     values = _parse(path.read_text(encoding="utf-8"), name)
     values.pop("format", None)
     base = values.pop("base", None)
-    if base is None:
-        return dict(flatten(values))
     if isinstance(path, Path) and (path.parent / str(base)).is_file():
         base = path.parent / str(base)
-    return _read(str(base), (*readers, name)) | dict(flatten(values))
+    inherited = {} if base is None else _read(str(base), (*readers, name))
+    return inherited | dict(flatten(values))
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:

@@ -96,8 +96,7 @@ class Run:
         try:
             return Recipe.from_yaml(path.read_text(encoding="utf-8"), str(path))
         except OSError:
-            text = f"{str(self.folder)!r} is not the folder of a run: it has no config.yaml."
-            raise RunError(text) from None
+            raise RunError(f"{str(self.folder)!r} is no run: it has no config.yaml.") from None
         except RecipeError as error:
             raise RunError(str(error)) from None
 
@@ -109,10 +108,8 @@ class Run:
         except FileNotFoundError:
             return None
         except ValidationError:
-            raise RunError(
-                f"{str(path)!r} was not written by this version of powergrad, or it is damaged. "
-                "Repeat the run in another folder."
-            ) from None
+            reason = "was not written by this version of powergrad, or it is damaged"
+            raise RunError(f"{str(path)!r} {reason}. Repeat the run in another folder.") from None
 
     def metrics(self) -> list[dict[str, float | None]]:
         """The rows of metrics.csv so far, without an incomplete last line."""
@@ -145,9 +142,8 @@ class Run:
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise RunBusyError(
-                    f"Another process is using the run folder {str(self.folder)!r}."
-                ) from None
+                text = f"Another process is using the run folder {str(self.folder)!r}."
+                raise RunBusyError(text) from None
             yield
 
     def clear(self) -> None:
@@ -170,10 +166,8 @@ class Run:
                 self.check_recipe(recipe)
                 environment = self.environment()
                 if environment.get("data", data) != data:
-                    raise RunError(
-                        f"The images of the run in {str(self.folder)!r} have changed since it was "
-                        "started. Use another folder."
-                    )
+                    text = f"The images of the run in {str(self.folder)!r} have changed"
+                    raise RunError(f"{text} since it was started. Use another folder.")
                 environment.setdefault("resumed", []).append(describe_machine())
             else:
                 environment = {"format": FORMAT, "seed": recipe.seed, **describe_machine()}
@@ -192,10 +186,8 @@ class Run:
                 for (key, there), (_, here) in zip(before, now, strict=True)
                 if there != here
             )
-            raise RunError(
-                f"{str(self.folder)!r} holds the run of another recipe, which differs in "
-                f"{differences}."
-            )
+            other = f"{str(self.folder)!r} holds the run of another recipe"
+            raise RunError(f"{other}, which differs in {differences}.")
 
     def save_checkpoint(self, state: Mapping[str, Any], *, step: int) -> None:
         """Write a checkpoint and remove all earlier ones except the last."""
@@ -278,9 +270,9 @@ def _load(path: Path, key: str) -> dict[str, Any]:
         raise RunError(f"{str(path)!r} has damaged data in {damaged!r}.")
     if not isinstance(state, dict) or not {"format", "key", "step"} <= state.keys():
         raise RunError(f"{str(path)!r} is not a checkpoint of a run.")
-    if (state["format"], state["key"]) != (FORMAT, key):
-        raise RunError(
-            f"{str(path)!r} belongs to run {state['key']} in format {state['format']}, not to run "
-            f"{key} in format {FORMAT}."
-        )
+    wanted, got = (
+        f"run {k} in format {f}" for k, f in ((key, FORMAT), (state["key"], state["format"]))
+    )
+    if got != wanted:
+        raise RunError(f"{str(path)!r} belongs to {got}, not to {wanted}.")
     return state

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import powergrad
 from powergrad import calibration
 from powergrad._head import find_head
-from powergrad.lab.data import Datasets, Split
+from powergrad.lab.data import Datasets
 from powergrad.lab.trainer.networks import create_model
 from powergrad.lab.trainer.objectives import training_loss
 from powergrad.lab.trainer.processes import Processes
@@ -50,9 +50,8 @@ class Session:
             with torch.no_grad():
                 for parameter in find_head(self.model, None).parameters():
                     parameter.mul_(recipe.model.head_scale)
-        self.initial = {
-            name: value.cpu().clone() for name, value in self.model.state_dict().items()
-        }
+        weights = self.model.state_dict()
+        self.initial = {name: value.cpu().clone() for name, value in weights.items()}
         if options.channels_last:
             self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self.average = None
@@ -62,11 +61,11 @@ class Session:
 
         self.loss = training_loss(recipe.loss, len(data.classes))
         self.optimizer, self.lr_factors = _make_optimizer(recipe, self.model)
-        self.clip = None
-        thresholds = recipe.clip.model_dump(exclude_none=True, exclude={"agc_eps"})
-        if thresholds:
-            thresholds["eps"] = recipe.clip.agc_eps
-            self.clip = powergrad.clip_grads_before_step(self.optimizer, self.model, **thresholds)
+        self.clip, eps = None, recipe.clip.agc_eps
+        if clips := recipe.clip.model_dump(exclude_none=True, exclude={"agc_eps"}):
+            self.clip = powergrad.clip_grads_before_step(
+                self.optimizer, self.model, eps=eps, **clips
+            )
         self.scaler = torch.amp.GradScaler(  # pyright: ignore[reportPrivateImportUsage]
             device.type, enabled=options.precision == "float16"
         )
@@ -135,15 +134,11 @@ class Session:
     def run_epoch(self) -> Iterator[Tensor]:
         """Run the remaining steps of this epoch, and yield the loss of each."""
         options, processes = self.recipe.train, self.processes
+        device = processes.device
         epoch, start = divmod(self.step, self.steps_per_epoch)
-        batches = self.data.train.train_batches(
-            options.batch_size,
-            seed=self.recipe.seed,
-            epoch=epoch,
-            rank=processes.rank,
-            world=processes.world,
-            start=start,
-        )
+        moment = {"seed": self.recipe.seed, "epoch": epoch, "start": start}
+        share = {"rank": processes.rank, "world": processes.world}
+        batches = self.data.train.train_batches(options.batch_size, **moment, **share)
         dropout = _stream(self.recipe.seed, "dropout", processes.rank)
         layout = torch.channels_last if options.channels_last else torch.contiguous_format
         self.model.train()
@@ -151,12 +146,10 @@ class Session:
         for images, labels in batches:
             self._set_rates()
             torch.default_generator.manual_seed(dropout + self.step)
-            if processes.device.type == "cuda":
+            if device.type == "cuda":
                 torch.cuda.manual_seed(dropout + self.step)
-            images = images.to(
-                processes.device, self.dtype, non_blocking=True, memory_format=layout
-            )
-            labels = labels.to(processes.device, non_blocking=True)
+            images = images.to(device, self.dtype, non_blocking=True, memory_format=layout)
+            labels = labels.to(device, non_blocking=True)
             self.optimizer.zero_grad()
             loss = self._backward(images, labels)
             self.scaler.unscale_(self.optimizer)
@@ -223,7 +216,7 @@ class Session:
         self.is_best = False
         if not self.done and epoch % options.test_every:
             return row, None
-        outputs = self.test(self.data.test)
+        outputs = self.test()
         row |= score(outputs["logits"], outputs["labels"], self.alpha)
         row["dead_units"] = len(powergrad.census(self.tested, initial=self.initial).dead)
         accuracy = row["test_accuracy"] or 0
@@ -231,13 +224,13 @@ class Session:
         return row, outputs
 
     @torch.no_grad()
-    def test(self, split: Split) -> dict[str, Tensor]:
-        """The logits and labels of every example of `split`, in order."""
+    def test(self) -> dict[str, Tensor]:
+        """The logits and labels of every test example, in order."""
         options, processes = self.recipe.train, self.processes
         model = self.tested.eval()
         size = options.test_batch_size or options.batch_size
         outputs = []
-        batches = split.test_batches(size, rank=processes.rank, world=processes.world)
+        batches = self.data.test.test_batches(size, rank=processes.rank, world=processes.world)
         for (images, labels), index in batches:
             with self.autocast:
                 logits = model(images.to(processes.device, self.dtype))

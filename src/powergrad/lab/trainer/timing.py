@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 import powergrad
-from powergrad.lab.data import Datasets, load_data
+from powergrad.lab.data import Datasets
 from powergrad.lab.trainer.processes import Processes, join_processes
 from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.session import Session
@@ -54,9 +54,10 @@ def measure(recipe: Recipe) -> Timing:
         torch.set_num_threads(recipe.machine.threads)
     recipe = recipe.override({"train.compile": False})
     with join_processes(recipe.machine.device) as processes:
-        _warm_up(recipe, processes)
+        _warm_up(recipe, recipe.load_data(), processes)
         began = time.perf_counter()
-        data, session = _begin(recipe, processes)
+        data = recipe.load_data()
+        session = Session(recipe, data, processes)
         start = time.perf_counter() - began
         step, factor = 0.0, recipe.train.batch_size / PROBE
         if factor > 1:
@@ -69,21 +70,15 @@ def measure(recipe: Recipe) -> Timing:
         return Timing(start, step, test, session.steps_per_epoch, took)
 
 
-def _begin(recipe: Recipe, processes: Processes) -> tuple[Datasets, Session]:
-    machine = recipe.machine
-    data = load_data(recipe.data, data_dir=machine.data_dir, workers=machine.workers)
-    return data, Session(recipe, data, processes)
-
-
 _is_warm = False
 
 
-def _warm_up(recipe: Recipe, processes: Processes) -> None:
+def _warm_up(recipe: Recipe, data: Datasets, processes: Processes) -> None:
     """Run a first step untimed, because a worker imports libraries once, not for every run."""
     global _is_warm
     if not _is_warm:
         smaller = {"train.batch_size": min(PROBE, recipe.train.batch_size), "train.accumulate": 1}
-        next(_begin(recipe.override(smaller), processes)[1].run_epoch())
+        next(Session(recipe.override(smaller), data, processes).run_epoch())
         _is_warm = True
 
 

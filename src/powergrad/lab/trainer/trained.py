@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from powergrad import calibration
-from powergrad.lab.data import Datasets, Split, load_data
+from powergrad.lab.data import Datasets, Split
 from powergrad.lab.data.streams import held_out
 from powergrad.lab.trainer.networks import create_model
 from powergrad.lab.trainer.recipe import Recipe
@@ -45,16 +45,6 @@ class Trained:
         """Training fits ``softmax(factor * logits)``."""
         return None if self.alpha is None else self.alpha * self.recipe.loss.logit_scale
 
-    @property
-    def factor_name(self) -> str:
-        """The formula of the temperature ``1 / factor``."""
-        return "1/alpha" if self.recipe.loss.logit_scale == 1 else "1/(alpha * logit_scale)"
-
-    def data(self, **changes: float) -> Datasets:
-        """The examples of the run."""
-        data, machine = self.recipe.data.model_copy(update=changes), self.recipe.machine
-        return load_data(data, data_dir=machine.data_dir, workers=machine.workers)
-
     def network(self, data: Datasets) -> nn.Module:
         """The network with its weights, in float32 and in evaluation mode."""
         network = create_model(**self.recipe.model.arguments(data))
@@ -62,17 +52,16 @@ class Trained:
         if self.path.suffix == ".safetensors":
             with safe_open(self.path, "pt") as file:
                 if FOLDED in (file.metadata() or {}):
-                    raise RunError(
-                        f"{str(self.path)!r} is an export, not the weights of a run; its head "
-                        "would be scaled twice."
+                    reason = (
+                        "is an export, not the weights of a run; its head would be scaled twice"
                     )
+                    raise RunError(f"{str(self.path)!r} {reason}.")
         try:
             network.load_state_dict(weights)
         except RuntimeError as error:
-            raise RunError(
-                f"{str(self.path)!r} does not hold the weights of {self.recipe.model.name}: "
-                f"{str(error).splitlines()[-1].strip()}"
-            ) from None
+            reason = str(error).splitlines()[-1].strip()
+            wanted = f"the weights of {self.recipe.model.name}"
+            raise RunError(f"{str(self.path)!r} does not hold {wanted}: {reason}") from None
         return network.eval()
 
 
@@ -87,17 +76,13 @@ def open_trained(source: Path, data_dir: str | None = None) -> Trained:
         recipe = recipe.override({"machine.data_dir": data_dir})
     path = run.folder / "model.safetensors" if source.is_dir() else source
     if result is None and source.is_dir():
-        raise RunError(
-            f"The run in {str(source)!r} is not finished; continue it with `powergrad train "
-            f"{source}`, or export one of its checkpoint/ files."
-        )
+        remedy = f"continue it with `powergrad train {source}`, or export a file of checkpoint/"
+        raise RunError(f"The run in {str(source)!r} is not finished; {remedy}.")
     if result is not None and result.about["diverged"]:
         raise RunError(f"The run in {str(run.folder)!r} diverged.")
     if path.suffix == ".pt" and recipe.train.ema is not None:
-        raise RunError(
-            f"{str(path)!r} holds two sets of weights, because the run uses `train.ema`; choose a "
-            "safetensors file."
-        )
+        why = "holds two sets of weights, because the run uses `train.ema`"
+        raise RunError(f"{str(path)!r} {why}; choose a safetensors file.")
     alpha: float | None = recipe.loss.alpha
     if recipe.loss.alpha_schedule != "constant":
         is_final = path.name == "model.safetensors"
@@ -112,16 +97,12 @@ class Answers(NamedTuple):
     labels: Tensor
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Outputs on images not used for training: some to fit a temperature, others to report on.
-
-    `fit_on` and `report_on` describe the images in words.
-    """
+class HeldOut(NamedTuple):
+    """Outputs on images not used for training: some to fit a temperature, others to report on."""
 
     fit: Answers
     report: Answers
-    fit_on: str
+    fit_on: str  # the images in words
     report_on: str
 
 
@@ -138,24 +119,19 @@ def answers(forward: Callable[[Tensor], Tensor], trained: Trained, data: Dataset
     kept_back = f"training images that the run held out (`data.hold_out` {hold_out:g})"
     unused = "images not used for training or fitting"
     if hold_out and data.has_test:
-        reported = _run_over(forward, trained.data(hold_out=0.0).test, size)
-        return HeldOut(
-            tested,
-            reported,
-            f"the {len(tested.labels):,} {kept_back}",
-            f"the test set, {len(reported.labels):,} {unused}",
-        )
+        tests = trained.recipe.override({"data.hold_out": 0.0}).load_data().test
+        reported = _run_over(forward, tests, size)
+        fitted_on = f"the {len(tested.labels):,} {kept_back}"
+        reported_on = f"the test set, {len(reported.labels):,} {unused}"
+        return HeldOut(tested, reported, fitted_on, reported_on)
     half = torch.from_numpy(held_out(tested.labels.numpy(), 0.5))
     fit, report = (Answers(*(tensor[part] for tensor in tested)) for part in (half, ~half))
     name, reason = "test set", "because the run used all of its training data"
     if hold_out:
         name, reason = kept_back, "because the data have no test set"
-    return HeldOut(
-        fit,
-        report,
-        f"the other half of the {name}, {len(fit.labels):,} images, {reason}",
-        f"a fixed half of the {name}, {len(report.labels):,} {unused}",
-    )
+    fitted_on = f"the other half of the {name}, {len(fit.labels):,} images, {reason}"
+    reported_on = f"a fixed half of the {name}, {len(report.labels):,} {unused}"
+    return HeldOut(fit, report, fitted_on, reported_on)
 
 
 @torch.no_grad()
@@ -179,11 +155,3 @@ def measures(given: Answers, *, temperature: float = 1.0) -> dict[str, float]:
         "ece_width": error(temperature=temperature),
         "ece_mass": error(temperature=temperature, binning="mass"),
     }
-
-
-def fit_on(outputs: HeldOut) -> tuple[float | None, str]:
-    """The fitted temperature, or None with the reason."""
-    try:
-        return calibration.fit_temperature(*outputs.fit), ""
-    except ValueError as error:
-        return None, f"No temperature could be fitted on {outputs.fit_on}. {error}"

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 import powergrad
-from powergrad.lab.data import load_data
 from powergrad.lab.files import write_json
 from powergrad.lab.signals import Interrupted, watching_signals
 from powergrad.lab.trainer.processes import Processes, join_processes
@@ -28,7 +27,6 @@ from powergrad.lab.trainer.session import Session
 
 ABOUT = ("epoch", "lr", "alpha", "loss_scale")  # the columns of metrics.csv that are no metrics
 KEPT_LOGITS = 5_000_000  # the outputs of the last test are kept up to this many numbers
-ABOUT = ("epoch", "lr", "alpha", "loss_scale")  # the columns of metrics.csv that are no metrics
 
 
 def train(recipe: Recipe, folder: str | Path, *, progress: Progress | None = None) -> Run:
@@ -47,17 +45,13 @@ def train(recipe: Recipe, folder: str | Path, *, progress: Progress | None = Non
 
 
 def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -> None:
-    machine = recipe.machine
-    data = load_data(recipe.data, data_dir=machine.data_dir, workers=machine.workers)
+    data = recipe.load_data()
     session = Session(recipe, data, processes)
     state = run.load_checkpoint()
     if state is not None:
         session.restore(state)
     if not processes.agree(session.step):
-        raise RunError(
-            f"The processes do not see the same checkpoints in {str(run.checkpoints)!r}; the "
-            "folder must be shared by all machines."
-        )
+        raise RunError(f"All machines must share the folder {str(run.checkpoints)!r}.")
     if processes.first:
         run.cut_metrics(session.step)
         write_json(run.folder / "classes.json", data.classes)
@@ -82,13 +76,13 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
                 run.add_metrics(row)
                 write_to_board(row)
                 progress.epoch(row)
-                if machine.keep_best and session.is_best:
+                if recipe.machine.keep_best and session.is_best:
                     run.save_weights("checkpoint/best.safetensors", session.tested.state_dict())
             if not session.done:
                 checkpoints.save_if_due(stopping())
         checkpoints.save()
 
-    outputs = outputs or session.test(data.test)
+    outputs = outputs or session.test()
     if processes.first:
         run.save_weights("model.safetensors", session.tested.state_dict())
         if outputs["logits"].numel() <= KEPT_LOGITS:
@@ -129,14 +123,13 @@ class _Checkpoints:
 def _filter_monitor(recipe: Recipe, run: Run, session: Session) -> Iterator[Callable[[int], None]]:
     """Yield a function that records the filters at a step, if the recipe enables it."""
     folder = run.folder / "norms"
-    options = recipe.monitor.model_dump()
-    if not options["every"] or not session.processes.first:
+    if not recipe.monitor.every or not session.processes.first:
         yield lambda step: None
         return
     if session.step == 0 and folder.exists():  # from a run that was killed before it was saved
         shutil.rmtree(folder)
-    resume = session.step or None
-    with powergrad.FilterMonitor(session.model, folder, **options, resume=resume) as monitor:
+    options = {**recipe.monitor.model_dump(), "resume": session.step or None}
+    with powergrad.FilterMonitor(session.model, folder, **options) as monitor:
         if session.step == 0:
             monitor.step(0)
         else:
@@ -154,10 +147,8 @@ def _tensorboard(recipe: Recipe, run: Run, session: Session) -> Iterator[Callabl
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ImportError(
-            "`machine.tensorboard` needs TensorBoard, which is not installed; run `pip install "
-            "tensorboard`."
-        ) from error
+        text = "`machine.tensorboard` needs TensorBoard; run `pip install tensorboard`."
+        raise ImportError(text) from error
     with SummaryWriter(str(run.folder / "tensorboard"), purge_step=session.step + 1) as writer:
 
         def write(row: Row) -> None:
