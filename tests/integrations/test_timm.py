@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,9 @@ def gradient(loss, logits, target):
 
 LABELS = batch()[1]
 MIXED = mixup_target(LABELS, 10, lam=0.3, smoothing=0.1).double()
-LOSSES = {  # timm's loss, its target, and the options of ours
+LOSSES: dict[
+    str, tuple[Any, Any, dict[str, Any]]
+] = {  # timm's loss, its target, and the options of ours
     f"smoothing {eps}": (
         partial(losses.LabelSmoothingCrossEntropy, eps),
         LABELS,
