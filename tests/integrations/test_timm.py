@@ -43,8 +43,6 @@ LABELS = batch()[1]
 MIXED = mixup_target(LABELS, 10, lam=0.3, smoothing=0.1).double()
 # For each name: timm's loss, its target, and the options of ours.
 LOSSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    str, tuple[Any, Any, dict[str, Any]]
-] = {  # timm's loss, its target, and the options of ours
     f"smoothing {eps}": (
         partial(losses.LabelSmoothingCrossEntropy, eps),
         LABELS,
