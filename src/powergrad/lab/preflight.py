@@ -75,14 +75,13 @@ class Found:
         copies = 2 if recipe.optimizer.name == "sgd" else 3  # the weights and the optimizer state
         copies += train.ema is not None
         weights = 2 * copies + 1 + machine.keep_best  # two checkpoints; the final and best weights
-        outputs = self.test * (self.classes + 2)
         norms = 0
         if recipe.monitor.every:
             records = train.epochs * (self.train // train.batch_size) // recipe.monitor.every + 1
             norms = records * 4 * math.isqrt(self.parameters)
         width = 8 if train.precision == "float64" else 4
-        kept = outputs if self.test * self.classes <= LOGITS else 0
-        return width * (weights * self.parameters + kept + norms) + 100_000
+        outputs = self.test * (self.classes + 2) if self.test * self.classes <= LOGITS else 0
+        return width * (weights * self.parameters + outputs + norms) + 100_000
 
 
 def check_recipe(recipe: Recipe, arms: Iterable[Recipe] = ()) -> Found:
@@ -107,15 +106,8 @@ def check_recipe(recipe: Recipe, arms: Iterable[Recipe] = ()) -> Found:
         with torch.device("meta"):
             models[model] = create_model(**model.arguments(data))
     tensors = list(models[recipe.model].parameters())
-    return Found(
-        scan,
-        len(data.train),
-        len(data.test),
-        len(data.classes),
-        data.size,
-        sum(tensor.numel() for tensor in tensors),
-        tensors[0].shape[0],
-    )
+    counts = len(data.train), len(data.test), len(data.classes), data.size
+    return Found(scan, *counts, sum(t.numel() for t in tensors), tensors[0].shape[0])
 
 
 class _Scanning:
@@ -162,11 +154,9 @@ class Plan:
 
     @classmethod
     def of(cls, study: Study, tuner: Tuner | None, workers: int, done: int = 0) -> Plan:
-        """The plan of a study."""
         arms, trials = len(study.arms), len(tuner.jobs(0)) if tuner else 0
-        if study.finals:
-            return cls(arms, study.design, workers, 0, study.finals + trials // arms, done)
-        return cls(arms, study.design, workers, trials, 1, done)
+        extra, per_unit = (0, study.finals + trials // arms) if study.finals else (trials, 1)
+        return cls(arms, study.design, workers, extra, per_unit, done)
 
     def runs(self, units: int) -> int:
         """The number of remaining runs until every arm has `units` units."""
@@ -184,11 +174,9 @@ class Plan:
     def announce(self, run: float) -> str:
         """A sentence with the number of runs and their expected time."""
         looks = (self.design.looks[0], self.design.last)
-        times = dict.fromkeys(duration(self.seconds(units, run)) for units in looks)
-        return (
-            f"{self.describe()}, about {' to '.join(times)} with {self.workers} at a time; Ctrl-C "
-            "stops and saves."
-        )
+        times = " to ".join(dict.fromkeys(duration(self.seconds(n, run)) for n in looks))
+        how = f"{self.workers} at a time; Ctrl-C stops and saves."
+        return f"{self.describe()}, about {times} with {how}"
 
 
 def announcing(watching: Watching, plan: Plan, *, ask: bool) -> Watching:
@@ -199,12 +187,10 @@ def announcing(watching: Watching, plan: Plan, *, ask: bool) -> Watching:
         nonlocal is_announced
         new = [snapshot.results[name] for name in snapshot.results if before[name] < 1]
         share = max((done - before[name] for name, done in snapshot.done.items()), default=0.0)
-        if new:
-            run = new[0].metrics.get("seconds", snapshot.seconds)
-        elif share > 0 and snapshot.seconds > 30:
-            run = snapshot.seconds / share
-        else:
+        if not new and (share <= 0 or snapshot.seconds <= 30):
             return
+        seconds = snapshot.seconds
+        run = new[0].metrics.get("seconds", seconds) if new else seconds / share
         is_announced = True
         say(plan.announce(run))
         if plan.seconds(plan.design.looks[0], run) > LONG:
@@ -235,7 +221,6 @@ def announcing(watching: Watching, plan: Plan, *, ask: bool) -> Watching:
 
 def count_reused(study: Study, folder: Path, tuner: Tuner | None, known: Collection[str]) -> int:
     """Print which finished runs are reused; return their number."""
-    finished: list[tuple[str, int]] = []
     trials = 0
     if tuner is None:
         jobs = study.jobs().items()
@@ -245,19 +230,13 @@ def count_reused(study: Study, folder: Path, tuner: Tuner | None, known: Collect
         names = {*known, *(str(path.parent.relative_to(folder)) for path in paths)}
         trials = sum(name.startswith("tuning/") for name in names)
         by_slug = {slug(arm)[:40]: arm for arm in study.arms}
-        for name in names:
-            arm, _, rest = name.removeprefix("arms/").rpartition("-seed")
-            seed = rest.partition("-")[0]
-            if arm in by_slug and seed.isdigit():
-                finished.append((by_slug[arm], int(seed)))
-    parts = [
-        f"{arm} seeds {spans(seeds)}"
-        for arm in study.arms
-        if (seeds := [seed for name, seed in finished if name == arm])
-    ]
+        split = (name.removeprefix("arms/").rpartition("-seed") for name in names)
+        seeds = [(by_slug.get(arm), rest.partition("-")[0]) for arm, _, rest in split]
+        finished = [(arm, int(seed)) for arm, seed in seeds if arm and seed.isdigit()]
+    by_arm = {arm: [seed for name, seed in finished if name == arm] for arm in study.arms}
+    parts = [f"{arm} seeds {spans(seeds)}" for arm, seeds in by_arm.items() if seeds]
     parts += [f"{trials} tuning runs"] if trials else []
-    count = len(finished) + trials
-    if count:
+    if count := len(finished) + trials:
         runs = "1 finished run" if count == 1 else f"{count} finished runs"
         remedy = " (To start over, use --fresh.)" if folder.is_dir() else ""
         where = f" in {folder}" if not known else ""
@@ -321,14 +300,12 @@ class TimingJob:
     is_foreign: bool = False
 
     def execute(self, folder: Path) -> Timing:
-        """Time the steps."""
         return measure(self.recipe)
 
     def result(self, folder: Path) -> None:
         """It is never finished before."""
 
     def progress(self, folder: Path) -> float:
-        """It has no progress."""
         return 0.0
 
 
@@ -337,9 +314,7 @@ def choose_budget(
 ) -> tuple[Study, Budget]:
     """The study with settings that fit a budget; a second start uses the choice of the first."""
     assert isinstance(study.program, RecipeProgram)
-    seconds = parse_budget(text)
-    path = pool.folder / FILE
-    chosen = None
+    seconds, path, chosen = parse_budget(text), pool.folder / FILE, None
     with contextlib.suppress(OSError, TypeError, ValueError):
         chosen = Budget(**json.loads(path.read_text()))
     if chosen is not None and chosen.seconds == seconds:
@@ -365,7 +340,6 @@ def choose_budget(
 
 
 def parse_budget(text: str) -> float:
-    """The seconds of --budget."""
     try:
         return parse_duration(text)
     except ValueError as error:
@@ -455,14 +429,11 @@ def _work(facts: Found, changes: Changes) -> float:
 
 def _rungs(base: Recipe, facts: Found, given: Collection[str]) -> Iterator[dict[str, Any]]:
     """Changes that make a recipe cheaper and cheaper, starting with no change."""
-    changes: dict[str, Any] = {}
-    yield changes
-    if facts.scan is not None and "data.size" not in given:
-        for size in (size for size in SIZES if size < facts.size):
-            changes = {"data.size": size}
-            yield changes
+    sizes = SIZES if facts.scan is not None and "data.size" not in given else ()
+    by_size = [{}, *({"data.size": size} for size in sizes if size < facts.size)]
+    yield from by_size
+    width = facts.width // 2
     if "model.width" not in given and not base.model.name.startswith("timm:"):
-        width = facts.width // 2
         while width >= LEAST_WIDTH:
-            yield {**changes, "model.width": width}
+            yield {**by_size[-1], "model.width": width}
             width //= 2
