@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from powergrad.lab.runs.commands import FLAGS
 from powergrad.lab.study.records import Grid
@@ -32,27 +32,10 @@ SHORT = {
 
 
 def expand_key(key: str) -> str:
-    """The dotted key of a short name."""
     return SHORT.get(key, key)
 
 
 # Methods ------------------------------------------------------------------------------------------
-
-
-class Given(NamedTuple):
-    """The values from which the options of ``powergrad run`` are computed."""
-
-    alpha: float
-    exponent: int  # with PGT, head and backbone have learning rates in the ratio alpha^exponent
-    agc: float  # the threshold of adaptive gradient clipping
-
-
-class Method(NamedTuple):
-    """A method: its changes of a recipe, and its options of ``powergrad run``."""
-
-    recipe: Callable[[Recipe, float], Changes]
-    program: Callable[[Given], Changes] | None  # None if a program cannot be altered in this way
-    depends_on_alpha: bool = False
 
 
 def _agc(recipe: Recipe, alpha: float) -> Changes:
@@ -87,26 +70,26 @@ def _head_lr(recipe: Recipe, alpha: float) -> Changes:
     return {"optimizer.head.lr": ratio * recipe.optimizer.head.lr}
 
 
-# The paper's methods, and PGT's controls.
-METHODS = {
-    "baseline": Method(lambda recipe, alpha: {}, lambda given: {}),
-    "pgt": Method(
-        lambda recipe, alpha: {"loss.alpha": alpha}, lambda given: {"--alpha": given.alpha}, True
-    ),
-    # 1 is a common threshold; the paper states none.
-    "gc": Method(lambda recipe, alpha: {"clip.norm": 1.0}, lambda given: {"--clip-norm": 1.0}),
-    "agc": Method(_agc, lambda given: {"--agc": given.agc}),
-    "label-smoothing": Method(lambda recipe, alpha: {"loss.label_smoothing": 0.1}, None),
-    "less-decay": Method(_less_decay, lambda given: {"--decay-scale": given.alpha}, True),
-    "head-lr": Method(
-        _head_lr, lambda given: {"--head-lr-scale": given.alpha**given.exponent}, True
-    ),
+# The paper's methods, and PGT's controls: their changes of a recipe.
+METHODS: dict[str, Callable[[Recipe, float], Changes]] = {
+    "baseline": lambda recipe, alpha: {},
+    "pgt": lambda recipe, alpha: {"loss.alpha": alpha},
+    "gc": lambda recipe, alpha: {"clip.norm": 1.0},  # a common threshold; the paper states none
+    "agc": _agc,
+    "label-smoothing": lambda recipe, alpha: {"loss.label_smoothing": 0.1},
+    "less-decay": _less_decay,
+    "head-lr": _head_lr,
 }
-OF_PROGRAMS = [name for name, method in METHODS.items() if method.program is not None]
-
-
-def _depends_on_alpha(methods: Iterable[str]) -> bool:
-    return any(name in METHODS and METHODS[name].depends_on_alpha for name in methods)
+DEPEND_ON_ALPHA = {"pgt", "less-decay", "head-lr"}
+# Their options of ``powergrad run``, from alpha, the exponent of head-lr and the threshold of AGC.
+OF_PROGRAMS: dict[str, Callable[[float, int, float], Changes]] = {
+    "baseline": lambda alpha, exponent, agc: {},
+    "pgt": lambda alpha, exponent, agc: {"--alpha": alpha},
+    "gc": lambda alpha, exponent, agc: {"--clip-norm": 1.0},
+    "agc": lambda alpha, exponent, agc: {"--agc": agc},
+    "less-decay": lambda alpha, exponent, agc: {"--decay-scale": alpha},
+    "head-lr": lambda alpha, exponent, agc: {"--head-lr-scale": alpha**exponent},
+}
 
 
 # Arms of a recipe ---------------------------------------------------------------------------------
@@ -124,28 +107,33 @@ def parse_arm(text: str, recipe: Recipe, alpha: float) -> tuple[str, Changes]:
             items = parse_overrides([item.strip() for item in part.split(",")])
             changes |= {expand_key(key): value for key, value in items.items()}
         elif part in METHODS:
-            changes |= METHODS[part].recipe(recipe, alpha)
+            changes |= METHODS[part](recipe, alpha)
         else:
             raise RecipeError(
                 f"Expected an arm made of {', '.join(METHODS)}, joined by +, or key=value, but got "
                 f"{part!r}{did_you_mean(part, METHODS)}"
             )
-    name = name.strip()
-    if not name:
+    if not name.strip():
         raise RecipeError(f"Expected a name before the colon in --arm, but got {text!r}.")
-    return name, changes
+    return name.strip(), changes
 
 
 def arms_of(texts: Sequence[str], recipe: Recipe, alphas: Sequence[float]) -> dict[str, Changes]:
     """The arms of a comparison; with several alphas, an arm that depends on it once for each."""
     arms: dict[str, Changes] = {}
     for text in texts:
-        methods = {part.strip() for part in text.rpartition(":")[2].split("+")}
-        depends = _depends_on_alpha(methods)
-        for alpha in alphas if depends else alphas[:1]:
+        methods = [part.strip() for part in text.rpartition(":")[2].split("+")]
+        for alpha, ending in _alphas_of(methods, alphas):
             name, changes = parse_arm(text, recipe, alpha)
-            _add(arms, f"{name}({alpha:g})" if depends and len(alphas) > 1 else name, changes)
+            _add(arms, f"{name}{ending}", changes)
     return arms
+
+
+def _alphas_of(methods: Iterable[str], alphas: Sequence[float]) -> list[tuple[float, str]]:
+    """The alphas of an arm, each with what it adds to the arm's name."""
+    if DEPEND_ON_ALPHA.isdisjoint(methods) or len(alphas) == 1:
+        return [(alphas[0], "")]
+    return [(alpha, f"({alpha:g})") for alpha in alphas]
 
 
 def _add(arms: dict[str, Changes], name: str, changes: Changes) -> None:
@@ -176,25 +164,20 @@ def command_arms(
             ) from None
         if not name or not words:
             raise RecipeError(f'Expected an arm such as "name: --flag value", but got {text!r}.')
-        methods = [part.strip() for part in words[0].split("+")]
-        flags = words[1:]
-        if colon and not set(methods) <= set(OF_PROGRAMS):
+        methods, flags = [part.strip() for part in words[0].split("+")], words[1:]
+        if colon and not set(methods) <= OF_PROGRAMS.keys():
             methods, flags = [], words
-        depends = _depends_on_alpha(methods)
-        for alpha in alphas if depends else alphas[:1]:
-            given = Given(alpha, exponent, AGC if agc is None else agc)
+        for method in (method for method in methods if method not in OF_PROGRAMS):
+            raise RecipeError(
+                f"Expected an arm made of {', '.join(OF_PROGRAMS)}, joined by +, but got "
+                f"{method!r}{did_you_mean(method, OF_PROGRAMS)} To pass flags to your own "
+                'program, use --arm "name: --flag value".'
+            )
+        for alpha, ending in _alphas_of(methods, alphas):
             changes: Changes = {}
             for method in methods:
-                if method not in OF_PROGRAMS:
-                    raise RecipeError(
-                        f"Expected an arm made of {', '.join(OF_PROGRAMS)}, joined by +, but got "
-                        f"{method!r}{did_you_mean(method, OF_PROGRAMS)} To pass flags to your own "
-                        'program, use --arm "name: --flag value".'
-                    )
-                options = METHODS[method].program
-                changes |= options(given) if options else {}
-            full = f"{name}({alpha:g})" if depends and len(alphas) > 1 else name
-            _add(arms, full, {**changes, **({FLAGS: flags} if flags else {})})
+                changes |= OF_PROGRAMS[method](alpha, exponent, AGC if agc is None else agc)
+            _add(arms, f"{name}{ending}", {**changes, **({FLAGS: flags} if flags else {})})
     if agc is not None and not any("--agc" in changes for changes in arms.values()):
         raise RecipeError(f"Expected --agc only with an agc arm, but got {', '.join(arms)}.")
     return arms
@@ -206,11 +189,10 @@ def head_exponent(optimizers: Iterable[str]) -> int:
     exponents = {HEAD_RATE_EXPONENT.get(name.lower()) for name in names}
     exponent = exponents.pop() if len(exponents) == 1 else None
     if exponent is None:
-        known = ", ".join(HEAD_RATE_EXPONENT)
         raise RecipeError(
-            f"Expected a program that trains with one of {known} for head-lr, but got "
-            f"{', '.join(names) or 'no optimizer'}, for which the ratio of learning rates is "
-            "unknown."
+            f"Expected a program that trains with one of {', '.join(HEAD_RATE_EXPONENT)} for "
+            f"head-lr, but got {', '.join(names) or 'no optimizer'}, for which the ratio of "
+            "learning rates is unknown."
         )
     return exponent
 
@@ -219,11 +201,10 @@ def parse_grid(texts: Iterable[str]) -> Grid:
     """Parse the keys of a grid and their values, such as ``alpha=0.1,0.3``."""
     grid: dict[str, tuple[Any, ...]] = {}
     for text in texts:
-        key, equals, values = text.partition("=")
-        if not equals or not values:
+        key, _, values = text.partition("=")
+        if not values:
             raise RecipeError(f"Expected a grid such as key=value,value,..., but got {text!r}.")
-        items = parse_values(key, values)
-        dotted = expand_key(key.strip())
+        dotted, items = expand_key(key.strip()), parse_values(key, values)
         if dotted in grid:
             raise RecipeError(f"Expected each key of a grid once, but got {key.strip()!r} again.")
         grid[dotted] = items

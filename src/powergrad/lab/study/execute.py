@@ -137,14 +137,17 @@ def run_study(
             done = last + 1
             if all(row.failed for row in results.rows):
                 raise JobError(f"every run failed. {results.rows[0].failed}")
-            if missing := _missing(results, study, done):
+            counts = {arm: len(results.of_arm(arm)) for arm in results.unfinished_arms()}
+            lacking = {arm: done - count // (study.finals or 1) for arm, count in counts.items()}
+            if missing := {arm: count for arm, count in lacking.items() if count > 0}:
                 return _cut_short(results, study, missing)
             save(results, folder)
             if not study.program.is_foreign or done >= study.design.looks[0]:
                 execution.seen(results)
         so_far = results.comparable()
-        is_settled = so_far is not None and not any(c.is_open for c in so_far.comparisons)
-        if is_settled or (so_far is not None and _is_constant(results, study)):
+        values = [set(results.values(arm).values()) for arm in results.arms]
+        is_constant = study.program.is_foreign and all(len(distinct) <= 1 for distinct in values)
+        if so_far and (is_constant or not any(c.is_open for c in so_far.comparisons)):
             break
     return results
 
@@ -171,17 +174,9 @@ def _run_units(results: Results, study: Study, units: range, execution: Executio
         ]
         return replace(results, rows=[*results.rows, *(row for row in rows if row is not None)])
 
-    def keep(done: Done) -> None:
-        save(with_runs(done), execution.pool.folder)
-
-    return with_runs(execution.run(title, jobs, study, study.metric.name, keep))
-
-
-def _missing(results: Results, study: Study, units: int) -> dict[str, int]:
-    """The number of units that each open arm lacks of `units`, if any."""
-    size = study.finals or 1
-    counts = {arm: len(results.of_arm(arm)) // size for arm in results.unfinished_arms()}
-    return {arm: units - count for arm, count in counts.items() if count < units}
+    folder, metric = execution.pool.folder, study.metric.name
+    done = execution.run(title, jobs, study, metric, lambda done: save(with_runs(done), folder))
+    return with_runs(done)
 
 
 def _cut_short(results: Results, study: Study, missing: Mapping[str, int]) -> Results:
@@ -196,8 +191,7 @@ def _cut_short(results: Results, study: Study, missing: Mapping[str, int]) -> Re
     listed = ", ".join(
         f"{count} {what[:-1] if count == 1 else what} of {arm}" for arm, count in missing.items()
     )
-    least = min(len(results.units(arm)) for arm in results.unfinished_arms())
-    looks = study.design.looks
+    least, looks = min(len(results.units(a)) for a in results.unfinished_arms()), study.design.looks
     if least >= LEAST and least not in looks:
         design = replace(study.design, looks=tuple(sorted({*looks, least})))
         study = claim(replace(study, design=design), results.folder)
@@ -206,12 +200,6 @@ def _cut_short(results: Results, study: Study, missing: Mapping[str, int]) -> Re
         "uses the finished runs; the same command continues the study."
     )
     return replace(results, study=study, remarks=[*results.remarks, remark])
-
-
-def _is_constant(results: Results, study: Study) -> bool:
-    """Whether a user's program gives the same number for all seeds of an arm."""
-    values = [set(results.values(arm).values()) for arm in results.arms]
-    return study.program.is_foreign and all(len(distinct) <= 1 for distinct in values)
 
 
 # Tuning -------------------------------------------------------------------------------------------
@@ -252,10 +240,8 @@ def tune_once(tuner: Tuner, execution: Execution) -> tuple[Study, Results]:
 
 def run_first(study: Study, tuner: Tuner | None, execution: Execution) -> list[RunRow]:
     """Execute the first run of the baseline twice; if arms are tuned, its first trial."""
-    if tuner is None:
-        job = study.job(study.baseline, study.first_seed)
-    else:
-        job = next(iter(tuner.jobs(0).values()))
+    first = study.baseline, study.first_seed
+    job = next(iter(tuner.jobs(0).values())) if tuner else study.job(*first)
     jobs = {(study.baseline, 0): job, (study.baseline, 1): job.within("again")}
     done = execution.run("the first run, twice", jobs, study, study.metric.name)
     if not done.results:
