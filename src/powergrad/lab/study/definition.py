@@ -45,12 +45,10 @@ class Study:
 
     @property
     def baseline(self) -> str:
-        """The arm with which the others are compared."""
         return next(iter(self.arms))
 
     @property
     def base(self) -> Recipe:
-        """The recipe that every arm changes."""
         if not isinstance(self.program, RecipeProgram):
             raise TypeError(f"Expected a study of a recipe, but got {self.program.title}.")
         return self.program.base
@@ -70,7 +68,6 @@ class Study:
         return self.seeds_of(range(self.design.last))
 
     def seeds_of(self, units: range) -> range:
-        """The seeds of some units."""
         size = self.finals or 1
         return range(self.first_seed + size * units.start, self.first_seed + size * units.stop)
 

@@ -20,12 +20,10 @@ class Metric(Record):
 
     @property
     def title(self) -> str:
-        """The name for axes and table headings."""
         return self.name.replace("_", " ")
 
     @property
     def better(self) -> Literal["higher", "lower"]:
-        """Whether a higher or a lower value is better."""
         return "higher" if self.higher_is_better else "lower"
 
 
@@ -59,13 +57,11 @@ def chance_of(metric: str, classes: int) -> float | None:
     """The value of random guessing, for runs that diverged; None if it is not known."""
     if metric.endswith("accuracy"):
         return 100 / classes
-    return {"test_top5": min(100.0, 500 / classes), "nll": math.log(classes)}.get(
-        metric.removesuffix("_scaled")
-    )
+    known = {"test_top5": min(100.0, 500 / classes), "nll": math.log(classes)}
+    return known.get(metric.removesuffix("_scaled"))
 
 
 def metric_named(name: str) -> Metric:
-    """The known metric with a name."""
     if name not in METRICS:
         raise RecipeError(f"Expected `metric` to be one of {', '.join(METRICS)}, but got {name!r}.")
     return METRICS[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
-from powergrad.lab.runs import Changes, RecipeProgram
+from powergrad.lab.runs import RecipeProgram
 from powergrad.lab.stats import DEFAULT, Comparison, error_of_looks
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.records import LeftOut, Source, Tuning
@@ -25,8 +25,7 @@ def verdict(results: Results) -> str:
         ("equivalent", f"equivalent to {baseline} within {results.margin:g}"),
         ("not settled", "not settled"),
     ):
-        arms = [f'"{arm}"' if "," in arm else arm for arm in results.with_verdict(name)]
-        if arms:
+        if arms := [f'"{arm}"' if "," in arm else arm for arm in results.with_verdict(name)]:
             listed = arms[0] if len(arms) == 1 else f"{', '.join(arms[:-1])} and {arms[-1]}"
             phrases.append(f"{listed} {'is' if len(arms) == 1 else 'are'} {ending}")
     return f"Here {'; '.join(phrases)}."
@@ -41,14 +40,10 @@ def notes(results: Results) -> list[str]:
 
 def advice(results: Results) -> list[str]:
     """Advice on what to do next, the most important first."""
-    study = results.study
-    lines = [
-        _widen_range(results.tuning),
-        missing_control(study, results.with_verdict("better")) if study else None,
-        _tune_first(study) if study else None,
-        *_settle(results),
-    ]
-    return [line for line in lines if line][:MOST_ADVICE]
+    study, lines = results.study, [_widen_range(results.tuning) if results.tuning else None]
+    if study is not None:
+        lines += [missing_control(study, results.with_verdict("better")), _tune_first(study)]
+    return [line for line in (*lines, *_settle(results)) if line][:MOST_ADVICE]
 
 
 # Notes --------------------------------------------------------------------------------------------
@@ -66,10 +61,10 @@ def _about_source(source: Source) -> Iterator[str]:
         groups.setdefault((run.arm, run.reason), []).append(run)
     counts = []
     for (arm, reason), runs in groups.items():
-        number = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
-        places = ", ".join(str(run.seed if arm else run.line) for run in runs)
-        what = ("seed" if arm else "line") + ("s" if len(runs) > 1 else "")
-        counts.append(f"{number}{f' of {arm}' if arm else ''} {reason} ({what} {places})")
+        s, what = "s" if len(runs) > 1 else "", "seed" if arm else "line"
+        places = ", ".join(str(getattr(run, what)) for run in runs)
+        whose = f" of {arm}" if arm else ""
+        counts.append(f"{len(runs)} run{s}{whose} {reason} ({what}{s} {places})")
     if counts:
         yield (
             f"Left out: {'; '.join(counts)}. If such a run diverged, write nan as its "
@@ -118,13 +113,12 @@ def _about_runs(results: Results) -> Iterator[str]:
                 f"All {len(values)} seeds of {arm} give the same {name} ({values[0]:g}), so "
                 "your script does not use {seed}."
             )
-    if len(results.repeated) == 2:
-        first, second = (row.value(name) for row in results.repeated)
-        if first != second:
-            yield (
-                f"Runs are not repeatable: the first run gave {name} {first}, and the same run "
-                f"again {second}. So the noise between runs is not only due to the seeds."
-            )
+    repeated = [row.value(name) for row in results.repeated]
+    if len(repeated) == 2 and repeated[0] != repeated[1]:
+        yield (
+            f"Runs are not repeatable: the first run gave {name} {repeated[0]}, and the same run "
+            f"again {repeated[1]}. So the noise between runs is not only due to the seeds."
+        )
     yield from _about_first_losses(results, results.study)
 
 
@@ -162,13 +156,9 @@ def _about_design(results: Results) -> Iterator[str]:
         note = _describe_unplanned(results, {*study.earlier, study.design.last})
         yield f"{note} To plan the looks, use --{what} 8..24."
     if not study.design.is_fixed and results.arms:
+        settled = [c for c in results.comparisons if c.verdict != "not settled"]
         most = max((comparison.n for comparison in results.comparisons), default=0)
-        stopped = [
-            f"{comparison.arm} after {comparison.n}"
-            for comparison in results.comparisons
-            if comparison.n < most and comparison.verdict != "not settled"
-        ]
-        if stopped:
+        if stopped := [f"{c.arm} after {c.n}" for c in settled if c.n < most]:
             yield (
                 f"An arm stops once it is settled: {', '.join(stopped)} {what}. It is compared "
                 f"with as many {what} of {results.baseline}."
@@ -177,8 +167,7 @@ def _about_design(results: Results) -> Iterator[str]:
         known = {slug(arm)[:40] for arm in study.arms}
         found = (p.parent.name.rpartition("-seed") for p in results.folder.glob("*/result.json"))
         seeds = {rest.partition("-")[0] for arm, _, rest in found if arm in known}
-        spare = {int(seed) for seed in seeds if seed.isdigit()} - set(study.seeds)
-        if spare:
+        if spare := {int(seed) for seed in seeds if seed.isdigit()} - set(study.seeds):
             yield (
                 f"Seeds {study.seeds[0]} to {study.seeds[-1]} are used; the folder contains "
                 f"{len(spare)} more, which are not."
@@ -220,17 +209,13 @@ def _about_tuning(results: Results) -> Iterator[str]:
 # Advice -------------------------------------------------------------------------------------------
 
 
-def _widen_range(tuning: Tuning | None) -> str | None:
+def _widen_range(tuning: Tuning) -> str | None:
     """Advice to widen a range, if a value at its edge was chosen."""
-    for arm in tuning.arms if tuning else ():
-        for key in tuning.edges(arm) if tuning else ():
-            choices = tuning.choices(arm) if tuning else []
-            tried = [
-                float(trial.point[key])
-                for choice in choices
-                for trial in choice.trials
-                if isinstance(trial.point.get(key), (int, float))
-            ]
+    for arm in tuning.arms:
+        for key in tuning.edges(arm):
+            choices = tuning.choices(arm)
+            values = [trial.point.get(key) for choice in choices for trial in choice.trials]
+            tried = [float(value) for value in values if isinstance(value, (int, float))]
             chosen = choices[0].winner.point.get(key)
             if not tried or not isinstance(chosen, (int, float)) or min(tried) <= 0:
                 continue
@@ -249,19 +234,16 @@ def missing_control(study: Study, better: Collection[str]) -> str | None:
     """Advice to run a control, if PGT is among the `better` arms and no control was run."""
     if study.kind != "compare" or not isinstance(study.program, RecipeProgram):
         return None
-    base = study.base
-
-    def decay(changes: Changes) -> float:
-        return base.override(changes).optimizer.backbone_decay
-
     with_pgt = [arm for arm, changes in study.arms.items() if changes.get("loss.alpha", 1) < 1]
     gained = [arm for arm in with_pgt if arm in better]
     others = [changes for arm, changes in study.arms.items() if arm not in with_pgt]
     if not gained:
         return None
-    is_tuned = "optimizer.weight_decay" in study.tuned
-    has_decay = base.optimizer.name != "adamw" and decay({}) > 0  # PGT does not affect AdamW's
-    if has_decay and not is_tuned and not any(decay(c) < decay({}) for c in others):
+    optimizer, is_tuned = study.base.optimizer, "optimizer.weight_decay" in study.tuned
+    own = optimizer.backbone_decay
+    decays = (study.base.override(changes).optimizer.backbone_decay for changes in others)
+    has_decay = optimizer.name != "adamw" and own > 0  # PGT does not affect AdamW's
+    if has_decay and not is_tuned and not any(decay < own for decay in decays):
         return (
             f"Before you keep {gained[0]}: PGT multiplies the weight decay of the backbone by "
             "alpha, and that alone may help as much. To find out, add less-decay to --arms, with "
@@ -277,12 +259,12 @@ def missing_control(study: Study, better: Collection[str]) -> str | None:
 
 def _tune_first(study: Study) -> str | None:
     """Advice to tune the learning rate and the weight decay, if all arms used the same."""
-    if study.kind != "compare" or not isinstance(study.program, RecipeProgram):
+    if study.kind != "compare" or study.tuned or not isinstance(study.program, RecipeProgram):
         return None
-    alphas = [study.program.alpha(changes) for changes in study.arms.values()]
-    if study.tuned or not 0 < min(alphas) < 1:
+    alpha = min(study.program.alpha(changes) for changes in study.arms.values())
+    if not 0 < alpha < 1:
         return None
-    alpha, options = min(alphas), study.base.optimizer
+    options = study.base.optimizer
     values = {"lr": options.lr, "wd": options.weight_decay}
     ranges = [f"{key}={v * alpha:.2g}:{v / alpha:.2g}" for key, v in values.items() if v > 0]
     return (
@@ -294,13 +276,8 @@ def _tune_first(study: Study) -> str | None:
 
 def _settle(results: Results) -> Iterator[str]:
     """Advice on how to settle the open arms, after all planned runs."""
-    unsettled = [
-        comparison
-        for comparison in results.comparisons
-        if comparison.verdict == "not settled"
-        and not (comparison.withheld or comparison.is_open)
-        and math.isfinite(comparison.interval[0])
-    ]
+    ended = [c for c in results.comparisons if not (c.withheld or c.is_open)]
+    unsettled = [c for c in ended if c.verdict == "not settled" and math.isfinite(c.interval[0])]
     if not unsettled:
         return
     worst = max(unsettled, key=lambda comparison: comparison.sd)
@@ -340,9 +317,8 @@ def _images_needed(comparison: Comparison, needed: int, accuracy: float) -> tupl
     if not (comparison.step > 0 and 0 < accuracy < 100):
         return None
     images = round(100 / comparison.step)
-    if abs(100 / comparison.step - images) > 0.01:  # the step is not one image
-        return None
-    by_chance = math.sqrt(accuracy * (100 - accuracy) / images)
-    if comparison.sd > 1.25 * by_chance or needed <= comparison.n:
+    is_one_image = abs(100 / comparison.step - images) <= 0.01
+    by_chance = math.sqrt(accuracy * (100 - accuracy) / images) if is_one_image else 0.0
+    if not is_one_image or comparison.sd > 1.25 * by_chance or needed <= comparison.n:
         return None
     return images, math.ceil(images * needed / comparison.n / 100) * 100

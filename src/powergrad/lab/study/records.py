@@ -40,7 +40,6 @@ class RunRow(Record):
 
     @property
     def diverged(self) -> bool:
-        """Whether its loss became infinite or NaN."""
         return bool(self.about.get("diverged"))
 
     @property
@@ -78,15 +77,7 @@ class Choice(Record):
 
     @property
     def winner(self) -> Trial:
-        """The best trial."""
         return self.trials[self.chosen]
-
-    @property
-    def lead(self) -> float:
-        """The difference between the best and the second-best trial; NaN without a second."""
-        others = [t.mean for i, t in enumerate(self.trials) if i != self.chosen]
-        usable = [mean for mean in others if mean == mean]
-        return min((abs(self.winner.mean - mean) for mean in usable), default=math.nan)
 
 
 class Tuning(Record):
@@ -112,13 +103,11 @@ class Tuning(Record):
         """The choices for an arm in one line."""
         choices = self.choices(arm)
         if len(choices) == 1:
-            digits = ".4g" if self.metric else ".2f"
-            trials = ", ".join(
-                f"{describe_point(t.point)}: {t.mean:{digits}}" for t in choices[0].trials
-            )
-            edges = ", ".join(map(short_key, choices[0].edges))
-            edge = f"; {edges} at the edge" if edges else ""
-            return f"{arm}: {describe_point(choices[0].winner.changes, self.keys)} ({trials}{edge})"
+            choice, digits = choices[0], ".4g" if self.metric else ".2f"
+            tried = [f"{describe_point(t.point)}: {t.mean:{digits}}" for t in choice.trials]
+            edges = ", ".join(map(short_key, choice.edges))
+            notes = ", ".join(tried) + (f"; {edges} at the edge" if edges else "")
+            return f"{arm}: {describe_point(choice.winner.changes, self.keys)} ({notes})"
         points = "; ".join(describe_point(choice.winner.point) for choice in choices)
         edges = sum(bool(choice.edges) for choice in choices)
         return f"{arm}: {points} ({edges} of {len(choices)} at an edge)"
@@ -135,12 +124,11 @@ class Tuning(Record):
         beyond. With one tuning per repeat, this counts if it holds for more than half of an arm's
         choices.
         """
-        edges = {arm: self.edges(arm) for arm in self.arms}
         doubts = {}
         for arm in self.arms:
             for name in (arm, baseline):
-                if edges.get(name) and arm != baseline:
-                    key = short_key(edges[name][0])
+                if arm != baseline and (edges := self.edges(name)):
+                    key = short_key(edges[0])
                     doubts[arm] = (
                         f"Not called better, because the chosen {key} of {name} is at the edge of "
                         f"the values that were tried: widen the range of --tune {key}."

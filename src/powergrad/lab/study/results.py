@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,16 +41,13 @@ class Results:
 
     @classmethod
     def of(cls, study: Study, rows: Iterable[RunRow] = (), **records: Any) -> Results:
-        """The results of a study."""
         return cls(study.metric, study.margin, study.baseline, list(rows), study, **records)
 
     @property
     def arms(self) -> list[str]:
-        """The arms that have runs, in order."""
         return list(dict.fromkeys(row.arm for row in self.rows))
 
     def of_arm(self, arm: str) -> list[RunRow]:
-        """The runs of an arm."""
         return [row for row in self.rows if row.arm == arm]
 
     def values(self, arm: str, metric: str | None = None) -> dict[int, float]:
@@ -170,11 +167,9 @@ class Results:
         return {_unit(row) for row in rows if row.failed} - {_unit(r) for r in rows if not r.failed}
 
     def comparison(self, arm: str) -> stats.Comparison | None:
-        """The comparison of one arm; None for the baseline."""
         return next((c for c in self.comparisons if c.arm == arm), None)
 
     def with_verdict(self, verdict: str) -> list[str]:
-        """The arms with a given verdict."""
         return [c.arm for c in self.comparisons if c.verdict == verdict]
 
     def comparable(self) -> Results | None:
@@ -209,7 +204,7 @@ def _unit(row: RunRow) -> int:
     return row.seed if row.unit is None else row.unit
 
 
-def usual_baseline(arms: Mapping[str, Any] | Iterable[str]) -> str:
+def usual_baseline(arms: Iterable[str]) -> str:
     """The arm to compare with, if none was named."""
     names = list(arms)
     return "baseline" if "baseline" in names or not names else names[0]

@@ -39,7 +39,6 @@ _adapter = TypeAdapter(Results)
 
 
 def save(results: Results, folder: Path) -> None:
-    """Write study.csv and study.json."""
     write_text(folder / "study.csv", to_csv(results))
     write_json(folder / FILE, to_json(results))
 
@@ -213,13 +212,10 @@ def claim(study: Study, folder: Path) -> Study:
     Arms may be added; they are then compared together with the earlier ones. The number of seeds
     may change too; the notes of the results state how this affects the error.
     """
-    results = Results.of(study)
-    if (folder / FILE).exists():
-        results = _continue_study(study, folder)
-        study = results.study or study
+    results = _continue_study(study, folder) if (folder / FILE).exists() else Results.of(study)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / FILE, to_json(results))
-    return study
+    return results.study or study
 
 
 def _continue_study(study: Study, folder: Path) -> Results:
@@ -230,8 +226,7 @@ def _continue_study(study: Study, folder: Path) -> Results:
             f"Expected {str(folder / FILE)!r} to be a study of runs, but got results of a table."
         )
     before, now = ((s.kind, s.tuned, s.finals, s.program.public().key) for s in (earlier, study))
-    is_same = before == now and (not earlier.tuning or earlier.tuning == json_safe(study.tuning))
-    if not is_same:
+    if before != now or (earlier.tuning and earlier.tuning != json_safe(study.tuning)):
         raise RecipeError(
             f"Expected {str(folder)!r} to hold this study, but got one of another program "
             "or tuning; choose another --name."
@@ -243,8 +238,7 @@ def _continue_study(study: Study, folder: Path) -> Results:
                 f"got {dict(earlier.arms[arm])}; choose another --name."
             )
     looked, design = set(earlier.earlier), study.design
-    is_changed = earlier.program.fingerprint not in ("", study.program.fingerprint)
-    if is_changed:  # there are no results for these data yet
+    if earlier.program.fingerprint not in ("", study.program.fingerprint):  # of other data
         for name in (FILE, "study.csv"):
             path, digest = folder / name, earlier.program.fingerprint.partition(":")[2][:8]
             if path.exists():
@@ -256,8 +250,7 @@ def _continue_study(study: Study, folder: Path) -> Results:
         )
         looked, results = set(), Results.of(study)
     elif earlier.design.last == design.last:  # keep earlier looks, such as at a time limit
-        looks = tuple(sorted({*earlier.design.looks, *design.looks}))
-        design = replace(design, looks=looks)
+        design = replace(design, looks=tuple(sorted({*earlier.design.looks, *design.looks})))
     elif results.rows and results.size >= earlier.design.looks[0]:  # a verdict was shown
         looked.add(earlier.design.last)
     merged = replace(

@@ -64,7 +64,6 @@ class Axis:
 
     @property
     def is_range(self) -> bool:
-        """Whether it is a range instead of a list."""
         return not self.values
 
     def at(self, place: float) -> Any:
@@ -139,7 +138,6 @@ class Space:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every key that is tuned for some arm."""
         return tuple(dict.fromkeys(axis.key for axis in self._all_axes()))
 
     def points(self, arm: str, repeat: int) -> list[Point]:
@@ -152,16 +150,12 @@ class Space:
         """
         axes = self.axes(arm)
         if self.trials is None:
-            points = [
-                dict(zip((axis.key for axis in axes), values, strict=True))
-                for values in itertools.product(*(axis.values for axis in axes))
-            ]
+            rows = itertools.product(*(axis.values for axis in axes))
         else:
             columns = {id(axis): place for place, axis in enumerate(self._all_axes())}
             places = _sobol(len(columns), self.trials, [self.seed, repeat])
-            points = [
-                {axis.key: axis.at(row[columns[id(axis)]]) for axis in axes} for row in places
-            ]
+            rows = ([axis.at(row[columns[id(axis)]]) for axis in axes] for row in places)
+        points = [{a.key: v for a, v in zip(axes, values, strict=True)} for values in rows]
         return [point for i, point in enumerate(points) if point not in points[:i]]
 
     def _all_axes(self) -> Iterator[Axis]:

@@ -195,31 +195,26 @@ class _Reader:
     def _metric(self, name: str | None, roles: Mapping[str, str]) -> str:
         others = [c for c in self.columns if c not in roles.values() and c not in OURS]
         if name is not None:
-            candidates = [c for c in others if c == name] or [
-                c for c in others if _plain(c) == name
-            ]
+            named = [c for c in others if _plain(c) == name]
+            candidates = [name] if name in others else named
         else:
             candidates = [c for usual in USUAL for c in others if _plain(c) == usual][:1]
-            marked = [c for c in others if c.startswith(PREFIXES)]
             if not candidates:
+                marked = [c for c in others if c.startswith(PREFIXES)]
                 measured = self._measured(marked or others, roles)
                 candidates = others if len(others) == 1 else [c for c in measured if not _is_odd(c)]
         if len(candidates) != 1:
-            wanted = (
-                f"to have the columns arm, seed and {name or 'a metric (choose it with --metric)'}"
-            )
+            wanted = name or "a metric (choose it with --metric)"
+            wanted = f"to have the columns arm, seed and {wanted}"
             raise self._error(wanted, _listed(candidates or others))
         return candidates[0]
 
     def _measured(self, columns: Sequence[str], roles: Mapping[str, str]) -> list[str]:
         """The columns that may be a metric: numbers that vary between the runs of an arm."""
         arms = [_arm(cell, roles["arm"]) for cell in self._cells(roles["arm"])]
-        return [
-            column
-            for column in columns
-            if self._is_numeric(column)
-            and len({*zip(arms, self._cells(column), strict=True)}) > len({*arms})
-        ]
+        numeric = [column for column in columns if self._is_numeric(column)]
+        pairs = {c: {*zip(arms, self._cells(c), strict=True)} for c in numeric}
+        return [column for column in numeric if len(pairs[column]) > len({*arms})]
 
     def _is_numeric(self, column: str) -> bool:
         cells = [cell for cell in self._cells(column) if cell]

@@ -7,6 +7,7 @@ one independent tuning, with its own points and seeds. The trials of all repeats
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,6 @@ class Tuner:
 
     @property
     def judging(self) -> Metric:
-        """The metric by which points are chosen."""
         return self.metric or self.study.metric
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,29 +63,23 @@ class Tuner:
 
     def changes(self, arm: str, point: Point) -> dict[str, Any]:
         """The changes of an arm at a point."""
-        changes = self.study.arms[arm]
-        shared = {axis.key for axis in self.space.shared}
-        chosen = self.study.program.at_point(changes, point, shared)
-        if self.map == "none":
-            return chosen
-        alpha = self.study.program.alpha({**changes, **chosen})
-        if alpha < 1:
-            chosen |= _by_identity({**changes, **chosen}, alpha, self.study)
+        changes, program = self.study.arms[arm], self.study.program
+        chosen = program.at_point(changes, point, {axis.key for axis in self.space.shared})
+        both = {**changes, **chosen}
+        if self.map == "identity" and (alpha := program.alpha(both)) < 1:
+            chosen |= _by_identity(both, alpha, self.study)
         return chosen
 
     def jobs(self, repeat: int) -> dict[tuple[str, int, int], Job]:
         """The trials of a repeat: one run per arm, point and seed, if the recipe is valid."""
-        jobs = {}
+        jobs, program = {}, self.study.program
         for arm in self.study.arms:
             for place, point in enumerate(self.space.points(arm, repeat)):
                 changes = {**self.study.arms[arm], **self.changes(arm, point)}
                 for seed in self.seeds_of(repeat):
-                    try:
-                        program = self.study.program
+                    with contextlib.suppress(RecipeError):  # `choose` reports it
                         job = program.job(arm, program.in_trial(changes), seed)
-                    except RecipeError:
-                        continue  # `choose` reports it
-                    jobs[arm, place, seed] = job.within(FOLDER)
+                        jobs[arm, place, seed] = job.within(FOLDER)
         return jobs
 
     def choose(
