@@ -126,9 +126,8 @@ class _Scanning:
 
 def check_disk(folder: Path, needed: int, runs: int) -> None:
     """Check that there is enough disk space for the runs."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
+    path = folder.absolute()
+    place = next(place for place in (path, *path.parents) if place.exists())
     free = shutil.disk_usage(place).free
     if needed > free:
         raise ValueError(

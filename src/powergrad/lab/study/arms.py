@@ -60,13 +60,22 @@ def _less_decay(recipe: Recipe, alpha: float) -> Changes:
 HEAD_RATE_EXPONENT = {"sgd": 2, "adam": 1, "adamw": 1}
 
 
-def _head_lr(recipe: Recipe, alpha: float) -> Changes:
-    if recipe.optimizer.name not in HEAD_RATE_EXPONENT:
+def head_exponent(optimizers: Iterable[str]) -> int:
+    """The exponent of alpha in the ratio of learning rates, for the optimizers of a training."""
+    names = list(dict.fromkeys(optimizers))
+    exponents = {HEAD_RATE_EXPONENT.get(name.lower()) for name in names}
+    exponent = exponents.pop() if len(exponents) == 1 else None
+    if exponent is None:
+        got = ", ".join(map(repr, names)) or "no optimizer"
         raise RecipeError(
-            f"Expected optimizer.name to be one of {', '.join(HEAD_RATE_EXPONENT)} for head-lr, "
-            f"but got {recipe.optimizer.name!r}, for which the ratio of learning rates is unknown."
+            f"Expected training with one of {', '.join(HEAD_RATE_EXPONENT)} for head-lr, but got "
+            f"{got}, for which the ratio of learning rates is unknown."
         )
-    ratio = alpha ** HEAD_RATE_EXPONENT[recipe.optimizer.name]
+    return exponent
+
+
+def _head_lr(recipe: Recipe, alpha: float) -> Changes:
+    ratio = alpha ** head_exponent([recipe.optimizer.name])
     return {"optimizer.head.lr": ratio * recipe.optimizer.head.lr}
 
 
@@ -181,20 +190,6 @@ def command_arms(
     if agc is not None and not any("--agc" in changes for changes in arms.values()):
         raise RecipeError(f"Expected --agc only with an agc arm, but got {', '.join(arms)}.")
     return arms
-
-
-def head_exponent(optimizers: Iterable[str]) -> int:
-    """The exponent of alpha in the ratio of learning rates, for the optimizers of a program."""
-    names = list(dict.fromkeys(optimizers))
-    exponents = {HEAD_RATE_EXPONENT.get(name.lower()) for name in names}
-    exponent = exponents.pop() if len(exponents) == 1 else None
-    if exponent is None:
-        raise RecipeError(
-            f"Expected a program that trains with one of {', '.join(HEAD_RATE_EXPONENT)} for "
-            f"head-lr, but got {', '.join(names) or 'no optimizer'}, for which the ratio of "
-            "learning rates is unknown."
-        )
-    return exponent
 
 
 def parse_grid(texts: Iterable[str]) -> Grid:

@@ -80,10 +80,9 @@ def explain_decomposition(results: Results, alpha: float) -> str:
         f"At alpha {alpha:g}, {with_interval('PGT')}: {pgt.verdict}. The equivalent two-group CE, "
         f"the same training up to rounding: {same.difference:+.2f}, {same.verdict}."
     ]
-    if better:
-        lines.append(f"These parts help on their own: {'; '.join(map(with_interval, better))}.")
-    if worse:
-        lines.append(f"These parts do harm: {'; '.join(map(with_interval, worse))}.")
+    for effect, arms in (("help on their own", better), ("do harm", worse)):
+        if arms:
+            lines.append(f"These parts {effect}: {'; '.join(map(with_interval, arms))}.")
     if not better and not worse:
         largest = max(parts, key=lambda arm: abs(by_arm[arm].difference))
         lines.append(f"No part alone is better or worse; the largest is {with_interval(largest)}.")
