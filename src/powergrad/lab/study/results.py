@@ -177,9 +177,8 @@ class Results:
 
         For a study that is not finished.
         """
-        rows = [
-            row for row in self.rows if row.failed or self.value(row, self.metric.name) is not None
-        ]
+        name = self.metric.name
+        rows = [row for row in self.rows if row.failed or self.value(row, name) is not None]
         kept = self if len(rows) == len(self.rows) else replace(self, rows=rows)
         enough = [arm for arm in kept.arms if len(kept.units(arm)) > 1]
         if self.baseline not in enough or len(enough) < 2:

@@ -60,10 +60,8 @@ def to_json(results: Results) -> dict[str, Any]:
 
 
 def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
-    def is_empty(value: Any) -> bool:
-        return value is None or value is False or value in ("", {}, [])
-
-    return {name: value for name, value in values.items() if not is_empty(value)}
+    kept = {name: value for name, value in values.items() if value is not False}
+    return {name: value for name, value in kept.items() if value not in (None, "", {}, [])}
 
 
 def conclude(compared: Results) -> dict[str, Any]:
@@ -222,9 +220,7 @@ def _continue_study(study: Study, folder: Path) -> Results:
     results = load(folder)
     earlier = results.study
     if earlier is None:
-        raise RecipeError(
-            f"Expected {str(folder / FILE)!r} to be a study of runs, but got results of a table."
-        )
+        raise RecipeError(f"Expected {str(folder / FILE)!r} to hold runs, but got a table.")
     before, now = ((s.kind, s.tuned, s.finals, s.program.public().key) for s in (earlier, study))
     if before != now or (earlier.tuning and earlier.tuning != json_safe(study.tuning)):
         raise RecipeError(

@@ -57,9 +57,7 @@ class Axis:
         except ValueError:
             low = high = math.nan
         if not 0 < low < high < math.inf:
-            raise RecipeError(
-                f"Expected a range {name}=low:high with 0 < low < high, but got {given!r}."
-            )
+            raise RecipeError(f"Expected {name}=low:high with 0 < low < high, but got {given!r}.")
         return cls(key, (), low, high)
 
     @property
@@ -109,10 +107,8 @@ class Space:
             for part in (rest if colon else text).split():
                 key = expand(part.partition("=")[0])
                 if key not in values:
-                    raise RecipeError(
-                        f"Expected --tune with a known key, but got {key!r}"
-                        f"{did_you_mean(key, values)}"
-                    )
+                    near = did_you_mean(key, values)
+                    raise RecipeError(f"Expected --tune with a known key, but got {key!r}{near}")
                 target = own.setdefault(arm.strip(), []) if colon else shared
                 target.append(Axis.parse(part, values[key], expand))
         for arm in own.keys() - set(arms):
@@ -122,9 +118,7 @@ class Space:
         for arm in arms:
             keys = [axis.key for axis in space.axes(arm)]
             if not keys:
-                raise RecipeError(
-                    f"Expected --tune with keys for all arms, but got none for {arm}."
-                )
+                raise RecipeError(f"Expected --tune keys for every arm, but got none for {arm}.")
             if len(set(keys)) < len(keys):
                 raise RecipeError(f"Expected each key of --tune once, but got {', '.join(keys)}.")
         if trials is not None and trials < 2:
