@@ -194,7 +194,6 @@ class Block(nn.Module):
 
 
 def basic_layers(width: int, stride: int) -> list[Layer]:
-    """Two 3x3 convolutions."""
     return [(width, 3, stride), (width, 3, 1)]
 
 
