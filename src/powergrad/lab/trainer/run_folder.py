@@ -75,8 +75,6 @@ class Result(BaseModel):
 
 
 class Run:
-    """The folder of a run."""
-
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.checkpoints = self.folder / "checkpoint"
@@ -213,7 +211,6 @@ class Run:
         return sorted(self.checkpoints.glob("step-*.pt"), reverse=True)
 
     def save_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:
-        """Write tensors to the safetensors file `name` in the folder."""
         data = save({key: value.detach().cpu().contiguous() for key, value in weights.items()})
         write_atomically(self.folder / name, lambda file: file.write(data))
 
