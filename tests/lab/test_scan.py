@@ -31,11 +31,8 @@ def photos(tmp_path: Path) -> Path:
     return write_photos(tmp_path / "photos", train=12, val=4)
 
 
-def look(
-    root: Path, workers: int | None = None, progress: Any = lambda *_: None, **options: Any
-) -> Scan:
-    config = Data(name=f"folder:{root}", **options)
-    return scan_folder(config, workers=workers, progress=progress)
+def look(root: Path, progress: Any = lambda *_: None, **options: Any) -> Scan:
+    return scan_folder(Data(name=f"folder:{root}", **options), progress=progress)
 
 
 def cut_short(path: Path) -> None:
@@ -76,10 +73,11 @@ def spoil(photos: Path) -> None:
     Image.fromarray(dark).save(photos / "train" / "c" / "dark.png")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_all_problems_and_warnings_are_found_at_once(photos, workers):
+@pytest.mark.parametrize("alone", [0, 512])
+def test_all_problems_and_warnings_are_found_at_once(photos, alone, monkeypatch):
+    monkeypatch.setattr(scan, "ALONE", alone)
     spoil(photos)
-    found = look(photos, workers)
+    found = look(photos)
     assert found.formats == {"JPEG": 46, "TIFF": 1, "PPM": 1, "PNG": 1}
     reasons = dict(found.unreadable)
     assert "Truncated" in reasons.pop("train/a/003.jpg")
@@ -145,7 +143,7 @@ def test_held_out_images_are_counted_and_bad_groups_are_problems(photos):
 
 def test_bombs_are_not_decoded(photos, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
-    found = look(photos, workers=0)
+    found = look(photos)
     assert len(found.unreadable) == 48
     assert "DecompressionBombError" in found.unreadable[0][1]
 

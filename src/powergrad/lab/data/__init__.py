@@ -7,6 +7,7 @@ workers or processes; see :mod:`powergrad.lab.data.streams`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -54,8 +55,7 @@ def load_data(config: Data, *, data_dir: str | None = None, workers: int = 0) ->
         return MemorySplit(images, labels, config, classes=classes, mean=mean, std=std)
 
     channels, size = train.images.shape[1:3]
-    test = train.subset(held) if config.hold_out else test
-    train = train.subset(kept)
+    train, test = train.subset(kept), train.subset(held) if config.hold_out else test
     return Datasets(split(train), split(test), stored.classes, channels, config.size or size)
 
 
@@ -77,8 +77,5 @@ def _resized(images: Tensor, size: int | None) -> Tensor:
     """Resize images to a square of `size`, bilinear with antialiasing, if needed."""
     if size is None or images.shape[2:] == (size, size):
         return images
-    parts = (
-        F.interpolate(part, (size, size), mode="bilinear", antialias=True)
-        for part in images.split(1024)
-    )
-    return torch.cat(list(parts))
+    resize = partial(F.interpolate, size=(size, size), mode="bilinear", antialias=True)
+    return torch.cat([resize(part) for part in images.split(1024)])

@@ -27,15 +27,11 @@ class Section(BaseModel):
 
 
 class Data(Section):
-    """The data and their augmentation."""
-
     name: Annotated[str, "digits, fashion-mnist, cifar10 or folder:PATH"] = "digits"
     size: Annotated[Count | None, "side of an image (default: as stored; folders: 224)"] = None
     crop_padding: Annotated[Natural, "pad by this many pixels, then crop at random"] = 0
     flip: Annotated[bool, "mirror at random"] = False
-    scale: Annotated[
-        tuple[Share, Share], "folders: range of the random crop's area, as fractions"
-    ] = (0.08, 1.0)
+    scale: Annotated[tuple[Share, Share], "folders: range of crop area fractions"] = (0.08, 1.0)
     ratio: Annotated[
         tuple[Positive, Positive], "folders: range of the random crop's aspect ratio"
     ] = (3 / 4, 4 / 3)
@@ -53,7 +49,6 @@ class Data(Section):
 
     @property
     def is_folder(self) -> bool:
-        """Whether the data are a folder of images."""
         return self.name.startswith("folder:")
 
     @property
@@ -110,8 +105,6 @@ class Data(Section):
         if self.groups is not None and not self.is_folder:
             raise ValueError(f"expected no groups for {self.name}, but got {self.groups!r}")
         if self.crop_padding and self.is_folder:
-            raise ValueError(
-                f"expected scale and ratio instead of crop_padding for a folder, but got "
-                f"{self.crop_padding}"
-            )
+            wanted = "scale and ratio instead of crop_padding for a folder"
+            raise ValueError(f"expected {wanted}, but got {self.crop_padding}")
         return self

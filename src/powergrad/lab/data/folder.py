@@ -169,13 +169,12 @@ class FolderSplit(Split):
         self, rows: Sequence[NDArray[np.int64]], moment: Moment
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The normalised images of each row of indices, and the indices that could be read."""
-        tasks = [[(row[i : i + CHUNK], moment) for i in range(0, len(row), CHUNK)] for row in rows]
-        all_tasks = list(itertools.chain.from_iterable(tasks))
-        chunks = in_workers(self._read_chunk, all_tasks, self.workers)
-        for row, row_tasks in zip(rows, tasks, strict=True):
+        tasks = [(row[i : i + CHUNK], moment) for row in rows for i in range(0, len(row), CHUNK)]
+        chunks = in_workers(self._read_chunk, tasks, self.workers)
+        for row in rows:
             images = torch.empty(len(row), 3, self.size, self.size)
             indices, count = [], 0
-            for chunk in itertools.islice(chunks, len(row_tasks)):
+            for chunk in itertools.islice(chunks, math.ceil(len(row) / CHUNK)):
                 self._report(chunk.bad)
                 rows_read = images[count : count + len(chunk.indices)]
                 rows_read.copy_(chunk.images).sub_(self.mean).mul_(self.scale)
@@ -217,25 +216,20 @@ class FolderSplit(Split):
         draws = uniform(Stream.AUGMENT, *moment, indices[:, None], np.arange(3 + 2 * ATTEMPTS))
         box = functools.partial(random_box, scale=config.scale, ratio=config.ratio)
         for index, (mirror, *row) in zip(indices.tolist(), draws.tolist(), strict=True):
-            choose = functools.partial(box, draws=row)
-            yield index, choose, config.flip and mirror < 0.5
+            yield index, functools.partial(box, draws=row), config.flip and mirror < 0.5
 
     def _report(self, bad: list[tuple[int, str]]) -> None:
         for index, reason in bad:
             path = os.fsdecode(self.listing.path(index))
             if not self.skips:
-                raise ValueError(
-                    f"The image {path!r} cannot be read: {reason}. To skip such images, set "
-                    "`data.bad_images: skip`."
-                )
+                remedy = "To skip such images, set `data.bad_images: skip`."
+                raise ValueError(f"The image {path!r} cannot be read: {reason}. {remedy}")
             if index not in self._reported:
                 self._reported.add(index)
                 warnings.warn(f"Skipped {path!r}: {reason}", stacklevel=2)
 
 
 class _Results(Dataset[T]):
-    """The results of a function, by its argument."""
-
     def __init__(self, function: Callable[[Any], T]) -> None:
         self.function = function
 

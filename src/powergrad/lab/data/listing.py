@@ -61,11 +61,9 @@ class Listing(NamedTuple):
     labels: NDArray[np.int64]
 
     def path(self, index: int) -> bytes:
-        """The path of an image."""
         return os.path.join(self.root, self.paths[index])
 
     def subset(self, indices: NDArray[np.int64]) -> Listing:
-        """The images of the given indices."""
         return Listing(self.root, self.paths[indices], self.labels[indices])
 
     def groups(self, pattern: str) -> NDArray[np.int64]:
@@ -158,21 +156,16 @@ def _list_folder(root: Path, needs_test: bool) -> ImageFolder:
     their class. Names that start with a dot are ignored. Links are followed, unless they lead to a
     folder above themselves. A class may be missing from val.
     """
-    train_folder = root / "train"
     test_folder = root / "val" if (root / "val").is_dir() else root / "test"
-    has_test = test_folder.is_dir()
-    if not train_folder.is_dir():
-        if needs_test or has_test:
-            raise FileNotFoundError(
-                f"{str(root)!r} has no folder train/ with one folder per class. If the class "
-                "folders are directly in it, use `--data.hold_out 0.2` to test on a fifth of their "
-                "images."
-            )
-        train_folder = root
-    if needs_test and not has_test:
+    has_train, has_test = (root / "train").is_dir(), test_folder.is_dir()
+    train_folder = root / "train" if has_train else root
+    if (needs_test and not (has_train and has_test)) or (has_test and not has_train):
+        missing, where = "val/ or test/", "the training images instead"
+        if not has_train:
+            missing, where = "train/", "the images, also if the class folders are directly in it"
         raise FileNotFoundError(
-            f"{str(root)!r} has no folder val/ or test/ with one folder per class. Use "
-            "`--data.hold_out 0.2` to test on a fifth of the training images instead."
+            f"{str(root)!r} has no folder {missing} with one folder per class. Use "
+            f"`--data.hold_out 0.2` to test on a fifth of {where}."
         )
     ignored: list[tuple[str, str]] = []
     folders = {str(root): _changed_at(str(root))}
@@ -181,29 +174,22 @@ def _list_folder(root: Path, needs_test: bool) -> ImageFolder:
 
     def no_images(folder: Path) -> str:
         others = [f"{path} ({reason})" for path, reason in ignored if reason != HIDDEN]
+        wanted = f"images ({', '.join(EXTENSIONS)}) in {str(folder)!r}, in one folder per class"
         ending = f" Ignored: {some(others)}." if others else ""
-        kinds = ", ".join(EXTENSIONS)
-        return (
-            f"Expected images ({kinds}) in {str(folder)!r}, in one folder per class, but got none."
-            f"{ending}"
-        )
+        return f"Expected {wanted}, but got none.{ending}"
 
     problems, inside = [], f"{str(train_folder)!r}, but got"
     empty = [name for name, paths in in_train.items() if not paths]
     if len(empty) == len(in_train):
         problems.append(no_images(train_folder))
     elif empty:
-        remedy = "remove the folder if there is no such class"
-        problems.append(
-            f"Expected images in every class of {inside} none in {some(empty)}; {remedy}."
-        )
+        got = f"none in {some(empty)}; remove the folder if there is no such class"
+        problems.append(f"Expected images in every class of {inside} {got}.")
     elif len(in_train) == 1:
         problems.append(f"Expected at least two classes in {inside} only {some([*in_train])}.")
     if unknown := sorted(in_test.keys() - in_train.keys()):
-        problems.append(
-            f"Expected the classes of {str(test_folder)!r} to be among those of train/, but got "
-            f"also {some(unknown)}."
-        )
+        wanted = f"the classes of {str(test_folder)!r} to be among those of train/"
+        problems.append(f"Expected {wanted}, but got also {some(unknown)}.")
     if needs_test and not any(in_test[name] for name in in_test.keys() & in_train.keys()):
         problems.append(no_images(test_folder))
 
@@ -246,12 +232,9 @@ def _walk(
         for name in entries:
             path = os.path.join(folder, name)
             key = (inside or (name,))[0], os.path.realpath(path)
-            if name.startswith("."):
-                reasons[path] = HIDDEN
-            elif os.path.islink(path) and _leads_above(path, split):
-                reasons[path] = LOOP
-            elif key in seen:
-                reasons[path] = TWICE
+            is_loop = os.path.islink(path) and _leads_above(path, split)
+            if name.startswith(".") or is_loop or key in seen:
+                reasons[path] = HIDDEN if name.startswith(".") else LOOP if is_loop else TWICE
             else:
                 seen.add(key)
                 folders.append(name)
@@ -287,9 +270,8 @@ def choose(
     labels: NDArray[np.int64], config: Data, groups: NDArray[np.int64] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The indices for training, and those held out; images of one group stay together."""
-    if groups is None:
-        is_held = held_out(labels, config.hold_out)
-    else:
+    is_held = held_out(labels, config.hold_out)
+    if groups is not None:
         is_held = held_out_groups(labels, groups, config.hold_out)
     kept, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
     if config.hold_out and not (len(kept) and len(held)):

@@ -103,12 +103,11 @@ def scan_folder(
     config: Data,
     data_dir: str | None = None,
     *,
-    workers: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Scan:
     """Scan the folder of images of a recipe, and decode every image."""
     folder = open_folder(config, data_dir)
-    images, cached = _check_all(folder, workers, progress)
+    images, cached = _check_all(folder, progress)
     readable = [image for image in images.values() if not image.error]
     unreadable = [(path, image.error) for path, image in images.items() if image.error]
     problems, cautions = list(folder.problems), list(_warnings(folder, images))
@@ -152,11 +151,10 @@ def _by_reason(ignored: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def _describe(folder: ImageFolder, unreadable: Sequence[tuple[str, str]], *, skips: bool) -> str:
-    count = f"{len(unreadable):,}"
-    remedy = "to skip them, use `--data.bad_images skip`"
-    text = f"{str(folder.root)!r} has {count} unreadable images; {remedy}:"
+    text = f"{str(folder.root)!r} has {len(unreadable):,} unreadable images; to skip them, use "
+    text += "`--data.bad_images skip`:"
     if skips:
-        text = f"Unreadable images are skipped ({count}):"
+        text = f"Unreadable images are skipped ({len(unreadable):,}):"
     lines = [f"  {path!r}: {reason}" for path, reason in unreadable[:SHOWN]]
     more = [f"  and {len(unreadable) - SHOWN:,} more"] if len(unreadable) > SHOWN else []
     return "\n".join([text, *lines, *more])
@@ -164,21 +162,17 @@ def _describe(folder: ImageFolder, unreadable: Sequence[tuple[str, str]], *, ski
 
 def _warnings(folder: ImageFolder, images: Mapping[str, Checked]) -> Iterator[str]:
     ignored = _by_reason(folder.ignored)
-    links = [f"{path} ({reason})" for reason in (LOOP, BROKEN) for path in ignored.get(reason, ())]
-    if links:
+    if links := [f"{p} ({reason})" for reason in (LOOP, BROKEN) for p in ignored.get(reason, ())]:
         yield f"Links that are not followed: {some(links)}."
-    loose = [path for path in ignored.get(LOOSE, ()) if path.lower().endswith(EXTENSIONS)]
-    if loose:
+    if loose := [path for path in ignored.get(LOOSE, ()) if path.lower().endswith(EXTENSIONS)]:
         yield f"Images outside class folders are not used ({len(loose):,}): {some(loose)}."
     for reason, paths in ignored.items():
         if reason.startswith("extension ") or reason == "no extension":
             kinds = [_kind(folder.root / path) for path in paths[:SHOWN]]
-            if any(kinds):
-                yield (
-                    f"Files with {reason} are not used ({len(paths):,}), although "
-                    f"{'they' if all(kinds) else 'some of them'} are images "
-                    f"({next(filter(None, kinds))}): {some(paths)}. Rename them to use them."
-                )
+            if kind := next(filter(None, kinds), None):
+                are = f"{'they' if all(kinds) else 'some of them'} are images ({kind})"
+                unused = f"Files with {reason} are not used ({len(paths):,})"
+                yield f"{unused}, although {are}: {some(paths)}. Rename them to use them."
     splits = folder.splits()
     if len({os.path.realpath(listing.root) for listing in splits.values()}) < len(splits):
         yield f"{' and '.join(splits)} are the same folder, so tests would use training images."
@@ -191,7 +185,6 @@ def _warnings(folder: ImageFolder, images: Mapping[str, Checked]) -> Iterator[st
 
 
 def _kind(path: Path) -> str | None:
-    """The format of a file, if it is an image."""
     with contextlib.suppress(Exception), open_image(path) as image:
         return image.format
     return None
@@ -201,14 +194,11 @@ def _rare_classes(classes: Sequence[str], train: Listing, test: Listing) -> Iter
     fewer = f"with fewer than {FEW} training images"
     for text, listing, least in (("without test images", test, 1), (fewer, train, FEW)):
         counts = np.bincount(listing.labels, minlength=len(classes))
-        names = [classes[int(k)] for k in np.flatnonzero(counts < least)]
-        if names:
+        if names := [classes[int(k)] for k in np.flatnonzero(counts < least)]:
             yield f"Classes {text} ({len(names):,} of {len(classes):,}): {some(names)}."
 
 
-def _check_all(
-    folder: ImageFolder, workers: int | None, progress: Progress
-) -> tuple[dict[str, Checked], int]:
+def _check_all(folder: ImageFolder, progress: Progress) -> tuple[dict[str, Checked], int]:
     """The findings about each image, by name, and the number of images found in the cache."""
     cache = _cache_file(folder.root)
     known = _read_cache(cache)
@@ -221,9 +211,8 @@ def _check_all(
             image = Checked(size, changed, error=error)
         images[name] = image
     todo = [name for name, image in images.items() if not image.format and not image.error]
-    if workers is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        workers = 0 if len(todo) <= ALONE else cores or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    workers = 0 if len(todo) <= ALONE else cores or 1
     chunks = [todo[i : i + CHUNK] for i in range(0, len(todo), CHUNK)]
     done = 0
     try:

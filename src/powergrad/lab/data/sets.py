@@ -28,7 +28,6 @@ class Examples(NamedTuple):
     labels: Tensor
 
     def subset(self, indices: NDArray[np.int64]) -> Examples:
-        """The examples of the given indices."""
         return Examples(self.images[indices], self.labels[indices])
 
 
@@ -100,11 +99,8 @@ def _read_digits(files: list[Path]) -> tuple[Examples, Examples]:
     values, labels = datasets.load_digits(return_X_y=True)
     images = 15 * values.reshape(-1, 1, 8, 8).astype(np.uint8)
     labels = np.asarray(labels, np.int64)
-    is_test = held_out(labels, 0.2)
-    train, test = (
-        Examples(*map(torch.from_numpy, (images[p], labels[p]))) for p in (~is_test, is_test)
-    )
-    return train, test
+    examples, is_test = Examples(*map(torch.from_numpy, (images, labels))), held_out(labels, 0.2)
+    return examples.subset(np.flatnonzero(~is_test)), examples.subset(np.flatnonzero(is_test))
 
 
 def _read_fashion(files: list[Path]) -> tuple[Examples, Examples]:
@@ -133,6 +129,9 @@ def _read_idx(path: Path) -> Bytes:
         raise ValueError(f"{path} is not a complete gzip file in IDX format: {error}") from None
 
 
+FASHION_CLASSES = "T-shirt/top,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,ankle boot"
+FASHION_KINDS = ("images-idx3-ubyte.gz", "labels-idx1-ubyte.gz")
+CIFAR_CLASSES = "airplane,automobile,bird,cat,deer,dog,frog,horse,ship,truck"
 CIFAR_PER_FILE = 10_000
 CIFAR_BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 CIFAR_LABELS = ("train_lables.json", "test_lables.json")  # as the package spells them
@@ -185,19 +184,11 @@ SETS = {
     "digits": StoredSet("digits", tuple("0123456789"), (), (), _read_digits),
     "fashion-mnist": StoredSet(
         "Fashion-MNIST",
-        (
-            *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
-            *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
-        ),
+        tuple(FASHION_CLASSES.split(",")),
         (0.2860,),
         (0.3530,),
         _read_fashion,
-        (
-            (
-                *("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
-                *("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
-            ),
-        ),
+        (tuple(f"{part}-{kind}" for part in ("train", "t10k") for kind in FASHION_KINDS),),
         (".", "fashion-mnist", "/usr/share/datasets/fashion-mnist"),
         "On Debian and Ubuntu, run `apt install dataset-fashion-mnist`; elsewhere, download the "
         "files from https://github.com/zalandoresearch/fashion-mnist and pass their folder as "
@@ -205,10 +196,7 @@ SETS = {
     ),
     "cifar10": StoredSet(
         "CIFAR-10",
-        (
-            *("airplane", "automobile", "bird", "cat", "deer"),
-            *("dog", "frog", "horse", "ship", "truck"),
-        ),
+        tuple(CIFAR_CLASSES.split(",")),
         (0.4914, 0.4822, 0.4465),
         (0.2470, 0.2435, 0.2616),
         _read_cifar,
@@ -228,7 +216,6 @@ SETS = {
 
 
 def find_set(name: str) -> StoredSet:
-    """The data set of this name."""
     if name not in SETS:
         names = ", ".join([*SETS, "folder:PATH"])
         raise ValueError(f"Expected `data.name` to be one of {names}, but got {name!r}.")

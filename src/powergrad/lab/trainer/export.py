@@ -54,8 +54,6 @@ Forward = Callable[[Tensor], Tensor]
 
 
 class Exported(NamedTuple):
-    """The result of an export."""
-
     folder: Path
     files: list[str]
     temperature: float  # the divisor of the logits, which is folded into the head
@@ -168,10 +166,8 @@ def _check_temperature(wanted: str | float, trained: Trained) -> str | float:
         return wanted
     if wanted == "alpha":
         got = "0" if trained.factor == 0 else "a checkpoint under a schedule of alpha"
-        wanted = "Expected alpha to be constant and above 0 to fold it into the head"
-        raise ValueError(
-            f"{wanted}, but got {got}; choose the temperature fitted, none or a number."
-        )
+        got += "; choose the temperature fitted, none or a number"
+        raise ValueError(f"Expected a constant alpha above 0 to fold into the head, but got {got}.")
     with contextlib.suppress(ValueError):
         if 0 < float(wanted) < math.inf:
             return float(wanted)
@@ -283,7 +279,6 @@ def _check_logits(name: str, forward: Forward, pixels: Tensor, expected: Tensor)
 
 
 def _render(name: str, **context: Any) -> str:
-    """Fill in the template of a text file of the export."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     environment.filters["repr"] = repr
     environment.filters["yaml"] = functools.partial(yaml.safe_dump, sort_keys=False)

@@ -89,9 +89,8 @@ def _from_timm(name: str, num_classes: int, in_channels: int) -> nn.Module:
     try:
         timm = importlib.import_module("timm")
     except (ImportError, RuntimeError) as error:  # missing, or torchvision does not match torch
-        raise ImportError(
-            f"timm:{name} needs timm, which cannot be imported (`pip install timm`): {error}"
-        ) from error
+        reason = f"timm, which cannot be imported (`pip install timm`): {error}"
+        raise ImportError(f"timm:{name} needs {reason}") from error
     if not timm.is_model(name):
         got = f"{name!r}{did_you_mean(name, timm.list_models(), most=3)}"
         raise ValueError(f"Expected a model of timm {timm.__version__} after timm:, but got {got}")
@@ -194,7 +193,6 @@ class Block(nn.Module):
 
 
 def basic_layers(width: int, stride: int) -> list[Layer]:
-    """Two 3x3 convolutions."""
     return [(width, 3, stride), (width, 3, 1)]
 
 

@@ -65,10 +65,8 @@ def join_processes(device: str) -> Iterator[Processes]:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"Expected `machine.device` to be an available device, but got {device!r}: {reason}"
-        ) from None
+        wanted, reason = "`machine.device` to be available", str(error).splitlines()[0]
+        raise ValueError(f"Expected {wanted}, but got {device!r}: {reason}") from None
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1 or "RANK" not in os.environ:
         yield Processes(0, 1, chosen)
@@ -80,12 +78,9 @@ def join_processes(device: str) -> Iterator[Processes]:
     # processes (torch 2.13). So every attempt uses its own prefix.
     store, rank, world = next(iter(rendezvous("env://")))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        "nccl" if chosen.type == "cuda" else "gloo",
-        store=PrefixStore(f"powergrad/{attempt}", store),
-        rank=rank,
-        world_size=world,
-    )
+    own_store = PrefixStore(f"powergrad/{attempt}", store)
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=own_store, rank=rank, world_size=world)
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
     finally:

@@ -55,7 +55,6 @@ class Progress:
         self.bar.start()
 
     def step(self, step: int, loss: Tensor, lr: float) -> None:
-        """A step was done."""
         now = time.monotonic()
         if now - self.shown < self.every:
             return
@@ -72,7 +71,6 @@ class Progress:
             self.bar.update(self.task, completed=step, description=text)
 
     def epoch(self, row: Row) -> None:
-        """An epoch was done."""
         parts = [f"epoch {row['epoch']:.0f}", f"train {row['train_accuracy']:.2f}%"]
         if row.get("test_accuracy") is not None:
             parts.append(f"test {row['test_accuracy']:.2f}%")
@@ -82,7 +80,6 @@ class Progress:
         self.results = ", ".join(parts)
 
     def end(self, row: Row) -> None:
-        """The run is finished."""
         self.__exit__()
         self.epoch(row)
         took = duration(row["seconds"] or 0)

@@ -42,14 +42,12 @@ class RecipeError(ValueError):
 
 
 class Model(Section):
-    """The network."""
-
     name: Annotated[str, "resnet18, seresnet50, resnet20, timm:NAME, ..."] = "resnet8"
     width: Annotated[Count | None, "channels of the first stage"] = None
     norm: Annotated[Literal["batch", "group", "none"], "normalisation"] = "batch"
-    stem: Annotated[
-        Literal["imagenet", "small"] | None, "first layers (default: depends on the network)"
-    ] = None
+    stem: Annotated[Literal["imagenet", "small"] | None, "first layers (default: by network)"] = (
+        None
+    )
     zero_init_residual: Annotated[bool, "initialise the last gain of each block to zero"] = False
     head_scale: Annotated[Positive, "factor of the classifier's initial weights"] = 1.0
 
@@ -112,9 +110,7 @@ class Loss(Section):
         Literal["constant", "linear", "cosine"], "constant alpha, or its way to 1 over the epochs"
     ] = "constant"
     label_smoothing: Annotated[BelowOne, "label smoothing"] = 0.0
-    smoothing: Annotated[
-        Literal["pytorch", "paper"], "smooth over all classes, or over the wrong ones only"
-    ] = "pytorch"
+    smoothing: Annotated[Literal["pytorch", "paper"], "over all or the wrong classes"] = "pytorch"
     form: Annotated[
         Literal["exact", "as_published"], "the equation, or the authors' hook (needs float16)"
     ] = "exact"
@@ -132,8 +128,6 @@ class Clip(Section):
 
 
 class Train(Section):
-    """Epochs, batches and precision."""
-
     epochs: Annotated[Count, "passes over the training data"] = 100
     batch_size: Annotated[Count, "examples per step, over all processes"] = 1024
     accumulate: Annotated[Count, "backward passes per step"] = 1
@@ -149,8 +143,6 @@ class Train(Section):
 
 
 class Monitor(Section):
-    """The recording of filter norms."""
-
     every: Annotated[Natural, "steps between records of filter norms; 0 is off"] = 0
     gradients: Annotated[bool, "also record the norms of gradients"] = False
     features: Annotated[bool, "also record the features before the classifier"] = False
@@ -186,9 +178,7 @@ class Recipe(Section):
     train: Train = Train()
     monitor: Monitor = Monitor()
     machine: Machine = Machine()
-    seed: Annotated[
-        int, Field(ge=0, lt=2**31), "seed of initialisation, data order and augmentation"
-    ] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31), "seed of weights, data order and augmentation"] = 0
 
     @model_validator(mode="after")
     def _check_sections(self) -> Recipe:
@@ -214,9 +204,7 @@ class Recipe(Section):
             wanted = "train.precision float16 with as_published"
             yield f"loss.form: expected {wanted}, but got {train.precision}"
         if agc is not None and agc <= decay and self.optimizer.name == "sgd":
-            wanted = (
-                f"more than the weight decay of the backbone, {decay:g}, which would outweigh it"
-            )
+            wanted = f"more than the weight decay of the backbone, {decay:g}, which outweighs it"
             yield f"clip.agc: expected {wanted}, but got {agc}"
 
     @property
@@ -231,7 +219,6 @@ class Recipe(Section):
         return hashlib.sha256(f"{FORMAT}:{canonical}".encode()).hexdigest()[:12]
 
     def value(self, key: str) -> Any:
-        """The value of a dotted key."""
         values = dict(flatten(self.model_dump()))
         if key not in values:
             raise RecipeError(f"Expected a known key, but got {key!r}{did_you_mean(key, values)}")
@@ -243,15 +230,13 @@ class Recipe(Section):
         return _validate(values, "the overrides")
 
     def load_data(self) -> Datasets:
-        """The training and test data."""
         machine = self.machine
         return load_data(self.data, data_dir=machine.data_dir, workers=machine.workers)
 
     def folder_fingerprint(self) -> str:
         """The fingerprint of a folder of images; empty for other data."""
-        machine = self.machine
-        kind = machine.fingerprint
-        return fingerprint(self.data, machine.data_dir, kind=kind) if self.data.is_folder else ""
+        place, kind = self.machine.data_dir, self.machine.fingerprint
+        return fingerprint(self.data, place, kind=kind) if self.data.is_folder else ""
 
     def without_paths(self) -> Recipe:
         """A copy of this recipe with folder names instead of paths, for files that are shared."""
@@ -261,7 +246,6 @@ class Recipe(Section):
         return self.model_copy(update={"data": data, "machine": machine})
 
     def to_yaml(self) -> str:
-        """The complete recipe as YAML."""
         return yaml.safe_dump({"format": FORMAT, **self.model_dump(mode="json")}, sort_keys=False)
 
     @classmethod
@@ -289,8 +273,7 @@ def describe_keys(section: type[Section] = Recipe) -> Iterator[tuple[str, str, s
 def _allowed(schema: Mapping[str, Any]) -> str:
     """The values that a JSON schema allows, in words."""
     if "anyOf" in schema:
-        parts = [_allowed(part) for part in schema["anyOf"]]
-        return " or ".join(dict.fromkeys(parts))
+        return " or ".join(dict.fromkeys(map(_allowed, schema["anyOf"])))
     if "enum" in schema:
         return " or ".join(map(str, schema["enum"]))
     if schema["type"] == "array":
@@ -311,13 +294,11 @@ class _Loader(yaml.SafeLoader):
     """Also reads ``1e-3`` as a number, as YAML 1.2 does."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
 
 def recipe_names() -> list[str]:
-    """The recipes that come with the package."""
     return sorted(file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.is_file())
 
 

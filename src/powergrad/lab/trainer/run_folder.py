@@ -75,23 +75,18 @@ class Result(BaseModel):
 
 
 class Run:
-    """The folder of a run."""
-
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.checkpoints = self.folder / "checkpoint"
 
     def exists(self) -> bool:
-        """Whether a run was started here."""
         return (self.folder / "config.yaml").is_file()
 
     @functools.cached_property
     def key(self) -> str:
-        """The key of the run's recipe."""
         return self.recipe().key
 
     def recipe(self) -> Recipe:
-        """The recipe of the run."""
         path = self.folder / "config.yaml"
         try:
             return Recipe.from_yaml(path.read_text(encoding="utf-8"), str(path))
@@ -123,7 +118,6 @@ class Run:
         ]
 
     def environment(self) -> dict[str, Any]:
-        """The content of environment.json."""
         path = self.folder / "environment.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -203,12 +197,11 @@ class Run:
         for path in self._checkpoint_paths():
             try:
                 state = _load(path, self.key)
+                for fault in faults:
+                    warnings.warn(f"{fault} Resuming from {path.name}.", stacklevel=2)
+                return state
             except RunError as error:
                 faults.append(str(error))
-                continue
-            for fault in faults:
-                warnings.warn(f"{fault} Resuming from {path.name}.", stacklevel=2)
-            return state
         if faults:
             raise RunError(" ".join(faults) + " There is no other checkpoint.")
         return None
@@ -218,7 +211,6 @@ class Run:
         return sorted(self.checkpoints.glob("step-*.pt"), reverse=True)
 
     def save_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:
-        """Write tensors to the safetensors file `name` in the folder."""
         data = save({key: value.detach().cpu().contiguous() for key, value in weights.items()})
         write_atomically(self.folder / name, lambda file: file.write(data))
 
@@ -228,7 +220,6 @@ class Run:
         write_text(self.folder / "metrics.csv", csv_text(COLUMNS, rows))
 
     def add_metrics(self, row: Mapping[str, float | None]) -> None:
-        """Append a row to metrics.csv."""
         path = self.folder / "metrics.csv"
         _, _, line = csv_text(COLUMNS, [_cells(row)]).partition("\n")
         with _explaining(path), open(path, "a", encoding="utf-8") as file:
@@ -270,9 +261,7 @@ def _load(path: Path, key: str) -> dict[str, Any]:
         raise RunError(f"{str(path)!r} has damaged data in {damaged!r}.")
     if not isinstance(state, dict) or not {"format", "key", "step"} <= state.keys():
         raise RunError(f"{str(path)!r} is not a checkpoint of a run.")
-    wanted, got = (
-        f"run {k} in format {f}" for k, f in ((key, FORMAT), (state["key"], state["format"]))
-    )
+    wanted, got = f"{key} in format {FORMAT}", f"{state['key']} in format {state['format']}"
     if got != wanted:
-        raise RunError(f"{str(path)!r} belongs to {got}, not to {wanted}.")
+        raise RunError(f"{str(path)!r} belongs to run {got}, not to run {wanted}.")
     return state

@@ -29,18 +29,15 @@ AGREE_EVERY = 10  # steps between two synchronisations of flags among several pr
 
 
 class Session:
-    """The network in training: the state that a checkpoint holds, and the steps."""
-
     def __init__(self, recipe: Recipe, data: Datasets, processes: Processes) -> None:
         self.recipe, self.data, self.processes = recipe, data, processes
         options, device = recipe.train, processes.device
         self.steps_per_epoch = data.train.steps(options.batch_size)
         parts = processes.world * options.accumulate
         if options.batch_size % parts:
-            raise ValueError(
-                f"Expected `train.batch_size` to be divisible by {parts}, the number of processes "
-                f"times `train.accumulate`, but got {options.batch_size}."
-            )
+            wanted = f"divisible by {parts}, the number of processes times `train.accumulate`"
+            got = options.batch_size
+            raise ValueError(f"Expected `train.batch_size` to be {wanted}, but got {got}.")
         self.steps = self.steps_per_epoch * options.epochs
 
         torch.manual_seed(_stream(recipe.seed, "weights"))
@@ -61,11 +58,10 @@ class Session:
 
         self.loss = training_loss(recipe.loss, len(data.classes))
         self.optimizer, self.lr_factors = _make_optimizer(recipe, self.model)
-        self.clip, eps = None, recipe.clip.agc_eps
+        self.clip = None
         if clips := recipe.clip.model_dump(exclude_none=True, exclude={"agc_eps"}):
-            self.clip = powergrad.clip_grads_before_step(
-                self.optimizer, self.model, eps=eps, **clips
-            )
+            clips["eps"] = recipe.clip.agc_eps
+            self.clip = powergrad.clip_grads_before_step(self.optimizer, self.model, **clips)
         self.scaler = torch.amp.GradScaler(  # pyright: ignore[reportPrivateImportUsage]
             device.type, enabled=options.precision == "float16"
         )
@@ -96,7 +92,6 @@ class Session:
 
     @property
     def at_end_of_epoch(self) -> bool:
-        """Whether the last step was the last of its epoch."""
         return self.step % self.steps_per_epoch == 0
 
     def any_process(self, flag: bool) -> bool:
@@ -134,12 +129,11 @@ class Session:
     def run_epoch(self) -> Iterator[Tensor]:
         """Run the remaining steps of this epoch, and yield the loss of each."""
         options, processes = self.recipe.train, self.processes
-        device = processes.device
+        device, seed = processes.device, self.recipe.seed
         epoch, start = divmod(self.step, self.steps_per_epoch)
-        moment = {"seed": self.recipe.seed, "epoch": epoch, "start": start}
-        share = {"rank": processes.rank, "world": processes.world}
-        batches = self.data.train.train_batches(options.batch_size, **moment, **share)
-        dropout = _stream(self.recipe.seed, "dropout", processes.rank)
+        share = {"start": start, "rank": processes.rank, "world": processes.world}
+        batches = self.data.train.train_batches(options.batch_size, seed=seed, epoch=epoch, **share)
+        dropout = _stream(seed, "dropout", processes.rank)
         layout = torch.channels_last if options.channels_last else torch.contiguous_format
         self.model.train()
         began = time.perf_counter() - self.seconds

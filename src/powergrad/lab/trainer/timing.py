@@ -100,8 +100,7 @@ def _median_step(session: Session, steps: int = STEPS) -> float:
 @torch.no_grad()
 def _test_seconds(session: Session, data: Datasets) -> float:
     """The time of a test of all images, extrapolated from its first batch, and of the census."""
-    options = session.recipe.train
-    model = session.tested.eval()
+    options, model = session.recipe.train, session.tested.eval()
     began = time.perf_counter()
     batches = data.test.test_batches(options.test_batch_size or options.batch_size)
     (images, _), index = next(batches)

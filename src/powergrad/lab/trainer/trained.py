@@ -52,10 +52,8 @@ class Trained:
         if self.path.suffix == ".safetensors":
             with safe_open(self.path, "pt") as file:
                 if FOLDED in (file.metadata() or {}):
-                    reason = (
-                        "is an export, not the weights of a run; its head would be scaled twice"
-                    )
-                    raise RunError(f"{str(self.path)!r} {reason}.")
+                    reason = "not the weights of a run; its head would be scaled twice"
+                    raise RunError(f"{str(self.path)!r} is an export, {reason}.")
         try:
             network.load_state_dict(weights)
         except RuntimeError as error:
@@ -91,8 +89,6 @@ def open_trained(source: Path, data_dir: str | None = None) -> Trained:
 
 
 class Answers(NamedTuple):
-    """The logits and labels of some images."""
-
     logits: Tensor
     labels: Tensor
 

@@ -147,8 +147,7 @@ def _tensorboard(recipe: Recipe, run: Run, session: Session) -> Iterator[Callabl
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        text = "`machine.tensorboard` needs TensorBoard; run `pip install tensorboard`."
-        raise ImportError(text) from error
+        raise ImportError("`machine.tensorboard` needs `pip install tensorboard`.") from error
     with SummaryWriter(str(run.folder / "tensorboard"), purge_step=session.step + 1) as writer:
 
         def write(row: Row) -> None:
