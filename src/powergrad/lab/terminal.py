@@ -138,7 +138,7 @@ def show_plan(plan: Plan) -> None:
     design = plan.design
     table = _table("true difference", "found", "equivalent", "not settled", "runs per arm")
     for outcome in plan.sequential:
-        shares = (outcome.found, outcome.equivalent, 1 - outcome.settled)
+        shares = (outcome.found, outcome.equivalent, 1 - outcome.found - outcome.equivalent)
         cells = [f"{100 * share:.0f}%" for share in shares]
         table.add_row(f"{outcome.effect:g}", *cells, f"{outcome.runs:.1f}")
     print(
