@@ -106,19 +106,16 @@ def compare_function(
         for variables in worker_environments(workers, threads, visible_devices())
     ]
     program = FunctionProgram.of(train, metric or "metric")
-    study = Study(
-        "compare",
-        program,
-        _settings(arms),
-        Design(parse_runs(seeds)),
-        Metric(name=metric or "metric", higher_is_better=True, unit="", margin=1.0),
-        1.0,
-        first_seed,
-    )
+    unknown = Metric(name=metric or "metric", higher_is_better=True, unit="", margin=1.0)
+    settings, design = _settings(arms), Design(parse_runs(seeds))
+    study = Study("compare", program, settings, design, unknown, unknown.margin, first_seed)
     place = Path(tempfile.mkdtemp(prefix="powergrad-") if out is None else out)
     folder = place / (name or study.name)
+    pool = Pool(folder, workers=len(environments), environments=environments)
+    if program.function is not None:  # other processes cannot import it
+        pool = InlinePool(folder)
     try:
-        compared = Compared(_run(study, folder, metric, margin, better, environments))
+        compared = Compared(_run(study, folder, pool, metric, margin=margin, better=better))
     except BaseException as error:
         if out is None:
             shutil.rmtree(place, ignore_errors=True)
@@ -154,30 +151,18 @@ def _settings(arms: Sequence[str] | Mapping[str, Mapping[str, Any]]) -> dict[str
     return plain
 
 
-def _run(
-    study: Study,
-    folder: Path,
-    metric: str | None,
-    margin: float | None,
-    better: str | None,
-    environments: Sequence[Mapping[str, str]],
-) -> Results:
-    assert isinstance(study.program, FunctionProgram)
-    if study.program.function is not None:  # other processes cannot import it
-        pool = InlinePool(folder)
-    else:
-        pool = Pool(folder, workers=len(environments), environments=environments)
+def _run(study: Study, folder: Path, pool: Pool, metric: str | None, **wanted: Any) -> Results:
     with pool:
         execution = Execution(pool, Watch)
         first = run_first(study, None, execution)
-        if metric is None and better is None and "metric" in first[0].metrics:
+        if metric is None and wanted["better"] is None and "metric" in first[0].metrics:
             raise ValueError(
                 "Expected `metric`, the name of the number that `train` returns, such as "
                 "'accuracy' or 'loss', but got none; the name shows whether higher is better."
             )
         runs = [row.metrics for row in first]
-        chosen = choose_metric(runs, metric, margin=margin, better=better)
+        chosen = choose_metric(runs, metric, **wanted)
         study = replace(study, metric=chosen, margin=chosen.margin)
-        seconds = max(run["seconds"] for run in runs)
-        say(Plan.of(study, None, pool.workers).announce(seconds))
+        plan = Plan.of(study, None, pool.workers)
+        say(plan.announce(max(run["seconds"] for run in runs)))
         return run_study(study, folder, execution, repeated=first)

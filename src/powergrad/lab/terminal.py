@@ -33,8 +33,7 @@ class Watch:
         self.title, self.jobs, self.metric = title, jobs, metric
         self.console = Console(stderr=True)
         self.live = Live(console=self.console, transient=True, auto_refresh=False)
-        self.finished = -1
-        self.printed_at = 0.0
+        self.finished, self.printed_at = -1, 0.0
         self.failed: set[str] = set()
 
     def __enter__(self) -> Watch:
@@ -138,13 +137,12 @@ def show_plan(plan: Plan) -> None:
     design = plan.design
     table = _table("true difference", "found", "equivalent", "not settled", "runs per arm")
     for outcome in plan.sequential:
-        shares = (outcome.found, outcome.equivalent, 1 - outcome.settled)
+        shares = (outcome.found, outcome.equivalent, 1 - outcome.found - outcome.equivalent)
         cells = [f"{100 * share:.0f}%" for share in shares]
         table.add_row(f"{outcome.effect:g}", *cells, f"{outcome.runs:.1f}")
-    print(
-        f"\nWith looks at {', '.join(map(str, design.looks))} runs per arm (--seeds {design}), an "
-        f"arm stops once it is settled. For a margin of {plan.margin:g}:"
-    )
+    looks = f"{', '.join(map(str, design.looks))} runs per arm (--seeds {design})"
+    stops = f"an arm stops once it is settled. For a margin of {plan.margin:g}:"
+    print(f"\nWith looks at {looks}, {stops}")
     _console().print(table)
 
 
@@ -162,9 +160,8 @@ def compared_cells(results: Results) -> list[list[str]]:
         if comparison := results.comparison(arm):
             p = f"{comparison.p:.3f}" if comparison.p >= 0.0005 else "<0.001"
             p = p if all(map(math.isfinite, comparison.interval)) else "-"
-            difference = format_signed(comparison.difference, digits)
-            interval = format_interval(comparison.interval, digits)
-            cells = [difference, interval, p, comparison.verdict]
+            cells = [format_signed(comparison.difference, digits)]
+            cells += [format_interval(comparison.interval, digits), p, comparison.verdict]
         rows.append([arm, count, *train, spread, *cells])
     return rows
 
@@ -175,8 +172,12 @@ def result_tables(results: Results) -> list[Table]:
     compared = _table(*heads)
     for arm, *cells in rows:
         compared.add_row(Text(arm), *cells)
-    if results.source is not None and len(results.columns) > 1:
-        return [compared, _other_columns(results)]
+    others = [name for name in results.columns if name != results.metric.name]
+    if results.source is not None and others:  # one row per column of the table
+        table = _table("mean of", *(arm.replace("[", r"\[") for arm in results.arms))
+        for name in others:
+            table.add_row(Text(name), *(f"{results.mean(arm, name):.4g}" for arm in results.arms))
+        return [compared, table]
     if results.study is None:
         return [compared]
     columns = MEASURED
@@ -201,15 +202,6 @@ def _spread(results: Results, arm: str) -> tuple[str, str]:
 def _digits(results: Results) -> int:
     """The number of decimals that shows two digits of the margin, at least two."""
     return max(2, 1 - math.floor(math.log10(results.margin)))
-
-
-def _other_columns(results: Results) -> Table:
-    """The means of the other columns of a table of results, one row per column."""
-    table = _table("mean of", *(arm.replace("[", r"\[") for arm in results.arms))
-    for name in results.columns:
-        if name != results.metric.name:
-            table.add_row(Text(name), *(f"{results.mean(arm, name):.4g}" for arm in results.arms))
-    return table
 
 
 MEASURED = (

@@ -96,7 +96,8 @@ def _describe_results(
         if run.arm in arms:
             rows.append(RunRow(arm=run.arm, seed=run.seed, about={"left_out": run.reason}))
     rows.sort(key=lambda row: ([*arms].index(row.arm), row.seed))
-    paths = [_folder_of(row, results.folder) for row in rows]
+    places = [results.folder / row.run if results.folder and row.run else None for row in rows]
+    paths = [path if path and path.is_dir() else None for path in places]  # those that exist here
     norms, faults = encode_norms([path for path in paths if path])
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     finished: dict[str, list[tuple[Path, float]]] = {arm: [] for arm in arms}
@@ -107,9 +108,8 @@ def _describe_results(
             status = "unfinished" if path else "missing"
             status = status if states is None else states.get(row.run, "planned")
             note = f"at epoch {curve['epoch'][-1]:g}" if "epoch" in curve else "no result"
-        alpha = row.about.get("alpha")
-        if alpha is None and study is not None:
-            alpha = study.program.alpha(arms[row.arm])
+        usual = study.program.alpha(arms[row.arm]) if study else None
+        alpha = usual if row.about.get("alpha") is None else row.about["alpha"]
         if alpha is not None and path and status == "finished":
             finished[row.arm].append((path, alpha))
         if path and status == "unfinished":
@@ -182,12 +182,6 @@ def open_arms(results: Results) -> list[str]:
     return [] if arms == [results.baseline] and len(results.arms) > 1 else arms
 
 
-def _folder_of(row: RunRow, folder: Path | None) -> Path | None:
-    """The folder of a run, if it exists here."""
-    path = folder / row.run if folder is not None and row.run else None
-    return path if path is not None and path.is_dir() else None
-
-
 def _outcome(row: RunRow, metric: str) -> tuple[str, str]:
     """The status of a run that has ended, and the reason for it; empty if it has not."""
     if reason := row.about.get("left_out"):
@@ -205,12 +199,11 @@ def _summarise(runs: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dic
     for name in columns:
         finals = [run["final"][name] for run in runs if run["status"] == "finished"]
         values = [float(v) for v in finals if isinstance(v, (int, float)) and math.isfinite(v)]
-        if not values or name == "diverged":
-            continue
-        low, high = stats.t_interval(values) if len(values) > 1 else (None, None)
-        deviation = statistics.stdev(values) if len(values) > 1 else None
-        mean = statistics.fmean(values)
-        summary[name] = {"mean": mean, "sd": deviation, "low": low, "high": high, "n": len(values)}
+        if values and name != "diverged":
+            low, high = stats.t_interval(values) if len(values) > 1 else (None, None)
+            deviation = statistics.stdev(values) if len(values) > 1 else None
+            summary[name] = {"mean": statistics.fmean(values), "sd": deviation}
+            summary[name] |= {"low": low, "high": high, "n": len(values)}
     return summary
 
 
@@ -251,10 +244,8 @@ def _describe_single_runs(folders: Sequence[Path]) -> dict[str, Any]:
 
 def _differences(recipes: Sequence[Recipe]) -> list[dict[str, Any]]:
     """For each recipe, the values in which it differs from others."""
-    values = [
-        dict(flatten(recipe.model_dump(mode="json", exclude={"machine", "seed"})))
-        for recipe in recipes
-    ]
+    hidden = {"machine", "seed"}
+    values = [dict(flatten(r.model_dump(mode="json", exclude=hidden))) for r in recipes]
     varied = [key for key in values[0] if len({repr(value[key]) for value in values}) > 1]
     return [{key: value[key] for key in varied} for value in values]
 

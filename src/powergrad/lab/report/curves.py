@@ -55,9 +55,8 @@ def describe_outputs(
         if outputs is None or not bool(outputs["logits"].isfinite().all()):
             continue
         logits, labels = outputs["logits"], outputs["labels"]
-        examples = examples or [
-            {"alpha": alpha, **example} for example in _pick_examples(logits.double(), labels)
-        ]
+        picked = [] if examples else _pick_examples(logits.double(), labels)
+        examples += [{"alpha": alpha, **example} for example in picked]
         for name, factor in (("plain", 1.0), ("scaled", alpha)):
             if factor == 0:  # all predictions would have the same confidence
                 continue

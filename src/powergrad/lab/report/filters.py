@@ -34,22 +34,17 @@ UNBORN = 3  # the state of a unit at the first step, among the events
 
 def encode_norms(folders: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]], list[str]]:
     """Encode the recordings of some runs, with as many points in time as fit."""
-    recordings: dict[Path, Recording] = {}
-    counts: dict[Path, Census] = {}
+    recordings: dict[Path, tuple[Recording, Census]] = {}
     faults = []
-    for folder in folders:
-        if not Recording.exists(folder):
-            continue
+    for folder in filter(Recording.exists, folders):
         try:
-            recording = Recording(folder)
             with _one_thread():
-                counts[folder] = census(folder)
-            recordings[folder] = recording
+                recordings[folder] = Recording(folder), census(folder)
         except (ValueError, OSError, TypeError, KeyError) as error:
             faults.append(f"The filter norms of {folder.name} could not be read: {error}")
     points = POINTS
     while True:
-        shown = {folder: _encode(r, counts[folder], points) for folder, r in recordings.items()}
+        shown = {folder: _encode(*pair, points) for folder, pair in recordings.items()}
         size = sum(len(norms["data"]) + len(norms["events"]) for norms in shown.values())
         if size <= BUDGET or points == LEAST_POINTS:
             return shown, faults
@@ -130,9 +125,8 @@ def _events(recording: Recording, counts: Census, start: int) -> list[list[int]]
     ]
     unborn = {(column, unit) for _, column, unit, what in happened if what == EVENTS["born"]}
     for unit in counts.unborn:
-        column = places.get(("gain" if "gain" in unit.how else "weight", unit.layer))
-        if column is not None:
-            unborn.add((column, unit.unit))
+        place = ("gain" if "gain" in unit.how else "weight", unit.layer)
+        unborn |= {(places[place], unit.unit)} if place in places else set()
     return [[start, column, unit, UNBORN] for column, unit in sorted(unborn)] + happened
 
 

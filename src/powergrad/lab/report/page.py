@@ -38,10 +38,8 @@ def make_page(data: Mapping[str, Any]) -> str:
     is_live = "live" in data
     scripts = (*SCRIPTS[:-1], "live", SCRIPTS[-1]) if is_live else SCRIPTS
     style, script = _asset("page.css"), "".join(_asset(f"{name}.js") for name in scripts)
-    policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
-        f"img-src data:; base-uri 'none'; form-action 'none'{LIVE if is_live else ''}"
-    )
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+    policy += f"img-src data:; base-uri 'none'; form-action 'none'{LIVE if is_live else ''}"
     return _asset("page.html").format(
         policy=policy,
         version=html.escape(data["version"]),

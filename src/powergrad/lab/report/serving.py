@@ -32,9 +32,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-HTML, JSON, TEXT = (
-    f"{kind}; charset=utf-8" for kind in ("text/html", "application/json", "text/plain")
-)
+HTML, JSON, TEXT = "text/html", "application/json", "text/plain"
 
 SILENT = 60  # after this many seconds without an update, no run counts as running
 
@@ -76,11 +74,9 @@ def _describe_provisional(study: Study) -> str:
     when = f"once all {last} {what} of every arm are finished"
     if looks:
         when = f"at the planned looks, at {', '.join(looks)} and {last} {what} per arm"
-    return (
-        "Provisional: the study is not finished. The probability of a false verdict is "
-        f"{100 * study.design.level:g}% only {when}. Do not stop the study because of earlier "
-        "results."
-    )
+    error = f"The probability of a false verdict is {100 * study.design.level:g}% only {when}."
+    rule = "Do not stop the study because of earlier results."
+    return f"Provisional: the study is not finished. {error} {rule}"
 
 
 # The server ---------------------------------------------------------------------------------------
@@ -99,7 +95,6 @@ class LiveServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The address of the page."""
         return f"http://{ADDRESS}:{self.server_address[1]}/"
 
     @override
@@ -140,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: HTTPStatus, kind: str, text: str, **headers: str) -> None:
         body = text.encode("utf-8", "replace")
         self.send_response(status)
-        lengths = {"Content-Type": kind, "Content-Length": str(len(body))}
+        lengths = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
         for name, value in {**HEADERS, **lengths, **headers}.items():
             self.send_header(name, value)
         self.end_headers()

@@ -199,7 +199,6 @@ class Pool:
         self._stack.callback(self._dismiss)
 
     def _dismiss(self) -> None:
-        """End the idle processes of the workers."""
         with contextlib.suppress(OSError):  # the scheduler of a cluster may have been lost
             if self._client.status == "running":
                 self._client.run(dismiss, self.id, on_error="ignore")
@@ -239,7 +238,7 @@ class Pool:
         from distributed import CancelledError, KilledWorker
 
         try:
-            outcome: Outcome | None = future.result()
+            return future.result()
         except KilledWorker:
             return Outcome(job.result(self.folder), "its worker was killed every time")
         except (CancelledError, OSError) as error:
@@ -247,9 +246,6 @@ class Pool:
         except ModuleNotFoundError as error:
             reason = f"a worker of {self.cluster!r} has no {error.name}: {error}"
             return Outcome(reason=reason, stops=True)
-        if outcome is not None and outcome.result is not None:
-            self.longest = max(self.longest or 0.0, outcome.seconds)
-        return outcome
 
     def _cancel(self, futures: Mapping[str, Any]) -> None:
         """Stop the runs that are being executed, and wait until they are saved."""
@@ -272,8 +268,7 @@ class InlinePool(Pool):
             batch.show(watch, {job.name: 0.0})
             began = time.monotonic()
             try:
-                outcome = Outcome(job.execute(self.folder))
-                self.longest = max(self.longest or 0.0, time.monotonic() - began)
+                outcome = Outcome(job.execute(self.folder), seconds=time.monotonic() - began)
             except RunFailed as error:
                 outcome = Outcome(reason=str(error), stops=error.stops)
             batch.add(job, outcome)
@@ -303,6 +298,7 @@ class _Batch:
             write_atomically(folder / name, lambda file, name=name: file.write(outcome.files[name]))
         if outcome.result is not None:
             self.results[job.name], self.done[job.name] = outcome.result, 1.0
+            self.pool.longest = max(self.pool.longest or 0.0, outcome.seconds) or None
         elif outcome.is_disk_full:
             raise self.pool.disk_full()
         elif outcome.stops:
@@ -351,9 +347,8 @@ class _Batch:
         for name, done in self.done.items():
             state = "running" if name in running else "waiting"
             state = "failed" if name in self.failed else "done" if name in self.results else state
-            self.pool.states[name] = {"state": state, "done": done}
-            if name in self.failed:
-                self.pool.states[name]["reason"] = self.failed[name]
+            reason = {"reason": self.failed[name]} if name in self.failed else {}
+            self.pool.states[name] = {"state": state, "done": done, **reason}
         content = {"runs": self.pool.states, "left": self._left(), "updated": time.time()}
         self.pool.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.pool.folder / PROGRESS, {**content, "pool": self.pool.id})

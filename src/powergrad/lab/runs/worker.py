@@ -101,9 +101,8 @@ def _perform(values: dict[str, Any]) -> Outcome | None:
     place = (call.pool, worker.id, threading.get_ident())
 
     def is_cancelled() -> bool:
-        task = worker.state.tasks.get(key)
-        is_closing = worker.status.name.startswith("clos")
-        return task is None or task.state != "executing" or is_closing
+        state = getattr(worker.state.tasks.get(key), "state", None)
+        return state != "executing" or worker.status.name.startswith("clos")
 
     deaths, reached, code = 0, progress_of(job, folder), 0
     worker.log_event(call.pool, [job.name, reached])
@@ -244,5 +243,4 @@ def _execute(pickled: bytes, folder: Path) -> Outcome | None:
     except RunFailed as error:
         return Outcome(reason=str(error), stops=error.stops)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        return Outcome(reason=reason, is_disk_full=is_disk_full(error))
+        return Outcome(None, f"{type(error).__name__}: {error}", is_disk_full=is_disk_full(error))

@@ -14,7 +14,6 @@ from powergrad.lab.stats.verdict import (
     Comparison,
     compare,
     format_interval,
-    format_p,
     format_signed,
 )
 
@@ -32,7 +31,6 @@ __all__ = [
     "error_of_looks",
     "estimate_noise",
     "format_interval",
-    "format_p",
     "format_signed",
     "parse_runs",
     "plan",

@@ -48,13 +48,11 @@ class Design:
             raise ValueError(f"Expected `level` to be between 0 and 1, but got {self.level}.")
 
     @property
-    def last(self) -> int:
-        """The maximal number of runs per arm."""
+    def last(self) -> int:  # the maximal number of runs per arm
         return self.looks[-1]
 
     @property
     def is_fixed(self) -> bool:
-        """Whether there is only one look."""
         return len(self.looks) == 1
 
     def nominal(self, look: int, comparisons: int) -> float:

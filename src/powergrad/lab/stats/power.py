@@ -67,11 +67,6 @@ class Outcome:
     equivalent: float  # probability that the verdict is "equivalent"
     runs: float  # expected number of runs per arm
 
-    @property
-    def settled(self) -> float:
-        """The probability of any verdict except *not settled*."""
-        return self.found + self.equivalent
-
 
 @lru_cache(maxsize=256)
 def simulate(
@@ -166,7 +161,6 @@ class Plan:
     difference: float  # difference to detect
     noise: Noise  # noise of the runs
     comparisons: int  # arms compared with the baseline
-    power: float  # requested probability of detecting the difference
     margin: float  # largest difference that does not matter
     images: int | None  # test images; None for a continuous metric
     seeds: int  # fixed number of runs per arm that has this power
@@ -233,16 +227,13 @@ def plan(
         )
     # A given sigma has no uncertainty.
     low, high = noise.interval() if noise.runs else (noise.sigma, noise.sigma)
-    hours = None
-    if seconds is not None:
-        runs = seeds * (comparisons + 1)
-        hours = math.ceil(runs / workers) * check_positive(seconds, "seconds") / 3600
+    rounds = math.ceil(seeds * (comparisons + 1) / workers)
+    hours = None if seconds is None else rounds * check_positive(seconds, "seconds") / 3600
     effects = dict.fromkeys((0.0, margin, 2 * margin, abs(difference)))
     return Plan(
         difference=difference,
         noise=noise,
         comparisons=comparisons,
-        power=power,
         margin=margin,
         images=images,
         seeds=seeds,

@@ -69,8 +69,7 @@ class Comparison:
     failed_baseline: int = 0  # failed runs of the baseline
 
     @property
-    def done(self) -> int:
-        """The number of finished runs of the arm, including failed ones."""
+    def done(self) -> int:  # including failed runs
         return self.n + self.failed
 
     @property
@@ -88,8 +87,7 @@ class Comparison:
     @property
     def sentence(self) -> str:
         """The verdict as a sentence, with its numbers."""
-        unit = f" {self.unit}" if self.unit else ""
-        numbers = f"{self._number}{unit} ({self._evidence})"
+        numbers = " ".join(filter(None, [self._number, self.unit, f"({self._evidence})"]))
         if self.done < self.looks[0]:
             finished = f"{self.done} of {self.looks[0]} {self.counted} are finished"
             text = f"{self.arm} has no verdict yet: {finished}."
@@ -104,10 +102,7 @@ class Comparison:
             if max(map(abs, self.interval)) < self.margin:
                 text += f" The difference is smaller than the margin of {self.margin:g}."
         else:
-            text = (
-                f"{self.n} {self.counted} per arm cannot tell whether {self.arm} differs from "
-                f"{self.baseline}: {numbers}."
-            )
+            text = f"{self._cannot_tell(self.n)}: {numbers}."
         return " ".join(filter(None, [text, self.doubt, self._failures]))
 
     @property
@@ -118,15 +113,14 @@ class Comparison:
             reason = f"the noise cannot be estimated from one {self.counted[:-1]}"
             return f"{self.arm} has no verdict yet: {reason}."
         if self.sd == 0 and (self.step == 0 or self.difference == 0):
-            return (
-                f"{self.arm} has no verdict: all {self.n} {self.counted} of each arm give the same "
-                "number, so their noise is unknown."
-            )
-        return (
-            f"{least} {self.counted} per arm cannot tell whether {self.arm} differs from "
-            f"{self.baseline} ({self._number} between the means). A verdict needs at least {LEAST} "
-            f"{self.counted} per arm."
-        )
+            same = f"all {self.n} {self.counted} of each arm give the same number"
+            return f"{self.arm} has no verdict: {same}, so their noise is unknown."
+        needed = f"A verdict needs at least {LEAST} {self.counted} per arm."
+        return f"{self._cannot_tell(least)} ({self._number} between the means). {needed}"
+
+    def _cannot_tell(self, n: int) -> str:
+        whether = f"whether {self.arm} differs from {self.baseline}"
+        return f"{n} {self.counted} per arm cannot tell {whether}"
 
     @property
     def _number(self) -> str:
@@ -144,19 +138,17 @@ class Comparison:
         is_same = self.n == self.n_baseline
         counts = f"{self.n}" if is_same else f"{self.n} and {self.n_baseline}"
         sizes = f"{counts} {self.counted}{' per arm' if is_same else ''}"
-        confidence = (
-            f"{100 * (1 - self.level):g}% interval {format_interval(self.interval, self._digits)}"
-        )
-        return f"{confidence}, {format_p(self.p)}, {sizes}"
+        interval = format_interval(self.interval, self._digits)
+        p = "p < 0.001" if self.p < 0.001 else f"p = {self.p:.2g}"
+        return f"{100 * (1 - self.level):g}% interval {interval}, {p}, {sizes}"
 
     @property
     def _failures(self) -> str:
         """The number of diverged runs and a bound of the rate; empty if it does not matter."""
         if not self.diverged and not self.diverged_baseline and self.verdict != "equivalent":
             return ""
-        bound = failure_bound(self.diverged, self.n)
-        text = f"{self.diverged} of {self.n} {self.counted} diverged"
-        text += f", so up to {100 * bound:.0f}% might (95% confidence)."
+        bound = f"up to {100 * failure_bound(self.diverged, self.n):.0f}% might (95% confidence)"
+        text = f"{self.diverged} of {self.n} {self.counted} diverged, so {bound}."
         if self.diverged_baseline:
             text += f" Of {self.baseline}, {self.diverged_baseline} of {self.n_baseline} diverged."
         return text
@@ -185,8 +177,7 @@ def compare(
     The docstring of this module explains the procedure. An arm is judged at the first look at which
     it is settled. Later runs do not count, so a verdict does not change afterwards.
     """
-    runs = _checked(values, baseline)
-    check_positive(margin, "margin")
+    runs, margin = _checked(values, baseline), float(check_positive(margin, "margin"))
     arms = [arm for arm in runs if arm != baseline]
     if step is None:
         step = step_of([value for metrics in runs.values() for value in metrics.values()])
@@ -231,7 +222,7 @@ def compare(
                 p=plan.overall(judged.p, judged.look, len(arms)),
                 p_alone=judged.p,
                 sd=judged.sd,
-                margin=float(margin),
+                margin=margin,
                 step=step,
                 diverged=lost[0],
                 diverged_baseline=lost[1],
@@ -262,20 +253,20 @@ class _Judged(NamedTuple):
     def judge(self, margin: float, step: float, higher_is_better: bool) -> _Judged:
         least = min(len(self.arm), len(self.baseline))
         difference = float(self.arm.mean() - self.baseline.mean())
+        judged = self._replace(difference=difference)
         if least < 2:
-            return self._replace(difference=difference)
-        sd = pooled_sd([self.arm, self.baseline])
+            return judged
+        judged = judged._replace(sd=pooled_sd([self.arm, self.baseline]))
         summary = welch(self.arm, self.baseline, step=step)
         if summary.error == 0 or not self.level or least < LEAST:
-            return self._replace(difference=difference, sd=sd)
+            return judged
         sign, is_equivalent = summary.judge(self.level, margin)
         verdict: Verdict = "equivalent" if is_equivalent else "not settled"
         if sign:
             verdict = "better" if (sign > 0) == higher_is_better else "worse"
         reach = float(summary.reach(self.level))
         interval = difference - reach, difference + reach
-        known = (self.arm, self.baseline, self.look, self.level, difference, sd)
-        return _Judged(*known, verdict, interval, float(summary.p()))
+        return judged._replace(verdict=verdict, interval=interval, p=float(summary.p()))
 
     def doubt(self) -> str:
         """A sentence if tests with other assumptions disagree; otherwise empty."""
@@ -300,11 +291,6 @@ def format_signed(value: float, digits: int = 2) -> str:
     return f"{round(value, digits) + 0.0:+.{digits}f}"
 
 
-def format_p(p: float, digits: int = 2) -> str:
-    """Format a p-value with so many significant digits."""
-    return "p < 0.001" if p < 0.001 else f"p = {p:.{digits}g}"
-
-
 def format_interval(interval: Sequence[float], digits: int = 2) -> str:
     """Format an interval. Its ends keep their signs, to show whether it contains 0."""
     if not all(map(math.isfinite, interval)):
@@ -326,11 +312,10 @@ def _checked(
         if not metrics:
             raise ValueError(f"Expected runs of every arm, but got none of {arm!r}.")
         for seed, value in metrics.items():
+            expected = f"Expected the metric of {arm!r} at seed {seed} to be"
             if not isinstance(value, SupportsFloat):
-                expected = f"Expected the metric of {arm!r} at seed {seed} to be a number"
-                raise TypeError(f"{expected}, but got {value!r}.")
+                raise TypeError(f"{expected} a number, but got {value!r}.")
             metrics[seed] = float(value)
             if not math.isfinite(value):
-                expected = f"Expected the metric of {arm!r} at seed {seed} to be finite"
-                raise ValueError(f"{expected}, but got {value}.")
+                raise ValueError(f"{expected} finite, but got {value}.")
     return runs
