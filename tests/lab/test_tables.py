@@ -252,12 +252,6 @@ def test_tables_that_cannot_be_compared_raise(tmp_path, text, word):
         compare_rows(write(tmp_path / "r.csv", text))
 
 
-def test_every_run_counts_whether_it_shares_its_seed_or_not(tmp_path):
-    more = PLAIN + "".join(f"pgt,{seed},{91 + seed / 100}\n" for seed in range(20, 24))
-    (comparison,) = compare_rows(write(tmp_path / "r.csv", more)).comparisons
-    assert (comparison.n, comparison.n_baseline) == (12, 8)
-
-
 # What it leaves -----------------------------------------------------------------------------------
 
 
