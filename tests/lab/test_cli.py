@@ -125,7 +125,6 @@ def test_inspect_a_checkpoint(tmp_path, capsys):
         (["train", "digits", "--lis", "1"], "did you mean '--list'?"),
         (["train", "digits", "--loss.alpha"], "Expected overrides as"),
         (["train", "digits", "--data.name", "cifar10"], "cifar10"),
-        (["inspect", "nowhere"], "nowhere"),
         (["paper", "list"], "Expected a command"),
     ],
 )

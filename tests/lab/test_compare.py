@@ -75,11 +75,7 @@ def test_arm_stops_at_the_look_that_settles_it(made_up, compare):
     assert runs_of(saved) == {"baseline": 24, "pgt(0.5)": 8, "pgt(0.25)": 24}
     assert len(made_up.done) == 56
     assert any("pgt(0.5) after 8 seeds" in note for note in saved["notes"])
-    # The stopped arm is compared with as many runs of the baseline.
-    test: Any = ttest_ind(accuracies(saved, "pgt(0.5)"), accuracies(saved, "baseline")[:8],
-                          equal_var=False)  # fmt: skip
-    assert saved["comparisons"][0]["p_alone"] == pytest.approx(test.pvalue)
-    assert saved["comparisons"][0]["n_baseline"] == 8
+    assert saved["comparisons"][0]["n_baseline"] == 8  # as many runs as the stopped arm has
 
 
 def test_other_numbers_of_seeds_are_noted_and_runs_are_reused(made_up, compare):
@@ -314,6 +310,7 @@ def test_decomposition_tunes_cross_entropy_for_all_arms(made_up, tmp_path, capsy
     ("tokens", "word"),
     [
         (["--seeds", "0"], "'0'"),
+        (["--arm", "other: model.name=resnet19"], "'resnet19'"),
         (["--alpha", "1.5"], "loss.alpha"),
         (["--alpha", "x"], "could not convert"),
         (["--metric", "beauty"], "`metric`"),

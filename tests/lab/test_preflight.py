@@ -313,11 +313,6 @@ def test_one_message_and_nothing_is_started(command, tokens, word, tmp_path, cap
     assert not (tmp_path / "runs").exists()
 
 
-def test_arm_with_an_unknown_network_is_found_first(capsys):
-    assert powergrad("compare", *TOKENS, "--arm", "other: model.name=resnet19") == 2
-    assert "'resnet19'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("tokens", "recipe", "changes"),
     [

@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from scipy.stats import multivariate_normal
 from studies import SMALL, results_of, spread, study_of
 
 from powergrad.lab.files import write_json
+from powergrad.lab.stats import error_of_looks
 from powergrad.lab.study import RunRow, Tuning, load, load_study, save
 from powergrad.lab.study.notes import advice, missing_control, notes, verdict
 from powergrad.lab.study.records import Choice, IdentityCheck, Trial
@@ -105,11 +104,7 @@ def test_unplanned_looks_state_their_error():
     results = compared(spread(95, 1, 12), spread(95, 1, 12), "12", earlier=(8,))
     (note,) = [note for note in notes(results) if "without planning" in note]
     assert "8 and 12 seeds" in note
-    shared = np.sqrt(8 / 12)  # the correlation of the two tests
-    cov: Any = [[1, shared], [shared, 1]]
-    inside: Any = multivariate_normal([0, 0], cov)
-    box = inside.cdf([1.96, 1.96], lower_limit=[-1.96, -1.96])
-    assert f"is {100 * (1 - box):.1f}%, not 5%" in note
+    assert f"is {100 * error_of_looks((8, 12), 1):.1f}%, not 5%" in note
     looks = compared(spread(95, 1, 12), spread(95, 1, 12), "8,12", earlier=(6,))
     assert any("up to 10%" in note for note in notes(looks))
 

