@@ -251,9 +251,8 @@ def test_images_of_a_group_stay_together(tmp_path, pattern):
 def test_unusable_groups_raise(tmp_path):
     make_tracks(tmp_path, tracks=2)
     put(tmp_path / "b" / "extra.png")
-    for pattern, words in ((r"(.+)_\d+", "1 of 13, .*b/extra.png"), ("patient", "13 of 13")):
-        with pytest.raises(ValueError, match=rf"`data.groups`.* {words}"):
-            load(tmp_path, hold_out=0.5, groups=pattern)
+    with pytest.raises(ValueError, match=r"`data.groups`.* 1 of 13, .*b/extra.png"):
+        load(tmp_path, hold_out=0.5, groups=r"(.+)_\d+")
     with pytest.raises(ValueError, match=r"`data.hold_out`"):
         load(tmp_path, hold_out=0.2, groups="^[ab]")  # each class is one group
 
