@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+from tiny import CHANGES
 
 import powergrad_cli
 from powergrad.lab.cli import study_options
@@ -21,24 +25,29 @@ from powergrad.lab.study import METRICS, Results, RunRow, Study
 from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.run_folder import Result, Run
 
-CHANGES = {
-    "data.limit": 128,
-    "model.width": 4,
-    "model.norm": "none",
-    "train.batch_size": 32,
-    "train.epochs": 3,
-    "schedule.warmup_epochs": 1,
-    "optimizer.lr": 0.05,
-    "machine.threads": 1,
-    "machine.keep_best": False,
-}
-SMALL = Recipe().override(CHANGES)
-TOKENS = [f"--{key}={json.dumps(value)}" for key, value in CHANGES.items()]
+SETTINGS = {**CHANGES, "machine.keep_best": False}
+SMALL = Recipe().override(SETTINGS)
+TOKENS = [f"--{key}={json.dumps(value)}" for key, value in SETTINGS.items()]
+LONG = 240  # seconds; a limit only against hanging
 
 
 def powergrad(*tokens: object) -> int:
     """The command, in this process."""
     return powergrad_cli.main([str(token) for token in tokens])
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + LONG
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return value
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def study_of(base: Recipe, arms: dict[str, Any], seeds: str = "2", **settings: Any) -> Study:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from photos import write_photos
 from studies import in_process, made_up
 from tiny import TINY
 
@@ -10,6 +13,11 @@ from powergrad.lab.trainer.run_folder import Run
 from powergrad.lab.trainer.training import train
 
 __all__ = ["in_process", "made_up"]
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    return write_photos(tmp_path / "photos", train=12, val=4)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from photos import write_photos
 
 from powergrad.lab.runs.recipes import RecipeProgram
 from powergrad.lab.stats import Design
@@ -17,11 +16,6 @@ from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.run_folder import RunError
 from powergrad.lab.trainer.training import train
 from powergrad_cli import main
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    return write_photos(tmp_path / "photos", train=12, val=4)
 
 
 def recipe(photos: Path, **machine: Any) -> Recipe:

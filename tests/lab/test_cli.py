@@ -1,3 +1,4 @@
+import math
 import os
 import subprocess
 import sys
@@ -5,6 +6,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from studies import powergrad
 
 import powergrad_cli
 from powergrad.lab.trainer.recipe import describe_keys, recipe_names
@@ -12,10 +14,6 @@ from powergrad.lab.trainer.run_folder import Run
 
 SMALL = ["--data.limit=128", "--model.width=4", "--train.epochs=2", "--train.batch_size=32",
          "--schedule.warmup_epochs=1", "--monitor.every=2", "--machine.threads=1"]  # fmt: skip
-
-
-def powergrad(*tokens):
-    return powergrad_cli.main([str(token) for token in tokens])
 
 
 def test_help_needs_no_torch():
@@ -96,6 +94,7 @@ def test_train_says_that_it_diverged(tmp_path, capsys, monkeypatch, bar):
     result = Run(folder).result()
     assert result is not None
     assert result.about["diverged"]
+    assert math.isnan(Run(folder).metrics()[-1]["train_loss"] or 0)
     said = " ".join(capsys.readouterr().err.split())
     assert f"diverged: the loss was not finite in epoch 1 (step {result.about['steps']} of " in said
     assert "try a lower optimizer.lr" in said
@@ -125,10 +124,7 @@ def test_inspect_a_checkpoint(tmp_path, capsys):
         (["compare", "--form", "x.csv"], "did you mean '--from'?"),
         (["train", "digits", "--lis", "1"], "did you mean '--list'?"),
         (["train", "digits", "--loss.alpha"], "Expected overrides as"),
-        (["train", "digits", "--data.name", "mnist"], "mnist"),
-        (["train", "digits", "--model.name", "resnet19"], "resnet19"),
         (["train", "digits", "--data.name", "cifar10"], "cifar10"),
-        (["inspect", "nowhere"], "nowhere"),
         (["paper", "list"], "Expected a command"),
     ],
 )

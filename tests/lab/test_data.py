@@ -295,11 +295,6 @@ def test_images_are_resized_as_by_pillow():
         assert abs(difference).max() <= 1  # PyTorch and Pillow round differently
 
 
-def test_unknown_set_raises():
-    with pytest.raises(ValueError, match=r"`data.name`.*'cifar11'"):
-        load_data(Data(name="cifar11"))
-
-
 # Files -------------------------------------------------------------------------------------------
 
 

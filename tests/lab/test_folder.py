@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image, JpegImagePlugin, UnidentifiedImageError
 from scipy import stats
+from studies import is_alive, wait_for
 
 from powergrad.lab.data import Data, Datasets, listing, load_data
 from powergrad.lab.data.folder import begin_worker, centre_box, random_box, read_image
@@ -251,9 +251,8 @@ def test_images_of_a_group_stay_together(tmp_path, pattern):
 def test_unusable_groups_raise(tmp_path):
     make_tracks(tmp_path, tracks=2)
     put(tmp_path / "b" / "extra.png")
-    for pattern, words in ((r"(.+)_\d+", "1 of 13, .*b/extra.png"), ("patient", "13 of 13")):
-        with pytest.raises(ValueError, match=rf"`data.groups`.* {words}"):
-            load(tmp_path, hold_out=0.5, groups=pattern)
+    with pytest.raises(ValueError, match=r"`data.groups`.* 1 of 13, .*b/extra.png"):
+        load(tmp_path, hold_out=0.5, groups=r"(.+)_\d+")
     with pytest.raises(ValueError, match=r"`data.hold_out`"):
         load(tmp_path, hold_out=0.2, groups="^[ab]")  # each class is one group
 
@@ -399,6 +398,8 @@ COLOUR = np.stack([GREY, GREY.T, 255 - GREY], 2)
 WIDE = np.random.default_rng(0).integers(0, 65536, (16, 16), dtype=np.uint16)
 RGB, CLEAR = Image.fromarray(COLOUR), Image.fromarray(np.full((16, 16), 77, np.uint8))
 PALETTE = RGB.quantize(16)
+TURNED = Image.Exif()
+TURNED[0x0112] = 6  # the orientation, which is ignored
 KINDS: dict[str, tuple[Image.Image, str, dict[str, Any], Any]] = {
     "grey": (Image.fromarray(GREY), "png", {}, GREY),
     "16 bits": (Image.fromarray(WIDE), "png", {}, np.rint(WIDE / 257)),
@@ -410,6 +411,7 @@ KINDS: dict[str, tuple[Image.Image, str, dict[str, Any], Any]] = {
     "two levels": (Image.fromarray(GREY > 99), "png", {}, 255 * (GREY > 99)),
     "lossless": (RGB, "webp", {"lossless": True}, COLOUR),
     "print": (RGB.convert("CMYK"), "jpg", {"quality": 100, "subsampling": 0}, COLOUR),
+    "turned": (RGB, "jpg", {"quality": 100, "subsampling": 0, "exif": TURNED}, COLOUR),
     "frames": (PALETTE, "gif", {}, PALETTE.convert("RGB")),
     "TIFF": (RGB, "tif", {"compression": "tiff_lzw"}, COLOUR),
     "TIFF of 16 bits": (Image.fromarray(WIDE), "tiff", {}, np.rint(WIDE / 257)),
@@ -470,13 +472,6 @@ def test_content_decides_the_format_among_the_safe_ones(tmp_path):
     nan = Image.fromarray(np.array([[0, np.nan]], np.float32))
     with pytest.raises(ValueError, match="not finite"):
         read_image(put(tmp_path / "x.tif", nan), whole, 2)
-
-
-def test_exif_orientation_is_ignored(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    plain, turned = put(tmp_path / "a.jpg"), put(tmp_path / "b.jpg", exif=exif)
-    assert torch.equal(read_image(plain, whole, 9), read_image(turned, whole, 9))
 
 
 # Bad images --------------------------------------------------------------------------------------
@@ -606,8 +601,7 @@ def test_workers_end_with_the_main_process(tmp_path, end):
         _, errors = main.communicate()
     assert len(workers) == 2
     assert errors == ("stopped\n0\n" if end == "exit" else "")  # ended at once, not by a limit
-    while any(is_running(pid) for pid in workers):
-        time.sleep(0.1)
+    wait_for(lambda: not any(map(is_alive, workers)))
 
 
 def test_worker_ends_if_its_main_process_is_gone_before_it_begins():
@@ -620,12 +614,3 @@ def test_worker_ends_if_its_main_process_is_gone_before_it_begins():
         process.start()
         process.join()
         assert process.exitcode == code
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        stat = Path(f"/proc/{pid}/stat")
-        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False

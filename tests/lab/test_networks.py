@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchvision_shim import declare_torchvision_schemas
 
@@ -171,12 +169,6 @@ def test_layers_of_resnet18_are_numbered_as_in_the_paper():
     assert layers[11].units == 256
     assert (layers[8].name, layers[21].name) == ("layer2.0.downsample.0", "fc")
     assert powergrad.census(model).units == ()
-
-
-@given(channels=st.integers(1, 600))
-def test_group_norm_has_the_most_groups_up_to_32_that_divide_the_channels(channels):
-    groups = networks._group_norm(channels).num_groups
-    assert groups == max(g for g in range(1, 33) if channels % g == 0)
 
 
 # Initialisation ----------------------------------------------------------------------------------

@@ -11,21 +11,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from studies import LONG, is_alive, wait_for
 
 from powergrad.lab.runs import JobError, RunFailed
 from powergrad.lab.runs.pool import InlinePool, Pool, RunsFailed
 from powergrad.lab.runs.worker import SCRATCH
 from powergrad.lab.signals import Interrupted, watching_signals
 from powergrad.lab.trainer.run_folder import Result, Run
-
-LONG = 240  # seconds; a limit only against hanging
 
 
 @dataclass(frozen=True)
@@ -97,20 +96,6 @@ def executing(*folders: Path) -> list[int]:
 
 
 # Processes ----------------------------------------------------------------------------------------
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + LONG
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-    return value
-
-
-def is_alive(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def workers() -> list[psutil.Process]:

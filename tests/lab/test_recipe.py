@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from powergrad.lab.trainer.recipe import (
     Recipe,
     RecipeError,
-    default_recipe,
     describe_keys,
     flatten,
     header,
@@ -36,16 +35,6 @@ def test_shipped_recipes_load_and_have_a_header(name):
     recipe = load_recipe(name, {"data.name": "folder:photos"} if name == "images" else {})
     assert Recipe.from_yaml(recipe.to_yaml(), "copy") == recipe
     assert all(word in header(name) for word in ("powergrad", "Hardware", "Expect"))
-
-
-def test_default_recipe_depends_on_the_data():
-    names = ("folder:photos", "cifar10", "other")
-    assert [default_recipe({"data.name": name}) for name in names] == [
-        "images",
-        "cifar10",
-        "digits",
-    ]
-    assert default_recipe({}) == "digits"
 
 
 def test_recipe_made_for_other_data_raises_unless_only_is_any(tmp_path):
@@ -215,11 +204,6 @@ def test_every_key_is_described_and_can_be_set_to_its_default():
 )
 def test_nest_inverts_flatten(values):
     assert dict(flatten(nest(values))) == values
-
-
-def test_key_that_is_value_and_section_raises():
-    with pytest.raises(RecipeError, match=r"loss\.alpha"):
-        nest({"loss": 1, "loss.alpha": 0.3})
 
 
 def test_shared_recipe_has_no_paths():

@@ -22,16 +22,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from small_study import (
-    ARMS,
-    run_of,
-    small,
-    spoiled,
-    study_of,
-    write_norms,
-    write_outputs,
-    write_study,
-)
+from small_study import ARMS, run_of, small, study_of, write_norms, write_outputs, write_study
 
 import powergrad
 from powergrad.lab.files import write_json
@@ -45,7 +36,7 @@ from powergrad.lab.study.saving import claim, compare_rows
 from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.run_folder import Run
 
-__all__ = ["small", "spoiled"]  # fixtures
+__all__ = ["small"]  # a fixture
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = os.environ.get("POWERGRAD_CHROMIUM") or next(
     filter(None, map(shutil.which, BROWSERS)), None

@@ -86,7 +86,6 @@ HARMS = {
     "pickle": lambda path: path.write_bytes(pickle.dumps(Malicious(path.parent / "pwned"))),
     "other run": lambda path: torch.save({"format": FORMAT, "key": "ab", "step": 10}, path),
     "other format": lambda path: torch.save({"format": FORMAT + 1, "key": KEY, "step": 10}, path),
-    "old format": lambda path: torch.save({"format": 1, "key": KEY, "step": 10}, path),
     "other file": lambda path: torch.save(torch.zeros(3), path),
 }
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from photos import write_photos
 from PIL import Image
 
 from powergrad.lab.data import Data, fingerprint, load_data, scan, sets
@@ -24,11 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("POWERGRAD_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    return write_photos(tmp_path / "photos", train=12, val=4)
 
 
 def look(root: Path, progress: Any = lambda *_: None, **options: Any) -> Scan:

@@ -28,13 +28,7 @@ from powergrad.lab.stats import (
     t_interval,
 )
 from powergrad.lab.stats.power import judge, runs_to_settle, simulate
-from powergrad.lab.stats.tests import (
-    failure_bound,
-    permutation_p,
-    rank_p,
-    step_of,
-    welch,
-)
+from powergrad.lab.stats.tests import failure_bound, permutation_p, rank_p, step_of, welch
 
 stats: Any = scipy_stats  # its results are typed as less than they are
 
@@ -77,13 +71,6 @@ def test_each_look_spends_its_share_of_the_error(looks, comparisons):
     for k, n in enumerate(looks, start=1):
         spent = 1 - inside(looks[:k], bounds_of(levels[:k]))
         assert spent == pytest.approx(each * n / looks[-1], abs=2e-5)
-
-
-def test_a_fixed_size_spends_everything_at_once():
-    assert Design((12,)).nominal(0, 1) == 0.05
-    assert Design((12,)).nominal(0, 3) == pytest.approx(1 - 0.95 ** (1 / 3))
-    assert Design((12,)).overall(0.01, 0, 1) == pytest.approx(0.01)
-    assert Design((12,)).overall(0.01, 0, 3) == pytest.approx(1 - 0.99**3)
 
 
 @settings(max_examples=30, deadline=None)
@@ -308,13 +295,9 @@ def test_runs_without_any_spread_have_no_verdict():
     assert "give the same number, so their noise is unknown" in found.sentence
     same = one([98.0] * 8, [98.0] * 8)
     assert same.verdict == "not settled"
+    assert one([0.3] * 8, [0.1 + 0.2] * 8, step=0.0).verdict == "not settled"  # rounding
     apart = one([99.0] * 8, [98.0] * 8)  # two values: their step bounds the spread
     assert apart.verdict == "better"
-
-
-def test_rounding_is_not_a_difference():
-    base = [0.1 + 0.2] * 8
-    assert one([0.3] * 8, base, step=0.0).verdict == "not settled"
 
 
 def test_better_is_withheld_with_its_reason():
@@ -380,17 +363,13 @@ def test_a_comparison_is_json():
         ({"a": {0: 1.0}, "b": {0: 1.0}}, "base", {}, "one of 'a', 'b', but got 'base'"),
         ({"base": {0: 1.0}, "b": {}}, "base", {}, "runs of every arm, but got none of 'b'"),
         ({"base": {0: 1.0}, "b": {3: math.nan}}, "base", {}, "'b' at seed 3 to be finite"),
+        ({"base": {0: 1.0}, "b": {0: "x"}}, "base", {}, "'b' at seed 0 to be a number"),
         ({"base": {0: 1.0}, "b": {0: 1.0}}, "base", {"margin": 0}, "`margin` to be positive"),
     ],
 )
 def test_bad_comparisons(values, baseline, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         compare(values, baseline, **{"margin": 0.5, **options})
-
-
-def test_metrics_that_are_no_numbers():
-    with pytest.raises(TypeError, match="metric of 'b' at seed 0 to be a number, but got 'x'"):
-        compare({"base": {0: 1.0}, "b": {0: "x"}}, "base", margin=0.5)  # type: ignore[dict-item]
 
 
 def test_numbers_for_people():
@@ -496,11 +475,6 @@ def test_a_plan_of_looks_says_what_they_find():
     assert other.runs == pytest.approx(margin.runs, abs=0.5)
 
 
-def test_steps_cost_power_and_the_plan_knows():
-    assert plan(0.3, 0.2, images=360).seeds >= plan(0.3, 0.2).seeds
-    assert plan(0.3, 0.2, images=200).seeds > plan(0.3, 0.2).seeds  # steps of half a point
-
-
 def test_what_would_settle_settles():
     n = runs_to_settle(0.4, 0.5, comparisons=3)
     for effect, is_settled in ((0.0, "equivalent"), (0.5, "found")):
@@ -545,7 +519,6 @@ def test_the_interval_of_sigma_covers():
 
 
 def test_known_noise_has_its_source():
-    assert KNOWN_NOISE["imagenet-resnet18"].sigma == 0.118
     assert KNOWN_NOISE["cifar10-resnet"].sigma == 0.149
     for noise in KNOWN_NOISE.values():
         assert "arXiv:2304.01910" in noise.source

