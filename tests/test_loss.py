@@ -19,12 +19,7 @@ from references import gradient_of_potential, row_error
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from powergrad import (
-    CrossEntropyLoss,
-    _native,
-    binary_cross_entropy_with_logits,
-    cross_entropy,
-)
+from powergrad import CrossEntropyLoss, _native, binary_cross_entropy_with_logits, cross_entropy
 
 # Sizes and precisions ----------------------------------------------------------------------------
 
