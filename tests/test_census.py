@@ -814,6 +814,7 @@ def test_table_csv_and_objects_agree(tmp_path: Path) -> None:
         ({"data": [torch.zeros(1, 3, 8, 8)], "loss": F.cross_entropy}, ValueError, "`data`"),
         ({"data": [{"x": 1}]}, TypeError, "`data`"),
         ({"data": batches(), "loss": lambda output, target: output}, ValueError, "`loss`"),
+        ({"data": batches(), "loss": lambda output, target: 1.0}, ValueError, "`loss`"),
         ({"source": nn.ReLU()}, ValueError, "none"),
         ({"initial": mlp()}, ValueError, "`initial`.*'conv1'"),
         ({"data": batches(), "head": "classifier"}, ValueError, "'classifier'"),
@@ -835,8 +836,8 @@ def test_bad_arguments_raise(arguments, error, word, tmp_path: Path, monkeypatch
         census(**{"source": ResNet(), **arguments})
 
 
-BAD = {"start": 1.0, "layer": -0.1, "chance": 2.0, "gradient": float("nan"), "output": 1.5}
-BAD |= {"zero": float("inf"), "revival": 0.5, "patience": 0}
+BAD: dict[str, Any] = {"start": 1.0, "layer": -0.1, "chance": 2.0, "gradient": float("nan")}
+BAD |= {"output": 1.5, "zero": float("inf"), "revival": 0.5, "patience": 0}
 
 
 @pytest.mark.parametrize("name", BAD)
