@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from launching import Launcher
 from torchvision_shim import declare_torchvision_schemas
 
 from powergrad._native import norms
@@ -50,6 +52,14 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def timm() -> Any:
     declare_torchvision_schemas()
     return pytest.importorskip("timm")
+
+
+@pytest.fixture(scope="module")
+def launcher(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[Launcher]:
+    """Its programs start after the module's code `PREPARE`, if there is such."""
+    folder, prepare = tmp_path_factory.mktemp("run"), getattr(request.module, "PREPARE", "")
+    with Launcher.started(folder, prepare) as launcher:
+        yield launcher
 
 
 @pytest.fixture

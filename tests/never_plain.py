@@ -12,7 +12,6 @@ import contextlib
 import datetime
 import io
 import json
-import socket
 import sys
 import tempfile
 import warnings
@@ -162,6 +161,10 @@ class Context:
     group: str
     prepare: Callable[[Loss], Loss] | None = None
     gradient: Gradient | None = None
+
+    @property
+    def key(self) -> str:
+        return self.name if self.group in ("eager", "export") else f"{self.name} [{self.group}]"
 
     def run(self, way: Way) -> Tensor:
         """The gradient at the logits. `backward` is called after PowerGrad has ended."""
@@ -395,22 +398,15 @@ def judge(gradient: Tensor, way: Way) -> str:
     return "wrong"
 
 
-def outcome(way: Way, context: Context) -> str | Exception:
-    return _outcome(context.run, way)
-
-
-def _outcome(run: Callable[[Way], Tensor], way: Way) -> str | Exception:
+def outcome(run: Callable[[Way], Tensor], way: Way) -> str:
+    """What `judge` says of the gradient, or the error."""
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return judge(run(way), way)
         except Exception as error:
-            return error
-
-
-def as_text(result: str | Exception) -> str:
-    return result if isinstance(result, str) else f"{type(result).__name__}: {result}"
+            return f"{type(error).__name__}: {error}"
 
 
 def kind(text: str) -> str:
@@ -482,14 +478,13 @@ DISTRIBUTED: dict[str, Callable[[Way], Tensor]] = {
 }
 
 
-def _worker(rank: int, port: int, file: str) -> None:
+def _worker(rank: int, file: str) -> None:
     torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{file}.store", rank=rank, world_size=2)
     outcomes = {}
     for name, run in DISTRIBUTED.items():
         for way in WAYS:
-            outcomes[f"{name}|{way.name}"] = as_text(_outcome(run, way))
+            outcomes[f"{name}|{way.name}"] = outcome(run, way)
             dist.barrier()
     if rank == 0:
         Path(file).write_text(json.dumps(outcomes))
@@ -498,11 +493,8 @@ def _worker(rank: int, port: int, file: str) -> None:
 
 def distributed_outcomes(folder: Path) -> dict[tuple[str, str], str]:
     """The outcomes on two processes, by the names of context and way."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     file = folder / "outcomes.json"
-    start_processes(_worker, (port, str(file)), 2, start_method="spawn")
+    start_processes(_worker, (str(file),), 2, start_method="spawn")
     found = json.loads(file.read_text())
     return {tuple(key.split("|")): value for key, value in found.items()}  # pyright: ignore
 
@@ -510,10 +502,6 @@ def distributed_outcomes(folder: Path) -> dict[tuple[str, str], str]:
 # The record of all outcomes ----------------------------------------------------------------------
 
 RECORD = Path(__file__).parents[1] / "results" / "what_works_where.json"
-
-
-def key(group: str, context: str) -> str:
-    return context if group in ("eager", "export") else f"{context} [{group}]"
 
 
 def main(words: list[str]) -> None:
@@ -528,9 +516,8 @@ def main(words: list[str]) -> None:
             print(f"    {way}: {kind(text)}: {' '.join(text.split())[:200]}", flush=True)
 
     for context in CONTEXTS:
-        name = key(context.group, context.name)
-        if not words or any(word in name for word in words):
-            note(name, {way.name: as_text(outcome(way, context)) for way in WAYS})
+        if not words or any(word in context.key for word in words):
+            note(context.key, {way.name: outcome(context.run, way) for way in WAYS})
     if not words or "distributed" in words:
         with tempfile.TemporaryDirectory() as folder:
             found = distributed_outcomes(Path(folder))

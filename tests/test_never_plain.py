@@ -13,22 +13,12 @@ import warnings
 import never_plain
 import pytest
 import torch
-from never_plain import (
-    ALPHA,
-    CONTEXTS,
-    DISTRIBUTED,
-    WAYS,
-    Context,
-    Way,
-    as_text,
-    key,
-    kind,
-    outcome,
-)
+from never_plain import ALPHA, CONTEXTS, DISTRIBUTED, WAYS, Context, Way, kind, outcome
 from torch import nn
 
 from powergrad import verify
 
+PLAIN = Way("plain", lambda z, y: nn.functional.cross_entropy(z, y))
 RECORDED = json.loads(never_plain.RECORD.read_text())["outcomes"]
 
 
@@ -37,7 +27,7 @@ def cells(ways: list[Way], contexts: list[Context]) -> list:
         pytest.param(
             way,
             context,
-            id=f"{key(context.group, context.name)}: {way.name}",
+            id=f"{context.key}: {way.name}",
             marks=[] if context.group == "eager" else pytest.mark.matrix,
         )
         for context in contexts
@@ -52,8 +42,7 @@ def check(text: str, recorded: str) -> None:
 
 @pytest.mark.parametrize(("way", "context"), cells(WAYS, CONTEXTS))
 def test_each_cell(way: Way, context: Context) -> None:
-    name = key(context.group, context.name)
-    check(as_text(outcome(way, context)), RECORDED[name][way.name])
+    check(outcome(context.run, way), RECORDED[context.key][way.name])
 
 
 @pytest.mark.matrix
@@ -63,7 +52,7 @@ def test_two_processes(tmp_path) -> None:
 
 
 def test_the_record_has_every_cell() -> None:
-    names = [key(context.group, context.name) for context in CONTEXTS]
+    names = [context.key for context in CONTEXTS]
     names += [f"{name} [two processes]" for name in DISTRIBUTED]
     assert list(RECORDED) == names
     for outcomes in RECORDED.values():
@@ -71,11 +60,9 @@ def test_the_record_has_every_cell() -> None:
 
 
 def test_the_matrix_sees_plain_and_wrong_gradients() -> None:
-    eager = next(context for context in CONTEXTS if context.name == "eager")
-    plain = Way("plain", lambda z, y: nn.functional.cross_entropy(z, y))
     wrong = Way("wrong", lambda z, y: 2 * nn.functional.cross_entropy(z, y))
-    assert outcome(plain, eager) == "plain"
-    assert outcome(wrong, eager) == "wrong"
+    assert outcome(CONTEXTS[0].run, PLAIN) == "plain"
+    assert outcome(CONTEXTS[0].run, wrong) == "wrong"
 
 
 # What `verify` says of each cell that has a model and a backward pass -----------------------------
@@ -109,11 +96,10 @@ WITH_A_STEP = [context for context in CONTEXTS if context.prepare is not None]
 
 @pytest.mark.parametrize(("way", "context"), cells(SOFTMAX, WITH_A_STEP))
 def test_verify_knows_what_each_cell_does(way: Way, context: Context) -> None:
-    if RECORDED[key(context.group, context.name)][way.name] != "right":
+    if RECORDED[context.key][way.name] != "right":
         pytest.skip("raises")
     assert verified(way, context) == "pgt"
 
 
 def test_verify_knows_a_plain_loss() -> None:
-    eager = next(context for context in CONTEXTS if context.name == "eager")
-    assert verified(Way("plain", lambda z, y: nn.functional.cross_entropy(z, y)), eager) == "plain"
+    assert verified(PLAIN, CONTEXTS[0]) == "plain"

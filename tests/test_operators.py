@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import OPTIONS, build, check_gradient, check_value
 from torch import Tensor
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.library import opcheck
 
 import powergrad
@@ -113,19 +114,15 @@ def test_compiled_graphs_call_the_kernel_for_large_logits(name, monkeypatch):
     monkeypatch.setattr(loss_module, "OPERATOR", 0)
     case = build(OPTIONS[name])
     z = case.logits.requires_grad_()
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph
+    recorder = EagerAndRecordGraphs()
 
     def loss(z: Tensor) -> Tensor:
         return powergrad.cross_entropy(z, case.target, alpha=case.alpha, **case.options)
 
     torch.compiler.reset()
-    compiled = torch.compile(loss, backend=backend, fullgraph=True)
+    compiled = torch.compile(loss, backend=recorder, fullgraph=True)
     value = compiled(z)
-    assert any(n.target is OPS.cross_entropy for n in graphs[0].graph.nodes)
+    assert any(n.target is OPS.cross_entropy for n in recorder.graphs[0].graph.nodes)
     check_value(case, value.detach())
     check_gradient(case, *torch.autograd.grad(value, z, case.upstream))
     case.target = torch.full_like(case.target, z.shape[1])

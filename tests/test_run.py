@@ -11,15 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import Launcher
 
 FOREIGN = Path(__file__).with_name("foreign_train.py")
-
-
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory):
-    with Launcher.started(tmp_path_factory.mktemp("run")) as launcher:
-        yield launcher
 
 
 @pytest.fixture(scope="module")

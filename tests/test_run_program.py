@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from launching import Ended, Launcher, in_new_process
+from launching import Ended, in_new_process
 
 import powergrad_cli
 from powergrad.run import Options
@@ -20,12 +20,6 @@ FOREIGN = Path(__file__).with_name("foreign_train.py")
 LAB = (  # what the workbench installs, and torch does not need
     "cyclopts matplotlib numpy optuna PIL pydantic rich safetensors scipy sklearn tensorboard yaml"
 )
-
-
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory):
-    with Launcher.started(tmp_path_factory.mktemp("run")) as launcher:
-        yield launcher
 
 
 def without_summary(run: Ended) -> str:

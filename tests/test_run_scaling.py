@@ -247,11 +247,6 @@ def test_an_optimizer_that_cannot_be_scaled_is_refused(kind, message):
 
 
 def test_the_model_is_the_outermost_module_around_the_parameters():
-    class Task(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model, self.criterion = model, nn.CrossEntropyLoss()
-
     def found(module: nn.Module) -> nn.Module:
         return find_model(optim.SGD(module.parameters(), lr=1))
 
@@ -260,7 +255,7 @@ def test_the_model_is_the_outermost_module_around_the_parameters():
     assert found(model) is found(model[0]) is model
     assert found(other) is other
     assert found(averaged.module) is averaged
-    task = Task(model)
+    task = nn.ModuleList([model, nn.CrossEntropyLoss()])
     assert found(model) is task
     compiled = torch.compile(other, backend="eager")
     pair = nn.ModuleList([other, network()])

@@ -248,11 +248,8 @@ def test_a_recomputation_is_not_counted_and_does_not_warn(z, y, reentrant):
         return loss
 
     mode = PowerGrad(0.3, strict=True)
-    with mode:
-        repeated(lambda z: F.cross_entropy(z * 2, y)).backward()
-    assert mode.altered == {"cross_entropy": 1}
     repeated(mode(lambda z: F.cross_entropy(z * 2, y))).backward()
-    assert mode.altered == {"cross_entropy": 2}
+    assert mode.altered == {"cross_entropy": 1}  # for a block: test_every_form_of_checkpoint
     with pytest.warns(UserWarning, match=NOTHING), PowerGrad(0.3):
         hidden = repeated(lambda z: F.mse_loss(z * 2, z))
     hidden.backward()  # warnings are errors here

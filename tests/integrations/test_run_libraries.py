@@ -9,7 +9,6 @@ import shlex
 
 import pytest
 import torch
-from launching import Launcher
 from pages import ROOT, blocks_of
 
 PAGE = (ROOT / "docs" / "your-script.md").read_text()
@@ -70,12 +69,6 @@ CHANGES: dict[str | None, list[tuple[str, str]]] = {
     ],
 }
 STEPS = {None: 20, "timm": 4, "transformers": 6, "lightning": 8}
-
-
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory):
-    with Launcher.started(tmp_path_factory.mktemp("run"), PREPARE) as launcher:
-        yield launcher
 
 
 @pytest.fixture(params=SCRIPTS, ids=str)

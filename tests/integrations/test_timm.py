@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from references import gradient_of_potential, row_error
+from references import row_error
 from torchvision_shim import declare_torchvision_schemas
 
 from powergrad import PowerGrad, cross_entropy
@@ -61,9 +61,6 @@ def test_a_loss_of_timm_equals_ours(alpha, name):
     ours = gradient(loss, logits, target)
     expected = gradient(lambda z, y: cross_entropy(z, y, alpha=alpha, **options), logits, target)
     assert row_error(ours, expected, 1) < 1e-12
-    if alpha:
-        oracle = gradient_of_potential(logits, target, alpha, UPSTREAM, **options)
-        assert row_error(ours, oracle, 1) < 1e-12
     torch.testing.assert_close(loss(logits, target), make()(logits, target))
 
 
