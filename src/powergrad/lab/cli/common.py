@@ -66,10 +66,8 @@ def recipe_and_overrides(
     known = {*(f"--{key}" for key, *_ in describe_keys()), *_option_names(command), "--data.only"}
     for option in (token.partition("=")[0] for token in changes if token.startswith("--")):
         if option not in known and "." not in option:
-            raise RecipeError(
-                f"Expected an option of this command or a key of a recipe (see --keys), but got "
-                f"{option!r}{did_you_mean(option, known)}"
-            )
+            wanted = "Expected an option of this command or a key of a recipe (see --keys)"
+            raise RecipeError(f"{wanted}, but got {option!r}{did_you_mean(option, known)}")
     return named or default_recipe(parse_overrides(changes)), changes
 
 

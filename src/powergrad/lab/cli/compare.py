@@ -82,10 +82,8 @@ def compare(
         kept = replace(kept, out=options.out, name=options.name)
         rest = (recipe, overrides, arms, arm, alpha, command, program, tuning, options)
         if rest != (None, (), None, (), "0.25", (), _PROGRAM, _TUNE, kept):
-            raise ValueError(
-                "Expected --from only with --metric, --margin, --better, --baseline, --columns, "
-                "--out and --name, but got options for new runs."
-            )
+            others = "--metric, --margin, --better, --baseline, --columns, --out and --name"
+            raise ValueError(f"Expected --from only with {others}, but got options for new runs.")
         return compare_table(table, options)
     table.check_unused(has_program=bool(command))
     texts = [name.strip() for name in (arms or "").split(",") if name.strip()]
@@ -158,12 +156,11 @@ def _compare_program(
         if any("--head-lr-scale" in changes for changes in arms.values()):
             exponent = head_exponent(first[0].about.get("optimizers", []))
             arms = command_arms(texts, alphas, exponent=exponent, agc=given.agc)
-        metric = choose_metric(
-            [row.metrics for row in first], known, usual, margin=options.margin, better=better
-        )
+        runs = [row.metrics for row in first]
+        metric = choose_metric(runs, known, usual, margin=options.margin, better=better)
         study = replace(study, arms=arms, metric=metric, margin=metric.margin)
         tuner = replace(tuner, study=study) if tuner else None
-        seconds = max(row.metrics["seconds"] for row in first)
+        seconds = max(run["seconds"] for run in runs)
         say(Plan.of(study, tuner, pool.workers).announce(seconds))
         tune_and_run(study, tuner, folder, execution, repeated=first)
 

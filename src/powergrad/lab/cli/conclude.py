@@ -116,8 +116,7 @@ def _earlier_table(folder: Path) -> Results | None:
     with contextlib.suppress(RunError):
         earlier = load(folder) if there[0] == FILE else None
     if earlier is None or earlier.source is None:
-        raise RecipeError(
-            f"Expected {str(folder)!r} to be unused or to hold the results of a table, but got "
-            f"another {there[0]} in it; choose another --name or --out."
-        )
+        wanted = f"Expected {str(folder)!r} to be unused or to hold the results of a table"
+        got = f"another {there[0]} in it; choose another --name or --out"
+        raise RecipeError(f"{wanted}, but got {got}.")
     return earlier

@@ -98,10 +98,9 @@ def watch(
         raise ValueError(f"Port {port} cannot be used: {error.strerror}; {remedy}.") from None
     with server:
         print(f"{folder} at {server.url} (Ctrl-C stops; the study continues)", flush=True)
-        has_screen = sys.platform == "darwin" or bool(
-            os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-        )
-        if has_screen and sys.stdout.isatty() if open_ is None else open_:
+        has_screen = any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+        has_screen = (has_screen or sys.platform == "darwin") and sys.stdout.isatty()
+        if has_screen if open_ is None else open_:
             webbrowser.open(server.url)
         try:
             server.serve_forever(poll_interval=0.2)

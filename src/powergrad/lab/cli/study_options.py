@@ -62,10 +62,8 @@ class TuneOptions:
         """The keys to tune, and overrides of the recipe that follow them."""
         tuned, changes = split_overrides(self.tune)
         if self.tune and not tuned:
-            wanted = (
-                "Expected --tune with several values or a range, such as lr=0.1,0.2 or lr=0.01:1"
-            )
-            raise ValueError(f"{wanted}, but got {' '.join(self.tune)!r}.")
+            wanted = "several values or a range, such as lr=0.1,0.2 or lr=0.01:1"
+            raise ValueError(f"Expected --tune with {wanted}, but got {' '.join(self.tune)!r}.")
         for name in ("trials", "tune_seeds", "repeats", "tune_map"):
             value = getattr(self, name)
             if value not in (None, "none") and not tuned:
@@ -81,8 +79,7 @@ class TuneOptions:
         metric: Metric | None = None,
     ) -> Tuner:
         """The tuner of `arms` for a study, which need not have these arms yet."""
-        program, trials = study.program, self.trials
-        common = (list(arms), trials, study.first_seed)
+        program, common = study.program, (list(arms), self.trials, study.first_seed)
         if isinstance(program, CommandProgram):
             space = Space.parse(tuned, dict.fromkeys(program.tuned), *common, expand=str)
             for name, changes in arms.items():

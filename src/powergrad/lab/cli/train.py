@@ -104,13 +104,8 @@ def _put_aside(run: Run, data: str) -> None:
 
 def _launch(processes: int, arguments: list[str]) -> int:
     """Run the same command in several processes with torchrun."""
-    rest = []
-    tokens = iter(arguments)
-    for token in tokens:
-        if token == "--processes":
-            next(tokens, None)
-        elif not token.startswith("--processes="):
-            rest.append(token)
+    pairs = zip(["", *arguments], arguments, strict=False)  # with the argument before each
+    rest = [a for b, a in pairs if b != "--processes" and a.partition("=")[0] != "--processes"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", "-m", "powergrad", *rest]
     return subprocess.run(command).returncode

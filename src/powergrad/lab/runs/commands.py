@@ -96,10 +96,9 @@ class _Parts:
     @classmethod
     def _of_torchrun(cls, before: tuple[str, ...], rest: Sequence[str]) -> _Parts | None:
         for place, token in enumerate(rest):
-            if token in ("-m", "--module"):
-                return cls((*before, *rest[:place]), ("-m", *rest[place + 1 :]), True)
-            if token.endswith(".py"):
-                return cls((*before, *rest[:place]), tuple(rest[place:]), True)
+            if token in ("-m", "--module") or token.endswith(".py"):
+                first = token if token.endswith(".py") else "-m"
+                return cls((*before, *rest[:place]), (first, *rest[place + 1 :]), True)
         return None
 
     def altered(self, options: Sequence[str]) -> list[str]:
@@ -113,7 +112,6 @@ class _Parts:
 
     @property
     def name(self) -> str:
-        """The name of the script or module."""
         return self.script or "".join(self.program[1:2])
 
 
@@ -176,12 +174,10 @@ class CommandProgram(ForeignProgram):
 
     @property
     def parts(self) -> _Parts | None:
-        """The parts of the command, if it can run under ``powergrad run``."""
         return _Parts.of(self.command)
 
     @property
     def is_distributed(self) -> bool:
-        """Whether torchrun runs it."""
         return self.parts is not None and self.parts.is_distributed
 
     @property
@@ -269,16 +265,12 @@ class CommandProgram(ForeignProgram):
     def check_tuned(self, arm: str, changes: Changes, keys: Sequence[str]) -> None:
         """Check that the command of an arm has a placeholder for every key that is tuned for it."""
         names = placeholders([*self.command, *changes.get(FLAGS, ())])
-        if absent := [key for key in keys if key not in names]:
-            raise RecipeError(
-                f"Expected {{{absent[0]}}} in the command, because {absent[0]!r} is tuned for the "
-                f"arm {arm!r}, but got {self.title!r}."
-            )
-        if others := [name for name in names if name not in (*OWN, *keys)]:
-            raise RecipeError(
-                f"Expected --tune for {{{others[0]}}} in the command of the arm {arm!r}, but got "
-                f"only {', '.join(keys)}."
-            )
+        for key in (key for key in keys if key not in names):
+            wanted = f"{{{key}}} in the command, because {key!r} is tuned for the arm {arm!r}"
+            raise RecipeError(f"Expected {wanted}, but got {self.title!r}.")
+        for name in (name for name in names if name not in (*OWN, *keys)):
+            wanted = f"--tune for {{{name}}} in the command of the arm {arm!r}"
+            raise RecipeError(f"Expected {wanted}, but got only {', '.join(keys)}.")
 
 
 def _check_altered(code: int, path: Path, *, is_altered: bool) -> dict[str, Any]:

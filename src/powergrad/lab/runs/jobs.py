@@ -137,10 +137,8 @@ class Program(Record):
     def check_tuning(self, *, by_identity: bool) -> None:
         """Raise RecipeError if keys cannot be tuned, or not with ``--tune-map identity``."""
         if by_identity:
-            raise RecipeError(
-                "Expected --tune-map none, because the optimizer of your own program is unknown, "
-                "but got identity."
-            )
+            reason = "because the optimizer of your own program is unknown"
+            raise RecipeError(f"Expected --tune-map none, {reason}, but got identity.")
 
     def at_point(self, changes: Changes, point: Changes, shared: Collection[str]) -> dict[str, Any]:
         """The changes of an arm at a point of a tuning; `shared` are the keys of every arm."""

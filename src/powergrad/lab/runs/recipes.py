@@ -74,10 +74,9 @@ class RecipeProgram(Program):
     def check_tuning(self, *, by_identity: bool) -> None:
         clip = self.base.clip
         if by_identity and (clip.norm is not None or clip.value is not None):
-            raise RecipeError(
-                "Expected no clipping by norm or value with --tune-map identity, because it does "
-                "not preserve the training of the backbone, but got some."
-            )
+            wanted = "Expected no clipping by norm or value with --tune-map identity"
+            reason = "because it does not preserve the training of the backbone"
+            raise RecipeError(f"{wanted}, {reason}, but got some.")
         if self.base.data.hold_out:
             wanted = "Expected data.hold_out to be 0 with --tune, which holds out its own data"
             raise RecipeError(f"{wanted}, but got {self.base.data.hold_out:g}.")

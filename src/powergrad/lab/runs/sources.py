@@ -109,10 +109,8 @@ def _compile(text: str) -> re.Pattern[str]:
         wanted = "Expected --metric-regex to be a regular expression"
         raise RecipeError(f"{wanted}, but got {text!r}: {error}.") from None
     if regex.groups != (len(regex.groupindex) or 1):
-        raise RecipeError(
-            "Expected --metric-regex with one group in parentheses, such as 'acc ([\\d.]+)', or "
-            f"with named groups only, but got {text!r}."
-        )
+        wanted = "one group in parentheses, such as 'acc ([\\d.]+)', or with named groups only"
+        raise RecipeError(f"Expected --metric-regex with {wanted}, but got {text!r}.")
     return regex
 
 

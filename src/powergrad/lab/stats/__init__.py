@@ -6,33 +6,21 @@ verdict    better, worse, equivalent or not settled, with one interval and one p
 power      simulated studies, noise, and plans
 """
 
-from powergrad.lab.stats.looks import DEFAULT, LEAST, Design, error_of_looks, parse_runs
-from powergrad.lab.stats.power import KNOWN_NOISE, Noise, Plan, estimate_noise, plan
-from powergrad.lab.stats.tests import check_positive, t_interval
-from powergrad.lab.stats.verdict import (
-    VERDICTS,
-    Comparison,
-    compare,
-    format_interval,
-    format_signed,
-)
-
-__all__ = [
-    "DEFAULT",
-    "KNOWN_NOISE",
-    "LEAST",
-    "VERDICTS",
-    "Comparison",
-    "Design",
-    "Noise",
-    "Plan",
-    "check_positive",
-    "compare",
-    "error_of_looks",
-    "estimate_noise",
-    "format_interval",
-    "format_signed",
-    "parse_runs",
-    "plan",
-    "t_interval",
-]
+from powergrad.lab.stats.looks import DEFAULT as DEFAULT
+from powergrad.lab.stats.looks import LEAST as LEAST
+from powergrad.lab.stats.looks import Design as Design
+from powergrad.lab.stats.looks import error_of_looks as error_of_looks
+from powergrad.lab.stats.looks import parse_runs as parse_runs
+from powergrad.lab.stats.power import KNOWN_NOISE as KNOWN_NOISE
+from powergrad.lab.stats.power import Noise as Noise
+from powergrad.lab.stats.power import Plan as Plan
+from powergrad.lab.stats.power import estimate_noise as estimate_noise
+from powergrad.lab.stats.power import plan as plan
+from powergrad.lab.stats.tests import check_positive as check_positive
+from powergrad.lab.stats.tests import t_interval as t_interval
+from powergrad.lab.stats.verdict import VERDICTS as VERDICTS
+from powergrad.lab.stats.verdict import Comparison as Comparison
+from powergrad.lab.stats.verdict import compare as compare
+from powergrad.lab.stats.verdict import format_interval as format_interval
+from powergrad.lab.stats.verdict import format_p as format_p
+from powergrad.lab.stats.verdict import format_signed as format_signed

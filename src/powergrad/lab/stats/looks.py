@@ -92,9 +92,8 @@ def parse_runs(text: str) -> tuple[int, ...]:
             looks = [int(part) for part in text.split(",")]
         return Design(tuple(looks)).looks
     except ValueError:
-        raise ValueError(
-            f"Expected a number of runs per arm such as 12, 8..24 or 8,16,24, but got {text!r}."
-        ) from None
+        wanted = "Expected a number of runs per arm such as 12, 8..24 or 8,16,24"
+        raise ValueError(f"{wanted}, but got {text!r}.") from None
 
 
 def error_of_looks(looks: Sequence[int], comparisons: int) -> float:

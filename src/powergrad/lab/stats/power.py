@@ -9,7 +9,7 @@ of the other arms, so it is enough to simulate one arm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from statistics import NormalDist
@@ -181,11 +181,10 @@ class Plan:
         low, high = self.seeds_interval
         between = f" ({low} to {high}, because sigma is uncertain)" if low < high else ""
         on = f" on {self.images} test images" if self.images else ""
-        text = (
-            f"{self.seeds} runs per arm{between} find a difference of {self.difference:g} at sigma "
-            f"{self.noise.sigma:.3g}{on} with {100 * self.fixed.found:.0f}% power: {self.runs} runs"
-        )
-        return text + (f", {_duration(self.hours)}." if self.hours is not None else ".")
+        claim = f"a difference of {self.difference:g} at sigma {self.noise.sigma:.3g}{on}"
+        cost = f"{100 * self.fixed.found:.0f}% power: {self.runs} runs"
+        cost += f", {_duration(self.hours)}" if self.hours is not None else ""
+        return f"{self.seeds} runs per arm{between} find {claim} with {cost}."
 
 
 def plan(
@@ -217,14 +216,21 @@ def plan(
     def at(n: int, sigma: float) -> Outcome:
         return outcome(difference, sigma, Design((n,), level))
 
-    def fewest(sigma: float) -> int | None:
-        return _fewest(lambda n: at(n, sigma).found >= power)
+    def fewest(sigma: float) -> int | None:  # with this power; None if too large
+        low, high = LEAST - 1, LEAST
+        while at(high, sigma).found < power:
+            if high > MOST:
+                return None
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if at(middle, sigma).found >= power else (middle, high)
+        return high
 
     seeds = fewest(noise.sigma)
     if seeds is None:
-        raise ValueError(
-            f"Expected a difference that {MOST:,} runs per arm can find, but got {difference:g}."
-        )
+        wanted = f"Expected a difference that {MOST:,} runs per arm can find"
+        raise ValueError(f"{wanted}, but got {difference:g}.")
     # A given sigma has no uncertainty.
     low, high = noise.interval() if noise.runs else (noise.sigma, noise.sigma)
     rounds = math.ceil(seeds * (comparisons + 1) / workers)
@@ -243,19 +249,6 @@ def plan(
         sequential=tuple(outcome(effect, noise.sigma, looks) for effect in effects),
         hours=hours,
     )
-
-
-def _fewest(holds: Callable[[int], bool]) -> int | None:
-    """The smallest number of runs for which `holds`, which must be monotonic; None if too large."""
-    low, high = LEAST - 1, LEAST
-    while not holds(high):
-        if high > MOST:
-            return None
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
 
 
 def _as_noise(noise: float | str | Noise) -> Noise:

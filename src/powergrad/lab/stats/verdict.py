@@ -139,8 +139,7 @@ class Comparison:
         counts = f"{self.n}" if is_same else f"{self.n} and {self.n_baseline}"
         sizes = f"{counts} {self.counted}{' per arm' if is_same else ''}"
         interval = format_interval(self.interval, self._digits)
-        p = "p < 0.001" if self.p < 0.001 else f"p = {self.p:.2g}"
-        return f"{100 * (1 - self.level):g}% interval {interval}, {p}, {sizes}"
+        return f"{100 * (1 - self.level):g}% interval {interval}, {format_p(self.p)}, {sizes}"
 
     @property
     def _failures(self) -> str:
@@ -289,6 +288,11 @@ class _Judged(NamedTuple):
 def format_signed(value: float, digits: int = 2) -> str:
     """Format a difference with its sign; zero is always +0."""
     return f"{round(value, digits) + 0.0:+.{digits}f}"
+
+
+def format_p(p: float, digits: int = 2) -> str:
+    """Format a p-value with so many significant digits."""
+    return "p < 0.001" if p < 0.001 else f"p = {p:.{digits}g}"
 
 
 def format_interval(interval: Sequence[float], digits: int = 2) -> str:
