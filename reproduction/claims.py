@@ -195,13 +195,6 @@ def _metric(arm: Arm, metric: str) -> Mapping[int, float]:
     return train if metric == "train" else {u: train[u] - arm.test[u] for u in train}
 
 
-def contrast_table(contrasts: Iterable[Contrast]) -> str:
-    """A table with one line per comparison."""
-    head = ("study", "arm", "measured on", "learning rate: arm; other", "decay / paper's", "n")
-    lines = [contrast.cells for contrast in contrasts]
-    return markdown_table((*head, "difference (95% interval)", "verdict"), lines)
-
-
 def counted(contrasts: Iterable[Contrast]) -> list[Contrast]:
     """Those of studies that are not withdrawn, and whose runs no larger study has."""
     return [contrast for contrast in contrasts if contrast.trial.counts]
