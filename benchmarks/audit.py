@@ -21,8 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from powergrad.lab.words import markdown_table
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "audit.csv"
 
@@ -421,7 +419,8 @@ class Results:
 
 
 def table(header: str, lines: Iterable[Iterable[object]]) -> str:
-    return markdown_table(header.split(" | "), [[str(cell) for cell in line] for line in lines])
+    rows = [f"| {' | '.join(map(str, line))} |" for line in lines]
+    return "\n".join([f"| {header} |", "|---" * len(header.split(" | ")) + "|", *rows])
 
 
 def size_text(results: Results, **conditions: object) -> str:

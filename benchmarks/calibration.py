@@ -19,8 +19,8 @@ import harness
 
 from powergrad import fold_alpha
 from powergrad.calibration import fit_temperature, reliability
+from powergrad.lab.trainer.export import Answers, answers, measures, open_trained
 from powergrad.lab.trainer.recipe import load_recipe
-from powergrad.lab.trainer.trained import Answers, answers, measures, open_trained
 from powergrad.lab.trainer.training import train
 
 ARMS = {"CE": 1.0, "PGT": 0.25}

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from powergrad.lab.environment import describe_machine
-from powergrad.lab.files import write_csv
+from powergrad.lab.files import csv_text, write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -135,6 +135,6 @@ def save(name: str, rows: Sequence[dict[str, Any]]) -> Path:
     """Write `rows` with the conditions to ``results/bench_<name>.csv``."""
     path = RESULTS / f"bench_{name}.csv"
     shared = conditions()
-    write_csv(path, [*rows[0], *shared], ({**row, **shared} for row in rows))
+    write_text(path, csv_text([*rows[0], *shared], ({**row, **shared} for row in rows)))
     print(f"wrote {path.relative_to(ROOT)}")
     return path

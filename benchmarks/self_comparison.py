@@ -30,7 +30,7 @@ import harness
 import numpy as np
 from numpy.typing import NDArray
 
-from powergrad.lab.files import write_csv
+from powergrad.lab.files import csv_text, write_text
 from powergrad.lab.stats import VERDICTS, Design, compare
 from powergrad.lab.study.space import Space
 from powergrad.lab.trainer.recipe import load_recipe
@@ -104,7 +104,7 @@ def fill(processes: int) -> list[dict[str, Any]]:
         while missing := list(jobs(rows)):
             for row in pool.imap_unordered(run, missing):
                 rows.append(row)
-                write_csv(PATH, COLUMNS, rows)
+                write_text(PATH, csv_text(COLUMNS, rows))
                 print(f"{len(rows)} runs, {row['phase']} {row['test_accuracy']:.2f}", flush=True)
     return rows
 

@@ -17,8 +17,7 @@ from benchmarks import audit
 from powergrad.lab.stats import VERDICTS, t_interval
 from powergrad.lab.study import load
 from powergrad.lab.study.notes import verdict
-from powergrad.lab.words import markdown_table
-from reproduction.marks import Regions
+from reproduction.marks import Regions, markdown_table
 from reproduction.trials import Outcome
 
 __all__ = ["benchmark_regions"]

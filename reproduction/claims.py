@@ -12,9 +12,8 @@ from functools import partial
 import numpy as np
 
 from powergrad.lab.stats import format_signed
-from powergrad.lab.words import markdown_table
 from reproduction.evidence import Evidence, KeptRun
-from reproduction.marks import Regions
+from reproduction.marks import Regions, markdown_table
 from reproduction.published import Row, changes_of, load_paper
 from reproduction.trials import (
     MARGIN,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powergrad.lab.data import load_data
-from powergrad.lab.files import write_atomically, write_csv, write_json
+from powergrad.lab.files import csv_text, write_atomically, write_json, write_text
 from powergrad.lab.report.filters import evenly_spaced
 from powergrad.lab.study.metrics import COLUMNS
 from powergrad.lab.trainer.recipe import Recipe
@@ -66,7 +66,8 @@ def collect(folder: Path, out: Path, label: str | None = None) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     files = [stem.with_name(f"{stem.name}.csv"), stem.with_name(f"{stem.name}.json")]
     rows = [_row(arm, run) for arm, seeds in runs.items() for run in seeds]
-    write_csv(files[0], ("arm", "seed", "run", "commit", *COLUMNS, *FATES), rows)
+    columns = ("arm", "seed", "run", "commit", *COLUMNS, *FATES)
+    write_text(files[0], csv_text(columns, rows))
     recipes = {arm: seeds[0].recipe() for arm, seeds in runs.items()}
     study = folder / "study.json"
     tuning = json.loads(study.read_text("utf-8")).get("tuning") if study.exists() else None
@@ -126,7 +127,8 @@ def _conditions(
 def _collect_run(run: Run, stem: str) -> list[Path]:
     tested = [row for row in run.metrics() if row.get("test_accuracy") is not None]
     thinned = [tested[place] for place in evenly_spaced(len(tested), POINTS)]
-    files = [write_csv(Path(f"{stem}.csv"), CURVE, thinned)]
+    files = [Path(f"{stem}.csv")]
+    write_text(files[0], csv_text(CURVE, thinned))
     if Recording.exists(run.folder):
         arrays: dict[str, Any] = {**thinned_norms(Recording(run.folder))}
         files.append(Path(f"{stem}.npz"))

@@ -7,10 +7,9 @@ from functools import partial
 
 from scipy.stats import linregress
 
-from powergrad.lab.words import markdown_table
 from reproduction.claims import count_verdicts
 from reproduction.evidence import Evidence
-from reproduction.marks import Regions
+from reproduction.marks import Regions, markdown_table
 from reproduction.published import hours_in_words
 from reproduction.trials import Arm, Outcome, Trial, contrasts_of, fingerprint, mean
 

@@ -12,11 +12,17 @@ A region is all that stands between two marks, each on a line of its own:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 REGION = re.compile(r"<!-- table ([\w.-]+) -->\n.*?<!-- end table \1 -->", re.DOTALL)
 
 Regions = Mapping[str, Callable[[], str]]  # what makes the content of a region, by its name
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
 
 
 def region_names(page: str) -> list[str]:

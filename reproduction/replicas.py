@@ -16,7 +16,7 @@ from typing import Any
 
 from powergrad.lab.data import load_data
 from powergrad.lab.trainer.recipe import Recipe
-from powergrad.lab.trainer.schedules import learning_rate_at
+from powergrad.lab.trainer.session import learning_rate_at
 from reproduction.published import Experiment, Row, changes_of, examples_of
 
 LEAST = 7.0  # the decay exponent that a replica must exceed

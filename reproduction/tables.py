@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from powergrad.lab.stats import format_signed
-from powergrad.lab.words import markdown_table
 from reproduction.claims import PGT, SHORTER, against_controls, counted
-from reproduction.marks import Regions
+from reproduction.marks import Regions, markdown_table
 from reproduction.trials import Contrast, Trial, contrasts_of
 
 __all__ = ["table_regions"]

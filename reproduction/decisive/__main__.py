@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from powergrad.lab.words import markdown_table
 from reproduction.decisive.findings import Findings
 from reproduction.decisive.observed import REGIMES, collect, read
 from reproduction.decisive.rule import power
 from reproduction.evidence import RESULTS
+from reproduction.marks import markdown_table
 
 ROOT = RESULTS.parent
 RUN_NOISE = {"norm": 0.30, "plain": 0.35}  # points; see `noise`

@@ -13,9 +13,9 @@ import numpy as np
 from powergrad.lab.stats import format_interval, format_p, format_signed
 from powergrad.lab.study.space import Axis
 from powergrad.lab.trainer.recipe import load_recipe
-from powergrad.lab.words import markdown_table
 from reproduction.decisive.observed import FURTHER, RECIPES, REGIMES, Rows, differences, read, units
 from reproduction.decisive.rule import LEVEL, Decision, decide, holm, interval, sign_flip
+from reproduction.marks import markdown_table
 from reproduction.trials import exponent_of_steps
 
 ALPHA = 0.25

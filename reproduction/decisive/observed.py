@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from powergrad.lab.files import write_csv
+from powergrad.lab.files import csv_text, write_text
 from powergrad.lab.study import load_study
 from powergrad.lab.trainer.run_folder import Run
 from powergrad.lab.words import slug
@@ -59,7 +59,7 @@ def collect(runs: Path, results: Path) -> list[Path]:
         order = sorted(
             rows.values(), key=lambda r: (r["phase"], int(r["repeat"] or 999), r["arm"], r["run"])
         )
-        write_csv(path, list(dict.fromkeys(columns)), order)
+        write_text(path, csv_text(list(dict.fromkeys(columns)), order))
         written.append(path)
     return written
 

@@ -20,9 +20,9 @@ from matplotlib.lines import Line2D
 
 from powergrad.lab.figures import save
 from powergrad.lab.stats import format_signed
-from powergrad.lab.words import markdown_table
 from reproduction.decisive.findings import AXES, Findings, chosen_settings
 from reproduction.decisive.observed import REGIMES, Rows, chance
+from reproduction.marks import markdown_table
 
 RATES = AXES[0]
 PARTS = 3  # of the range of the learning rate

@@ -18,7 +18,7 @@ from powergrad.lab.study.arms import arms_of
 from powergrad.lab.trainer.networks import create_model
 from powergrad.lab.trainer.recipe import Recipe, load_recipe
 from powergrad.lab.trainer.run_folder import RunError
-from powergrad.lab.trainer.schedules import learning_rate_at
+from powergrad.lab.trainer.session import learning_rate_at
 from powergrad.lab.trainer.training import train
 from powergrad.lab.words import slug
 from powergrad.monitor import Recording, census
@@ -173,7 +173,7 @@ def test_run_plans_both_scales(tmp_path, capsys):
 
 @pytest.mark.studies
 def test_run_tunes_and_trains_a_replica_and_collects_it(tmp_path):
-    options = ["--seeds", "2", "--workers", "1", "--yes", "--out", str(tmp_path / "runs")]
+    options = ["--seeds", "2", "--workers", "1", "--out", str(tmp_path / "runs")]
     tune = ["--tune", "lr=0.01,0.02", "--tune-seeds", "1", "--metric", "nll"]
     results = ["--collect", "--results", str(tmp_path / "results")]
     assert main(["run", "T2.2", "--scale", "small", *TINY_TOKENS, *tune, *options, *results]) == 0

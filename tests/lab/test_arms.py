@@ -33,7 +33,7 @@ from powergrad.lab.study.execute import tune_once
 from powergrad.lab.study.space import Axis, Space
 from powergrad.lab.study.tuning import Tuner
 from powergrad.lab.terminal import Watch
-from powergrad.lab.trainer.recipe import Recipe, RecipeError, flatten, load_recipe
+from powergrad.lab.trainer.recipe import Recipe, RecipeError, flatten
 
 PAIR = {"baseline": {}, "pgt": {"loss.alpha": 0.5}}
 RECIPE_ARMS = partial(arms_of, recipe=SMALL)
@@ -165,12 +165,6 @@ def test_equivalent_training_has_the_same_weights(optimizer):
     assert gaps[10] < 1e-12
 
 
-def test_unstable_training_diverges_from_its_equal():
-    gaps = check_identity(load_recipe("digits").override({"optimizer.lr": 0.1}), alpha=0.25)
-    assert gaps[10] < 1e-13
-    assert not gaps[200] < 1e-6
-
-
 @pytest.mark.parametrize(
     ("gaps", "words"),
     [
@@ -184,16 +178,20 @@ def test_identity_is_claimed_only_where_it_is_seen(gaps, words):
     assert words in describe_identity(gaps)
 
 
-def test_decomposition_names_the_parts_that_matter():
-    gains = {"PGT": 1.0, "two-group CE": 1.0, "backbone lr / alpha": 1.2, "head lr * alpha": -1.0}
+@pytest.mark.parametrize(
+    ("gains", "conclusion"),
+    [
+        ({"PGT": 1.0, "backbone lr / alpha": 1.2, "head lr * alpha": -1.5}, "backbone lr / alpha."),
+        ({"PGT": 1.0, "CE(alpha z)": 2.0}, "PGT or its two groups are needed."),
+        ({"head lr * alpha": 1.0}, "no gain to decompose."),
+    ],
+)
+def test_decomposition_names_the_change_that_would_do(gains, conclusion):
     values = {
-        arm: [90 + gains.get(arm, 0) + 0.05 * (seed * n % 7) for seed in range(12)]
+        arm: [90 + gains.get(arm, 0) + 0.05 * ((seed + n) % 4) for seed in range(12)]
         for n, arm in enumerate(decomposition(SMALL, 0.25))
     }
-    text = explain_decomposition(results_of(values), 0.25)
-    assert "help on their own: backbone lr / alpha +1." in text
-    assert "do harm: head lr * alpha -" in text
-    assert text.endswith("could be used here: backbone lr / alpha.")
+    assert explain_decomposition(results_of(values), 0.25).endswith(conclusion)
 
 
 # Grids and search spaces --------------------------------------------------------------------------
@@ -216,6 +214,7 @@ def test_axis_without_values_is_around_the_recipes_own():
     assert Axis.parse("lr", 0.05).values == (0.0125, 0.025, 0.05, 0.1, 0.2)
     with pytest.raises(RecipeError, match=r"clip\.agc"):
         Axis.parse("agc", None)
+    assert not Axis.parse("model.norm=none,batch").is_edge("batch")  # words have no edge
 
 
 @given(st.floats(1e-6, 1e3), st.floats(1.01, 1e4), st.floats(0, 1))
@@ -280,15 +279,6 @@ def test_trials_have_seeds_of_their_own_and_the_best_point_wins(made_up, tmp_pat
     assert line == "pgt: lr 0.4 (lr 0.1: 1.00, lr 0.4: 4.00, lr 0.2: 2.00; lr at the edge)"
     many = study_of(SMALL, PAIR, "2000")
     assert list(tuner_of(many, "lr=0.1,0.4", seeds=2).seeds_of(3)) == [2006, 2007]
-
-
-def test_words_can_be_tuned(made_up, tmp_path):
-    made_up.accuracy = lambda recipe: 0.5 + (recipe.model.norm == "batch")
-    tuner = tuner_of(study_of(SMALL, PAIR), "model.norm=none,batch")
-    tuned, results = tune_once(tuner, Execution(InlinePool(tmp_path), Watch))
-    assert tuned.settings("baseline") == {"model.norm": "batch"}
-    assert results.tuning is not None
-    assert results.tuning.arms["baseline"].edges == ()
 
 
 def test_points_that_are_no_recipe_cannot_win(made_up, tmp_path):

@@ -26,7 +26,6 @@ from powergrad.lab.data.streams import (
     hashed,
     held_out,
     held_out_groups,
-    permutation,
     uniform,
 )
 
@@ -75,22 +74,6 @@ def test_hash_of_arrays_is_splitmix64_of_each_element(stream: Stream, parts: lis
     tuples = [(stream, *parts[:-1], n) for n in last.tolist()]
     assert hashed(stream, *parts[:-1], last).tolist() == [splitmix(*t) for t in tuples]
     assert uniform(stream, *parts[:-1], last).tolist() == [draw(*t) for t in tuples]
-
-
-def test_draws_are_uniform_and_streams_are_independent():
-    draws = {s: uniform(s, 3, 1, np.arange(5000)[:, None], np.arange(3)) for s in Stream}
-    for values in draws.values():
-        assert stats.kstest(values.ravel(), "uniform").pvalue > 1e-3
-        assert abs(np.corrcoef(values.T) - np.eye(3)).max() < 0.05
-    order, augment = draws[Stream.ORDER], draws[Stream.AUGMENT]
-    assert abs(np.corrcoef(order.ravel(), augment.ravel())[0, 1]) < 0.03
-
-
-def test_permutation_sorts_by_hash_and_depends_on_seed_and_epoch():
-    expected = sorted(range(200), key=lambda i: splitmix(Stream.ORDER, 5, 2, i))
-    assert permutation(200, 5, 2).tolist() == expected
-    others = [permutation(200, s, e).tolist() for s, e in ((5, 3), (4, 2), (2, 5))]
-    assert all(sorted(other) == list(range(200)) and other != expected for other in others)
 
 
 labels_arrays = st.lists(st.integers(0, 4), min_size=1, max_size=60).map(np.array)

@@ -126,16 +126,14 @@ def test_listed_images_and_the_reasons_of_ignored_entries(tmp_path):
     assert list(map(os.fsdecode, folder.train.paths)) == expected
     assert folder.train.labels.tolist() == [0] * 12 + [1] * 7
     assert (folder.classes, folder.problems) == (("a", "b"), [])
-    above, broken, loose = "link to a folder above it", "broken link", "not in a class folder"
-    assert dict(folder.ignored) == {
-        **dict.fromkeys(["train/a/.hidden.png", "train/a/.cache", "val/.DS_Store"], "hidden"),
-        **dict.fromkeys(["train/itself", "train/nowhere"], broken),
-        **{f"train/{name}": above for name in ("same", "parent", "a/up", "a/further", "a/circle")},
-        **dict.fromkeys(["train/list.csv", "train/lonely.png"], loose),
-        "train/b/out/back": above,
-        "train/a/twice": "folder that is already included by a link",
-        "train/a/notes.TXT": "extension .txt",
-        "val/b/LICENSE": "no extension",
+    again = ["a/twice", "a/circle", "a/up", "a/further", "same", "parent", "b/out/back"]
+    assert {reason: sorted(paths) for reason, paths in folder.ignored.items()} == {
+        "hidden": ["train/a/.cache", "train/a/.hidden.png", "val/.DS_Store"],
+        "broken link": ["train/itself", "train/nowhere"],
+        "folder above, or already included": sorted(f"train/{name}" for name in again),
+        "not in a class folder": ["train/list.csv", "train/lonely.png"],
+        "extension .txt": ["train/a/notes.TXT"],
+        "no extension": ["val/b/LICENSE"],
     }
 
 
@@ -260,28 +258,6 @@ def test_unusable_groups_raise(tmp_path):
 # Which pixels ------------------------------------------------------------------------------------
 
 
-# How far a resize of bytes may be from the exact filter, in levels. Each of its two passes rounds
-# the result to a whole level (0.5) and the weights to steps of 2**-14 times the largest weight. A
-# row of weights sums to 1 and has at most 4 / (largest weight) entries, so the second rounding
-# costs at most 255 * 4 * 2**-15 per pass. Pillow's weights are finer, its levels are rounded alike.
-# So two implementations may differ by 2 levels, and they do.
-RESIZE_ERROR = 2 * (0.5 + 255 * 4 * 2**-15)
-
-
-def triangle_weights(length: int, size: int) -> np.ndarray:
-    """Bilinear filter with antialiasing from `length` pixels to `size`: (size, length)."""
-    scale = length / size
-    centres = scale * (np.arange(size)[:, None] + 0.5)
-    weights = (1 - abs(np.arange(length) + 0.5 - centres) / max(scale, 1)).clip(min=0)
-    return weights / weights.sum(1, keepdims=True)
-
-
-def exactly_resized(pixels: np.ndarray, size: int) -> np.ndarray:
-    """(C, H, W) to (C, size, size)."""
-    rows, columns = (triangle_weights(length, size) for length in pixels.shape[1:])
-    return np.einsum("ih,chw,jw->cij", rows, pixels, columns, optimize=True)
-
-
 @st.composite
 def crops(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[int, int, int, int], int]:
     """The size of an image, a box in it, and the size of the result."""
@@ -292,16 +268,17 @@ def crops(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[int, int, int, int], 
 
 
 @given(crops())
-@example(((30, 36), (0, 0, 8, 35), 36))  # exactly 148; we give 149 there and Pillow 147
-def test_crop_and_resize_are_the_exact_filter_rounded_twice(tmp_path_factory, crop):
+@example(((30, 36), (0, 0, 8, 35), 36))  # exactly 148; PyTorch gives 149 there and Pillow 147
+def test_crop_and_resize_are_those_of_pillow(tmp_path_factory, crop):
     shape, box, size = crop
     image = picture(*shape)
     path = put(tmp_path_factory.getbasetemp() / "crop.png", image)
-    exact = exactly_resized(planes(image.crop(box)), size)
-    for by_pillow in (False, True):
-        got = read_image(path, lambda w, h: box, size, by_pillow=by_pillow).numpy()
-        assert abs(got - exact).max() <= RESIZE_ERROR
-    assert np.array_equal(got, planes(image.crop(box).resize((size, size), BILINEAR)))
+    expected = planes(image.crop(box).resize((size, size), BILINEAR))
+    by_torch, by_pillow = (
+        read_image(path, lambda w, h: box, size, by_pillow=way).numpy() for way in (False, True)
+    )
+    assert np.array_equal(by_pillow, expected)
+    assert abs(by_torch - expected).max() <= 2  # each rounds twice, after rows and columns
 
 
 ends = st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)).map(sorted).map(tuple)
@@ -350,18 +327,11 @@ def test_training_images_equal_those_of_a_loop(tmp_path):
     assert 0 < mirrored < 10
 
 
-def test_testing_resizes_the_shorter_side_and_crops_the_centre(tmp_path):
+def test_testing_crops_the_centre_and_resizes_as_pillow(tmp_path):
     image = picture(80, 64)
     for part in ("train/a", "train/b", "val/a"):
         put(tmp_path / part / "x.png", image)
-    ((batch, index),) = load(tmp_path, size=28).test.test_batches(1)
-    got = batch.images[0].numpy()
-    assert index.tolist() == [0]
-    # At the border, the crop that comes first does not see its neighbours.
-    resized = planes(image.resize((40, 32), BILINEAR).crop((6, 2, 34, 30)))
-    difference = abs(got - (resized / 255 - MEAN) / STD)[:, 1:-1, 1:-1]
-    assert difference.max() <= LEVEL
-    for size in (28, 25, 90):  # cropped first, it is Pillow's result to the bit
+    for size in (28, 25, 90):
         ((batch, _),) = load(tmp_path, size=size).test.test_batches(1)
         centre = planes(image.crop((12, 4, 68, 60)).resize((size, size), BILINEAR))
         assert abs(batch.images[0].numpy() - (centre / 255 - MEAN) / STD).max() < 1e-5
@@ -427,19 +397,6 @@ def test_every_kind_of_image_is_read(tmp_path, kind):
         assert stored.mode[0] == image.mode[0]
     got = read_image(path, whole, 16).numpy()
     assert abs(got - planes(expected)).max() <= (6 if extension == "jpg" else 0)
-
-
-@pytest.mark.parametrize("largest", [100, 255, 1023, 65535])
-@pytest.mark.parametrize("kind", ["P5", "P6"])
-def test_netpbm_of_any_depth_is_read(tmp_path, kind, largest):
-    shape = (5, 7) if kind == "P5" else (5, 7, 3)
-    values = np.random.default_rng(0).integers(0, largest + 1, shape)
-    header = f"{kind}\n# by hand\n7 5\n{largest}\n".encode()
-    dtype = ">u2" if largest > 255 else "u1"
-    (tmp_path / "x.pnm").write_bytes(header + values.astype(dtype).tobytes())
-    got = read_image(tmp_path / "x.pnm", whole, 7).numpy()
-    exact = exactly_resized(planes(values * 255 / largest), 7)
-    assert abs(got - exact).max() <= RESIZE_ERROR + 0.5
 
 
 @pytest.mark.parametrize(

@@ -322,7 +322,7 @@ def test_interrupted_runs_are_saved_and_continue(tmp_path, way):
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, count: int = 2, preload: str = "") -> Iterator[tuple[str, Any]]:
+def cluster(folder: Path, count: int = 2, preload: str = "") -> Iterator[tuple[str, Any, Any]]:
     """A scheduler and workers as a user would start them, each worker with its own folder."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -336,12 +336,16 @@ def cluster(folder: Path, count: int = 2, preload: str = "") -> Iterator[tuple[s
         scheduler = stack.enter_context(started(*command, *options, **quiet))
         wait_for(lambda: file.exists() and file.read_text().rstrip().endswith("}"))
         address = json.loads(file.read_text())["address"]
-        for number in range(count):
+
+        def start_worker(number: int) -> None:
             command = ("-m", "dask", "worker", address, "--nthreads", "1", "--no-dashboard")
             options = ("--local-directory", scratch, "--preload", folder / "preload.py")
             own = {**environment, SCRATCH: str(folder / f"machine{number}")}
             stack.enter_context(started(*command, *options, env=own, **quiet))
-        yield address, scheduler
+
+        for number in range(count):
+            start_worker(number)
+        yield address, scheduler, start_worker
 
 
 @pytest.mark.studies
@@ -356,13 +360,28 @@ def test_a_cluster_without_a_shared_folder(tmp_path):
             os.kill(killed[0], signal.SIGKILL)
 
     jobs = [Pretended(f"run{n}", steps=20) for n in range(12)]
-    with cluster(tmp_path) as (address, _), Pool(study, cluster=address) as pool:
+    with cluster(tmp_path) as (address, *_), Pool(study, cluster=address) as pool:
         results = pool.run(jobs, kill)
     assert len(killed) == 1
     assert results.keys() == starts(study).keys() == {job.name for job in jobs}
     assert all(job.result(study) == results[job.name] for job in jobs)
     assert len(list(tmp_path.glob("machine?/study/*/checkpoint/last.json"))) >= 12
     assert not list(study.glob("*/checkpoint"))
+
+
+@pytest.mark.studies
+def test_a_cluster_without_workers_is_waited_for_with_a_message(tmp_path, capsys):
+    with cluster(tmp_path, 0) as (address, _, start_worker):
+        said = []
+
+        def start(snapshot):
+            said.append(capsys.readouterr().err)
+            if f"dask worker {address}" in said[-1]:
+                start_worker(0)
+
+        with Pool(tmp_path, cluster=address) as pool:
+            assert pool.run([Pretended("run")], start)["run"].metrics["value"] == 2
+    assert "".join(said).count("has no workers") == 1
 
 
 @pytest.mark.studies
@@ -381,7 +400,7 @@ def test_a_killed_client_leaves_nothing_running(tmp_path, where):
 @pytest.mark.studies
 def test_a_scheduler_that_dies_or_cannot_be_reached(tmp_path):
     jobs = [Pretended("long", steps=9999), Pretended("later")]
-    with cluster(tmp_path, 1) as (address, scheduler):
+    with cluster(tmp_path, 1) as (address, scheduler, _):
 
         def kill(snapshot):
             if max(snapshot.done.values()) > 0:
@@ -405,7 +424,7 @@ def test_a_scheduler_that_dies_or_cannot_be_reached(tmp_path):
 )
 def test_a_worker_with_another_powergrad_is_an_error(tmp_path, preload, message):
     with (
-        cluster(tmp_path, 1, preload) as (address, _),
+        cluster(tmp_path, 1, preload) as (address, *_),
         Pool(tmp_path, cluster=address) as pool,
         pytest.raises(JobError, match=message),
     ):

@@ -12,7 +12,6 @@ from powergrad.lab.trainer.recipe import (
     flatten,
     header,
     load_recipe,
-    nest,
     parse_overrides,
     recipe_names,
 )
@@ -104,7 +103,6 @@ def test_all_errors_are_reported_together():
         ("schedule.warmup_epochs", {"schedule.warmup_epochs": 200}),
         ("train.accumulate", {"train.accumulate": 3}),
         ("data.cutmix", {"data.mixup": 0.2, "data.cutmix": 1.0}),
-        ("model.norm", {"model.name": "timm:resnet18", "model.norm": "none"}),
         ("loss.form", {"loss.form": "as_published"}),
         ("optimizer", {"optimizer.momentum": 0}),
         ("optimizer.lr", {"optimizer.lr": float("nan")}),
@@ -194,16 +192,6 @@ def test_every_key_is_described_and_can_be_set_to_its_default():
     assert Recipe().value("optimizer.head.lr") == 1.0
     with pytest.raises(RecipeError, match=r"did you mean 'optimizer.lr'"):
         Recipe().value("optimizer.lrr")
-
-
-@given(
-    st.dictionaries(
-        st.lists(st.sampled_from("abc"), min_size=3, max_size=3).map(".".join),
-        st.integers() | st.none() | st.text(),
-    )
-)
-def test_nest_inverts_flatten(values):
-    assert dict(flatten(nest(values))) == values
 
 
 def test_shared_recipe_has_no_paths():

@@ -1,7 +1,6 @@
 """The statistics of a comparison, against scipy, against enumeration, and by simulated studies."""
 
 import itertools
-import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ from scipy import stats as scipy_stats
 
 from powergrad.lab.stats import (
     DEFAULT,
-    KNOWN_NOISE,
     LEAST,
     Design,
     Noise,
@@ -28,7 +26,7 @@ from powergrad.lab.stats import (
     t_interval,
 )
 from powergrad.lab.stats.power import judge, runs_to_settle, simulate
-from powergrad.lab.stats.tests import failure_bound, permutation_p, rank_p, step_of, welch
+from powergrad.lab.stats.tests import failure_bound, permutation_p, step_of, welch
 
 stats: Any = scipy_stats  # its results are typed as less than they are
 
@@ -149,12 +147,6 @@ def test_the_permutation_test_counts_divisions(arm, baseline):
     assert permutation_p(tuple(arm), tuple(baseline)) == pytest.approx(reached / total)
 
 
-def test_ranks_are_scipys_and_ignore_size():
-    a, b = [1.0, 2.0, 3.0, 900.0], [4.0, 5.0, 6.0, 7.0]
-    assert rank_p(a, b) == rank_p([1.0, 2.0, 3.0, 9.0], b)
-    assert rank_p(a, b) == stats.mannwhitneyu(a, b).pvalue
-
-
 @pytest.mark.parametrize(("failures", "runs"), [(0, 8), (1, 8), (3, 24), (7, 8)])
 def test_the_bound_of_failures_is_clopper_and_pearsons(failures, runs):
     test = stats.binomtest(failures, runs, alternative="less")
@@ -226,17 +218,6 @@ def test_one_fixed_look_is_welchs_test_with_sidaks_correction():
         assert found.p == pytest.approx(1 - (1 - test.pvalue) ** 2)
         interval = test.confidence_interval(math.sqrt(0.95))
         assert found.interval == pytest.approx((interval.low, interval.high))
-
-
-def test_each_verdict():
-    base = [98.1, 97.9, 98.0, 98.2, 97.8, 98.0, 98.1, 97.9]
-    shift = lambda by: [value + by for value in base]  # noqa: E731
-    assert one(shift(1), base).verdict == "better"
-    assert one(shift(-1), base).verdict == "worse"
-    assert one(shift(1), base, higher_is_better=False).verdict == "worse"
-    assert one(shift(0.05), base).verdict == "equivalent"
-    assert one(shift(0.4), base[:7], margin=0.05).verdict == "better"
-    assert one([90, 99, 95, 98, 97, 92, 99, 98], base).verdict == "not settled"
 
 
 def test_an_arm_is_judged_where_it_settles_and_later_runs_change_nothing():
@@ -348,27 +329,17 @@ def test_sentences():
     assert "equivalent to base within 0.5: -0.0" in one(np.array(base) - 0.01, base).sentence
 
 
-def test_a_comparison_is_json():
-    found = one([1.0, 2.0, 3.0], [1.0, 2.0, 4.0], design=DEFAULT)
-    described = json.loads(json.dumps(found.to_dict()))
-    assert described["looks"] == [8, 12, 16, 20, 24]
-    assert described["sentence"] == found.sentence
-    assert described["open"] is True
-
-
 @pytest.mark.parametrize(
     ("values", "baseline", "options", "message"),
     [
         ({"base": {0: 1.0}}, "base", {}, "at least one other arm, but got 'base'"),
         ({"a": {0: 1.0}, "b": {0: 1.0}}, "base", {}, "one of 'a', 'b', but got 'base'"),
         ({"base": {0: 1.0}, "b": {}}, "base", {}, "runs of every arm, but got none of 'b'"),
-        ({"base": {0: 1.0}, "b": {3: math.nan}}, "base", {}, "'b' at seed 3 to be finite"),
-        ({"base": {0: 1.0}, "b": {0: "x"}}, "base", {}, "'b' at seed 0 to be a number"),
         ({"base": {0: 1.0}, "b": {0: 1.0}}, "base", {"margin": 0}, "`margin` to be positive"),
     ],
 )
 def test_bad_comparisons(values, baseline, options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises(ValueError, match=message):
         compare(values, baseline, **{"margin": 0.5, **options})
 
 
@@ -426,18 +397,6 @@ def test_many_studies_are_judged_as_each_of_them(design):
             assert (single.verdict, single.n) == (verdict, found.n[study])
 
 
-def test_all_intervals_of_all_arms_and_looks_contain_the_truth_together():
-    """What the verdicts rest on: repeated intervals, by a loop over looks without stopping."""
-    rng = np.random.default_rng(9)
-    noise = 0.4 * rng.standard_normal((4_000, 4, 24))
-    missed = np.zeros(4_000, bool)
-    for look, n in enumerate(DEFAULT.looks):
-        for arm in (1, 2, 3):
-            found = welch(noise[:, arm, :n], noise[:, 0, :n])
-            missed |= np.abs(found.mean) > found.reach(DEFAULT.nominal(look, 3))
-    assert 0.03 < missed.mean() <= 0.057
-
-
 @pytest.mark.parametrize("images", [None, 360])
 @pytest.mark.parametrize(("delta", "sigma", "arms"), [(0.5, 0.4, 2), (0.5, 0.4, 4), (0.3, 0.3, 3)])
 def test_a_plan_keeps_its_promise(delta, sigma, arms, images):
@@ -469,10 +428,6 @@ def test_a_plan_of_looks_says_what_they_find():
     assert margin.equivalent < 0.02
     assert twice.found > 0.99
     assert 8 <= twice.runs < margin.runs < none.runs <= 24
-    # The same, from simulated studies of another seed.
-    other = simulate(0.5, 0.4, DEFAULT, margin=0.5, comparisons=3, seed=1)
-    assert other.found == pytest.approx(margin.found, abs=0.04)
-    assert other.runs == pytest.approx(margin.runs, abs=0.5)
 
 
 def test_what_would_settle_settles():
@@ -494,7 +449,7 @@ def test_seeds_of_known_noise_are_the_textbooks(difference):
     seeds = next(n for n in range(LEAST, 100) if power(n) >= 0.8)
     planned = plan(difference, "imagenet-resnet18", seconds=3600, workers=2)
     assert seeds <= planned.seeds <= seeds + 1
-    assert planned.hours == planned.seeds
+    assert planned.time == 3600 * planned.seeds
     assert f"{planned.runs} runs" in planned.sentence
 
 
@@ -513,15 +468,9 @@ def test_a_small_study_plans_with_its_uncertainty():
 
 def test_the_interval_of_sigma_covers():
     rng = np.random.default_rng(0)
-    noises = [Noise(x.std(ddof=1), 8, "drawn") for x in rng.standard_normal((2_000, 8))]
+    noises = [Noise(x.std(ddof=1), 8) for x in rng.standard_normal((2_000, 8))]
     covered = [noise.interval()[0] <= 1 <= noise.interval()[1] for noise in noises]
     assert 0.935 < np.mean(covered) < 0.965
-
-
-def test_known_noise_has_its_source():
-    assert KNOWN_NOISE["cifar10-resnet"].sigma == 0.149
-    for noise in KNOWN_NOISE.values():
-        assert "arXiv:2304.01910" in noise.source
 
 
 @pytest.mark.parametrize(

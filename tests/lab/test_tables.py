@@ -123,7 +123,7 @@ def test_an_export_of_wandb(tmp_path, capsys):
     assert "arm = 'Group', seed = 'config.seed', metric = 'val/acc'" in said
     results = load(tmp_path / "runs/export")
     assert [(row.arm, row.seed, row.metrics["val/acc"]) for row in results.rows] == RUNS
-    assert results.columns == ("val/acc", "Runtime", "val/loss")
+    assert results.columns == ("val/acc", "Runtime", "lr", "val/loss")
     assert results.mean("pgt", "val/loss") == pytest.approx(sum(range(8)) / 80)
     assert re.search(r"val/loss +0\.35 +0\.35", said)  # kept and shown
 
@@ -153,7 +153,7 @@ def test_names_of_runs_that_hold_their_seed(tmp_path, name):
 
 
 def test_columns_by_name(tmp_path, capsys):
-    """They win over what would be found, and the others are kept under a name that is free."""
+    """They win over what would be found."""
     text = lines("arm,what,seed,number,acc,loss", "x{seed},{arm},0,{seed},{value},0.{seed}")
     path = write(tmp_path / "r.csv", text)
     options = ("--columns", "arm=what", "seed=number", "--metric", "acc", "--baseline", "pgt")
@@ -263,7 +263,7 @@ def test_table_leaves_the_same_files_as_a_study(tmp_path, capsys):
     (comparison,) = results.comparisons
     assert comparison.verdict == "worse"  # less of a loss is better, also after reading it again
     assert comparison.sentence in said
-    assert [results.settings(arm) for arm in results.arms] == [{"lr": 0.1}, {"lr": 0.4}]
+    assert [results.mean(arm, "lr") for arm in results.arms] == pytest.approx([0.1, 0.4])
     assert numbers(folder / "study.csv", "loss") == RUNS
 
 

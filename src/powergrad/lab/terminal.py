@@ -1,4 +1,4 @@
-"""A study in the terminal: progress, tables and a chart."""
+"""A study in the terminal: progress and tables."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ class Watch:
 
 
 def show_results(results: Results) -> None:
-    """Print tables, chart, verdict and one sentence per comparison."""
+    """Print tables, verdict and one sentence per comparison."""
     print(describe_results(results, _console()))
 
 
 def describe_results(results: Results, console: Console | None = None) -> str:
     """The output of :func:`show_results`, for the width and the styles of `console`."""
-    lines = [f"{chart(results)}\n", f"{verdict(results)}\n"]
+    lines = [f"{verdict(results)}\n"]
     lines += [f"- {comparison.sentence}" for comparison in results.comparisons]
     lines += [f"\n{note}" for note in (*notes(results), *advice(results))]
     console = console or Console(width=120, file=io.StringIO())
@@ -229,29 +229,3 @@ def _table(first: str, *others: str) -> Table:
 
 def _number(value: float, digits: int) -> str:
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
-
-
-def chart(results: Results, width: int = 60) -> str:
-    """The differences from the baseline: one line per arm with the mean and its interval."""
-    comparisons = results.comparisons
-    ends = [end for c in comparisons for end in c.interval if math.isfinite(end)]
-    low, high = min([0.0, *ends]), max([0.0, *ends])
-    room = (high - low) * 0.05 or 1.0
-    low, high = low - room, high + room
-
-    def at(value: float) -> int:
-        return round((min(max(value, low), high) - low) / (high - low) * (width - 1))
-
-    names, unit = max(len(c.arm) for c in comparisons), results.metric.unit
-    lines = [f"difference from {results.baseline}, {unit} (● mean, ━ 95% interval)"]
-    for comparison in comparisons:
-        cells = [" "] * width
-        cells[at(0)] = "│"
-        first, last = (at(end) for end in comparison.interval)
-        for place in range(first, last + 1):
-            cells[place] = "┿" if place == at(0) else "━"
-        cells[at(comparison.difference)] = "●"
-        difference = format_signed(comparison.difference, _digits(results))
-        lines.append(f"{comparison.arm:>{names}} {''.join(cells)} {difference}")
-    lines.append(" " * (names + 1 + at(0)) + "0")
-    return "\n".join(lines)

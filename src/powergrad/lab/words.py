@@ -1,11 +1,16 @@
-"""Formatting of times, sizes, numbers and tables."""
+"""Formatting of times, numbers, tables and progress."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import track
+
+T = TypeVar("T")
 
 
 def duration(seconds: float) -> str:
@@ -21,22 +26,15 @@ def duration(seconds: float) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds from ``90s``, ``10m``, ``2h`` or ``1h30m``."""
+    """The seconds of --budget: ``90s``, ``10m``, ``2h`` or ``1h30m``."""
     number = r"(\d+\.?\d*|\.\d+)"
     match = re.fullmatch(f"(?:{number}h)?(?:{number}m)?(?:{number}s)?", text.replace(" ", ""))
     hours, minutes, rest = (float(part or 0) for part in match.groups()) if match else (0, 0, 0)
     seconds = 3600 * hours + 60 * minutes + rest
     if not seconds > 0:
-        raise ValueError(f"Expected a time such as 90s, 10m, 2h or 1h30m, but got {text!r}.")
+        wanted = "--budget to be a time such as 90s, 10m, 2h or 1h30m"
+        raise ValueError(f"Expected {wanted}, but got {text!r}.")
     return seconds
-
-
-def bytes_in_words(count: float) -> str:
-    """A number of bytes in readable form."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} B"
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -87,7 +85,8 @@ def number(value: Any) -> str:
     return f"{value:g}" if is_number else str(value)
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
-    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
+def show_progress(items: Iterable[T], text: str, total: int) -> Iterable[T]:
+    """The items, with a progress bar on standard error if that is a terminal."""
+    console = Console(stderr=True)
+    options = {"console": console, "transient": True, "disable": not console.is_terminal}
+    return track(items, text, total=total, **options)

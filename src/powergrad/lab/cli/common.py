@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 from cyclopts import Parameter
 
 from powergrad.lab.files import FileError
-from powergrad.lab.preflight import Declined, say
+from powergrad.lab.preflight import say
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.trainer.recipe import (
     Recipe,
@@ -37,7 +37,7 @@ Overrides = Annotated[
     str,
     Parameter(
         allow_leading_hyphen=True,
-        help="Overrides of the recipe: --dotted.key value, or dotted.key=value (see --keys).",
+        help="Overrides of the recipe: --dotted.key value, dotted.key=value (see `train --keys`).",
     ),
 ]
 Flag = Parameter(negative="")
@@ -66,7 +66,7 @@ def recipe_and_overrides(
     known = {*(f"--{key}" for key, *_ in describe_keys()), *_option_names(command), "--data.only"}
     for option in (token.partition("=")[0] for token in changes if token.startswith("--")):
         if option not in known and "." not in option:
-            wanted = "Expected an option of this command or a key of a recipe (see --keys)"
+            wanted = "Expected an option of this command or a key of a recipe (see `train --keys`)"
             raise RecipeError(f"{wanted}, but got {option!r}{did_you_mean(option, known)}")
     return named or default_recipe(parse_overrides(changes)), changes
 
@@ -85,6 +85,15 @@ def _option_names(command: Callable[..., Any]) -> Iterator[str]:
             yield names[0] if names else f"--{name.replace('_', '-')}"
 
 
+def refuse(options: Any, names: Iterable[str], where: str) -> None:
+    """Raise ValueError if one of some options was given, which are only for `where`."""
+    for name in names:
+        if (value := getattr(options, name)) not in (None, (), "none"):
+            got = " ".join(value) if isinstance(value, tuple) else value
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"Expected {option} only with {where}, but got {got!r}.")
+
+
 def show_keys(recipe: Recipe) -> int:
     """Print every key of a recipe with its meaning, allowed values, and value in `recipe`."""
     for key, meaning, allowed, default in describe_keys():
@@ -94,21 +103,18 @@ def show_keys(recipe: Recipe) -> int:
     return 0
 
 
-def put_aside(folder: Path) -> None:
+def put_aside(folder: Path, reason: str = "--fresh") -> None:
     """Rename the folder of an earlier start, and tell the user."""
-    if not folder.exists():
-        return
-    moved = folder.with_name(f"{folder.name}-{datetime.now():%Y%m%d-%H%M%S}")
-    folder.rename(moved)
-    say(f"--fresh: {folder} was moved to {moved} and is not used.")
+    if folder.exists():
+        moved = folder.with_name(f"{folder.name}-{datetime.now():%Y%m%d-%H%M%S}")
+        folder.rename(moved)
+        say(f"{reason}: {folder} was moved to {moved} and is not used.")
 
 
 def explain(error: Exception) -> tuple[str, int] | None:
     """The message and the exit code of a command that ended early; None for an internal error."""
     if isinstance(error, Interrupted):
         return f"{error}; the same command continues from there.", 130
-    if isinstance(error, Declined):
-        return "stopped; the finished runs are kept.", 1
     if isinstance(error, (ValueError, FileError, OSError, ImportError)):
         return str(error), 2
     return None

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from powergrad.lab.cli.common import Overrides, RecipeName, Words, recipe_and_overrides, show_keys
+from powergrad.lab.cli.common import Overrides, RecipeName, Words, recipe_and_overrides, refuse
 from powergrad.lab.cli.conclude import compare_table, tune_and_run
 from powergrad.lab.cli.study_options import (
     ProgramOptions,
@@ -19,16 +19,16 @@ from powergrad.lab.cli.study_options import (
     TuneOptions,
     prepare,
 )
-from powergrad.lab.preflight import Plan, parse_budget, say
+from powergrad.lab.preflight import Plan, say
 from powergrad.lab.runs import CommandProgram, RecipeProgram
-from powergrad.lab.runs.commands import OWN, placeholders
 from powergrad.lab.runs.sources import Sources
 from powergrad.lab.study import Execution
 from powergrad.lab.study.arms import arms_of, command_arms, head_exponent, parse_grid
 from powergrad.lab.study.execute import run_first
 from powergrad.lab.study.metrics import choose_metric, guess_metric
 from powergrad.lab.terminal import Watch
-from powergrad.lab.trainer.recipe import load_recipe, parse_overrides
+from powergrad.lab.trainer.recipe import parse_overrides
+from powergrad.lab.words import parse_duration
 
 _OPTIONS = StudyOptions()
 _TUNE = TuneOptions()
@@ -85,20 +85,19 @@ def compare(
             others = "--metric, --margin, --better, --baseline, --columns, --out and --name"
             raise ValueError(f"Expected --from only with {others}, but got options for new runs.")
         return compare_table(table, options)
-    table.check_unused(has_program=bool(command))
+    refuse(table, ("columns", "baseline"), "--from")
     texts = [name.strip() for name in (arms or "").split(",") if name.strip()]
     alphas = [float(value) for value in parse_grid([f"alpha={alpha}"]).values["loss.alpha"]]
     if command:
-        if recipe is not None or overrides or options.keys:
-            got = recipe or next(iter(overrides), "--keys")
+        if recipe is not None or overrides:
+            got = recipe or overrides[0]
             raise ValueError(f"Expected a recipe or a program, but got {got!r} and a program.")
         texts = [*(texts or ARMS_OF_PROGRAM.split(",")), *arm]
         _compare_program(command, texts, alphas, table.better, program, tuning, options)
         return 0
-    program.check_unused()
+    refuse(program, vars(program), "your own program (`compare -- COMMAND`)")
+    refuse(table, ("better",), "--from or your own program")
     name, typed = recipe_and_overrides(recipe, overrides, compare)
-    if options.keys:
-        return show_keys(load_recipe(name, parse_overrides(typed)))
     tuned, changes = tuning.split()
     base = options.base(name, [*typed, *changes])
     all_arms = arms_of([*(texts or ARMS.split(",")), *arm], base, alphas)
@@ -127,7 +126,7 @@ def _compare_program(
         raise ValueError(f"{wanted}, but got {changes[0]!r}.")
     _check_tune_metric(given.tune_metric, options.metric, bool(tuned))
     # A program has no keys that could be chosen to fit into the time.
-    budget = math.inf if options.budget is None else parse_budget(options.budget)
+    budget = math.inf if options.budget is None else parse_duration(options.budget)
     deadline = time.monotonic() + budget
     wanted = (options.metric, given.tune_metric)
     sources = Sources.parse(given.metric_regex, given.metric_file, *wanted)
@@ -146,8 +145,6 @@ def _compare_program(
         judging = guess_metric(given.tune_metric, [], margin=1.0, better=None)
         tuner = tuning.tuner(study, arms, tuned, judging)
         study = tuner.study
-    elif names := [n for n in placeholders(command) if n not in OWN]:
-        raise ValueError(f"Expected --tune for {{{names[0]}}} in the command, but got none.")
     folder = options.free_folder(study)
     with options.pool(folder, program) as pool:
         execution = Execution(pool, Watch)

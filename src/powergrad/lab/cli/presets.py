@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from powergrad.lab.cli.common import Overrides, RecipeName, Words, recipe_and_overrides, show_keys
+from powergrad.lab.cli.common import Overrides, RecipeName, Words, recipe_and_overrides
 from powergrad.lab.cli.conclude import run_and_report, show_tuning
 from powergrad.lab.cli.study_options import StudyOptions, TuneOptions, prepare
 from powergrad.lab.runs import RecipeProgram
@@ -13,7 +13,7 @@ from powergrad.lab.study import IdentityCheck
 from powergrad.lab.study.arms import decomposition, parse_grid
 from powergrad.lab.study.decompose import check_identity, describe_identity
 from powergrad.lab.study.execute import tune_once
-from powergrad.lab.trainer.recipe import load_recipe, parse_overrides
+from powergrad.lab.trainer.recipe import parse_overrides
 
 _OPTIONS = StudyOptions()
 _TUNE = TuneOptions()
@@ -35,15 +35,11 @@ def sweep(
         options: The options of every study; --seeds is 8 by default.
     """
     name, typed = recipe_and_overrides(recipe, overrides, sweep)
-    if options.keys:
-        return show_keys(load_recipe(name, parse_overrides(typed)))
     points = parse_grid(grid)
-    has_seeds = options.seeds is not None
-    options = options if has_seeds else replace(options, seeds="8")
     program = RecipeProgram.of(options.base(name, typed, is_plain=False))
     study = options.study("sweep", program, points.arms())
     given = {*parse_overrides(typed), *points.values}
-    with prepare(study, None, options, given, seeds_given=has_seeds) as ready:
+    with prepare(study, None, options, given) as ready:
         records = {"grid": points, "remarks": ready.remarks}
         run_and_report(ready.study, ready.folder, ready.execution, **records)
     return 0
@@ -68,8 +64,6 @@ def decompose(
         options: The options of every study.
     """
     name, typed = recipe_and_overrides(recipe, overrides, decompose)
-    if options.keys:
-        return show_keys(load_recipe(name, parse_overrides(typed)))
     texts = tuning.tune or ("lr",)
     tuning = replace(tuning, tune=() if texts == ("none",) else texts)
     if tuning.repeats is not None:

@@ -11,14 +11,13 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from powergrad.lab.cli.common import Flag, Words, put_aside
+from powergrad.lab.cli.common import Flag, Words, put_aside, refuse
 from powergrad.lab.preflight import (
     Plan,
-    announcing,
-    check_disk,
     check_recipe,
     choose_budget,
     count_reused,
+    say,
 )
 from powergrad.lab.runs import CommandProgram, Program, RecipeProgram
 from powergrad.lab.runs.devices import visible_devices, worker_environments
@@ -64,11 +63,8 @@ class TuneOptions:
         if self.tune and not tuned:
             wanted = "several values or a range, such as lr=0.1,0.2 or lr=0.01:1"
             raise ValueError(f"Expected --tune with {wanted}, but got {' '.join(self.tune)!r}.")
-        for name in ("trials", "tune_seeds", "repeats", "tune_map"):
-            value = getattr(self, name)
-            if value not in (None, "none") and not tuned:
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"Expected {option} only with --tune, but got {value!r}.")
+        if not tuned:
+            refuse(self, ("trials", "tune_seeds", "repeats", "tune_map"), "--tune")
         return tuned, changes
 
     def tuner(
@@ -118,8 +114,6 @@ class StudyOptions:
             epochs and seeds are chosen to fit, unless given, and no run is started that would
             finish too late. For your own program nothing is chosen.
         fresh: Do not reuse an earlier start; its folder is renamed.
-        yes: Do not ask whether to continue, even if the runs take long.
-        keys: List every key of the recipe, with its meaning, allowed values and default.
     """
 
     seeds: str | None = None
@@ -134,8 +128,6 @@ class StudyOptions:
     reuse: Path | None = None
     budget: str | None = None
     fresh: Annotated[bool, Flag] = False
-    yes: Annotated[bool, Flag] = False
-    keys: Annotated[bool, Flag] = False
 
     def base(self, recipe: str, overrides: Sequence[str], *, is_plain: bool = True) -> Recipe:
         """The recipe of every run; if it must be plain, the arms set alpha."""
@@ -165,7 +157,7 @@ class StudyOptions:
         if not program.is_foreign:
             metric = metric_named(self.metric or "test_accuracy")
             margin = metric.margin if self.margin is None else self.margin
-        runs, finals = self.seeds, 0
+        runs, finals = self.seeds or ("8" if kind == "sweep" else None), 0
         if repeats is not None:
             if self.seeds is not None and (not self.seeds.isdigit() or self.seeds == "0"):
                 wanted = "Expected --seeds to be a number with --repeats (the seeds per repeat)"
@@ -213,8 +205,6 @@ def prepare(
     tuner: Tuner | None,
     options: StudyOptions,
     given: Collection[str],
-    *,
-    seeds_given: bool | None = None,
 ) -> Iterator[Prepared]:
     """Check a study of a recipe, choose settings for its budget, and open its pool.
 
@@ -226,23 +216,22 @@ def prepare(
     with options.pool(folder, study.program) as pool:
         done = count_reused(study, folder, tuner, pool.known.keys())
         plan = Plan.of(study, tuner, pool.workers, done)
-        first = plan.runs(study.design.looks[0])
-        check_disk(folder, first * facts.run_bytes(base), first)
-        remarks, watching = [], announcing(Watch, plan, ask=not options.yes)
+        remarks = []
         if options.budget is not None:
-            is_fixed = options.seeds is not None if seeds_given is None else seeds_given
-            kept = {"given": given, "seeds_given": is_fixed or bool(study.finals)}
+            is_fixed = options.seeds is not None or bool(study.finals)
+            kept = {"given": given, "seeds_given": is_fixed}
             study, chosen = choose_budget(study, plan, facts, pool, options.budget, began, **kept)
             if tuner is not None:
                 tuned = replace(tuner.study, program=study.program, design=study.design)
                 tuner = replace(tuner, study=tuned)
-            watching = Watch
             if chosen.changes:
                 remarks.append(
                     f"To fit the budget of {duration(chosen.seconds)}, these options were chosen: "
                     f"{chosen.options}. The verdict is about this shorter training."
                 )
-        yield Prepared(study, tuner, folder, Execution(pool, watching), remarks)
+        elif plan.runs(plan.design.last):
+            say(plan.announce())
+        yield Prepared(study, tuner, folder, Execution(pool, Watch), remarks)
 
 
 @Parameter(name="*", group="Your own program")
@@ -269,14 +258,6 @@ class ProgramOptions:
     head: str | None = None
     agc: float | None = None
 
-    def check_unused(self) -> None:
-        """Raise ValueError if an option was given without a program."""
-        for name, value in vars(self).items():
-            if value not in (None, ()):
-                given = value[0] if isinstance(value, tuple) else value
-                wanted = f"--{name.replace('_', '-')} only with your own program"
-                raise ValueError(f"Expected {wanted} (`compare -- COMMAND`), but got {given!r}.")
-
 
 @Parameter(name="*")
 @dataclass(frozen=True)
@@ -297,11 +278,3 @@ class TableOptions:
     columns: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True)] = ()
     baseline: str | None = None
     better: Literal["higher", "lower"] | None = None
-
-    def check_unused(self, *, has_program: bool) -> None:
-        """Raise ValueError for options that need --from or a program."""
-        for name in ("columns", "baseline", *(() if has_program else ("better",))):
-            if value := getattr(self, name):
-                shown = " ".join(value) if name == "columns" else value
-                where = "--from or your own program" if name == "better" else "--from"
-                raise ValueError(f"Expected --{name} only with {where}, but got {shown!r}.")

@@ -18,7 +18,7 @@ from powergrad.lab.cli.common import (
     recipe_and_overrides,
     show_keys,
 )
-from powergrad.lab.preflight import check_disk, check_recipe
+from powergrad.lab.preflight import check_recipe
 from powergrad.lab.trainer.export import export_run
 from powergrad.lab.trainer.progress import Progress
 from powergrad.lab.trainer.recipe import header, load_recipe, parse_overrides, recipe_names
@@ -80,26 +80,19 @@ def train(
         raise ValueError(f"Expected a run to resume at {str(run.folder)!r}, but got none.")
     if processes > 1:
         return _launch(processes, [token for token in sys.argv[1:] if token != "--fresh"])
-    _put_aside(run, chosen.folder_fingerprint())
+    data = chosen.folder_fingerprint()
+    if run.environment().get("data", data) != data:
+        put_aside(run.folder, "The images have changed since")
     result = run.result()
     if result is not None:
         run.check_recipe(chosen)
         print(f"{run.folder} is finished{': it diverged' if result.about['diverged'] else ''}.")
         return 0
     if not run.exists() and "RANK" not in os.environ:
-        check_disk(run.folder, check_recipe(chosen).run_bytes(chosen), 1)
+        check_recipe(chosen)
     with Progress() as progress:
         run_recipe(chosen, run.folder, progress=progress)
     return 0
-
-
-def _put_aside(run: Run, data: str) -> None:
-    """Rename the folder of a run whose images have changed since, and tell the user."""
-    before = run.environment().get("data", data)
-    if before != data:
-        moved = run.folder.with_name(f"{run.folder.name}-{before.partition(':')[2][:8]}")
-        run.folder.rename(moved)
-        print(f"The images have changed since the run in {run.folder}; it was moved to {moved}.")
 
 
 def _launch(processes: int, arguments: list[str]) -> int:

@@ -41,7 +41,7 @@ class Data(Section):
     bad_images: Annotated[Literal["refuse", "skip"], "what to do with unreadable images"] = "refuse"
     hold_out: Annotated[BelowOne, "test on this fraction of the training data instead"] = 0.0
     groups: Annotated[
-        str | None,
+        re.Pattern[str] | None,
         "folders: regular expression; images whose paths have the same match (of its first group, "
         "if any) are held out together; no effect if hold_out is 0",
     ] = None
@@ -89,21 +89,10 @@ class Data(Section):
             raise ValueError(f"expected the smaller value first, but got {ends[0]} and {ends[1]}")
         return ends
 
-    @field_validator("groups")
-    @classmethod
-    def _check_pattern(cls, groups: str | None) -> str | None:
-        try:
-            re.compile(groups or "")
-        except re.error as error:
-            raise ValueError(
-                f"expected a regular expression, but got {groups!r}: {error}"
-            ) from None
-        return groups
-
     @model_validator(mode="after")
     def _check_kind(self) -> Data:
         if self.groups is not None and not self.is_folder:
-            raise ValueError(f"expected no groups for {self.name}, but got {self.groups!r}")
+            raise ValueError(f"expected no groups for {self.name}, but got {self.groups.pattern!r}")
         if self.crop_padding and self.is_folder:
             wanted = "scale and ratio instead of crop_padding for a folder"
             raise ValueError(f"expected {wanted}, but got {self.crop_padding}")

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powergrad.lab.data.data_options import Data
-from powergrad.lab.data.sets import find_set, roots
+from powergrad.lab.data.sets import roots
 from powergrad.lab.data.streams import balanced_subset, held_out, held_out_groups
 
 # The formats that Pillow decodes itself or with a library made for untrusted files (EPS, for
@@ -42,7 +42,7 @@ EXTENSIONS = tuple(itertools.chain.from_iterable(FORMATS.values()))
 
 # Why a file or folder is not used.
 HIDDEN, BROKEN, LOOSE = "hidden", "broken link", "not in a class folder"
-LOOP, TWICE = "link to a folder above it", "folder that is already included by a link"
+AGAIN = "folder above, or already included"
 
 SETTLED = 2.0  # seconds without changes after which the modification time of a folder is reliable
 
@@ -66,17 +66,16 @@ class Listing(NamedTuple):
     def subset(self, indices: NDArray[np.int64]) -> Listing:
         return Listing(self.root, self.paths[indices], self.labels[indices])
 
-    def groups(self, pattern: str) -> NDArray[np.int64]:
+    def groups(self, pattern: re.Pattern[str]) -> NDArray[np.int64]:
         """The group number of each image: group 1 of the match in its path, or the whole match."""
-        compiled = re.compile(pattern)
-        matches = {name: compiled.search(name) for name in map(os.fsdecode, self.paths)}
+        matches = {name: pattern.search(name) for name in map(os.fsdecode, self.paths)}
         if unmatched := [name for name, match in matches.items() if match is None]:
             raise ValueError(
                 f"Expected `data.groups` to match the path of every training image below "
-                f"{os.fsdecode(self.root)!r}, but got {pattern!r}, which does not match "
+                f"{os.fsdecode(self.root)!r}, but got {pattern.pattern!r}, which does not match "
                 f"{len(unmatched):,} of {len(matches):,}, such as {unmatched[0]!r}."
             )
-        keys = [match[1 if compiled.groups else 0] or "" for match in matches.values() if match]
+        keys = [match[1 if pattern.groups else 0] or "" for match in matches.values() if match]
         return np.unique(np.array(keys), return_inverse=True)[1]
 
 
@@ -84,8 +83,8 @@ class Listing(NamedTuple):
 class ImageFolder:
     """The content of a folder of images.
 
-    `classes` are the folders of train, sorted. `ignored` has the relative path of each unused file
-    or folder, and the reason. `problems` are the reasons why the folder cannot be used for
+    `classes` are the folders of train, sorted. `ignored` has the relative paths of unused files and
+    folders by the reason. `problems` are the reasons why the folder cannot be used for
     training. `folders` are the modification times of all folders that were read.
     """
 
@@ -93,7 +92,7 @@ class ImageFolder:
     train: Listing
     test: Listing | None
     classes: tuple[str, ...]
-    ignored: list[tuple[str, str]]
+    ignored: dict[str, list[str]]
     problems: list[str]
     folders: dict[str, int]
 
@@ -154,7 +153,7 @@ def _list_folder(root: Path, needs_test: bool) -> ImageFolder:
 
     Images are files with one of the :data:`EXTENSIONS`, in upper or lower case, at any depth below
     their class. Names that start with a dot are ignored. Links are followed, unless they lead to a
-    folder above themselves. A class may be missing from val.
+    folder above the classes, or to one that the class already has. A class may be missing from val.
     """
     test_folder = root / "val" if (root / "val").is_dir() else root / "test"
     has_train, has_test = (root / "train").is_dir(), test_folder.is_dir()
@@ -167,13 +166,15 @@ def _list_folder(root: Path, needs_test: bool) -> ImageFolder:
             f"{str(root)!r} has no folder {missing} with one folder per class. Use "
             f"`--data.hold_out 0.2` to test on a fifth of {where}."
         )
-    ignored: list[tuple[str, str]] = []
+    ignored: dict[str, list[str]] = {}
     folders = {str(root): _changed_at(str(root))}
     in_train = _walk(root, train_folder, ignored, folders)
     in_test = _walk(root, test_folder, ignored, folders) if has_test else {}
 
     def no_images(folder: Path) -> str:
-        others = [f"{path} ({reason})" for path, reason in ignored if reason != HIDDEN]
+        others = [
+            f"{p} ({reason})" for reason in ignored.keys() - {HIDDEN} for p in ignored[reason]
+        ]
         wanted = f"images ({', '.join(EXTENSIONS)}) in {str(folder)!r}, in one folder per class"
         ending = f" Ignored: {some(others)}." if others else ""
         return f"Expected {wanted}, but got none.{ending}"
@@ -210,36 +211,37 @@ def some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(map(repr, names[:most])) + more
 
 
-def _walk(
-    root: Path, split: Path, ignored: list[tuple[str, str]], times: dict[str, int]
-) -> _Images:
+def _walk(root: Path, split: Path, ignored: dict[str, list[str]], times: dict[str, int]) -> _Images:
     """The paths of the images of each class in a split, relative to it, sorted.
 
     Adds the skipped entries to `ignored`, and the modification time of each folder to `times`.
     """
     found: _Images = {}
     start = len(os.path.join(split, ""))
+    place = Path(os.path.realpath(split))
+    above = {str(place), *map(str, place.parents)}
     seen: set[tuple[str, str]] = set()  # the class and the place of each folder
     for folder, folders, files in os.walk(split, onerror=_raise, followlinks=True):
         times[folder] = _changed_at(folder)
-        inside = Path(folder).relative_to(split).parts
+        label = folder[start:].partition(os.sep)[0]
         reasons: dict[str, str] = {}
         for path in (os.path.join(folder, name) for name in sorted(files)):
-            reasons[path] = _why_not_used(path, is_loose=not inside)
+            reasons[path] = _why_not_used(path, is_loose=not label)
             if not reasons[path]:
-                found[inside[0]].append(os.fsencode(path[start:]))
+                found[label].append(os.fsencode(path[start:]))
         entries, folders[:] = sorted(folders), []
         for name in entries:
             path = os.path.join(folder, name)
-            key = (inside or (name,))[0], os.path.realpath(path)
-            is_loop = os.path.islink(path) and _leads_above(path, split)
-            if name.startswith(".") or is_loop or key in seen:
-                reasons[path] = HIDDEN if name.startswith(".") else LOOP if is_loop else TWICE
+            key = label or name, os.path.realpath(path)
+            if name.startswith(".") or key in seen or key[1] in above:
+                reasons[path] = HIDDEN if name.startswith(".") else AGAIN
             else:
                 seen.add(key)
                 folders.append(name)
                 found.setdefault(key[0], [])
-        ignored += [(os.path.relpath(p, root), reason) for p, reason in reasons.items() if reason]
+        for path, reason in reasons.items():
+            if reason:
+                ignored.setdefault(reason, []).append(os.path.relpath(path, root))
     return {name: sorted(paths) for name, paths in found.items()}
 
 
@@ -248,22 +250,15 @@ def _raise(error: OSError) -> None:
 
 
 def _why_not_used(path: str, *, is_loose: bool) -> str:
+    """The reason why a file is not used, or an empty string."""
     name = os.path.basename(path).lower()
     if name.endswith(EXTENSIONS) and not is_loose and not name.startswith("."):
         return ""
     if os.path.islink(path) and not os.path.exists(path):
         return BROKEN
-    if name.startswith("."):
-        return HIDDEN
     extension = os.path.splitext(name)[1]
-    return LOOSE if is_loose else f"extension {extension}" if extension else "no extension"
-
-
-def _leads_above(link: str, split: Path) -> bool:
-    """Whether a link leads to a folder that contains it, or to a parent of one."""
-    target = os.path.join(os.path.realpath(link), "")
-    above = [folder for folder in Path(link).parents if folder.is_relative_to(split)]
-    return any(os.path.join(os.path.realpath(folder), "").startswith(target) for folder in above)
+    other = f"extension {extension}" if extension else "no extension"
+    return HIDDEN if name.startswith(".") else LOOSE if is_loose else other
 
 
 def choose(
@@ -285,23 +280,14 @@ def choose(
 
 
 def fingerprint(config: Data, data_dir: str | None = None, *, kind: str = "times") -> str:
-    """A string that is the same for the same data, and changes when the data change.
+    """A string that is the same for the same images, and changes when a folder of images changes.
 
-    For a folder, it is a hash of the names of all images of both splits with their sizes and
-    modification times ("times"), sizes ("sizes") or contents ("contents"). Names are relative to
-    the folder, so its location does not matter. The times of the files of a stored data set are
-    ignored. Options that select images, such as ``hold_out``, do not change it.
+    It is a hash of the names of all images of both splits with their sizes and modification times
+    ("times"), sizes ("sizes") or contents ("contents"). Names are relative to the folder, so its
+    location does not matter. Options that select images, such as ``hold_out``, do not change it.
     """
-    if config.is_folder:
-        files = open_folder(config, data_dir).images()
-    else:
-        paths = find_set(config.name).files(data_dir)
-        if not paths:
-            return f"{config.name}:1"
-        files = [(path.name, os.fsencode(path)) for path in paths]
-        kind = "sizes" if kind == "times" else kind
     digest = hashlib.sha256()
-    for name, path in files:
+    for name, path in open_folder(config, data_dir).images():
         size, changed = file_stamp(path)
         content = b"%d" % size if kind == "sizes" else b"%d %d" % (size, changed)
         if kind == "contents":

@@ -17,7 +17,7 @@ from powergrad.lab.runs import RecipeProgram
 from powergrad.lab.study import METRICS, Results, RunRow, load_study
 from powergrad.lab.study.decompose import describe_identity, explain_decomposition
 from powergrad.lab.study.metrics import metric_names
-from powergrad.lab.study.saving import FILE, conclude, find_jobs
+from powergrad.lab.study.saving import FILE, conclude, planned_jobs
 from powergrad.lab.trainer.recipe import Recipe, flatten
 from powergrad.lab.trainer.run_folder import Run, RunError
 from powergrad.lab.words import hide_folders, short_key, spans
@@ -171,7 +171,7 @@ def planned_runs(results: Results) -> list[RunRow]:
     arms, known = open_arms(results), {(row.arm, row.seed) for row in results.rows}
     return [
         RunRow(arm=arm, seed=seed, run=job.name)
-        for (arm, seed), job in find_jobs(study, results.folder).items()
+        for (arm, seed), job in planned_jobs(study).items()
         if arm in arms and (arm, seed) not in known
     ]
 

@@ -130,8 +130,6 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._answer(HTTPStatus.OK, kind, text)
 
-    do_HEAD = do_GET  # noqa: N815
-
     def _answer(self, status: HTTPStatus, kind: str, text: str, **headers: str) -> None:
         body = text.encode("utf-8", "replace")
         self.send_response(status)
@@ -139,8 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {**HEADERS, **lengths, **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     @override
     def log_message(self, format: str, *args: Any) -> None:

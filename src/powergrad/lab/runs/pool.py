@@ -15,6 +15,7 @@ import logging
 import math
 import pickle
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -34,6 +35,7 @@ from powergrad.lab.runs.worker import PATIENCE, PROGRESS, Call, Outcome, dismiss
 from powergrad.lab.signals import Interrupted, watching_signals
 
 REACH = 5  # seconds to connect to the scheduler of a cluster
+NO_WORKERS = 5  # seconds without workers until the user is told
 SILENT = 10  # after this many seconds without a report, a run does not count as running
 SHOWN = 8  # the maximal number of different failures to show
 
@@ -96,6 +98,7 @@ class Pool:
         self.id = f"powergrad-{uuid4().hex}"
         self.states: dict[str, dict[str, Any]] = {}  # of the runs of all batches
         self._client: Any = None
+        self._had_workers = math.inf  # when the cluster last had workers; infinite if told
         self._reports: dict[str, tuple[float, float]] = {}  # finished fraction and time
         self._stack = contextlib.ExitStack()
 
@@ -180,6 +183,7 @@ class Pool:
                 place = get_address_host_port(self.cluster)
                 socket.create_connection(place, timeout=REACH).close()  # says why it is not
                 self._client = enter(Client(self.cluster, timeout=REACH, set_as_default=False))
+                self._had_workers = time.monotonic()
             except (OSError, ValueError) as error:
                 reason = f"The Dask scheduler at {self.cluster!r} cannot be reached: {error}"
                 raise JobError(reason) from error
@@ -222,10 +226,20 @@ class Pool:
         try:
             if self._client.status != "running":  # it tries to connect again
                 raise self._lost()
-            # One more than the cluster can execute now, so that an adaptive one grows.
-            return 1 + sum(self._client.nthreads().values())
+            threads = sum(self._client.nthreads().values())
         except OSError as error:
             raise self._lost() from error
+        if threads:
+            self._had_workers = time.monotonic()
+        elif time.monotonic() - self._had_workers > NO_WORKERS:
+            self._had_workers = math.inf
+            print(
+                f"The Dask scheduler at {self.cluster} has no workers, so the runs wait. To start "
+                f"one: dask worker {self.cluster} --nthreads 1",
+                file=sys.stderr,
+                flush=True,
+            )
+        return threads + 1  # more than can be executed now, so that an adaptive cluster grows
 
     def _lost(self) -> JobError:
         return JobError(

@@ -47,8 +47,12 @@ class RecipeProgram(Program):
         return self.base.override({**changes, "seed": seed})
 
     def identity(self, arm: str, changes: Changes, seed: int) -> str:
-        data = f"-{self.fingerprint.partition(':')[2][:8]}" if self.fingerprint else ""
-        return self.recipe(changes, seed).key + data
+        recipe = self.recipe(changes, seed)
+        if not self.fingerprint:
+            return recipe.key
+        # The fingerprint identifies the images, so the name does not depend on their path, which
+        # study.json does not have.
+        return f"{recipe.without_paths().key}-{self.fingerprint.partition(':')[2][:8]}"
 
     def execute(self, job: Job, folder: Path) -> Result:
         result = train(self.recipe(job.changes, job.seed), folder / job.name).result()

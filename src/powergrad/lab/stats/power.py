@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from powergrad.lab.stats.looks import DEFAULT, LEAST, Design, sidak
 from powergrad.lab.stats.tests import Array, check_positive, pooled_sd, welch
+from powergrad.lab.words import duration
 
 STUDIES = 4_000
 MOST = 3_000  # the maximal number of runs per arm in a plan
@@ -117,7 +118,6 @@ class Noise:
 
     sigma: float  # standard deviation of a run
     runs: int  # runs from which it was estimated; 0 if it was given
-    source: str  # source of the estimate
     df: int = 0  # degrees of freedom of the estimate
 
     def interval(self) -> tuple[float, float]:
@@ -129,15 +129,9 @@ class Noise:
         return self.sigma * math.sqrt(df / low), self.sigma * math.sqrt(df / high)
 
 
-_JORDAN = (
-    "Keller Jordan, On the Variance of Neural Network Training with respect to Test Sets and "
-    "Distributions, ICLR 2024, arXiv:2304.01910"
-)
-KNOWN_NOISE = {
-    "imagenet-resnet18": Noise(0.118, 1_000, f"{_JORDAN}, appendix C: top-1 accuracy in percent"),
-    "cifar10-resnet": Noise(0.149, 60_000, f"{_JORDAN}, section 3.2: 64 epochs, in percent"),
-}
-"""Published values, in points of test accuracy."""
+# In points of test accuracy: Keller Jordan, On the Variance of Neural Network Training with respect
+# to Test Sets and Distributions, ICLR 2024, arXiv:2304.01910, appendix C and section 3.2.
+KNOWN_NOISE = {"imagenet-resnet18": Noise(0.118, 1_000), "cifar10-resnet": Noise(0.149, 60_000)}
 
 
 def estimate_noise(samples: Sequence[Sequence[float]]) -> Noise:
@@ -148,7 +142,7 @@ def estimate_noise(samples: Sequence[Sequence[float]]) -> Noise:
         raise ValueError("Expected an arm with 2 or more runs to estimate the noise, but got none.")
     runs = df + len(usable)
     sigma = check_positive(pooled_sd(usable), "standard deviation of the runs")
-    return Noise(sigma, runs, f"{runs} runs of {len(usable)} arms", df)
+    return Noise(sigma, runs, df)
 
 
 # The plan ----------------------------------------------------------------------------------------
@@ -168,7 +162,7 @@ class Plan:
     fixed: Outcome  # outcome with this fixed number
     design: Design  # a design with looks
     sequential: tuple[Outcome, ...]  # its outcomes if the arms do not differ
-    hours: float | None  # time of the fixed number of runs; None if the time of a run is not known
+    time: float | None  # seconds of the fixed number of runs, if the time of a run is known
 
     @property
     def runs(self) -> int:
@@ -183,7 +177,7 @@ class Plan:
         on = f" on {self.images} test images" if self.images else ""
         claim = f"a difference of {self.difference:g} at sigma {self.noise.sigma:.3g}{on}"
         cost = f"{100 * self.fixed.found:.0f}% power: {self.runs} runs"
-        cost += f", {_duration(self.hours)}" if self.hours is not None else ""
+        cost += f", {duration(self.time)}" if self.time is not None else ""
         return f"{self.seeds} runs per arm{between} find {claim} with {cost}."
 
 
@@ -234,7 +228,7 @@ def plan(
     # A given sigma has no uncertainty.
     low, high = noise.interval() if noise.runs else (noise.sigma, noise.sigma)
     rounds = math.ceil(seeds * (comparisons + 1) / workers)
-    hours = None if seconds is None else rounds * check_positive(seconds, "seconds") / 3600
+    time = None if seconds is None else rounds * check_positive(seconds, "seconds")
     effects = dict.fromkeys((0.0, margin, 2 * margin, abs(difference)))
     return Plan(
         difference=difference,
@@ -247,7 +241,7 @@ def plan(
         fixed=at(seeds, noise.sigma),
         design=looks,
         sequential=tuple(outcome(effect, noise.sigma, looks) for effect in effects),
-        hours=hours,
+        time=time,
     )
 
 
@@ -257,10 +251,4 @@ def _as_noise(noise: float | str | Noise) -> Noise:
             names = ", ".join(map(repr, KNOWN_NOISE))
             raise ValueError(f"Expected `noise`, a number or one of {names}, but got {noise!r}.")
         return KNOWN_NOISE[noise]
-    return noise if isinstance(noise, Noise) else Noise(check_positive(noise, "noise"), 0, "given")
-
-
-def _duration(hours: float) -> str:
-    if hours >= 1:
-        return f"{hours:.1f} hours"
-    return f"{60 * hours:.0f} minutes" if hours >= 1 / 60 else f"{3600 * hours:.0f} seconds"
+    return noise if isinstance(noise, Noise) else Noise(check_positive(noise, "noise"), 0)

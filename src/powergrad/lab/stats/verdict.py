@@ -19,7 +19,7 @@ import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, SupportsFloat
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -166,9 +166,9 @@ def compare(
     higher_is_better: bool = True,
     unit: str = "",
     step: float | None = None,
-    diverged: Mapping[str, Collection[int]] | None = None,
-    failed: Mapping[str, Collection[int]] | None = None,
-    withhold: Mapping[str, str] | None = None,
+    diverged: Mapping[str, Collection[int]] = {},
+    failed: Mapping[str, Collection[int]] = {},
+    withhold: Mapping[str, str] = {},
     counted: str = "runs",
 ) -> list[Comparison]:
     r"""Compare every arm with the baseline.
@@ -176,11 +176,12 @@ def compare(
     The docstring of this module explains the procedure. An arm is judged at the first look at which
     it is settled. Later runs do not count, so a verdict does not change afterwards.
     """
-    runs, margin = _checked(values, baseline), float(check_positive(margin, "margin"))
-    arms = [arm for arm in runs if arm != baseline]
+    _check_arms(values, baseline)
+    margin = float(check_positive(margin, "margin"))
+    arms = [arm for arm in values if arm != baseline]
     if step is None:
-        step = step_of([value for metrics in runs.values() for value in metrics.values()])
-    planned = {arm: sorted({*runs[arm], *(failed or {}).get(arm, ())}) for arm in runs}
+        step = step_of([value for runs in values.values() for value in runs.values()])
+    planned = {arm: sorted({*values[arm], *failed.get(arm, ())}) for arm in values}
     results = []
     for arm in arms:
         pair = (arm, baseline)
@@ -192,10 +193,10 @@ def compare(
         for look, sizes in enumerate(looks if design else [counts]):
             is_early = min(sizes) < plan.looks[0]
             seeds = {name: planned[name][:size] for name, size in zip(pair, sizes, strict=True)}
-            if any(runs[name].keys().isdisjoint(seeds[name]) for name in pair):
+            if any(values[name].keys().isdisjoint(seeds[name]) for name in pair):
                 seeds, is_early = planned, True  # all of them failed
             first, second = (
-                np.array([runs[name][seed] for seed in seeds[name] if seed in runs[name]])
+                np.array([values[name][seed] for seed in seeds[name] if seed in values[name]])
                 for name in pair
             )
             level = 0.0 if is_early else plan.nominal(look, len(arms))
@@ -203,9 +204,9 @@ def compare(
             if judged.verdict != "not settled":
                 break
         assert judged is not None  # there is always one look
-        lost = [len({*seeds[name]}.intersection((diverged or {}).get(name, ()))) for name in pair]
-        missing = [len({*seeds[name]} - runs[name].keys()) for name in pair]
-        withheld = (withhold or {}).get(arm, "") if judged.verdict == "better" else ""
+        lost = [len({*seeds[name]}.intersection(diverged.get(name, ()))) for name in pair]
+        missing = [len({*seeds[name]} - values[name].keys()) for name in pair]
+        withheld = withhold.get(arm, "") if judged.verdict == "better" else ""
         results.append(
             Comparison(
                 arm=arm,
@@ -303,23 +304,11 @@ def format_interval(interval: Sequence[float], digits: int = 2) -> str:
     return f"{low} to {high}"
 
 
-def _checked(
-    values: Mapping[str, Mapping[int, float]], baseline: str
-) -> dict[str, dict[int, float]]:
+def _check_arms(values: Mapping[str, Mapping[int, float]], baseline: str) -> None:
     names = ", ".join(map(repr, values)) or "none"
     if len(values) < 2:
         raise ValueError(f"Expected a baseline and at least one other arm, but got {names}.")
     if baseline not in values:
         raise ValueError(f"Expected `baseline` to be one of {names}, but got {baseline!r}.")
-    runs = {arm: dict(metrics) for arm, metrics in values.items()}
-    for arm, metrics in runs.items():
-        if not metrics:
-            raise ValueError(f"Expected runs of every arm, but got none of {arm!r}.")
-        for seed, value in metrics.items():
-            expected = f"Expected the metric of {arm!r} at seed {seed} to be"
-            if not isinstance(value, SupportsFloat):
-                raise TypeError(f"{expected} a number, but got {value!r}.")
-            metrics[seed] = float(value)
-            if not math.isfinite(value):
-                raise ValueError(f"{expected} finite, but got {value}.")
-    return runs
+    for arm in (arm for arm, runs in values.items() if not runs):
+        raise ValueError(f"Expected runs of every arm, but got none of {arm!r}.")

@@ -65,37 +65,15 @@ def describe_identity(gaps: Mapping[int, float]) -> str:
 
 
 def explain_decomposition(results: Results, alpha: float) -> str:
-    """The decomposition of PGT's gain, as a paragraph."""
+    """Whether PGT helps, and whether a single change would do the same."""
     by_arm = {comparison.arm: comparison for comparison in results.comparisons}
-    pgt, same, faster = by_arm["PGT"], by_arm["two-group CE"], by_arm["CE at lr / alpha"]
-
-    def with_interval(arm: str) -> str:
-        low, high = by_arm[arm].interval
-        return f"{arm} {by_arm[arm].difference:+.2f} ({low:+.2f} to {high:+.2f})"
-
-    parts = [arm for arm in by_arm if "alpha" in arm and not arm.startswith("CE")]
-    better = [arm for arm in parts if by_arm[arm].verdict == "better"]
-    worse = [arm for arm in parts if by_arm[arm].verdict == "worse"]
-    lines = [
-        f"At alpha {alpha:g}, {with_interval('PGT')}: {pgt.verdict}. The equivalent two-group CE, "
-        f"the same training up to rounding: {same.difference:+.2f}, {same.verdict}."
-    ]
-    for effect, arms in (("help on their own", better), ("do harm", worse)):
-        if arms:
-            lines.append(f"These parts {effect}: {'; '.join(map(with_interval, arms))}.")
-    if not better and not worse:
-        largest = max(parts, key=lambda arm: abs(by_arm[arm].difference))
-        lines.append(f"No part alone is better or worse; the largest is {with_interval(largest)}.")
-    lines.append(
-        f"Without PGT, at the learning rate divided by alpha: {with_interval('CE at lr / alpha')}, "
-        f"{faster.verdict}. With alpha times the logits in the loss: "
-        f"{with_interval('CE(alpha z)')}."
-    )
-    if pgt.verdict != "better":
-        lines.append("PGT itself is not shown to help here, so there is no gain to decompose.")
-    elif simpler := [*better, *(["CE at lr / alpha"] if faster.verdict == "better" else [])]:
-        best = max(simpler, key=lambda arm: by_arm[arm].difference)
-        lines.append(f"Instead of PGT, this single change could be used here: {best}.")
+    single = [arm for arm in by_arm if "alpha" in arm and arm != "CE(alpha z)"]
+    better = [arm for arm in single if by_arm[arm].verdict == "better"]
+    if by_arm["PGT"].verdict != "better":
+        conclusion = "PGT itself is not shown to help here, so there is no gain to decompose."
+    elif better:
+        best = max(better, key=lambda arm: abs(by_arm[arm].difference))
+        conclusion = f"Instead of PGT, this single change could be used here: {best}."
     else:
-        lines.append("No single change does the same here: PGT or its two groups are needed.")
-    return "\n".join(lines)
+        conclusion = "No single change does the same here: PGT or its two groups are needed."
+    return f"PGT at alpha {alpha:g}: {by_arm['PGT'].sentence}\n{conclusion}"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from powergrad.lab.runs import AnyProgram, Job, RecipeProgram
 from powergrad.lab.stats import Design, check_positive
 from powergrad.lab.study.metrics import METRICS, Metric
+from powergrad.lab.study.records import RunRow
 from powergrad.lab.trainer.recipe import Recipe
+from powergrad.lab.trainer.run_folder import Result, Run
 from powergrad.lab.words import short_key
 
 StudyKind = Literal["compare", "sweep", "decompose", "tune", "paper"]
@@ -87,3 +91,21 @@ class Study:
         """The runs of every arm; seeds are the outer loop, so that all arms advance together."""
         seeds = self.seeds if units is None else self.seeds_of(units)
         return {(arm, seed): self.job(arm, seed) for seed in seeds for arm in self.arms}
+
+    def row(self, job: Job, result: Result, folder: Path) -> RunRow:
+        """The row of a run that has ended; its files are in `folder`, or on another machine."""
+        run, about = Run(folder / job.name), dict(result.about)
+        is_here, commit = run.folder.is_dir(), about.pop("commit", "")
+        value = result.metrics.get(self.metric.name)
+        if self.program.is_foreign and value is not None:
+            about["diverged"] = not math.isfinite(value)
+        return RunRow(
+            arm=job.arm,
+            seed=job.seed,
+            metrics=dict(result.metrics),
+            about=about,
+            run=job.name,
+            commit=(run.environment().get("commit") or "") if is_here else commit,
+            unit=self.unit_of(job.seed) if self.finals else None,
+            is_elsewhere=not is_here,
+        )

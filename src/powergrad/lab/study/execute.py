@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -21,7 +20,7 @@ from powergrad.lab.study.results import Results
 from powergrad.lab.study.saving import claim, save
 from powergrad.lab.study.tables import read_rows
 from powergrad.lab.study.tuning import Tuner
-from powergrad.lab.trainer.run_folder import Result, Run
+from powergrad.lab.trainer.run_folder import Result
 from powergrad.lab.words import short_key
 
 EVERY = 3.0  # seconds between two versions of study.json while runs are executed
@@ -46,11 +45,12 @@ class Execution:
         jobs: Mapping[tuple[str, int], Job],
         study: Study,
         metric: str,
-        keep: Callable[[Done], None] = lambda done: None,
-    ) -> Done:
-        """Execute some runs; runs for which there is no time left are missing.
+        keep: Callable[[Mapping[str, Result]], None] = lambda results: None,
+    ) -> dict[str, Result]:
+        """Execute some runs; return their results by name.
 
-        While they run, `keep` is called every few seconds with what is finished.
+        The result of a failed run is the reason; runs for which there is no time left are missing.
+        While they run, `keep` is called every few seconds with the results so far.
         """
         kept_at, kept = time.monotonic(), 0
         try:
@@ -62,47 +62,14 @@ class Execution:
                     is_new = len(snapshot.results) > kept
                     if is_new and time.monotonic() - kept_at > EVERY:
                         kept_at, kept = time.monotonic(), len(snapshot.results)
-                        keep(Done(snapshot.results, {}))
+                        keep(snapshot.results)
 
-                return Done(self.pool.run(list(jobs.values()), show), {})
+                return self.pool.run(list(jobs.values()), show)
         except RunsFailed as error:
             if not study.program.is_foreign:
                 raise
-            return Done(error.results, error.failed)
-
-    def row(self, job: Job, done: Done, study: Study, unit: int | None) -> RunRow | None:
-        """The row of a run; None if it was not executed."""
-        if job.name in done.failed:
-            about = {"failed": done.failed[job.name]}
-            return RunRow(arm=job.arm, seed=job.seed, about=about, run=job.name, unit=unit)
-        if job.name not in done.results:
-            return None
-        result, folder = done.results[job.name], self.pool.folder / job.name
-        about = dict(result.about)
-        commit = str(about.pop("commit", ""))
-        if folder.is_dir():
-            commit = str(Run(folder).environment().get("commit") or "")
-        value = result.metrics.get(study.metric.name)
-        if study.program.is_foreign and value is not None:
-            about["diverged"] = not math.isfinite(value)
-        return RunRow(
-            arm=job.arm,
-            seed=job.seed,
-            metrics=dict(result.metrics),
-            about=about,
-            run=job.name,
-            commit=commit,
-            unit=unit,
-            is_elsewhere=not folder.is_dir(),
-        )
-
-
-@dataclass(frozen=True)
-class Done:
-    """The results of the finished runs, and the reasons of the failed ones, by name."""
-
-    results: Mapping[str, Result]
-    failed: Mapping[str, str]
+            failed = {n: Result(metrics={}, about={"failed": r}) for n, r in error.failed.items()}
+            return {**error.results, **failed}
 
 
 def known_runs(path: Path | None) -> dict[str, Result]:
@@ -167,16 +134,19 @@ def _run_units(results: Results, study: Study, units: range, execution: Executio
         what = "repeats" if study.finals else "seeds"
         title += f", {what} up to {units.stop} of at most {study.design.last}"
 
-    def with_runs(done: Done) -> Results:
-        rows = [
-            execution.row(job, done, study, study.unit_of(seed) if study.finals else None)
-            for (_, seed), job in jobs.items()
-        ]
-        return replace(results, rows=[*results.rows, *(row for row in rows if row is not None)])
+    rows: dict[str, RunRow] = {}
 
-    folder, metric = execution.pool.folder, study.metric.name
-    done = execution.run(title, jobs, study, metric, lambda done: save(with_runs(done), folder))
-    return with_runs(done)
+    def with_rows(done: Mapping[str, Result]) -> Results:
+        for job in jobs.values():
+            if job.name in done and job.name not in rows:
+                rows[job.name] = study.row(job, done[job.name], execution.pool.folder)
+        added = [rows[job.name] for job in jobs.values() if job.name in rows]
+        return replace(results, rows=[*results.rows, *added])
+
+    def keep(done: Mapping[str, Result]) -> None:
+        save(with_rows(done), execution.pool.folder, is_partial=True)
+
+    return with_rows(execution.run(title, jobs, study, study.metric.name, keep))
 
 
 def _cut_short(results: Results, study: Study, missing: Mapping[str, int]) -> Results:
@@ -212,18 +182,18 @@ def _tune_repeat(tuner: Tuner, repeat: int, results: Results, execution: Executi
     title = f"tuning {', '.join(map(short_key, tuner.space.keys))}"
     title += f", repeat {repeat + 1} of at most {study.design.last}" if study.finals else ""
     done = execution.run(title, shown, study, tuner.judging.name)
-    ended = len(done.results) + len(done.failed)
-    if ended < len(jobs):
-        raise Interrupted(f"the time ran out with {ended} of {len(jobs)} tuning runs finished")
-    rows = []
-    for (arm, place, _), job in jobs.items():
-        row = execution.row(job, done, study, repeat if study.finals else None)
-        if row is not None and not row.failed:  # `choose` reports failed runs
+    if len(done) < len(jobs):
+        raise Interrupted(f"the time ran out with {len(done)} of {len(jobs)} tuning runs finished")
+    finished, rows = {}, []
+    for (arm, place, seed), job in jobs.items():
+        row = study.row(job, done[job.name], execution.pool.folder)
+        if not row.failed:  # `choose` reports failed runs
             point = tuner.changes(arm, tuner.space.points(arm, repeat)[place])
-            rows.append(row.model_copy(update={"settings": point}))
-    by_place = {k: done.results[job.name] for k, job in jobs.items() if job.name in done.results}
+            unit = {"unit": repeat} if study.finals else {}
+            rows.append(row.model_copy(update={"settings": point, **unit}))
+            finished[arm, place, seed] = done[job.name]
     earlier = results.tuning.repeats if results.tuning else ()
-    tuning = tuner.record([*earlier, tuner.choose(repeat, by_place)])
+    tuning = tuner.record([*earlier, tuner.choose(repeat, finished)])
     return replace(results, tuning=tuning, trials=[*results.trials, *rows])
 
 
@@ -244,7 +214,7 @@ def run_first(study: Study, tuner: Tuner | None, execution: Execution) -> list[R
     job = next(iter(tuner.jobs(0).values())) if tuner else study.job(*first)
     jobs = {(study.baseline, 0): job, (study.baseline, 1): job.within("again")}
     done = execution.run("the first run, twice", jobs, study, study.metric.name)
-    if not done.results:
-        raise JobError(f"the first run failed: {next(iter(done.failed.values()))}")
-    rows = [execution.row(job, done, study, None) for job in jobs.values()]
-    return [row for row in rows if row is not None and not row.failed]
+    rows = [study.row(job, done[job.name], execution.pool.folder) for job in jobs.values()]
+    if all(row.failed for row in rows):
+        raise JobError(f"the first run failed: {rows[0].failed}")
+    return [row for row in rows if not row.failed]

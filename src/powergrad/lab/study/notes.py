@@ -10,7 +10,7 @@ from powergrad.lab.stats import DEFAULT, Comparison, error_of_looks
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.records import LeftOut, Source, Tuning
 from powergrad.lab.study.results import Results
-from powergrad.lab.words import short_key, slug
+from powergrad.lab.words import short_key
 
 MOST_ADVICE = 2
 WIDER = 4  # the factor by which advice widens a range
@@ -162,15 +162,6 @@ def _about_design(results: Results) -> Iterator[str]:
             yield (
                 f"An arm stops once it is settled: {', '.join(stopped)} {what}. It is compared "
                 f"with as many {what} of {results.baseline}."
-            )
-    if results.folder is not None and not results.has_repeats:
-        known = {slug(arm)[:40] for arm in study.arms}
-        found = (p.parent.name.rpartition("-seed") for p in results.folder.glob("*/result.json"))
-        seeds = {rest.partition("-")[0] for arm, _, rest in found if arm in known}
-        if spare := {int(seed) for seed in seeds if seed.isdigit()} - set(study.seeds):
-            yield (
-                f"Seeds {study.seeds[0]} to {study.seeds[-1]} are used; the folder contains "
-                f"{len(spare)} more, which are not."
             )
 
 

@@ -27,7 +27,7 @@ class RunRow(Record):
     seed: int
     metrics: dict[str, Any] = Field(default={})  # numbers, or None
     about: dict[str, Any] = Field(default={})
-    settings: dict[str, Any] = Field(default={})  # tuned values; constant columns of a table
+    settings: dict[str, Any] = Field(default={})  # tuned values; how recipes differ
     run: str = ""  # the name of its folder; empty for runs made elsewhere
     commit: str = ""
     unit: int | None = None  # the number of its repeat
@@ -155,11 +155,6 @@ class Grid(Record):
             point = dict(zip(self.values, values, strict=True))
             arms[", ".join(f"{short_key(key)}={value}" for key, value in point.items())] = point
         return arms
-
-    @property
-    def is_numeric(self) -> bool:
-        """Whether all values of the first key are numbers, so that it can be an axis."""
-        return all(isinstance(value, (int, float)) for value in next(iter(self.values.values())))
 
 
 class IdentityCheck(Record):

@@ -114,7 +114,7 @@ class Results:
         return tuple(dict.fromkeys(name for name in names if not name.startswith("_")))
 
     def settings(self, arm: str) -> dict[str, Any]:
-        """The changes of an arm; in a table, the columns that differ only between arms."""
+        """The changes of an arm; for runs made elsewhere, those in which their recipes differ."""
         if self.study is not None:
             return self.study.settings(arm)
         return next((dict(row.settings) for row in self.of_arm(arm)), {})
@@ -157,7 +157,7 @@ class Results:
             step=0.0 if self.has_repeats else None,
             diverged={a: {_unit(r) for r in self.of_arm(a) if r.is_lost(name)} for a in arms},
             failed={arm: self._failed_units(arm) for arm in arms},
-            withhold=self.tuning.doubts(self.baseline) if self.tuning else None,
+            withhold=self.tuning.doubts(self.baseline) if self.tuning else {},
             counted="repeats" if self.has_repeats else "runs",
         )
 

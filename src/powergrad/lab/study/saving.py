@@ -38,12 +38,13 @@ FILE = "study.json"
 _adapter = TypeAdapter(Results)
 
 
-def save(results: Results, folder: Path) -> None:
+def save(results: Results, folder: Path, *, is_partial: bool = False) -> None:
+    """Write both files; while runs are executed, without what follows from the rows."""
     write_text(folder / "study.csv", to_csv(results))
-    write_json(folder / FILE, to_json(results))
+    write_json(folder / FILE, to_json(results, is_partial=is_partial))
 
 
-def to_json(results: Results) -> dict[str, Any]:
+def to_json(results: Results, *, is_partial: bool = False) -> dict[str, Any]:
     """The content of study.json; paths are shortened to names, because the file is shared."""
     study = results.study
     if study is not None:
@@ -51,7 +52,7 @@ def to_json(results: Results) -> dict[str, Any]:
     environment = dict(results.environment or describe_machine())
     environment["command"] = hide_folders(environment.get("command") or "")
     stored = replace(results, study=study, environment=environment, folder=None)
-    compared = results.comparable()
+    compared = None if is_partial else results.comparable()
     values = _adapter.dump_python(stored, mode="json")
     for name in ("rows", "trials", "repeated"):
         values[name] = [_without_empty(row) for row in values[name]]
@@ -76,30 +77,20 @@ def conclude(compared: Results) -> dict[str, Any]:
 
 def to_csv(results: Results) -> str:
     """A CSV with one row per run; the runs of the tuning have the phase ``tuning``."""
-    study, metric = results.study, results.metric.name
-    rows = [row for row in results.rows if not row.failed]
-    all_rows = [*rows, *results.trials]
-    names = [{**row.about, **row.metrics}.keys() for row in all_rows]
-    if results.source is not None:
-        named = list(dict.fromkeys(name for row in rows for name in row.flat()))[2:]
-    elif study is not None and study.program.is_foreign:
-        hidden = ("optimizers", "first_loss")
-        named = [name for name in metric_names(names, metric) if name not in hidden]
-    else:
-        known = {name for row in names for name in row}
-        named = [name for name in COLUMNS if name in known]
-        named = named if metric in named else [metric, *named]
-    about = ["arm", "seed"]
-    about += ["run"] if study or any(row.run for row in all_rows) else []
-    about += ["repeat"] if results.has_repeats else []
-    about += ["commit"] if any(row.commit for row in all_rows) else []
     keys = list(results.tuning.keys) if results.trials and results.tuning else []
-    about += ["phase", *keys] if results.trials else []
-    lines = [{**row.flat(), **_tuned(results, row, keys), "phase": "final"} for row in rows]
+    finished = [row for row in results.rows if not row.failed]
+    lines = [{**row.flat(), **_tuned(results, row, keys), "phase": "final"} for row in finished]
     lines += [{**row.flat(), "phase": "tuning"} for row in results.trials]
     left_out = results.source.left_out if results.source else ()
     lines += [{"arm": run.arm, "seed": run.seed} for run in left_out]
-    return csv_text([*about, *(name for name in named if name not in (*about, *keys))], lines)
+    about = ["arm", "seed", "run", "repeat", "commit", "phase", *keys]
+    hidden = {"optimizers", "first_loss"} | (set() if results.trials else {"phase"})
+    named = metric_names(lines, results.metric.name)
+    if results.study is not None and not results.study.program.is_foreign:
+        named = [name for name in named if name in (results.metric.name, *COLUMNS)]
+    columns = dict.fromkeys([*about, *named])
+    there = {name for line in lines for name in line} - hidden
+    return csv_text([name for name in columns if name in there], lines)
 
 
 def _tuned(results: Results, row: RunRow, keys: Sequence[str]) -> dict[str, Any]:
@@ -152,32 +143,19 @@ def load_study(folder: Path) -> Results:
     results = load(folder)
     if results.study is None:
         return results
-    rows = list(results.rows)
+    study, rows = results.study, list(results.rows)
     known = {(row.arm, row.seed) for row in rows}
-    for place, job in find_jobs(results.study, folder).items():
-        with contextlib.suppress(RunError):  # the page lists unreadable runs
-            result = job.result(folder) if place not in known else None
-            if result is not None:
-                found = {"metrics": result.metrics, "about": result.about}
-                rows.append(RunRow(arm=job.arm, seed=job.seed, run=job.name, **found))
+    for job in planned_jobs(study).values():
+        with contextlib.suppress(RunError, ValueError):  # the page lists unreadable runs
+            is_known = (job.arm, job.seed) in known
+            if not is_known and (result := job.result(folder)) is not None:
+                rows.append(study.row(job, result, folder))
     return replace(results, rows=rows)
 
 
-def find_jobs(study: Study, folder: Path) -> dict[tuple[str, int], Job]:
-    """The runs of a study with the names that they have in `folder`.
-
-    The name of a run on a folder of images depends on its path, which study.json does not have. The
-    runs of repeats are not known before they are tuned.
-    """
-    jobs = {} if study.finals else study.jobs()
-    if study.program.is_foreign or not study.program.fingerprint:
-        return jobs
-    names = {}
-    for path in folder.glob("*/config.yaml"):
-        with contextlib.suppress(RunError, RecipeError):
-            recipe, name = Run(path.parent).recipe(), path.parent.name
-            names[name.replace(recipe.key, recipe.without_paths().key)] = name
-    return {k: replace(job, name=names.get(job.name, job.name)) for k, job in jobs.items()}
+def planned_jobs(study: Study) -> dict[tuple[str, int], Job]:
+    """The runs of a study; those of repeats are not known before they are tuned."""
+    return {} if study.finals else study.jobs()
 
 
 def _is_kept(row: RunRow, folder: Path) -> bool:
@@ -212,7 +190,7 @@ def claim(study: Study, folder: Path) -> Study:
     """
     results = _continue_study(study, folder) if (folder / FILE).exists() else Results.of(study)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / FILE, to_json(results))
+    write_json(folder / FILE, to_json(results, is_partial=True))
     return results.study or study
 
 

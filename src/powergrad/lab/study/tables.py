@@ -152,10 +152,7 @@ class _Reader:
             guessed.append("metric")
         columns = {**roles, "metric": measured}
         names = self._kept_names(columns)
-        is_ours = {"arm", "run"} <= set(self.columns)  # then even constant numbers are metrics
-        numeric = {measured, *self._measured(list(names), roles)}
-        numeric |= {name for name in names if is_ours and self._is_numeric(name)}
-        kept = [self._row(number, columns, names, numeric) for number in self.lines]
+        kept = [self._row(number, columns, names) for number in self.lines]
         rows = [row for row in kept if isinstance(row, RunRow)]
         source = Source(
             file=self.path.name,
@@ -164,7 +161,7 @@ class _Reader:
             guessed=tuple(guessed),
             left_out=tuple(row for row in kept if isinstance(row, LeftOut)),
         )
-        return Table(names[measured], _with_settings(rows), source)
+        return Table(names[measured], rows, source)
 
     # Finding the columns -------------------------------------------------------------------------
 
@@ -224,15 +221,13 @@ class _Reader:
         """The name of each column among the metrics of a run."""
         roles = [columns[role] for role in ROLES]
         kept = [c for c in self.columns if c not in roles and c not in OURS]
-        kept += [c for c in ROLES if c in self.columns and c not in roles]
-        plain = Counter(_plain(c) for c in kept)
-        names = {c: _plain(c) if plain[_plain(c)] == 1 else c for c in kept}
-        return {c: f"{name} (column)" if name in OURS else name for c, name in names.items()}
+        taken = Counter([*map(_plain, kept), *OURS])
+        return {c: _plain(c) if taken[_plain(c)] == 1 else c for c in kept}
 
     # Reading a line ------------------------------------------------------------------------------
 
     def _row(
-        self, number: int, columns: Mapping[str, str], names: Mapping[str, str], numeric: set[str]
+        self, number: int, columns: Mapping[str, str], names: Mapping[str, str]
     ) -> RunRow | LeftOut:
         line = self.lines[number]
         arm = _arm(line[columns["arm"]], columns["arm"])
@@ -250,22 +245,17 @@ class _Reader:
             return LeftOut(line=number, arm=arm, seed=seed, reason=reason)
         if unfinished and math.isfinite(value):
             return LeftOut(line=number, arm=arm, seed=seed, reason=f"marked as {unfinished[0]}")
-        metrics: dict[str, Any] = {names[columns["metric"]]: value}
-        settings, about = {}, {}
-        for column, name in names.items():
-            content = self._cell(line[column])
-            if content is not None and column != columns["metric"]:
-                is_metric = name not in ABOUT and column in numeric
-                (metrics if is_metric else about if name in ABOUT else settings)[name] = content
-        if not math.isfinite(value):
+        numbers = {name: self._number(line[column]) for column, name in names.items()}
+        found = {name: value for name, value in numbers.items() if value is not None}
+        about: dict[str, Any] = {name: found.pop(name) for name in ABOUT if name in found}
+        if not math.isfinite(value) or line.get("diverged") == "True":
             about["diverged"] = True
         repeat = line.get("repeat", "")
         return RunRow(
             arm=arm,
             seed=seed,
-            metrics=metrics,
+            metrics={names[columns["metric"]]: value, **found},
             about=about,
-            settings=settings,
             run=line.get("run", ""),
             commit=line.get("commit", ""),
             unit=int(repeat) if repeat.isdigit() else None,
@@ -278,26 +268,6 @@ class _Reader:
             return float(text)
         except ValueError:
             return None
-
-    def _cell(self, text: str) -> float | bool | str | None:
-        """The value of a cell: a number, True, False, text, or None if it is empty."""
-        if text in ("True", "False", ""):
-            return text == "True" if text else None
-        number = self._number(text)
-        return text if number is None else number
-
-
-def _with_settings(rows: list[RunRow]) -> list[RunRow]:
-    """The rows, with those settings that are the same in all runs of an arm but differ between."""
-    arms, kept = {row.arm for row in rows}, []
-    for name in dict.fromkeys(name for row in rows for name in row.settings):
-        values = {(row.arm, repr(row.settings.get(name))) for row in rows}
-        if len(values) == len(arms) and len({value for _, value in values}) > 1:
-            kept.append(name)
-    return [
-        row.model_copy(update={"settings": {name: row.settings.get(name) for name in kept}})
-        for row in rows
-    ]
 
 
 def _listed(columns: Iterable[str]) -> str:

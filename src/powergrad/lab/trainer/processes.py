@@ -39,8 +39,6 @@ class Processes:
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set in any process."""
-        if self.world == 1:
-            return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
 
     def agree(self, number: int) -> bool:

@@ -188,7 +188,7 @@ class Recipe(Section):
 
     def _faults(self) -> Iterator[str]:
         """The contradictions between sections."""
-        train, model, warmup = self.train, self.model, self.schedule.warmup_epochs
+        train, warmup = self.train, self.schedule.warmup_epochs
         decay, agc = self.optimizer.backbone_decay, self.clip.agc
         if 0 < warmup >= train.epochs:
             wanted = f"less than train.epochs, {train.epochs}"
@@ -198,8 +198,6 @@ class Recipe(Section):
             yield f"train.accumulate: expected {wanted}, but got {train.accumulate}"
         if self.data.mixup and self.data.cutmix:
             yield "data.cutmix: expected 0 if data.mixup is given, but got both"
-        if model.name.startswith("timm:") and model.norm != "batch":
-            yield f"model.norm: expected the default for a timm model, but got {model.norm}"
         if self.loss.form == "as_published" and train.precision != "float16":
             wanted = "train.precision float16 with as_published"
             yield f"loss.form: expected {wanted}, but got {train.precision}"
@@ -374,8 +372,6 @@ def _find(source: str) -> Any:
     path = Path(source)
     if path.is_file():
         return path
-    if path.suffix in (".yaml", ".yml"):
-        raise RecipeError(f"The recipe {source!r} does not exist.")
     if source not in recipe_names():
         got = f"{source!r}{did_you_mean(source, recipe_names())}"
         raise RecipeError(f"Expected the name of a recipe or a YAML file, but got {got}")

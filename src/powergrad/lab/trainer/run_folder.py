@@ -250,18 +250,12 @@ def _load(path: Path, key: str) -> dict[str, Any]:
     """Load a checkpoint without executing code from it."""
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        state = {} if damaged else torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, zipfile.BadZipFile) as error:
-        raise RunError(f"{str(path)!r} is not a complete checkpoint: {error}.") from None
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise RunError(f"{str(path)!r} does not hold only tensors and numbers: {reason}") from None
-    if damaged:
-        raise RunError(f"{str(path)!r} has damaged data in {damaged!r}.")
-    if not isinstance(state, dict) or not {"format", "key", "step"} <= state.keys():
-        raise RunError(f"{str(path)!r} is not a checkpoint of a run.")
-    wanted, got = f"{key} in format {FORMAT}", f"{state['key']} in format {state['format']}"
-    if got != wanted:
-        raise RunError(f"{str(path)!r} belongs to run {got}, not to run {wanted}.")
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(f"{damaged!r} is damaged")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise RunError(f"{str(path)!r} is not a complete checkpoint: {reason}.") from None
+    if not isinstance(state, dict) or (state.get("format"), state.get("key")) != (FORMAT, key):
+        raise RunError(f"{str(path)!r} is not a checkpoint of run {key} in format {FORMAT}.")
     return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 import math
@@ -21,8 +22,7 @@ from powergrad.lab.data import Datasets
 from powergrad.lab.trainer.networks import create_model
 from powergrad.lab.trainer.objectives import training_loss
 from powergrad.lab.trainer.processes import Processes
-from powergrad.lab.trainer.recipe import Recipe
-from powergrad.lab.trainer.schedules import alpha_at, learning_rate_at
+from powergrad.lab.trainer.recipe import Loss, Recipe, Schedule
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 AGREE_EVERY = 10  # steps between two synchronisations of flags among several processes
@@ -294,3 +294,26 @@ def _make_optimizer(recipe: Recipe, model: nn.Module) -> tuple[torch.optim.Optim
         return torch.optim.SGD(groups, lr=options.lr, fused=fused, **own), lr_factors
     kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
     return kind(groups, lr=options.lr, betas=options.betas, fused=fused), lr_factors
+
+
+def learning_rate_at(epoch: float, schedule: Schedule, peak: float, epochs: int) -> float:
+    """The learning rate: a linear warm-up to `peak`, then the schedule."""
+    warmup = schedule.warmup_epochs
+    if epoch < warmup:
+        return schedule.warmup_start + (peak - schedule.warmup_start) * epoch / warmup
+    if schedule.name == "constant":
+        return peak
+    if schedule.name == "step":
+        return peak * schedule.gamma ** bisect.bisect_right(schedule.milestones, epoch)
+    done = (epoch - warmup) / (epochs - warmup)
+    return schedule.floor + (peak - schedule.floor) * (1 + math.cos(math.pi * done)) / 2
+
+
+def alpha_at(epoch: float, loss: Loss, epochs: int) -> float:
+    """Alpha: constant, or from ``loss.alpha`` to 1."""
+    if loss.alpha_schedule == "constant":
+        return loss.alpha
+    done = epoch / epochs
+    if loss.alpha_schedule == "cosine":
+        done = (1 - math.cos(math.pi * done)) / 2
+    return loss.alpha + (1 - loss.alpha) * done
