@@ -16,12 +16,43 @@ from torch import Tensor
 
 
 def plain_loss(
-    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, **options: Any
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    extra: dict[str, Any] | None = None,
+    offset: float | Tensor = 0.0,
+    **options: Any,
 ) -> Tensor:
-    """PyTorch's cross-entropy in float64."""
+    """PyTorch's cross-entropy in float64, with the z-loss and the token weights of `extra`.
+
+    `offset` was subtracted from the logits before, which matters to the z-loss alone.
+    """
     target = target.double() if target.is_floating_point() else target.long()
-    weight = None if weight is None else weight.double()
-    return F.cross_entropy(logits.double(), target, weight, **options)
+    weight, logits = None if weight is None else weight.double(), logits.double()
+    soft = target.is_floating_point()
+    counted = torch.ones_like(target) if soft else target != options.get("ignore_index", -100)
+    if not extra or not counted.any():
+        return F.cross_entropy(logits, target, weight, **options)
+    dim = 0 if logits.dim() == 1 else 1
+    reduction = options.pop("reduction", "mean")
+    losses = F.cross_entropy(logits, target, weight, **options, reduction="none")
+    counted = torch.ones_like(losses).bool() if soft else counted
+    lse = (logits + offset).logsumexp(dim)
+    further = extra.get("z_loss", 0.0) * lse.square() * counted
+    if reduction == "mean":
+        hard_weights = weight is not None and not soft
+        mass = weight[target * counted] * counted if hard_weights else counted  # pyright: ignore
+        losses, further = losses / mass.sum(), further / counted.sum()
+    losses = (losses + further) * extra.get("token_weight", torch.ones(())).double()
+    return losses if reduction == "none" else losses.sum()
+
+
+def mapped(logits: Tensor, extra: dict[str, Any]) -> Tensor:
+    """Logits after scale and soft cap, in float64."""
+    z = logits.double() * extra.get("logit_scale", 1.0)
+    cap = extra.get("softcap")
+    return z if cap is None else cap * torch.tanh(z / cap)
 
 
 def potential(logits: Tensor, target: Tensor, alpha: float | Tensor, **options: Any) -> Tensor:
@@ -29,7 +60,7 @@ def potential(logits: Tensor, target: Tensor, alpha: float | Tensor, **options: 
 
     `alpha` is a number, or one per example, or one per position (the shape of `logits` without C).
     """
-    losses = plain_loss(_scaled(logits, alpha), target, **{**options, "reduction": "none"})
+    losses = plain_loss(scaled(logits, alpha), target, **{**options, "reduction": "none"})
     if isinstance(alpha, Tensor) and alpha.dim():
         alpha = alpha.double().reshape(alpha.shape + (1,) * (losses.dim() - alpha.dim()))
     losses = losses / alpha
@@ -46,34 +77,52 @@ def potential(logits: Tensor, target: Tensor, alpha: float | Tensor, **options: 
 
 
 def gradient_of_potential(
-    logits: Tensor, target: Tensor, alpha: float | Tensor, upstream: Tensor, **options: Any
+    logits: Tensor,
+    target: Tensor,
+    alpha: float | Tensor,
+    upstream: Tensor,
+    *,
+    extra: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Tensor:
     """PGT's gradient at the logits, in float64, for every alpha from 0 up.
 
+    It is that of the plain loss at ``alpha z``, times the derivative of the map of the logits.
     Autograd forms ``p' - 1`` at the label and loses what is below 1e-16; for labels without
     smoothing that entry is taken as minus the sum of the others, because a row sums to 0.
     """
-    leaf = _scaled(logits.detach(), alpha).requires_grad_()
-    loss = plain_loss(leaf, target, **options)
+    extra = extra or {}
+    x = logits.detach().double().requires_grad_()
+    z = mapped(x, extra)
+    leaf = scaled(z.detach(), alpha).requires_grad_()
+    # What `scaled` subtracted; 0 if there are infinities, which the z-loss does not have.
+    offset = (by_position(alpha, z) * z - leaf).detach().nan_to_num(0, 0, 0)
+    loss = plain_loss(leaf, target, extra=extra, offset=offset, **options)
     (gradient,) = torch.autograd.grad(loss, leaf, upstream.double())
-    if not target.is_floating_point() and not options.get("label_smoothing"):
+    sums_to_0 = not (options.get("label_smoothing") or extra.get("z_loss"))
+    if not target.is_floating_point() and sums_to_0:
         dim = 0 if logits.dim() == 1 else 1
         label = target.long().clamp(0, logits.shape[dim] - 1).unsqueeze(dim)
         others = gradient.scatter(dim, label, 0.0).sum(dim, keepdim=True)
         gradient = gradient.scatter(dim, label, -others)
-    return gradient
+    return torch.autograd.grad(z, x, gradient)[0]
 
 
-def _scaled(logits: Tensor, alpha: float | Tensor) -> Tensor:
+def scaled(logits: Tensor, alpha: float | Tensor) -> Tensor:
     """``alpha (z - max z)``: alpha times a common offset of 1e4 would lose 1e-12."""
     logits = logits.double()
     dim = 0 if logits.dim() == 1 else 1
-    if isinstance(alpha, Tensor) and alpha.dim():
-        alpha = alpha.double().reshape(alpha.shape + (1,) * (logits.dim() - 1 - alpha.dim()))
-        alpha = alpha.unsqueeze(dim)
+    alpha = by_position(alpha, logits)
     masked = logits == -torch.inf
     shifted = logits - logits.detach().amax(dim, keepdim=True)
     return (alpha * shifted).masked_fill(masked, -torch.inf)
+
+
+def by_position(alpha: float | Tensor, logits: Tensor) -> float | Tensor:
+    if not isinstance(alpha, Tensor) or not alpha.dim():
+        return alpha
+    alpha = alpha.double().reshape(alpha.shape + (1,) * (logits.dim() - 1 - alpha.dim()))
+    return alpha.unsqueeze(0 if logits.dim() == 1 else 1)
 
 
 def literal_gradient(logits: list[float], q: list[float], alpha: float) -> list[float]:

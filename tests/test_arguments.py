@@ -25,11 +25,11 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "stationary_threshold": {"p": P},
 }
 ALPHAS = [
-    *((1.3, ValueError), (-0.1, ValueError), (float("nan"), ValueError)),
+    *((float("inf"), ValueError), (-0.1, ValueError), (float("nan"), ValueError)),
     *(("0.3", TypeError), (True, TypeError), (None, TypeError)),
     (torch.tensor(1), TypeError),
-    (torch.tensor(1.5), ValueError),
-    (torch.tensor([0.1, 0.2, 2.0, 0.3]), ValueError),
+    (torch.tensor(-1.5), ValueError),
+    (torch.tensor([0.1, 0.2, -2.0, 0.3]), ValueError),
     (torch.tensor(float("nan")), ValueError),
     (torch.tensor(0.3, requires_grad=True), ValueError),
 ]
@@ -54,6 +54,11 @@ BAD: dict[str, list[tuple[dict[str, Any], type[Exception]]]] = {
         ({"weight": torch.ones(5).long()}, TypeError),
         ({"reduction": "average"}, ValueError),
         ({"label_smoothing": 1.2}, ValueError),
+        ({"softcap": 0.0}, ValueError),
+        ({"logit_scale": -1.0}, ValueError),
+        ({"z_loss": -1e-4}, ValueError),
+        ({"token_weight": torch.ones(3)}, ValueError),
+        ({"token_weight": Y}, TypeError),
     ],
     "binary_cross_entropy_with_logits": [
         ({"input": Z.long()}, TypeError),

@@ -233,7 +233,7 @@ def hooked(register: str) -> Callable[[nn.Module], optim.Optimizer]:
 
 REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], str]] = [
     (network, {"alpha": 0.0}, ValueError, "`alpha`"),
-    (network, {"alpha": 1.5}, ValueError, "`alpha`"),
+    (network, {"alpha": -0.5}, ValueError, "`alpha`"),
     (network, {"head": "fc"}, ValueError, "`head` .* 'fc'"),
     (lambda: network(True), {"head": "1"}, ValueError, "BatchNorm1d"),
     (network, {"optimizer": lambda m: optim.RMSprop(m.parameters())}, TypeError, "RMSprop"),

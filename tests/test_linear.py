@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from cases import build, forms
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from references import gradient_of_potential, plain_loss
+from references import gradient_of_potential, mapped, plain_loss
 from torch import Tensor
 
 from powergrad import _native, cross_entropy, linear_cross_entropy
@@ -51,7 +52,7 @@ def test_gradients_of_hidden_states_head_and_bias(device, form, width, biased, c
     leaves = [
         t.clone().requires_grad_() for t in ((hidden, head, bias) if biased else (hidden, head))
     ]
-    options = {"linear_bias": leaves[2] if biased else None, **example.options}
+    options = {"linear_bias": leaves[2] if biased else None, **example.options, **example.extra}
     with nullcontext() if native else patch.object(_native, "library", lambda: None):
         loss = linear_cross_entropy(
             leaves[0],
@@ -65,9 +66,10 @@ def test_gradients_of_hidden_states_head_and_bias(device, form, width, biased, c
 
     # What the library multiplies for float16 is float32, so the reference is wide from the start.
     logits = F.linear(hidden.double(), head.double(), bias.double() if biased else None)
-    expected = plain_loss(logits, example.target, **example.options)
+    options = {**example.options, "extra": example.extra}
+    expected = plain_loss(mapped(logits, example.extra), example.target, **options)
     at_logits = gradient_of_potential(
-        logits, example.target, example.alpha, example.upstream, **example.options
+        logits, example.target, example.alpha, example.upstream, **options
     )
     products = [at_logits @ head.double(), at_logits.T @ hidden.double(), at_logits.sum(0)]
     # Rounded logits: an error of 2^-9 in a logit of size |z| is as large in its probability.
@@ -135,21 +137,51 @@ def test_second_derivatives_and_frozen_parts(device, reduction):
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_accuracy(device, soft):
-    hidden, head, target = case(device, 40)
-    target[::7] = -100
-    logits = F.linear(hidden, head)
-    counted = torch.ones(40, dtype=torch.bool, device=device) if soft else target != -100
-    q = torch.randn(40, 9, dtype=torch.float64, device=device).softmax(1) if soft else target
-    label = q.argmax(1) if soft else target
-    expected = (logits.argmax(1) == label)[counted].double().mean()
-    for chunk_rows in (None, 7):
-        loss, accuracy = linear_cross_entropy(
-            hidden, head, q, alpha=0.3, return_accuracy=True, chunk_rows=chunk_rows
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gates_and_statistics_are_those_of_the_logits(device, soft, reduction):
+    hidden, head, target = case(device, 5, 8)
+    target[:, ::3] = -100
+    q = torch.randn(5, 8, 9, dtype=torch.float64, device=device).softmax(2) if soft else target
+    flat = q.reshape(40, -1).squeeze(1)
+    options: Any = {"alpha": 0.3, "softcap": 4.0, "z_loss": 0.1, "reduction": reduction}
+    tokens = torch.rand(5, 8, device=device)
+    results = []
+    for function, shape in (
+        (lambda **k: linear_cross_entropy(hidden, head, q, **k), (5, 8)),
+        (lambda **k: linear_cross_entropy(hidden, head, q, chunk_rows=7, **k), (5, 8)),
+        (lambda **k: cross_entropy(F.linear(hidden, head).reshape(40, 9), flat, **k), (40,)),
+    ):
+        loss, rows = function(
+            **options,
+            token_weight=tokens.reshape(shape),
+            gate=lambda rows: (1 - rows.p_target) ** 2,
+            return_stats=True,
         )
-        assert accuracy.item() == pytest.approx(expected.item())
-        assert not accuracy.requires_grad
-        assert loss.requires_grad
+        gradients = torch.autograd.grad(loss.square().sum(), [hidden, head])
+        results.append((loss, *gradients, *(getattr(rows, name) for name in rows.NAMES)))
+    for result in results[:2]:
+        for actual, expected in zip(result, results[2], strict=True):
+            counts = actual.shape == (5, 8)
+            expected = expected.reshape(actual.shape)
+            if counts and not soft:  # ignored rows are not computed
+                actual, expected = actual[target != -100], expected[target != -100]
+            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_shift_predicts_the_next_token(device):
+    hidden, head, target = case(device, 3, 7)
+    target[1, 4:] = -100
+    tokens = torch.rand(3, 7, device=device)
+    loss = linear_cross_entropy(hidden, head, target, alpha=0.3, shift=True, token_weight=tokens)
+    logits = F.linear(hidden[:, :-1], head).reshape(18, 9)
+    expected = cross_entropy(
+        logits, target[:, 1:].reshape(18), alpha=0.3, token_weight=tokens[:, 1:].reshape(18)
+    )
+    torch.testing.assert_close(loss, expected)
+    pairs = (torch.autograd.grad(value, [hidden, head]) for value in (loss, expected))
+    torch.testing.assert_close(*pairs)
+    with pytest.raises(ValueError, match="shift"):
+        linear_cross_entropy(hidden[0, 0], head, target[0, 0], alpha=0.3, shift=True)
 
 
 def test_under_autocast(device):

@@ -18,8 +18,15 @@ from hypothesis import strategies as st
 from references import gradient_of_potential, row_error
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
-from powergrad import CrossEntropyLoss, _native, binary_cross_entropy_with_logits, cross_entropy
+from powergrad import (
+    CrossEntropyLoss,
+    _native,
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    log_softmax,
+)
 
 # Sizes and precisions ----------------------------------------------------------------------------
 
@@ -205,6 +212,194 @@ def test_nan_and_inf_stay_in_their_row(device, native, bad):
     assert grad[0].isnan().all()
     assert grad[1].tolist() == pytest.approx([1 / 3, -2 / 3, 1 / 3], rel=1e-6)
     assert plain_grad[0].isnan().all()
+
+
+# Methods of other papers that are options ---------------------------------------------------------
+
+
+def method(generator, n: int = 12, c: int = 7) -> tuple[Tensor, Tensor]:
+    target = torch.randint(0, c, (n,), generator=generator)
+    return logits(generator, n, c).requires_grad_(), target
+
+
+def same_training(z: Tensor, ours: Tensor, theirs: Tensor, value: bool = True) -> None:
+    """The same value, unless it is not meant to be, and the same gradient."""
+    if value:
+        torch.testing.assert_close(ours, theirs)
+    actual, expected = (
+        torch.autograd.grad(loss, z, retain_graph=True)[0] for loss in (ours, theirs)
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.7, 2.0])
+def test_gem_with_its_linear_h_is_pgt_at_alpha_1_over_beta(generator, beta):
+    """Li et al., arXiv 2408.16673: the gap of log f between the data and q = softmax(z / beta)."""
+    z, y = method(generator)
+    log_f = z.log_softmax(1)
+    q = (z / beta).softmax(1).detach()
+    gaps = log_f.gather(1, y[:, None]) - log_f
+    same_training(z, cross_entropy(z, y, alpha=1 / beta), -(q * gaps).sum(1).mean(), value=False)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.3])
+def test_dynamic_fine_tuning_is_a_gate(generator, alpha):
+    """Wu et al., arXiv 2508.05629: each token's loss times its own probability, held constant."""
+    z, y = method(generator)
+    p = z.softmax(1).gather(1, y[:, None]).squeeze(1).detach()
+    ours = cross_entropy(z, y, alpha=alpha, gate=lambda rows: rows.p_target)
+    same_training(z, ours, (p * cross_entropy(z, y, alpha=alpha, reduction="none")).mean())
+    if alpha == 1:
+        same_training(z, ours, -(p * z.log_softmax(1).gather(1, y[:, None]).squeeze(1)).mean())
+
+
+def test_the_weights_of_a_focal_loss_are_a_gate(generator):
+    """Lin et al., arXiv 1708.02002, with its modulating factor held constant."""
+    z, y = method(generator)
+    log_p = z.log_softmax(1).gather(1, y[:, None]).squeeze(1)
+    focal = -((1 - log_p.exp()) ** 2).detach() * log_p
+    gate = lambda rows: (1 - rows.p_target) ** 2  # noqa: E731
+    same_training(z, cross_entropy(z, y, alpha=1.0, gate=gate, reduction="sum"), focal.sum())
+
+
+def test_label_smoothing_is_that_of_its_paper(generator):
+    """Szegedy et al., arXiv 1512.00567: q = (1 - eps) onehot + eps / K; the gradient is p' - q."""
+    z, y = method(generator)
+    q = 0.9 * F.one_hot(y, 7) + 0.1 / 7
+    loss = cross_entropy(z, y, alpha=0.4, label_smoothing=0.1, reduction="sum")
+    expected = (0.4 * z).softmax(1) - q
+    torch.testing.assert_close(torch.autograd.grad(loss, z)[0], expected.detach())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_z_loss_is_that_of_its_papers(generator, weighted):
+    """Zoph et al., arXiv 2202.08906; Chowdhery et al., arXiv 2204.02311: lambda log^2 Z, a mean."""
+    z, y = method(generator)
+    w = torch.rand(7, generator=generator, dtype=torch.float64) + 0.5 if weighted else None
+    by_hand = F.cross_entropy(z, y, w) + 1e-2 * z.logsumexp(1).square().mean()
+    same_training(z, cross_entropy(z, y, w, alpha=1.0, z_loss=1e-2), by_hand)
+    # At another alpha, the gradient is the plain one at alpha z, as for every other term.
+    u = (0.25 * z).detach().requires_grad_()
+    plain = F.cross_entropy(u, y, w) + 1e-2 * u.logsumexp(1).square().mean()
+    (expected,) = torch.autograd.grad(plain, u)
+    (actual,) = torch.autograd.grad(cross_entropy(z, y, w, alpha=0.25, z_loss=1e-2), z)
+    torch.testing.assert_close(actual, expected)
+
+
+# Options ------------------------------------------------------------------------------------------
+
+
+def test_statistics_of_rows_add_up(generator):
+    z, y = method(generator)
+    y[3] = -100
+    _, rows = cross_entropy(z, y, alpha=0.3, return_stats=True)
+    p = z.detach().softmax(1)
+    expected = {
+        "loss": F.cross_entropy(z, y, reduction="none"),
+        "lse": z.logsumexp(1),
+        "entropy": torch.distributions.Categorical(p).entropy(),
+        "prediction": z.argmax(1),
+        "correct": z.argmax(1) == y,
+        "counted": y != -100,
+        "p_target": p.gather(1, y.clamp(min=0)[:, None]).squeeze(1) * (y != -100),
+    }
+    assert set(expected) == set(rows.NAMES)
+    for name, values in expected.items():
+        assert not getattr(rows, name).requires_grad
+        torch.testing.assert_close(getattr(rows, name), values.detach())
+    halves = [
+        cross_entropy(z[k], y[k], alpha=0.3, return_stats=True)[1] for k in (slice(5), slice(5, 12))
+    ]
+    assert sum(half.correct.sum() for half in halves) == rows.correct.sum()
+    assert "12" in repr(rows)
+
+
+@pytest.mark.parametrize("weight", [None, torch.ones(5, dtype=torch.float64)])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_a_mean_of_no_rows_may_be_zero(generator, native, weight, z_loss):
+    """PyTorch's is NaN. Either way it is connected to the graph, and the gradients are 0."""
+    ignored = torch.full((4,), -100)
+    for dtype in (torch.float64, torch.float32):
+        z = logits(generator).to(dtype).requires_grad_()
+        w = None if weight is None else weight.to(dtype)
+        for zero_empty in (False, True):
+            options: Any = {"alpha": 0.3, "zero_empty": zero_empty, "z_loss": z_loss}
+            loss = cross_entropy(z, ignored, w, **options)
+            assert loss == 0 if zero_empty else loss.isnan()
+            assert not torch.autograd.grad(loss, z)[0].any()
+
+
+def test_bad_options_raise(generator):
+    z, y = logits(generator), LABELS
+    for name, value in (
+        ("softcap", 0.0),
+        ("logit_scale", -1.0),
+        ("z_loss", -0.1),
+        ("token_weight", torch.ones(3)),
+        ("gate", lambda rows: torch.ones(3)),
+        ("gate", lambda rows: 1.0),
+    ):
+        with pytest.raises(ValueError, match=name):
+            cross_entropy(z, y, alpha=0.3, **dict[str, Any]({name: value}))
+    with pytest.raises(ValueError, match="alpha"):
+        cross_entropy(z, y, alpha=0.0, z_loss=0.1)
+    with pytest.raises(ValueError, match="softcap"):
+        CrossEntropyLoss(0.3, softcap=-1.0)
+
+
+def test_the_module_takes_every_option(generator):
+    z, y = method(generator)
+    options = {
+        "softcap": 5.0,
+        "logit_scale": 2.0,
+        "z_loss": 0.1,
+        "gate": lambda rows: rows.p_target,
+    }
+    tokens = torch.rand(12, generator=generator)
+    module = CrossEntropyLoss(0.3, **options, zero_empty=True)
+    expected = cross_entropy(z, y, alpha=0.3, **options, token_weight=tokens)
+    same_training(z, module(z, y, tokens), expected)
+    assert "softcap=5.0" in repr(module)
+
+
+# What was wrong before ----------------------------------------------------------------------------
+
+
+def test_lazily_negated_logits_and_weights(generator, native):
+    z = logits(generator, 4, 5).float()
+    lazy = torch.ops.aten._neg_view(-z).requires_grad_()
+    assert lazy.is_neg()
+    weight = torch.rand(5, generator=generator)
+    for w, lazy_w in ((None, None), (weight, torch.ops.aten._neg_view(-weight))):
+        actual, expected = (
+            torch.autograd.grad(cross_entropy(leaf, LABELS, given, alpha=0.3), leaf)[0]
+            for leaf, given in ((lazy, lazy_w), (z.clone().requires_grad_(), w))
+        )
+        torch.testing.assert_close(actual, expected)
+
+
+def test_an_alpha_that_changes_before_the_backward_pass_is_noticed(generator):
+    z = logits(generator).requires_grad_()
+    for many in (False, True):
+        alpha = torch.full((4,), 0.3) if many else torch.tensor(0.3)
+        for loss in (cross_entropy(z, LABELS, alpha=alpha), -log_softmax(z, alpha=alpha).sum()):
+            alpha.fill_(1.0)
+            with pytest.raises(RuntimeError, match="inplace"):
+                loss.backward(create_graph=True)
+            alpha.fill_(0.3)
+
+
+def test_checkpointed_losses_keep_no_memory(generator):
+    z = torch.randn(64, 1000, generator=generator, requires_grad=True)
+    y = torch.randint(0, 1000, (64,), generator=generator)
+    kept: list[Tensor] = []
+    for loss in (lambda z: cross_entropy(z, y, alpha=0.3), lambda z: log_softmax(z, alpha=0.3)):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            value = checkpoint(loss, z, use_reentrant=False)
+        held = [t for t in kept if t.numel() >= z.numel() and t is not z]
+        assert not held
+        (actual,) = torch.autograd.grad(value.sum(), z)
+        torch.testing.assert_close(actual, torch.autograd.grad(loss(z).sum(), z)[0])
 
 
 # Multi-label --------------------------------------------------------------------------------------

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from powergrad._compat import (
-    anything_traced,
-    is_functorch_wrapped_tensor,
-    is_legacy_batchedtensor,
-)
+from powergrad.compat import holds_values, is_autocasting, nothing_traced
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # the numbers are PyTorch's
 
@@ -28,22 +25,19 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def is_plain(*tensors: Tensor) -> bool:
-    """Whether `tensors` hold values and are traced by nothing but ordinary autograd."""
-    if torch.compiler.is_compiling() or anything_traced():
-        return False
-    for tensor in tensors:  # a generator expression would cost as much as a small loss
-        if type(tensor) not in PLAIN or is_functorch_wrapped_tensor(tensor):
-            return False
-    return True
-
-
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def is_batched(grad: Tensor) -> bool:
-    """Whether `grad` is a batch of gradients, as ``is_grads_batched`` makes it."""
-    return is_legacy_batchedtensor(grad)
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether `tensors` hold values and are traced by nothing but ordinary autograd."""
+    if torch.compiler.is_compiling() or not nothing_traced():
+        return False
+    for tensor in tensors:  # a generator expression would cost as much as a small loss
+        if type(tensor) not in PLAIN:
+            return False
+        if not holds_values(tensor):
+            return False
+    return True
 
 
 def values_readable(*tensors: Tensor) -> bool:
@@ -54,14 +48,9 @@ def values_readable(*tensors: Tensor) -> bool:
     return is_plain(*tensors)
 
 
-def autocasting(tensor: Tensor) -> bool:
-    device = tensor.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """A context with autocast disabled: matrix products keep the dtype of their factors."""
-    if not autocasting(tensor):
+    if not is_autocasting(tensor.device.type):
         return nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
 
@@ -108,8 +97,10 @@ def check_alpha(alpha: float | Tensor, tensor: Tensor, dim: int | None) -> Tenso
             "Expected `alpha` not to require grad, because no loss value depends on it; "
             "pass `alpha.detach()`."
         )
-    if values_readable(alpha) and not bool(((alpha >= 0) & (alpha <= 1)).all()):
-        raise ValueError(f"Expected `alpha` to be in [0, 1], but got {extremes(alpha)}.")
+    if values_readable(alpha) and not bool(((alpha >= 0) & (alpha < math.inf)).all()):
+        raise ValueError(
+            f"Expected `alpha` to be finite and at least 0, but got {extremes(alpha)}."
+        )
     if alpha.dim() == 0:
         return alpha
     if alpha.device != tensor.device:
@@ -128,8 +119,8 @@ def check_alpha(alpha: float | Tensor, tensor: Tensor, dim: int | None) -> Tenso
 
 def check_number(alpha: float, name: str = "alpha") -> float:
     number = alpha if type(alpha) is float else _real(alpha, name)
-    if not 0 <= number <= 1:
-        raise ValueError(f"Expected `{name}` to be in [0, 1], but got {alpha}.")
+    if not 0 <= number < math.inf:
+        raise ValueError(f"Expected `{name}` to be finite and at least 0, but got {alpha}.")
     return number
 
 
@@ -173,11 +164,6 @@ def check_reduction(reduction: str) -> None:
         )
 
 
-def check_smoothing(label_smoothing: float) -> None:
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"Expected `label_smoothing` to be in [0, 1], but got {label_smoothing}.")
-
-
 def check_broadcasts(factor: Tensor | None, input: Tensor, name: str) -> None:
     if factor is None:
         return
@@ -190,23 +176,52 @@ def check_broadcasts(factor: Tensor | None, input: Tensor, name: str) -> None:
         )
 
 
-class Arguments(NamedTuple):
-    """The arguments of `cross_entropy` after the logits, in the order of the C kernel."""
+class Call(NamedTuple):
+    """The arguments of `cross_entropy` after the logits."""
 
     target: Tensor
     weight: Tensor | None
     alpha: float | Tensor
-    ignore_index: int
-    label_smoothing: float
-    reduction: str
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    z_loss: float = 0.0
+    token_weight: Tensor | None = None
+    zero_empty: bool = False
+
+    @property
+    def soft(self) -> bool:
+        """Whether `target` holds class probabilities."""
+        return self.target.is_floating_point()
+
+    @property
+    def maps_logits(self) -> bool:
+        return self.softcap is not None or self.logit_scale != 1
+
+    def replace(self, **changes: Any) -> Call:
+        """``_replace``, in a form that TorchDynamo of PyTorch 2.6 can trace."""
+        pairs = zip(self._fields, self, strict=True)
+        return Call(*[changes.get(name, value) for name, value in pairs])
+
+    def split(self) -> tuple[Call, tuple[Tensor | None, ...]]:
+        """The call without its tensors, and these, for ``ctx.save_for_backward``."""
+        tensors = [value if isinstance(value, Tensor) else None for value in self]
+        rest = [None if isinstance(value, Tensor) else value for value in self]
+        return Call(*rest), tuple(tensors)  # pyright: ignore[reportArgumentType]
+
+    def joined(self, tensors: Iterable[Tensor | None]) -> Call:
+        """The inverse of :meth:`split`."""
+        pairs = zip(self, tensors, strict=True)
+        whole = [value if tensor is None else tensor for value, tensor in pairs]
+        return Call(*whole)  # pyright: ignore[reportArgumentType]
 
 
-def check_cross_entropy(input: Tensor, arguments: tuple[Any, ...]) -> tuple[int, Arguments]:
+def check_call(input: Tensor, call: Call) -> tuple[int, Call]:
     """Check everything except label values; return the class dimension and int64 labels."""
-    target, weight, alpha, ignore_index, label_smoothing, reduction = arguments
     check_floating(input, "input")
-    check_reduction(reduction)
-    check_smoothing(label_smoothing)
+    check_options(call)
     shape = input.shape
     if not shape:
         raise ValueError("Expected `input` to have a class dimension, but got shape ().")
@@ -214,7 +229,8 @@ def check_cross_entropy(input: Tensor, arguments: tuple[Any, ...]) -> tuple[int,
     num_classes = shape[class_dim]
     if num_classes == 0:
         raise ValueError(f"Expected `input` to have classes, but got shape {shape_of(input)}.")
-    _check_target(target, shape, class_dim, ignore_index)
+    target, weight, alpha = call.target, call.weight, call.alpha
+    positions = _check_target(target, shape, class_dim, call.ignore_index)
     if weight is not None:
         check_floating(weight, "weight")
         if shape_of(weight) != (num_classes,):
@@ -222,26 +238,51 @@ def check_cross_entropy(input: Tensor, arguments: tuple[Any, ...]) -> tuple[int,
                 f"Expected `weight` to have shape ({num_classes},), one per class, "
                 f"but got {shape_of(weight)}."
             )
-        if (
-            weight.dtype != input.dtype
-            and not target.is_floating_point()
-            and not autocasting(input)
-        ):
+        same = weight.dtype == input.dtype or target.is_floating_point()
+        if not same and not is_autocasting(input.device.type):
             raise TypeError(
                 f"Expected `weight` to have the dtype of `input`, {input.dtype}, "
                 f"but got {weight.dtype}."
+            )
+    if call.token_weight is not None:
+        check_floating(call.token_weight, "token_weight")
+        if shape_of(call.token_weight) != positions:
+            raise ValueError(
+                f"Expected `token_weight` to have shape {positions}, one per row of logits, "
+                f"but got {shape_of(call.token_weight)}."
             )
     if isinstance(alpha, Tensor):
         check_alpha(alpha, input, class_dim)
     else:
         alpha = check_number(alpha)
+    known = not isinstance(alpha, Tensor) or values_readable(alpha)
+    if call.z_loss and known and not (alpha.all() if isinstance(alpha, Tensor) else alpha):
+        raise ValueError("Expected `alpha` to be positive with `z_loss`, but got 0.")
     if target.dtype == torch.uint8:  # -100 would wrap to 156
         target = target.long()
-    arguments = Arguments(target, weight, alpha, ignore_index, label_smoothing, reduction)
-    return class_dim, arguments
+    return class_dim, call.replace(target=target, alpha=alpha)
 
 
-def _check_target(target: Tensor, shape: torch.Size, class_dim: int, ignore_index: int) -> None:
+def check_options(call: Call) -> None:
+    """Check the numbers among the options, which a module knows before its first call."""
+    check_reduction(call.reduction)
+    if not 0 <= call.label_smoothing <= 1:
+        raise ValueError(
+            f"Expected `label_smoothing` to be in [0, 1], but got {call.label_smoothing}."
+        )
+    if call.softcap is not None and not 0 < call.softcap < math.inf:
+        raise ValueError(f"Expected `softcap` to be positive, but got {call.softcap}.")
+    if not 0 < call.logit_scale < math.inf:
+        raise ValueError(f"Expected `logit_scale` to be positive, but got {call.logit_scale}.")
+    if not 0 <= call.z_loss < math.inf:
+        raise ValueError(f"Expected `z_loss` to be at least 0, but got {call.z_loss}.")
+
+
+def _check_target(
+    target: Tensor, shape: torch.Size, class_dim: int, ignore_index: int
+) -> tuple[int, ...]:
+    """Return the shape of the positions: that of the logits without the classes."""
+    positions = tuple(shape[:class_dim] + shape[class_dim + 1 :])
     if not isinstance(target, Tensor):
         raise TypeError(f"Expected `target` to be a tensor, but got {type(target).__name__}.")
     if target.is_floating_point():
@@ -255,18 +296,18 @@ def _check_target(target: Tensor, shape: torch.Size, class_dim: int, ignore_inde
                 "Expected `ignore_index` to be negative for a `target` of class probabilities, "
                 f"but got {ignore_index}."
             )
-        return
+        return positions
     if target.dtype not in (torch.int64, torch.uint8):
         raise TypeError(
             "Expected `target` to hold class indices (torch.int64 or torch.uint8) or class "
             f"probabilities (floating-point), but got {target.dtype}."
         )
-    positions = shape[:class_dim] + shape[class_dim + 1 :]
     if target.shape != positions:
         raise ValueError(
-            f"Expected `target` of class indices to have shape {tuple(positions)} for `input` of "
+            f"Expected `target` of class indices to have shape {positions} for `input` of "
             f"shape {tuple(shape)}, but got {shape_of(target)}."
         )
+    return positions
 
 
 def check_labels(target: Tensor, num_classes: int, ignore_index: int) -> bool:

@@ -3,41 +3,57 @@ r"""The classifier head and its loss in blocks of rows, without holding all logi
 For hidden states ``h`` (N, H) and a head ``W`` (C, H), ``b`` (C), one block of rows at a time:
 
     z = h W^T + b                            a block of logits, in one buffer
-    z <- m p' - w q                          overwritten with their gradient (`powergrad._rows`)
+    z <- g (A p' - t)                        overwritten with their gradient (`powergrad.rows`)
     dh = z W,   dW += z^T h,   db += sum z
 
 So the forward pass computes the gradients, up to the incoming gradient of the backward pass. It
-needs memory for dW and dh, which are needed anyway, and for one block.
+needs memory for dW and dh, which are needed anyway, and for one block. Ignored rows take no part.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powergrad import _native
 from powergrad._check import (
-    Arguments,
-    autocasting,
-    check_cross_entropy,
+    Call,
+    check_call,
     check_floating,
     check_labels,
-    is_batched,
     is_plain,
     shape_of,
+    values_readable,
     without_autocast,
 )
-from powergrad._rows import divisors_of_mean, loss_and_gradient
-from powergrad.loss import loss_of
+from powergrad.compat import is_autocasting
+from powergrad.loss import (
+    Gate,
+    LossOptions,
+    cross_entropy,
+    gated,
+    loss_by_definition,
+    statistics,
+)
+from powergrad.rows import RowStatistics, coefficients, reduced, write
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["linear_cross_entropy"]
 
 BLOCK_BYTES = 22 << 20  # the largest block of logits
 LEAST_ROWS = 128  # the fewest rows in a block, because each block rewrites dW
 MULTIPLE = 16  # the rows in a block are a multiple of this, for which matrix products are tuned
+
+
+class HeadOptions(LossOptions, total=False):
+    linear_bias: Tensor | None
+    weight: Tensor | None
+    shift: bool
+    chunk_rows: int | None
 
 
 @overload
@@ -47,13 +63,8 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     alpha: float | Tensor,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    chunk_rows: int | None = None,
-    return_accuracy: Literal[False] = False,
+    return_stats: Literal[False] = False,
+    **options: Unpack[HeadOptions],
 ) -> Tensor: ...
 
 
@@ -64,14 +75,9 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     alpha: float | Tensor,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    chunk_rows: int | None = None,
-    return_accuracy: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
+    return_stats: Literal[True],
+    **options: Unpack[HeadOptions],
+) -> tuple[Tensor, RowStatistics]: ...
 
 
 def linear_cross_entropy(
@@ -85,32 +91,48 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    gate: Gate | None = None,
+    zero_empty: bool = False,
+    shift: bool = False,
     chunk_rows: int | None = None,
-    return_accuracy: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, RowStatistics]:
     r"""``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` in blocks of logits.
 
     It is made for large vocabularies: the time is that of the matrix products, and the memory is
-    that of the gradients of head and input plus one block of logits. With ``reduction="none"`` the
-    backward pass recomputes the logits. Higher derivatives, ``torch.func`` transforms and
-    ``torch.compile`` work, but hold all logits in memory.
+    that of the gradients of head and input plus one block of logits. Rows that are ignored cost
+    nothing. With ``reduction="none"`` the backward pass recomputes the logits. Higher derivatives,
+    ``torch.func`` transforms and ``torch.compile`` work, but hold all logits in memory.
 
     Args:
         input: Hidden states, of shape (..., H).
         linear_weight: The head, of shape (C, H).
         target: Class indices, of shape (...); or class probabilities, of shape (..., C).
-        alpha: A number in [0, 1]; or a tensor of them: 0-d, or of shape (...).
+        alpha: A number, at least 0; or a tensor of them: 0-d, or of shape (...).
         linear_bias: The bias of the head, of shape (C).
         weight: One weight per class, of shape (C).
         ignore_index: Positions with this class index contribute to neither value nor gradient.
         reduction: "mean", "sum" or "none".
         label_smoothing: The probability mass that is spread evenly over all classes.
+        softcap: As in :func:`powergrad.cross_entropy`, and so are the next five.
+        logit_scale: A factor of the logits.
+        z_loss: The factor of the squared logsumexp of the logits.
+        token_weight: One factor per row, of the shape of a ``target`` of class indices.
+        gate: A function of the statistics of a block of rows that returns such factors.
+        zero_empty: Whether a mean of no rows is 0 instead of NaN.
+        shift: Whether the logits of a position predict the target of the next one, as in causal
+            language models; the last position is ignored. Target and token weights are shifted
+            here, the hidden states are not copied.
         chunk_rows: Rows per block. By default 22 MB of logits, but at least 128 rows.
-        return_accuracy: Whether to also return the top-1 accuracy over non-ignored rows, which
-            needs one more pass over each block of logits.
+        return_stats: Whether to also return the :class:`~powergrad.rows.RowStatistics`, which needs
+            some more passes over each block of logits.
 
     Returns:
-        The loss: 0-d, or of shape (...) for "none". With `return_accuracy`, also the accuracy, 0-d.
+        The loss: 0-d, or of shape (...) for "none".
 
     Raises:
         ValueError: If a shape, range, label or option is not as described above.
@@ -135,49 +157,74 @@ def linear_cross_entropy(
             f"Expected `target` to have shape {leading}, or {(*leading, classes)} with class "
             f"probabilities, but got {shape_of(target)}."
         )
+    for name, tensor in (("alpha", alpha), ("token_weight", token_weight)):
+        if isinstance(tensor, Tensor) and tensor.dim() and shape_of(tensor) != leading:
+            allowed = f"() or {leading}" if name == "alpha" else f"{leading}"
+            raise ValueError(
+                f"Expected `{name}` to have shape {allowed}, but got {shape_of(tensor)}."
+            )
+    if shift:
+        if soft or not leading:
+            raise ValueError("Expected `target` of shape (..., T) with class indices for `shift`.")
+        target = _shifted(target, ignore_index)
+        token_weight = None if token_weight is None else _shifted(token_weight, 0)
     hidden = input.reshape(-1, input.shape[-1])
-    if autocasting(input):
+    autocasting = is_autocasting(input.device.type)
+    if autocasting:
         dtype = torch.get_autocast_dtype(input.device.type)
         hidden, linear_weight = hidden.to(dtype), linear_weight.to(dtype)
         linear_bias = None if linear_bias is None else linear_bias.to(dtype)
     rows = hidden.shape[0]
-    target = target.reshape(rows, classes) if soft else target.reshape(rows)
-    if isinstance(alpha, Tensor) and alpha.dim():
-        if shape_of(alpha) != leading:
-            raise ValueError(
-                f"Expected `alpha` to have shape () or {leading}, but got {shape_of(alpha)}."
-            )
-        alpha = alpha.reshape(rows)
-    arguments = Arguments(target, weight, alpha, ignore_index, label_smoothing, reduction)
-    logits_like = hidden.new_empty(1, 1).expand(rows, classes)
-    _, arguments = check_cross_entropy(logits_like, arguments)
-    all_valid = check_labels(arguments.target, classes, ignore_index)
-
-    fitting = BLOCK_BYTES // (classes * hidden.dtype.itemsize)
-    block_rows = chunk_rows or max(LEAST_ROWS, fitting // MULTIPLE * MULTIPLE)
-    with_gradients = reduction != "none" and torch.is_grad_enabled()
-    plan = Plan(block_rows, all_valid, return_accuracy, with_gradients)
+    call = Call(
+        target.reshape(rows, classes) if soft else target.reshape(rows),
+        weight,
+        alpha.reshape(rows) if isinstance(alpha, Tensor) and alpha.dim() else alpha,
+        ignore_index,
+        label_smoothing,
+        reduction,
+        softcap,
+        logit_scale,
+        z_loss,
+        None if token_weight is None else token_weight.reshape(rows),
+        zero_empty,
+    )
+    _, call = check_call(hidden.new_empty(1, 1).expand(rows, classes), call)
     layer = (hidden, linear_weight, linear_bias)
-    constants = [t for t in (target, weight) if t is not None]
+    constants = [t for t in (call.target, weight, call.token_weight) if t is not None]
     tensors = [*constants, *(t for t in layer if t is not None)]
+    found = None
     if any(t.requires_grad for t in constants) or not is_plain(*tensors):
-        loss, accuracy = _whole(layer, arguments, return_accuracy)
+        names = ("target", "weight", "alpha", *Call._fields[3:])
+        options: Any = dict(zip(names, call, strict=True), gate=gate)
+        loss, found = cross_entropy(F.linear(*layer), **options, return_stats=True)
     else:
-        loss, accuracy = _InBlocks.apply(*layer, arguments, plan)
+        plan = _plan(call, classes, hidden.dtype, chunk_rows)
+        found = RowStatistics.empty(call) if return_stats else None
+        loss = _InBlocks.apply(*layer, call, plan, gate, found)
     if reduction == "none":
         loss = loss.reshape(leading)
-    if not autocasting(input):
-        loss = loss.to(input.dtype)
-    return loss if accuracy is None else (loss, accuracy)
+    loss = loss if autocasting else loss.to(input.dtype)
+    return loss if not return_stats or found is None else (loss, found.reshape(leading))
+
+
+def _shifted(values: Tensor, last: float) -> Tensor:
+    return torch.cat([values[..., 1:], torch.full_like(values[..., :1], last)], -1)
 
 
 class Plan(NamedTuple):
-    """Options of the pass over the blocks."""
+    """Which rows are computed, and how many at a time."""
 
-    rows: int  # per block
-    all_valid: bool  # whether it is known that no label is `ignore_index`
-    with_accuracy: bool
-    with_gradients: bool  # in the forward pass
+    rows: Tensor | None  # indices; None for all
+    block_rows: int
+
+
+def _plan(call: Call, classes: int, dtype: torch.dtype, chunk_rows: int | None) -> Plan:
+    """Ignored rows are left out, before the matrix product."""
+    rows = None
+    if not check_labels(call.target, classes, call.ignore_index) and not call.soft:
+        rows = (call.target != call.ignore_index).nonzero().squeeze(1)
+    fitting = BLOCK_BYTES // (classes * dtype.itemsize)
+    return Plan(rows, chunk_rows or max(LEAST_ROWS, fitting // MULTIPLE * MULTIPLE))
 
 
 Layer = tuple[Tensor, Tensor, "Tensor | None"]  # hidden states, head, bias
@@ -204,7 +251,11 @@ def _check_head(
                 f"but got {shape_of(bias)}."
             )
     for name, tensor in (("linear_weight", weight), ("linear_bias", bias)):
-        if tensor is not None and tensor.dtype != input.dtype and not autocasting(input):
+        if (
+            tensor is not None
+            and tensor.dtype != input.dtype
+            and not is_autocasting(input.device.type)
+        ):
             raise TypeError(
                 f"Expected `{name}` to have the dtype of `input`, {input.dtype}, "
                 f"but got {tensor.dtype}."
@@ -214,32 +265,8 @@ def _check_head(
     return shape_of(input)[:-1]
 
 
-def _whole(
-    layer: Layer, arguments: Arguments, with_accuracy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """The reference: all logits at once."""
-    logits = F.linear(*layer)
-    loss = loss_of(logits, arguments)
-    if not with_accuracy:
-        return loss, None
-    correct, counted = _correct(logits, arguments.target, arguments.ignore_index)
-    return loss, correct / counted
-
-
-def _correct(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The number of correctly classified rows, and the number of rows not ignored."""
-    if target.is_floating_point():
-        correct = logits.argmax(1) == target.argmax(1)
-        return correct.sum(), torch.ones_like(correct).sum()
-    counted = target != ignore_index
-    return ((logits.argmax(1) == target) & counted).sum(), counted.sum()
-
-
 class _InBlocks(torch.autograd.Function):
-    """Computes the gradients in the forward pass, except for "none", where each row is scaled.
-
-    The buffers are used once, as in `powergrad.loss`.
-    """
+    """Computes the gradients in the forward pass, except for "none", where each row is scaled."""
 
     @staticmethod
     def forward(
@@ -247,134 +274,124 @@ class _InBlocks(torch.autograd.Function):
         hidden: Tensor,
         head: Tensor,
         bias: Tensor | None,
-        arguments: Arguments,
+        call: Call,
         plan: Plan,
-    ) -> tuple[Tensor, Tensor | None]:
-        reduction = arguments.reduction
-        in_forward = plan.with_gradients and any(ctx.needs_input_grad[:3])
-        needed = ctx.needs_input_grad[:3] if in_forward else (False,) * 3
+        gate: Gate | None,
+        found: RowStatistics | None,
+    ) -> Tensor:
+        needed = ctx.needs_input_grad[:3]
+        later = call.reduction == "none"
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        weights = None if gate is None else hidden.new_zeros(hidden.shape[0], dtype=wide)
         with without_autocast(hidden):
-            losses, accuracy, gradients = _over_blocks(
-                (hidden, head, bias), arguments, plan, needed
+            loss, gradients = _over_blocks(
+                (hidden, head, bias),
+                call,
+                plan,
+                (False,) * 3 if later else needed,
+                gate=gate,
+                gate_weights=weights,
+                found=found,
             )
-        ctx.save_for_backward(hidden, head, bias, arguments.target, arguments.weight)
-        ctx.options, ctx.plan = arguments[2:], plan
-        ctx.gradients = gradients if in_forward else None
-        if accuracy is not None:
-            ctx.mark_non_differentiable(accuracy)
-        if reduction == "none":
-            return losses, accuracy
-        if reduction == "mean":
-            divisor, ctx.divisor = divisors_of_mean(arguments, plan.all_valid)
-            return losses.sum() / divisor, accuracy
-        return losses.sum(), accuracy
+        if weights is not None:
+            tokens = weights if call.token_weight is None else weights * call.token_weight
+            call = call.replace(token_weight=tokens)
+        ctx.call, tensors = call.split()
+        ctx.save_for_backward(hidden, head, bias, *gradients, *tensors)
+        ctx.plan, ctx.later = plan, later
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        grad, needed = grads[0], ctx.needs_input_grad[:3]
-        saved = ctx.saved_tensors  # read once, because a checkpoint recomputes them at each access
-        layer, arguments = saved[:3], Arguments(*saved[3:], *ctx.options)
-        if torch.is_grad_enabled() or is_batched(grad):
-            results = iter(_gradients_of_whole(layer, arguments, needed, grad))
-            return *(next(results) if need else None for need in needed), None, None
-        gradients, ctx.gradients = ctx.gradients, None
-        if arguments.reduction == "mean":
-            grad = grad / ctx.divisor
-        if gradients is None:
-            plan = ctx.plan._replace(with_accuracy=False)
+        (grad,), needed = grads, ctx.needs_input_grad[:3]
+        (hidden, head, bias), gradients = ctx.saved_tensors[:3], ctx.saved_tensors[3:6]
+        call, layer = ctx.call.joined(ctx.saved_tensors[6:]), (hidden, head, bias)
+        if torch.is_grad_enabled() or (ctx.later and not is_plain(grad)):
+            return *_by_definition(layer, call, needed, grad), *[None] * 4
+        if ctx.later:
             with without_autocast(grad):
-                _, _, gradients = _over_blocks(layer, arguments, plan, needed, grad)
-        else:
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient.mul_(grad)
-        dtype = layer[0].dtype
-        return *(None if tensor is None else tensor.to(dtype) for tensor in gradients), None, None
+                _, gradients = _over_blocks(layer, call, ctx.plan, needed, scale=grad)
+        elif not (values_readable(grad) and grad.item() == 1):
+            gradients = [None if g is None else g * grad for g in gradients]
+        dtype = hidden.dtype
+        return *(None if g is None else g.to(dtype) for g in gradients), *[None] * 4
 
 
-def _gradients_of_whole(
-    layer: Layer, arguments: Arguments, needed: tuple[bool, ...], grad: Tensor
-) -> tuple[Tensor, ...]:
+def _by_definition(
+    layer: Layer, call: Call, needed: tuple[bool, ...], grad: Tensor
+) -> list[Tensor | None]:
     """The gradients from all logits at once, for higher derivatives and batched gradients."""
     differentiated = torch.is_grad_enabled()
     with torch.enable_grad():
         if not differentiated:
-            leaves = (
+            layer = tuple(  # pyright: ignore[reportAssignmentType]
                 None if tensor is None else tensor.detach().requires_grad_(need)
                 for tensor, need in zip(layer, needed, strict=True)
             )
-            layer = cast(Layer, tuple(leaves))
         wanted = [t for t, need in zip(layer, needed, strict=True) if need and t is not None]
-        loss, _ = _whole(layer, arguments)
-        return torch.autograd.grad(loss, wanted, grad, create_graph=differentiated)
+        loss = loss_by_definition(F.linear(*layer), call)
+        results = iter(
+            torch.autograd.grad(loss, wanted, grad.to(loss.dtype), create_graph=differentiated)
+        )
+    return [next(results) if need else None for need in needed]
 
 
 def _over_blocks(
     layer: Layer,
-    arguments: Arguments,
+    call: Call,
     plan: Plan,
     needed: tuple[bool, ...],
+    *,
     scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """One pass over the blocks: losses, accuracy, and the gradients that are `needed`.
+    gate: Gate | None = None,
+    gate_weights: Tensor | None = None,
+    found: RowStatistics | None = None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """One pass over the blocks: the loss, and the gradients that are `needed`.
 
-    `scale` is the incoming gradient, one per row or one for all; None means 1.
+    `scale` is the incoming gradient of "none", one per row. `gate_weights` and `found` are filled.
     """
     hidden, head, bias = layer
-    target, alpha, ignore_index = arguments.target, arguments.alpha, arguments.ignore_index
     # Small p' would underflow in float16, so it is widened; bfloat16 is not.
     dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
     hidden, head = hidden.to(dtype), head.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     # The gradients of the head are accumulated in float32 or wider.
     wide = torch.promote_types(dtype, torch.float32)
-    d_hidden = torch.empty_like(hidden) if needed[0] else None
+    rows = hidden.shape[0]
+    d_hidden = torch.zeros_like(hidden) if needed[0] else None
     d_head = torch.zeros_like(head, dtype=wide) if needed[1] else None
     d_bias = torch.zeros_like(bias, dtype=wide) if needed[2] and bias is not None else None
-    losses = hidden.new_empty(hidden.shape[0], dtype=wide)
-    block = hidden.new_empty(min(plan.rows, hidden.shape[0]), head.shape[0])
-    correct = counted = torch.zeros((), dtype=torch.int64, device=hidden.device)
-    for start in range(0, hidden.shape[0], plan.rows):
-        part = slice(start, start + plan.rows)
-        h, y = hidden[part], target[part]
-        z = block[: h.shape[0]]
+    common = coefficients(call, wide, plan.rows is None)
+    losses = hidden.new_zeros(rows, dtype=wide)
+    count = rows if plan.rows is None else plan.rows.shape[0]
+    buffer = hidden.new_empty(min(plan.block_rows, count), head.shape[0])
+    for start in range(0, count, plan.block_rows):
+        part: slice | Tensor = slice(start, min(start + plan.block_rows, count))
+        z = buffer[: part.stop - start]
+        if plan.rows is not None:
+            part = plan.rows[part]
+        h = hidden[part]
         if bias is None:
             torch.mm(h, head.t(), out=z)
         else:
             torch.addmm(bias, h, head.t(), out=z)
-        if plan.with_accuracy:
-            block_correct, block_counted = _correct(z, y, ignore_index)
-            correct, counted = correct + block_correct, counted + block_counted
-        a = alpha[part] if isinstance(alpha, Tensor) and alpha.dim() else alpha
-        block_arguments = arguments._replace(target=y, alpha=a, reduction="none")
-        losses[part], factor = _block(z, block_arguments, plan.all_valid)
-        if not any(needed):
-            continue
-        if scale is not None:
-            row_scale = scale[part].unsqueeze(1) if scale.dim() else scale.expand(h.shape[0], 1)
-            factor = row_scale if factor is None else row_scale * factor
-        factor = None if factor is None else factor.to(dtype)
+        factor = None if scale is None else scale[part]
+        if gate is not None or found is not None:
+            block = statistics(z, call.replace(target=call.target[part], token_weight=None))
+            if gate is not None and gate_weights is not None:
+                factor = gated(block.call, block, gate).token_weight
+                gate_weights[part] = factor.to(gate_weights.dtype)  # pyright: ignore
+            if found is not None:
+                found.store(part, block)
+        losses[part] = write(z, call, common, part, z, factor)
         if d_hidden is not None:
-            torch.mm(z, head, out=d_hidden[part])
-            if factor is not None:
-                d_hidden[part].mul_(factor)
+            d_hidden[part] = z @ head
         if d_head is not None:
-            weighted = h if factor is None else h * factor
             if d_head.dtype == dtype:
-                d_head.addmm_(z.t(), weighted)
+                d_head.addmm_(z.t(), h)
             else:
-                d_head.add_(z.t() @ weighted)
+                d_head.add_(z.t() @ h)
         if d_bias is not None:
-            ones = z.new_ones(h.shape[0], 1) if factor is None else factor
-            d_bias.add_((z.t() @ ones).squeeze(1))
-    accuracy = correct / counted if plan.with_accuracy else None
-    return losses, accuracy, [d_hidden, d_head, d_bias]
-
-
-def _block(z: Tensor, arguments: Arguments, all_valid: bool) -> tuple[Tensor, Tensor | None]:
-    """The losses of the rows and the factors of their gradients, which overwrite the logits `z`."""
-    native = _native.cross_entropy(z, *arguments, out=z)
-    if native is not None:
-        return native[0], None
-    losses, _, factor, _ = loss_and_gradient(z, arguments, out=z, all_valid=all_valid)
-    return losses, factor
+            d_bias.add_(z.sum(0, dtype=wide))
+    return reduced(losses, call, common.empty), [d_hidden, d_head, d_bias]

@@ -1,14 +1,15 @@
 """Cross-entropy as in `torch.nn.functional`, with PowerGrad Transform in its backward pass.
 
-Each loss here is an ordinary function of the log-probabilities of `powergrad.log_softmax`, the
-primitive that alters the gradient. For rows of logits, a faster path computes the same result.
+`loss_by_definition` is an ordinary function of the log-probabilities of `powergrad.log_softmax`,
+the primitive that alters the gradient. `way_of` says where a faster computation of it is safe.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 import torch.nn.functional as F
@@ -18,30 +19,69 @@ from powergrad import _native
 from powergrad._check import (
     PLAIN,
     REDUCTIONS,
-    Arguments,
-    autocasting,
+    Call,
     check_alpha,
     check_broadcasts,
-    check_cross_entropy,
+    check_call,
     check_floating,
     check_labels,
     check_number,
+    check_options,
     check_reduction,
-    check_smoothing,
-    is_batched,
     is_one,
     is_plain,
     shape_of,
     values_readable,
 )
-from powergrad._compat import direct_apply, in_transform
-from powergrad._rows import loss_and_gradient, reduced
-from powergrad.transform import log_sigmoid, log_softmax
+from powergrad.compat import direct_apply, in_transform, is_autocasting, is_exporting
+from powergrad.rows import RowStatistics, loss_and_gradient, mapped
+from powergrad.transform import log_sigmoid, log_softmax, needs_operator, potential
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["CrossEntropyLoss", "binary_cross_entropy_with_logits", "cross_entropy"]
 
-SMALL = 1 << 18  # with fewer elements of logits, `nll_loss` checks the labels
 OPERATOR = 1 << 16  # with at least this many elements, a compiled graph calls the C kernel
+Gate = Callable[[RowStatistics], Tensor]
+
+
+class LossOptions(TypedDict, total=False):
+    """The options that :func:`cross_entropy` and ``linear_cross_entropy`` share."""
+
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    softcap: float | None
+    logit_scale: float
+    z_loss: float
+    token_weight: Tensor | None
+    gate: Gate | None
+    zero_empty: bool
+
+
+@overload
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    alpha: float | Tensor,
+    return_stats: Literal[False] = False,
+    **options: Unpack[LossOptions],
+) -> Tensor: ...
+
+
+@overload
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    alpha: float | Tensor,
+    return_stats: Literal[True],
+    **options: Unpack[LossOptions],
+) -> tuple[Tensor, RowStatistics]: ...
 
 
 def cross_entropy(
@@ -53,7 +93,14 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Tensor:
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    gate: Gate | None = None,
+    zero_empty: bool = False,
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, RowStatistics]:
     r"""``F.cross_entropy`` with PowerGrad Transform's gradient ``p' - q`` at the logits.
 
     The value is ordinary cross-entropy. The gradient of example ``i`` is
@@ -69,11 +116,25 @@ def cross_entropy(
         target: Class indices, of the shape of ``input`` without C; or class probabilities, of the
             shape of ``input``.
         weight: One weight per class, of shape (C).
-        alpha: A number in [0, 1]; or a tensor of them: 0-d, one per example (N), or one per
-            position (N, d1, ..., dk). The float 1.0 calls PyTorch's own function.
+        alpha: A number, at least 0; or a tensor of them: 0-d, one per example (N), or one per
+            position (N, d1, ..., dk). The paper's range is [0, 1]; above 1, the softmax is
+            sharpened. The float 1.0 calls PyTorch's own function, unless an option below is used.
         ignore_index: Positions with this class index contribute to neither value nor gradient.
         reduction: "mean", "sum" or "none".
         label_smoothing: The probability mass that is spread evenly over all classes.
+        softcap: The cap c of the logits ``z = c * tanh(input / c)``.
+        logit_scale: A factor of the logits, applied before the cap.
+        z_loss: The factor lambda of ``lambda * logsumexp(z)^2``, which is added to the loss of each
+            row. Its gradient is ``2 * lambda * logsumexp(alpha * z) * p'``, unlike that of a term
+            added by hand, so that PGT stays equal to plain training of a scaled head.
+        token_weight: One factor per row of logits, of the shape of ``input`` without C. A mean is
+            still divided by the number of rows (or the sum of their class weights).
+        gate: A function that takes the :class:`~powergrad.rows.RowStatistics` and returns such
+            factors, which are constants for the gradient. ``lambda rows: rows.p_target`` is dynamic
+            fine-tuning (DFT); ``lambda rows: (1 - rows.p_target) ** 2`` weights rows as a focal
+            loss does.
+        zero_empty: Whether a mean of no rows is 0 instead of PyTorch's NaN.
+        return_stats: Whether to also return the :class:`~powergrad.rows.RowStatistics`.
 
     Returns:
         The loss: 0-d, or of the shape of ``input`` without C for "none".
@@ -89,72 +150,157 @@ def cross_entropy(
         >>> logits.grad
         tensor([[ 0.4810, -0.7082,  0.2272]])
     """
-    return loss_of(input, (target, weight, alpha, ignore_index, label_smoothing, reduction))
+    call = Call(
+        target,
+        weight,
+        alpha,
+        ignore_index,
+        label_smoothing,
+        reduction,
+        softcap,
+        logit_scale,
+        z_loss,
+        token_weight,
+        zero_empty,
+    )
+    if gate is None and not return_stats:
+        return loss_of(input, call)
+    class_dim, call = check_call(input, call)
+    check_labels(call.target, input.shape[class_dim], ignore_index)
+    rows = statistics(input, call)
+    if gate is not None:
+        call = gated(call, rows, gate)
+    loss = loss_of(input, call)
+    return (loss, rows) if return_stats else loss
 
 
-def loss_of(input: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    """:func:`cross_entropy` with `arguments` in the order of `Arguments`."""
-    if _is_common_case(input, arguments):  # `Arguments` would take 1% of the time of a small loss
-        return _fused_loss(input, arguments)
-    class_dim, arguments = check_cross_entropy(input, arguments)
-    target, weight, alpha, ignore_index, label_smoothing, reduction = arguments
-    compute, one = by_primitive, is_one(alpha)
-    if not one and _can_fuse(input, target, weight):
-        if is_plain(input, target):
-            compute = _fused_loss
-        elif _has_operator(input, target):
-            compute = _fused_operator
-    if compute is not _fused_loss:
-        check_labels(target, input.shape[class_dim], ignore_index)
-    if one:
+def statistics(input: Tensor, call: Call) -> RowStatistics:
+    """The statistics of the rows, computed when they are first read."""
+    wide = torch.promote_types(input.dtype, torch.float32)
+    class_dim = 0 if input.dim() == 1 else 1
+    if call.soft:
+        call = call.replace(target=call.target.detach().movedim(class_dim, -1))
+    return RowStatistics(mapped(input.detach().to(wide), call).movedim(class_dim, -1), call)
+
+
+def gated(call: Call, rows: RowStatistics, gate: Gate) -> Call:
+    """`call` with the weights of `gate` as token weights, or times those that it has."""
+    weights = gate(rows)
+    if not isinstance(weights, Tensor) or shape_of(weights) != shape_of(rows.counted):
+        got = shape_of(weights) if isinstance(weights, Tensor) else type(weights).__name__
+        raise ValueError(
+            f"Expected `gate` to return a tensor of shape {shape_of(rows.counted)}, one weight per "
+            f"row, but got {got}."
+        )
+    weights = weights.detach()
+    return call.replace(
+        token_weight=weights if call.token_weight is None else call.token_weight * weights
+    )
+
+
+def loss_of(input: Tensor, call: Call) -> Tensor:
+    """:func:`cross_entropy` without gate and statistics."""
+    if _is_common_case(input, call):
+        return _rows_loss(input, call)
+    class_dim, call = check_call(input, call)
+    way = way_of(input, call)
+    if way != "rows":
+        check_labels(call.target, input.shape[class_dim], call.ignore_index)
+    if way == "pytorch":
+        target, weight, _, ignore_index, label_smoothing, reduction, *_ = call
         return torch.ops.aten.cross_entropy_loss(
             input, target, weight, REDUCTIONS[reduction], ignore_index, label_smoothing
         )
-    loss = compute(input, arguments)
-    soft = target.is_floating_point()
-    dtype = torch.promote_types(input.dtype, target.dtype) if soft else input.dtype
-    return loss if loss.dtype == dtype or autocasting(input) else loss.to(dtype)
+    loss = {"rows": _loss_of_rows, "operator": _fused_operator, "definition": loss_by_definition}[
+        way
+    ](input, call)
+    dtype = torch.promote_types(input.dtype, call.target.dtype) if call.soft else input.dtype
+    return loss if loss.dtype == dtype or is_autocasting(input.device.type) else loss.to(dtype)
 
 
-# The reference: an ordinary loss of log p, correct for every option and under every transform -----
+def way_of(input: Tensor, call: Call) -> str:
+    """How the loss of checked arguments is computed; all ways have the same gradient.
+
+    - "pytorch": alpha is the number 1, and no option is used that PyTorch does not have;
+    - "rows": plain eager tensors: the gradient is computed with the value, by the C kernel where
+      it supports the tensors, otherwise in blocks that stay in the cache;
+    - "operator": a compiled graph calls the C kernel;
+    - "definition": everything else: ordinary operations (with an operator for the log-softmax under
+      export), right under every tracer, transform, checkpoint and parallelism.
+    """
+    if is_one(call.alpha) and not _has_options(call):
+        return "pytorch"
+    others = (call.target, call.weight, call.token_weight)
+    constant = not any(t is not None and t.requires_grad for t in others)
+    if not (constant and torch.is_grad_enabled() and input.requires_grad):
+        return "definition"
+    wider = call.soft and call.target.dtype.itemsize > input.dtype.itemsize
+    if not wider and is_plain(input, *(t for t in others if t is not None)):
+        return "rows"
+    if _has_operator(input, call) and not _has_options(call):
+        return "operator"
+    return "definition"
 
 
-def by_primitive(input: Tensor, arguments: Arguments) -> Tensor:
+def _has_options(call: Call) -> bool:
+    return bool(call.maps_logits or call.z_loss or call.zero_empty) or call.token_weight is not None
+
+
+# The definition: an ordinary loss of log p, right for every option and under every transform ------
+
+
+def loss_by_definition(input: Tensor, call: Call) -> Tensor:
     class_dim = 0 if input.dim() == 1 else 1
     # 16-bit logits are widened here, once: 1/N and the 1/C of smoothing then fit into
     # u = dL/dlog p, and p'/N is rounded to 16 bits only after multiplication by the loss scale.
     wide = torch.promote_types(input.dtype, torch.float32)
-    log_p = log_softmax(input, class_dim, alpha=arguments.alpha, dtype=wide)
-    if arguments.weight is not None:
-        arguments = arguments._replace(weight=arguments.weight.to(wide))
-    soft = arguments.target.is_floating_point()
-    return (_of_probabilities if soft else _of_labels)(log_p, class_dim, arguments)
+    z = mapped(input.to(wide), call)
+    log_p = log_softmax(z, class_dim, alpha=call.alpha, dtype=wide)
+    if call.weight is not None:
+        call = call.replace(weight=call.weight.to(wide))
+    if not (call.soft or call.label_smoothing or _has_options(call)):
+        return F.nll_loss(
+            log_p,
+            call.target,
+            call.weight,
+            ignore_index=call.ignore_index,
+            reduction=call.reduction,
+        )
+    losses, counted, mass = _losses(log_p, class_dim, call)
+    further = _z_loss(z, class_dim, call).masked_fill(~counted, 0) if call.z_loss else None
+    if call.reduction == "mean":
+        count = counted.sum()
+        if call.zero_empty:
+            mass, count = (n.masked_fill(count == 0, 1) for n in (mass, count))
+        losses = losses / mass.masked_fill(mass == 0, math.nan)
+        further = None if further is None else further / count
+    losses = losses if further is None else losses + further
+    if call.token_weight is not None:
+        losses = losses * call.token_weight.to(wide)
+    if call.reduction == "none":
+        return losses
+    empty = call.reduction == "mean" and not call.zero_empty and not losses.numel()
+    return losses.sum() * math.nan if empty else losses.sum()
 
 
-def _of_labels(log_p: Tensor, class_dim: int, arguments: Arguments) -> Tensor:
-    target, weight, _, ignore_index, eps, reduction = arguments
-    if eps == 0:
-        return F.nll_loss(log_p, target, weight, ignore_index=ignore_index, reduction=reduction)
-    ignored = target == ignore_index
-    at_label = F.nll_loss(log_p, target, weight, ignore_index=ignore_index, reduction="none")
-    at_all = -_weighted(log_p, weight, class_dim).sum(class_dim).masked_fill(ignored, 0)
-    loss = (1 - eps) * at_label + eps / log_p.shape[class_dim] * at_all
-    if reduction != "mean":
-        return reduced(loss, reduction)
+def _losses(log_p: Tensor, class_dim: int, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses, 0 in ignored rows; which rows are counted; and the divisor of their mean."""
+    target, weight, eps = call.target, call.weight, call.label_smoothing
+    if call.soft:
+        target = target.to(torch.promote_types(target.dtype, log_p.dtype))
+        if eps > 0:
+            target = target * (1 - eps) + eps / log_p.shape[class_dim]
+        losses = -_weighted(log_p * target, weight, class_dim).sum(class_dim)
+        counted = torch.ones_like(losses, dtype=torch.bool)
+        return losses, counted, counted.sum().to(losses.dtype)
+    ignored = target == call.ignore_index
+    losses = F.nll_loss(log_p, target, weight, ignore_index=call.ignore_index, reduction="none")
+    if eps:
+        at_all = -_weighted(log_p, weight, class_dim).sum(class_dim).masked_fill(ignored, 0)
+        losses = (1 - eps) * losses + eps / log_p.shape[class_dim] * at_all
     if weight is None:
-        return loss.sum() / (~ignored).sum()
-    label = target.masked_fill(ignored, 0)
-    mass = weight[label].masked_fill(ignored, 0).sum()
-    return loss.sum() / mass.masked_fill(mass == 0, torch.nan)
-
-
-def _of_probabilities(log_p: Tensor, class_dim: int, arguments: Arguments) -> Tensor:
-    target, weight, _, _, eps, reduction = arguments
-    target = target.to(torch.promote_types(target.dtype, log_p.dtype))
-    if eps > 0:
-        target = target * (1 - eps) + eps / log_p.shape[class_dim]
-    loss = -_weighted(log_p * target, weight, class_dim).sum(class_dim)
-    return reduced(loss, reduction)
+        return losses, ~ignored, (~ignored).sum().to(losses.dtype)
+    return losses, ~ignored, weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0).sum()
 
 
 def _weighted(values: Tensor, weight: Tensor | None, class_dim: int) -> Tensor:
@@ -163,21 +309,39 @@ def _weighted(values: Tensor, weight: Tensor | None, class_dim: int) -> Tensor:
     return values * weight.reshape(-1, *[1] * (values.dim() - class_dim - 1))
 
 
-# The fast path: in eager mode, for rows of logits, the gradient is computed with the value --------
+def _z_loss(z: Tensor, class_dim: int, call: Call) -> Tensor:
+    """``lambda lse(z)^2``, plus 0 with the derivative of ``lambda lse(alpha z)^2 / alpha``."""
+    if needs_operator():
+        raise RuntimeError(
+            "A z-loss with PowerGrad Transform cannot be exported with its gradient: export the "
+            "model without its loss."
+        )
+    alpha: Any = call.alpha
+    if isinstance(alpha, Tensor):
+        alpha = check_alpha(alpha, z, class_dim).to(z.device, z.dtype)
+    top = z.detach().amax(class_dim, keepdim=True)
+    _, level = potential(z, alpha, class_dim)
+    phi = alpha * (level + top).square()
+    value = z.detach().logsumexp(class_dim, keepdim=True).square()
+    return call.z_loss * (value + (phi - phi.detach())).squeeze(class_dim)
 
 
-def _is_common_case(input: Tensor, arguments: tuple[Any, ...]) -> bool:
+# Plain eager tensors: the gradient is computed with the value -------------------------------------
+
+
+def _is_common_case(input: Tensor, call: Call) -> bool:
     """Whether all arguments except the labels are known to be valid, as in most calls.
 
     The individual checks with their error messages take 5% of the time of a small loss.
     """
-    target, weight, alpha, _, label_smoothing, reduction = arguments
+    target, weight, alpha, _, label_smoothing, reduction, *rest = call
     return (
         weight is None
         and type(alpha) is float
         and 0 <= alpha < 1
         and reduction == "mean"
         and label_smoothing == 0
+        and rest == _NO_OPTIONS
         and is_plain(input, target)
         and input.dtype == torch.float32
         and target.dtype == torch.int64
@@ -189,116 +353,87 @@ def _is_common_case(input: Tensor, arguments: tuple[Any, ...]) -> bool:
     )
 
 
-def _can_fuse(input: Tensor, target: Tensor, weight: Tensor | None) -> bool:
-    """Whether `input` is rows of logits, and only they need a gradient."""
-    if input.dim() != 2 or not (torch.is_grad_enabled() and input.requires_grad):
-        return False
-    wider = target.is_floating_point() and target.dtype.itemsize > input.dtype.itemsize
-    return not (wider or target.requires_grad or (weight is not None and weight.requires_grad))
+_NO_OPTIONS = list(Call._field_defaults.values())[3:]
 
 
-class _FusedLoss(torch.autograd.Function):
-    """Computes the gradient in the forward pass, and scales it in the backward pass.
+def _loss_of_rows(input: Tensor, call: Call) -> Tensor:
+    """The loss of logits of any shape, as rows (N, C)."""
+    if input.dim() == 2:
+        return _rows_loss(input, call)
+    batched = input.unsqueeze(0) if input.dim() == 1 else input
+    classes = batched.shape[1]
+    logits = batched.movedim(1, -1)
+    positions = logits.shape[:-1]
+    target, alpha, tokens = call.target, call.alpha, call.token_weight
+    if call.soft:
+        target = target.reshape(batched.shape).movedim(1, -1).reshape(-1, classes)
+    if isinstance(alpha, Tensor) and alpha.dim():
+        alpha = check_alpha(alpha, batched, 1).squeeze(1).expand(positions).reshape(-1)
+    call = call.replace(
+        target=target if call.soft else target.reshape(-1),
+        alpha=alpha,
+        token_weight=None if tokens is None else tokens.reshape(-1),
+    )
+    loss = _rows_loss(logits.reshape(-1, classes), call)
+    if call.reduction != "none":
+        return loss
+    return loss.reshape(()) if input.dim() == 1 else loss.reshape(positions)
 
-    The buffer from the C kernel or `powergrad._rows` is used once: a second backward pass through
-    the same graph, or one that is itself differentiated, uses the primitive.
+
+class _Rows(torch.autograd.Function):
+    """Computes the gradient in the forward pass, and multiplies it in the backward pass.
+
+    A backward pass that is itself differentiated uses the definition.
     """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-        ctx.save_for_backward(input, *arguments[:2])
-        factor = divisor = None
-        native = _native.cross_entropy(input, *arguments)
-        if native is not None:
-            value, buffer = native
-        else:
-            value, buffer, factor, divisor = _loss_and_gradient(input, Arguments(*arguments))
-        ctx.options = arguments[2:]
-        ctx.gradient = buffer, factor, divisor, input.dtype
+    def forward(ctx: Any, input: Tensor, call: Call) -> Tensor:
+        value, gradient = loss_and_gradient(input, call)
+        ctx.call, tensors = call.split()
+        ctx.save_for_backward(gradient, input, *tensors)
         return value
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,), once = grads, ctx.gradient
-        ctx.gradient = None
-        if once is None or torch.is_grad_enabled():
-            return _gradient_by_primitive(ctx, grad), None
-        gradient, factor, divisor, dtype = once
-        scale = grad.unsqueeze(1) if grad.dim() else grad
-        if divisor is not None:
-            scale = scale / divisor
-        if factor is not None:
-            scale = scale * factor
-        if is_batched(grad):  # no in-place operation takes a batch of gradients
-            gradient = gradient * scale
+        (grad,), (gradient, logits, *tensors) = grads, ctx.saved_tensors
+        if torch.is_grad_enabled():
+            loss = loss_by_definition(logits, ctx.call.joined(tensors))
+            grad = grad.to(loss.dtype)
+            return torch.autograd.grad(loss, logits, grad, create_graph=True)[0], None
         # `loss.backward()` passes in 1, which saves a pass over the gradient.
-        elif scale.dim() or not values_readable(scale) or scale.item() != 1:
-            gradient.mul_(scale)
-        return gradient if gradient.dtype == dtype else gradient.to(dtype), None
+        if grad.dim() or not values_readable(grad) or grad.item() != 1:
+            gradient = gradient * (grad.unsqueeze(1) if grad.dim() else grad)
+        return gradient.to(logits.dtype), None
 
 
-_fused_loss: Callable[[Tensor, tuple[Any, ...]], Tensor] = direct_apply(_FusedLoss)  # if `is_plain`
-
-
-def _loss_and_gradient(
-    input: Tensor, arguments: Arguments
-) -> tuple[Tensor, Tensor, Tensor | None, float | Tensor | None]:
-    """Check the labels, then call `loss_and_gradient`."""
-    target, ignore_index, classes = arguments.target, arguments.ignore_index, input.shape[1]
-    # Checking the labels takes a tenth of the time of a small loss. For small inputs, `nll_loss`
-    # detects invalid labels, and they are checked here only after that.
-    plain = target.is_cpu and not target.is_floating_point() and arguments.label_smoothing == 0
-    if plain and input.numel() < SMALL and not 0 <= ignore_index < classes:
-        try:
-            return loss_and_gradient(input, arguments, all_valid=True)
-        except IndexError:
-            pass
-    all_valid = check_labels(target, classes, ignore_index)
-    return loss_and_gradient(input, arguments, all_valid=all_valid)
-
-
-def _gradient_by_primitive(ctx: Any, grad: Tensor) -> Tensor:
-    logits, target, weight = ctx.saved_tensors
-    differentiated = torch.is_grad_enabled()
-    with torch.enable_grad():
-        leaf = logits if differentiated else logits.detach().requires_grad_()
-        loss = by_primitive(leaf, Arguments(target, weight, *ctx.options))
-        return torch.autograd.grad(loss, leaf, grad, create_graph=differentiated)[0]
+_rows_loss: Callable[[Tensor, Call], Tensor] = direct_apply(_Rows)  # only if `is_plain`
 
 
 # The C kernel as an operator, under `torch.compile` ----------------------------------------------
 
 
-def _has_operator(input: Tensor, target: Tensor) -> bool:
+def _has_operator(input: Tensor, call: Call) -> bool:
     """Whether the C kernel is faster in a compiled graph than operations that can be fused."""
     return (
         torch.compiler.is_compiling()
         and type(input) in PLAIN
+        and input.dim() == 2
         and input.is_cpu
         and input.dtype in (torch.float32, torch.bfloat16)
-        and target.dtype == torch.int64
+        and call.target.dtype == torch.int64
         and input.numel() >= OPERATOR
-        and not torch.compiler.is_exporting()
+        and is_exporting() is not True
         and not in_transform()
         and _native.available()
     )
 
 
-def _fused_operator(input: Tensor, arguments: Arguments) -> Tensor:
-    target, weight, alpha, *options = arguments
+def _fused_operator(input: Tensor, call: Call) -> Tensor:
+    target, weight, alpha, ignore_index, label_smoothing, reduction, *_ = call
     exponent = check_alpha(alpha, input, 1)
-    return torch.ops.powergrad.cross_entropy(input, target, weight, exponent, *options)[0]
-
-
-def loss_and_scaled_gradient(input: Tensor, arguments: Arguments) -> tuple[Tensor, Tensor]:
-    """The loss and its gradient, for inputs that the C kernel does not support."""
-    value, gradient, factor, divisor = _loss_and_gradient(input, arguments)
-    if factor is not None:
-        gradient.mul_(factor)
-    if divisor is not None:
-        gradient.div_(divisor)
-    # In float16 a small p' would underflow before it is multiplied by the loss scale.
-    return value, gradient.to(torch.float32 if input.dtype == torch.float16 else input.dtype)
+    return torch.ops.powergrad.cross_entropy(
+        input, target, weight, exponent, ignore_index, label_smoothing, reduction
+    )[0]
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
@@ -313,9 +448,11 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         ignore_index: As in :func:`cross_entropy`.
         reduction: As in :func:`cross_entropy`.
         label_smoothing: As in :func:`cross_entropy`.
+        options: ``softcap``, ``logit_scale``, ``z_loss``, ``gate`` and ``zero_empty``, as in
+            :func:`cross_entropy`. ``token_weight`` is an argument of the call.
 
     Raises:
-        ValueError: If ``alpha``, ``reduction`` or ``label_smoothing`` is out of range.
+        ValueError: If ``alpha``, ``reduction`` or another option is out of range.
 
     Example:
         >>> criterion = CrossEntropyLoss(alpha=0.3, label_smoothing=0.1)
@@ -332,12 +469,19 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        z_loss: float = 0.0,
+        gate: Gate | None = None,
+        zero_empty: bool = False,
     ) -> None:
-        check_reduction(reduction)
-        check_smoothing(label_smoothing)
         super().__init__(
             weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
         )
+        caps = {"softcap": softcap, "logit_scale": logit_scale, "z_loss": z_loss}
+        plain = (ignore_index, label_smoothing, reduction)
+        check_options(Call(torch.empty(0), None, 1.0, *plain, **caps))
+        self.options: dict[str, Any] = {**caps, "gate": gate, "zero_empty": zero_empty}
         self.alpha = alpha
 
     @property
@@ -354,7 +498,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         if not isinstance(self._alpha, Tensor):
             self._alpha_input = torch.tensor(self._alpha, dtype=torch.float64, device="cpu")
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor, token_weight: Tensor | None = None) -> Tensor:
         """The loss of `input` for `target`, see :func:`cross_entropy`."""
         return cross_entropy(
             input,
@@ -364,11 +508,15 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
+            token_weight=token_weight,
+            **self.options,
         )
 
     def extra_repr(self) -> str:
-        """The alpha of the loss."""
-        return f"alpha={self._alpha}"
+        """Alpha, and the options that are used."""
+        used = [f"alpha={self._alpha}"]
+        used += [f"{k}={v}" for k, v in self.options.items() if v not in (None, 0.0, 1.0, False)]
+        return ", ".join(used)
 
 
 def binary_cross_entropy_with_logits(
@@ -390,7 +538,7 @@ def binary_cross_entropy_with_logits(
         input: Logits, of any shape.
         target: Labels between 0 and 1, of the shape of ``input``.
         weight: Weights of the elements; broadcast over ``input``, as in PyTorch.
-        alpha: A number in [0, 1]; or a tensor of them: 0-d, one per example, or one per element.
+        alpha: A number, at least 0; or a tensor of them: 0-d, one per example, or one per element.
             The float 1.0 calls PyTorch's own function.
         reduction: "mean", "sum" or "none".
         pos_weight: Weights of the positive labels; broadcast over ``input``, as in PyTorch.
@@ -430,8 +578,10 @@ def binary_cross_entropy_with_logits(
     loss = -(
         positive * log_sigmoid(logits, exponent) + (1 - target) * log_sigmoid(-logits, exponent)
     )
-    loss = reduced(loss if weight is None else loss * weight, reduction)
-    if autocasting(input):
+    loss = loss if weight is None else loss * weight
+    if reduction != "none":
+        loss = loss.mean() if reduction == "mean" else loss.sum()
+    if is_autocasting(input.device.type):
         return loss
     dtypes = (t.dtype for t in (target, weight, pos_weight) if t is not None)
     return loss.to(functools.reduce(torch.promote_types, dtypes, input.dtype))

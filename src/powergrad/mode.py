@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from powergrad._check import Arguments, check_alpha, check_number, is_one
+from powergrad._check import Call, check_alpha, check_number, is_one
 from powergrad._compat import (
     capture_in_checkpoints,
     checkpoints_captured,
@@ -512,7 +512,7 @@ def _cross_entropy(
 ) -> Tensor:
     if size_average is not None or reduce is not None:
         reduction = legacy_reduction(size_average, reduce)
-    arguments = Arguments(target, weight, alpha, ignore_index, label_smoothing, reduction)
+    arguments = Call(target, weight, alpha, ignore_index, label_smoothing, reduction)
     return loss_of(input, arguments)
 
 
@@ -529,7 +529,7 @@ def _linear_cross_entropy(
     label_smoothing: float = 0.0,
     options: Any = None,
 ) -> Tensor:
-    arguments = Arguments(
+    arguments = Call(
         target,
         weight,
         alpha,

@@ -2,7 +2,7 @@ r"""The operators ``torch.ops.powergrad.*``, registered with ``torch.library``.
 
 An operator is one node of a traced graph with a backward pass of its own, so compiling, exporting
 or transforming the graph cannot replace it by the ordinary one. `powergrad.transform` and
-`powergrad.loss` call the operators when a program is traced (``transform.way_of``).
+`powergrad.loss` call them under export, and where a compiled graph is to use the C kernel.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergrad import _native
-from powergrad._check import Arguments
-from powergrad._compat import run_eagerly
-from powergrad.loss import by_primitive, loss_and_scaled_gradient
+from powergrad._check import Call
+from powergrad.loss import loss_by_definition
+from powergrad.rows import loss_and_gradient
 from powergrad.transform import altered_backward, flattened, plain_log_softmax, scores_to_save
-from powergrad.verify import report
 
 __all__: list[str] = []
 
@@ -136,9 +134,8 @@ def _cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """The loss of rows of logits, and its gradient at the logits."""
     number = alpha.item() if alpha.numel() == 1 and alpha.is_cpu else alpha
-    arguments = Arguments(target, weight, number, ignore_index, label_smoothing, reduction)
-    native = _native.cross_entropy(input, *arguments)
-    return loss_and_scaled_gradient(input, arguments) if native is None else native
+    call = Call(target, weight, number, ignore_index, label_smoothing, reduction)
+    return loss_and_gradient(input, call)
 
 
 def _cross_entropy_fake(input: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -156,7 +153,8 @@ def _cross_entropy_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
 def _cross_entropy_grad(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     gradient, logits, target, weight, alpha = ctx.saved_tensors
     if torch.is_grad_enabled():  # the gradient is itself differentiated
-        loss = by_primitive(logits, Arguments(target, weight, alpha, *ctx.options))
+        per_row = alpha.reshape(-1) if alpha.dim() else alpha
+        loss = loss_by_definition(logits, Call(target, weight, per_row, *ctx.options))
         (result,) = torch.autograd.grad(loss, logits, grad.to(loss.dtype), create_graph=True)
     else:
         result = gradient * (grad.unsqueeze(1) if grad.dim() else grad)
@@ -181,37 +179,6 @@ _define(
     _cross_entropy_vmap,
 )
 torch.library.register_fake("powergrad::cross_entropy", _cross_entropy_fake, lib=_LIBRARY)
-
-
-# An identity that reports its gradient to `powergrad.verify` in the backward pass -----------------
-
-
-def _watch_gradient(grad: Tensor, logits: Tensor, tag: int) -> Tensor:
-    report(logits, grad, tag)
-    return grad.clone()
-
-
-def _watch_setup(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-    logits, ctx.tag = inputs
-    ctx.save_for_backward(logits)
-
-
-def _watch_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    (logits,) = ctx.saved_tensors
-    return torch.ops.powergrad.watch_gradient(grad, logits, ctx.tag), None
-
-
-_define(
-    "watch_logits(Tensor logits, int tag) -> Tensor",
-    lambda logits, tag: logits.clone(),
-    _watch_grad,
-    _watch_setup,
-)
-_define("watch_gradient(Tensor grad, Tensor logits, int tag) -> Tensor", _watch_gradient)
-torch.library.register_fake(
-    "powergrad::watch_gradient", lambda grad, logits, tag: torch.empty_like(grad), lib=_LIBRARY
-)
-run_eagerly(_watch_grad)  # for compiled steps that call `backward()`
 
 
 # Moving the batch dimension to the front ---------------------------------------------------------

@@ -3,7 +3,7 @@ r"""PowerGrad Transform (PGT): the paper's equations, and the primitive that imp
 The paper changes one thing. In the backward pass of softmax cross-entropy, the predicted
 probabilities ``p = softmax(z)`` are replaced by
 
-    p' = p^alpha / sum(p^alpha),        0 <= alpha <= 1,
+    p' = p^alpha / sum(p^alpha),        0 <= alpha <= 1 (above 1, it is sharpened),
 
 so that the gradient at the logits is ``p' - q`` instead of ``p - q``.
 
@@ -17,6 +17,10 @@ with ``u = dL / dlog p``,
 
 No labels appear. Class weights, label smoothing, mixup targets, ignored positions, reductions and
 loss scales are all contained in ``u``.
+
+`definition` says this in ordinary operations, which every tracer, transform, checkpoint and
+parallelism of PyTorch differentiates correctly. Everything else in the core computes the same
+gradient faster, where nothing but ordinary autograd looks on.
 
 Reference: Das, Mondal, Lall, Joshi, Dutta Roy, *Altering Backward Pass Gradients improves
 Convergence*.
@@ -37,8 +41,9 @@ from powergrad._check import (
     check_floating,
     check_number,
     check_probabilities,
+    is_plain,
 )
-from powergrad._compat import FakeTensor, in_loss_parallel, in_transform, operators_traced
+from powergrad.compat import in_loss_parallel, in_transform, is_exporting
 
 __all__ = ["log_softmax", "paper_smoothing", "power_transform", "stationary_threshold"]
 
@@ -54,15 +59,15 @@ def power_transform(p: Tensor, alpha: float | Tensor, dim: int = -1) -> Tensor:
 
     Args:
         p: Probabilities; each slice along ``dim`` sums to 1.
-        alpha: A number in [0, 1]; or a tensor of them, 0-d, of the shape of ``p`` without ``dim``,
-            or one per example (the first dimension of ``p``).
+        alpha: A number, at least 0; or a tensor of them, 0-d, of the shape of ``p`` without
+            ``dim``, or one per example (the first dimension of ``p``).
         dim: The class dimension.
 
     Returns:
         The transformed probabilities, of the shape and dtype of ``p``.
 
     Raises:
-        ValueError: If ``alpha`` is outside [0, 1] or has another shape, or ``p`` is negative.
+        ValueError: If ``alpha`` is negative or has another shape, or ``p`` is negative.
         TypeError: If ``p`` is not a floating-point tensor.
 
     Example:
@@ -92,7 +97,7 @@ def stationary_threshold(p: Tensor, alpha: float | Tensor, dim: int = -1) -> Ten
         One threshold per distribution: the shape of ``p`` without ``dim``.
 
     Raises:
-        ValueError: If ``alpha`` is outside [0, 1] or has another shape, or ``p`` is negative.
+        ValueError: If ``alpha`` is negative or has another shape, or ``p`` is negative.
         TypeError: If ``p`` is not a floating-point tensor.
 
     Example:
@@ -147,6 +152,9 @@ def paper_smoothing(eps: float, num_classes: int) -> float:
 # The primitive -----------------------------------------------------------------------------------
 
 
+TINY = 1e-30
+
+
 def log_softmax(
     input: Tensor,
     dim: int = -1,
@@ -162,7 +170,7 @@ def log_softmax(
     Args:
         input: Logits, of any shape.
         dim: The class dimension.
-        alpha: A number in [0, 1]; or a tensor of them, 0-d, of the shape of ``input`` without
+        alpha: A number, at least 0; or a tensor of them, 0-d, of the shape of ``input`` without
             ``dim``, or one per example (the first dimension of ``input``). The float 1.0 calls
             PyTorch's own function.
         dtype: Cast ``input`` to this dtype first, as in ``torch.log_softmax``.
@@ -171,7 +179,7 @@ def log_softmax(
         Log-probabilities, of the shape of ``input``.
 
     Raises:
-        ValueError: If ``alpha`` is outside [0, 1] or has another shape.
+        ValueError: If ``alpha`` is negative or has another shape.
         TypeError: If ``input`` is not a floating-point tensor.
 
     Example:
@@ -195,12 +203,58 @@ def log_softmax(
             "the classes if they are sharded: `input.full_tensor()`, or "
             "`input.redistribute(placements=[Replicate()])`."
         )
-    how = way_of(input)
-    if how == "potential":
-        return _by_potential(input, alpha if isinstance(alpha, float) else exponent, dim, dtype)
-    if how == "operator":
+    if is_plain(input):
+        return _LogSoftmax.apply(input, exponent, dim, dtype)
+    if needs_operator():
         return torch.ops.powergrad.log_softmax(input, exponent, dim, dtype)
-    return _LogSoftmax.apply(input, exponent, dim, dtype)
+    return definition(input, alpha if isinstance(alpha, float) else exponent, dim, dtype)
+
+
+def definition(
+    input: Tensor, alpha: float | Tensor, dim: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    r"""``log p``, plus a term that is always 0 and has the derivative of the potential.
+
+    The potential is ``s = z - logsumexp(alpha * z) / alpha``. Its derivative in a direction t is
+    ``t - sum(p' * t)``, the transpose of PGT's backward. At alpha 0, the logsumexp is replaced by
+    its limit, the mean of ``z`` over the classes that are not masked.
+    """
+    log_p = plain_log_softmax(input, dim, dtype).detach()
+    shifted, level = potential(
+        input.to(torch.promote_types(log_p.dtype, torch.float32)), alpha, dim
+    )
+    s = shifted - level
+    return log_p + (s - s.detach()).to(log_p.dtype)
+
+
+def potential(z: Tensor, alpha: float | Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """``z - max z`` and ``logsumexp(alpha * (z - max z)) / alpha``, the maximum being constant.
+
+    The maximum is subtracted first, because ``alpha * z`` would lose precision for logits with a
+    large common offset. A class at ``-inf`` is masked: it has no part in the sum, also at alpha 0
+    (where ``0 * -inf`` would be NaN). An alpha below `TINY` counts as 0: 1 / alpha would overflow.
+    """
+    shifted = z - z.detach().amax(dim, keepdim=True)
+    masked = shifted == -torch.inf
+    shifted = shifted.masked_fill(masked, 0)  # -inf - -inf is NaN
+
+    def mean() -> Tensor:
+        return shifted.sum(dim, keepdim=True) / (~masked).sum(dim, keepdim=True)
+
+    def level(alpha: float | Tensor) -> Tensor:
+        scaled = (alpha * shifted).masked_fill(masked, -torch.inf)
+        return scaled.logsumexp(dim, keepdim=True) / alpha
+
+    if not isinstance(alpha, Tensor):
+        return shifted, level(alpha) if alpha > TINY else mean()
+    alpha = alpha.to(z.device, z.dtype)
+    positive = alpha > TINY
+    return shifted, torch.where(positive, level(alpha.where(positive, 1)), mean())
+
+
+def needs_operator() -> bool:
+    """Whether the caller may be exported: decompositions remove the `detach` of the definition."""
+    return is_exporting() is not False and not in_transform()
 
 
 # An active `PowerGrad` does not alter this operator, unlike `torch.log_softmax`.
@@ -250,87 +304,22 @@ def scores_to_save(input: Tensor, log_p: Tensor) -> Tensor:
 
 
 class _LogSoftmax(torch.autograd.Function):
-    """The forward of log_softmax with the backward of PGT, which is itself differentiable."""
-
-    generate_vmap_rule = True
+    """The definition for plain eager tensors: faster, and precise where p' rounds to 1."""
 
     @staticmethod
-    def forward(input: Tensor, alpha: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
-        return plain_log_softmax(input, dim, dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        logits, alpha, ctx.dim, _ = inputs
-        ctx.input_dtype, ctx.output_dtype = logits.dtype, output.dtype
-        ctx.save_for_backward(scores_to_save(logits, output), alpha)
-        ctx.save_for_forward(logits, alpha)
+    def forward(
+        ctx: Any, input: Tensor, alpha: Tensor, dim: int, dtype: torch.dtype | None
+    ) -> Tensor:
+        log_p = plain_log_softmax(input, dim, dtype)
+        ctx.save_for_backward(scores_to_save(input, log_p), alpha)
+        ctx.dim, ctx.input_dtype = dim, input.dtype
+        return log_p
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scores, alpha = ctx.saved_tensors
         grad = altered_backward(grads[0], scores, alpha, ctx.dim, ctx.input_dtype)
         return grad, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        # The transpose of the backward: t - sum(p' * t).
-        logits, alpha = ctx.saved_tensors
-        p = flattened(logits, alpha, ctx.dim)
-        t = tangents[0].to(p.dtype)
-        return (t - (p * t).sum(ctx.dim, keepdim=True)).to(ctx.output_dtype)
-
-
-# Traced programs --------------------------------------------------------------------------------
-#
-# Tracers may look into an `autograd.Function` and keep only its forward, whose derivative is the
-# ordinary one. Two other forms of the same function are safe from this:
-#
-# - An operator with a registered backward is one node of a graph. Export, `make_fx` and fake
-#   tensors keep it; `torch.func` does not support it.
-# - The value `log p`, plus a term that is always 0 and has the derivative of the potential (below).
-#   It consists of ordinary operations, so every way of differentiating it is correct, and
-#   `torch.compile` fuses it. But it needs `detach`, which export's decompositions remove.
-
-
-def way_of(input: Tensor) -> str:
-    """The form that survives tracing of `input`: "function", "potential" or "operator"."""
-    if torch.compiler.is_compiling():
-        traced = in_transform() or not torch.compiler.is_exporting()
-        return "potential" if traced else "operator"
-    if isinstance(input, FakeTensor) or (type(input) in PLAIN and operators_traced()):
-        return "function" if in_transform() else "operator"
-    return "function"
-
-
-def _by_potential(
-    input: Tensor, alpha: float | Tensor, dim: int, dtype: torch.dtype | None
-) -> Tensor:
-    r"""``log p``, plus 0 with the derivative of ``z - logsumexp(alpha * z) / alpha``.
-
-    That derivative is ``t - sum(p' * t)``, the transpose of PGT's backward. At alpha 0, the
-    logsumexp term is replaced by its limit, ``mean(z)`` over the classes that are not masked.
-    """
-    log_p = plain_log_softmax(input, dim, dtype).detach()
-    z = input.to(torch.promote_types(log_p.dtype, torch.float32))
-    shifted = z - z.detach().amax(dim, keepdim=True)
-    masked = shifted == -torch.inf
-    shifted = shifted.masked_fill(masked, 0)  # -inf - -inf is NaN
-
-    def mean() -> Tensor:
-        return shifted.sum(dim, keepdim=True) / (~masked).sum(dim, keepdim=True)
-
-    def potential(alpha: float | Tensor) -> Tensor:
-        scaled = (alpha * shifted).masked_fill(masked, -torch.inf)
-        return scaled.logsumexp(dim, keepdim=True) / alpha
-
-    if isinstance(alpha, Tensor):
-        alpha = alpha.to(z.device, z.dtype)
-        positive = alpha > 0
-        level = torch.where(positive, potential(alpha.where(positive, 1)), mean())
-    else:
-        level = potential(alpha) if alpha > 0 else mean()
-    s = shifted - level
-    return log_p + (s - s.detach()).to(log_p.dtype)
 
 
 # Two classes -------------------------------------------------------------------------------------
@@ -341,37 +330,11 @@ def log_sigmoid(input: Tensor, alpha: Tensor) -> Tensor:
 
     `alpha` broadcasts over `input`.
     """
-    how = way_of(input)
-    if how == "operator":
+    if needs_operator():
         two = torch.stack([input, torch.zeros_like(input)], -1)
         alpha = alpha.unsqueeze(-1) if alpha.dim() else alpha
         return torch.ops.powergrad.log_softmax(two, alpha, input.dim(), None).select(-1, 0)
-    if how == "potential":
-        positive = alpha > 0
-        nonzero = alpha.where(positive, 1)
-        s = torch.where(positive, logsigmoid(nonzero * input) / nonzero, input / 2)
-        return logsigmoid(input).detach() + (s - s.detach())
-    return _LogSigmoid.apply(input, alpha)
-
-
-class _LogSigmoid(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(input: Tensor, alpha: Tensor) -> Tensor:
-        return logsigmoid(input)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, alpha = ctx.saved_tensors
-        return grads[0] * torch.sigmoid(-alpha * logits), None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        logits, alpha = ctx.saved_tensors
-        return tangents[0] * torch.sigmoid(-alpha * logits)
+    positive = alpha > TINY
+    nonzero = alpha.where(positive, 1)
+    s = torch.where(positive, logsigmoid(nonzero * input) / nonzero, input / 2)
+    return logsigmoid(input).detach() + (s - s.detach())

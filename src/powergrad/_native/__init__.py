@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from powergrad._check import REDUCTIONS, check_labels, values_readable
+from powergrad._check import REDUCTIONS, Call, check_labels, values_readable
 
 __all__ = ["available", "best_level", "cross_entropy"]
 
-ABI = 2  # as in kernel.c; a library with another number is not used
+ABI = 3  # as in kernel.c; a library with another number is not used
 
 # The arguments in the order of kernel.c, as one struct: passing sixteen by ctypes takes longer.
-_CALL = struct.Struct("=qqqqqqqqdqdqqqqq40x")
+_CALL = struct.Struct("=qqqqqqqqdqdqqqqdqq40x")
 _SIGNATURES = {  # the type of the result, then those of the arguments
     "powergrad_cross_entropy": (ctypes.c_int64, ctypes.c_char_p),
     "powergrad_norms": (None, ctypes.c_char_p, *[ctypes.c_int64] * 4),
@@ -72,36 +72,21 @@ def best_level() -> int:
 
 def cross_entropy(
     input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    alpha: float | Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
+    call: Call,
     *,
     out: Tensor | None = None,
+    row_weight: float | Tensor | None = None,
     threads: int | None = None,
     level: int = 9,
 ) -> tuple[Tensor, Tensor] | None:
-    """The value of cross-entropy and its PGT gradient at the logits.
-
-    With ``q = (1 - label_smoothing) * onehot + label_smoothing / C`` and weights ``w``, a row has
-
-        loss = -sum(w q log p),        grad = sum(w q) p' - w q,        p' = softmax(alpha z);
-
-    both are 0 where the target is ``ignore_index``. For the mean, both are divided by the sum of
-    the other targets' weights.
+    """The value of the loss and its gradient at the logits, as :mod:`powergrad.rows` defines them.
 
     Args:
         input: Logits of shape (N, C), float32 or bfloat16, with the classes contiguous. Input and
             target must be plain (``_check.is_plain``), which is not checked again here.
-        target: Class indices of shape (N,), int64.
-        weight: Class weights of shape (C,), or None.
-        alpha: A number in [0, 1], or a tensor with 1 or N of them.
-        ignore_index: The target of rows that are left out.
-        label_smoothing: In [0, 1].
-        reduction: ``"none"``, ``"mean"`` or ``"sum"``.
+        call: The other arguments, without a map of the logits. The target must be class indices.
         out: The tensor for the gradient, (N, C) and contiguous; may be `input` itself.
+        row_weight: The weights of the rows, one number or N of them, instead of the token weights.
         threads: The maximal number of threads, by default PyTorch's. It does not affect the result.
         level: The best instruction set to use; see :func:`best_level`.
 
@@ -116,11 +101,12 @@ def cross_entropy(
     kernel = library()
     if kernel is None:
         return None
+    target, weight, alpha, ignore_index, smoothing, reduction, *_, z_loss, tokens, _ = call
     dtype = _DTYPES.get(input.dtype)
     if dtype is None or target.dtype != torch.int64 or not (input.is_cpu and target.is_cpu):
         return None
     shape, strides = input.shape, input.stride()
-    if len(shape) != 2 or shape[1] == 0 or target.shape != shape[:1]:
+    if len(shape) != 2 or shape[1] == 0 or target.shape != shape[:1] or input.is_neg():
         return None
     rows, classes = shape
     if strides[1] != 1 and classes != 1:
@@ -132,17 +118,24 @@ def cross_entropy(
     if weight is not None:
         if weight.shape != (classes,) or not values_readable(weight):
             return None
-        weight = weight.to(torch.float32).contiguous()
+        weight = weight.to(torch.float32).resolve_neg().contiguous()
+    tokens = tokens if row_weight is None else row_weight
+    if tokens is not None:
+        tokens = torch.as_tensor(tokens, dtype=torch.float32)
+        if not values_readable(tokens):
+            return None
+        tokens = tokens.resolve_neg().reshape(-1).expand(rows).contiguous()
     alphas = None
     if isinstance(alpha, Tensor):
         if alpha.numel() not in (1, rows) or not values_readable(alpha):
             return None
-        alphas, alpha = alpha.to(torch.float64).reshape(-1).expand(rows).contiguous(), 1.0
+        alphas = alpha.to(torch.float64).resolve_neg().reshape(-1).expand(rows).contiguous()
+        alpha = 1.0
 
     target = target.contiguous()
     value = input.new_empty(shape[:1] if reduction == "none" else (), dtype=torch.float32)
     grad = input.new_empty(rows, classes) if out is None else out
-    call = _CALL.pack(
+    arguments = _CALL.pack(
         rows,
         classes,
         input.data_ptr(),
@@ -151,18 +144,26 @@ def cross_entropy(
         target.data_ptr(),
         ignore_index,
         0 if weight is None else weight.data_ptr(),
-        label_smoothing,
+        smoothing,
         0 if alphas is None else alphas.data_ptr(),
         alpha,
         REDUCTIONS[reduction],
         value.data_ptr(),
         grad.data_ptr(),
+        0 if tokens is None else tokens.data_ptr(),
+        z_loss,
         torch.get_num_threads() if threads is None else threads,
         level,
     )
-    status = kernel.powergrad_cross_entropy(call)
+    status = kernel.powergrad_cross_entropy(arguments)
     if status > 0:
         check_labels(target, classes, ignore_index)  # raises
     if status < 0:
         raise MemoryError(f"Could not allocate memory for a copy of a row of {classes} logits.")
+    if call.zero_empty and reduction == "mean" and value.isnan() and not _counted(call):
+        value.zero_()
     return value, grad
+
+
+def _counted(call: Call) -> bool:
+    return bool((call.target != call.ignore_index).any())

@@ -1,10 +1,12 @@
-/* Cross-entropy and PowerGrad Transform's gradient, in one pass over each row of logits.
+/* The row statistics, coefficients and gradient of rows.py, in one pass over each row of logits.
  *
- * For a row of logits z with class y, class weights w and label smoothing eps, put
- * q = (1 - eps) onehot(y) + eps / C and d = z - max z. Then
+ * For a row of logits z with class y, class weights w, label smoothing eps, z-loss lambda and a
+ * weight g of the row, put q = (1 - eps) onehot(y) + eps / C and d = z - max z. Then
  *
- *     loss = -sum(w q log p),          p  = softmax(z)       = exp(d) / sum(exp(d)),
- *     grad = sum(w q) p' - w q,        p' = softmax(alpha z) = exp(alpha d) / sum(exp(alpha d)).
+ *     loss = g (-sum(w q log p) + lambda lse(z)^2),  p  = softmax(z)       = exp(d) / sum(exp(d)),
+ *     grad = g ((sum(w q) + extra) p' - w q),        p' = softmax(alpha z) ~ exp(alpha d),
+ *
+ * with extra = 2 lambda lse(alpha z).
  *
  * Plain C11 with the vector extensions of GCC and Clang; it knows nothing of Python or PyTorch. The
  * floating-point model is the standard one, except that a * b + c may be fused: -inf masks a class,
@@ -19,7 +21,7 @@
 
 #include "threads.h"
 
-#define ABI 2               /* raised with every change to an exported signature */
+#define ABI 3               /* raised with every change to an exported signature */
 #define BLOCK 32            /* values that a lane of a vector adds up in float32 */
 #define TILE 16             /* the most rows that are processed together, */
 #define TILE_SIZE 1024      /* and the most values in them */
@@ -43,6 +45,8 @@ typedef struct {
     int64_t reduction; /* NONE, MEAN or SUM */
     float *value;      /* of the rows; or their mean or sum */
     char *grad;        /* of the value; rows x classes, contiguous; may be `logits` */
+    const float *row_weight; /* of the rows, or NULL */
+    double z_loss;
     int64_t threads;   /* at most */
     int64_t level;     /* of the instruction set, at most */
 
@@ -56,7 +60,7 @@ typedef struct {
 
 enum { NONE, MEAN, SUM };
 
-_Static_assert(sizeof(Call) == 21 * 8, "a field of Call is not of 8 bytes");
+_Static_assert(sizeof(Call) == 23 * 8, "a field of Call is not of 8 bytes");
 
 typedef void (*Worker)(const Call *, int64_t begin, int64_t end, float *scratch);
 
@@ -264,15 +268,25 @@ INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, c
             if (share != 0)
                 loss += share * (log_sum * call->total_weight -
                                  weighted_sum(logits, w, max[k], classes, bfloat16, lanes));
-            call->losses[row[k]] = (float)loss;
-
             const double rest = sums[k].flat - x[y];
-            const double scale = mass / (sums[k].flat + (top ? sums[k].flat_one : 0));
-            const double own = share * (call->total_weight - weight) - scale * rest;
+            const double total = sums[k].flat + (top ? sums[k].flat_one : 0);
+            double extra = 0;
+            if (call->z_loss != 0) {
+                const double lse = max[k] + log_sum;
+                const double alpha = call->alphas ? call->alphas[row[k]] : call->alpha;
+                loss += call->z_loss * lse * lse;
+                extra = 2 * call->z_loss * (alpha * max[k] + log(total / sums[k].flat_one));
+            }
+            const double of_row = call->row_weight ? call->row_weight[row[k]] : 1;
+            call->losses[row[k]] = (float)(of_row * loss);
+
+            const double g = factor * of_row;
+            const double own = share * (call->total_weight - weight) +
+                               (extra * (total - rest) - mass * rest) / total;
             /* Last, because the gradient may go where the logits are. */
-            write_grad(grad, x, (float)(factor * scale), w, (float)(factor * share), classes,
+            write_grad(grad, x, (float)(g * (mass + extra) / total), w, (float)(g * share), classes,
                        bfloat16);
-            set_value(grad, y, (float)(factor * own), bfloat16);
+            set_value(grad, y, (float)(g * own), bfloat16);
         }
     }
 }
@@ -365,6 +379,8 @@ int64_t powergrad_cross_entropy(const Call *arguments) {
     /* Weights that count and sum to 0 give NaN, as in PyTorch, not infinity. */
     const double mass = w ? (target_weight != 0 ? target_weight : NAN) : (double)counted;
     call.factor = call.reduction == MEAN ? 1 / mass : 1;
+    if (w && call.reduction == MEAN) /* the z-loss of a mean has the number of rows as divisor */
+        call.z_loss *= mass / (double)counted;
 
     float *reduced = NULL;
     if (call.reduction != NONE && !(reduced = malloc((size_t)(call.rows + 1) * sizeof(float))))

@@ -1,0 +1,382 @@
+r"""One gradient for every loss: statistics of a row of logits, coefficients, one pass that writes.
+
+The value is the plain loss at ``z``; the gradient is the plain loss's gradient at ``alpha z``. For
+a row of logits x with target t (its mass per class, class weights and label smoothing included),
+
+    z    = c tanh(s x / c)                          soft cap c and logit scale s, usually z = x
+    loss = g (-sum(t log p) + lambda lse(z)^2)      lambda: z-loss
+    dz_c = g (A p'_c - t_c)                         A = sum(t) + 2 lambda lse(alpha z)
+    dx_c = dz_c s (1 - tanh^2)
+
+with ``p' = softmax(alpha z)``. The weight g of a row holds the reduction, ignored rows, token
+weights and gates, and is known before, so one pass over a block of rows, in one buffer, is enough:
+log p gives the loss; ``e = p^alpha``, as 2^(alpha log2 p), is faster than a softmax and equally
+accurate, and cannot overflow, since p is at most 1; ``lse(alpha z) = alpha lse(z) + log sum(e)``.
+
+The z-loss follows the same rule: at ``u = alpha z``, plain training has the gradient
+``2 lambda lse(u) softmax(u)``. So PGT stays equal to plain training of a scaled head. With the
+gradient of ``lambda lse(z)^2`` itself, or with p' written for p in it, that would not be so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from powergrad import _native
+from powergrad._check import Call, check_labels, without_autocast
+
+# Rows are processed in blocks of `BLOCK` elements, which stay in the cache from the first operation
+# to the last. Tensors below `LARGE` elements are one block: for them, splitting does not pay off.
+BLOCK = 1 << 19
+LARGE = 1 << 21
+
+LOG2_E = math.log2(math.e)
+plain_log_softmax = torch.ops.aten.log_softmax.int
+
+
+# Statistics, for gates and for the caller ---------------------------------------------------------
+
+
+class RowStatistics:
+    """What a softmax says of each row of logits; without gradient.
+
+    Each is computed when it is first read. Rows that are ignored have a loss of 0, and are neither
+    counted nor correct. Sums and counts, unlike means, add up over micro-batches and processes.
+    """
+
+    NAMES = ("loss", "lse", "p_target", "entropy", "prediction", "correct", "counted")
+
+    def __init__(self, logits: Tensor, call: Call) -> None:
+        self.logits, self.call = logits, call
+
+    def __repr__(self) -> str:
+        return f"RowStatistics({', '.join(self.NAMES)}; of {tuple(self.counted.shape)} rows)"
+
+    @classmethod
+    def empty(cls, call: Call) -> RowStatistics:
+        """Statistics of all rows of a call, to be stored block by block; 0 for other rows."""
+        rows = cls(torch.empty(0), call)
+        vars(rows)["counted"] = rows.counted
+        return rows
+
+    def store(self, part: slice | Tensor, block: RowStatistics) -> None:
+        """Keep the statistics of a block of rows."""
+        for name in self.NAMES[:-1]:
+            values = getattr(block, name)
+            whole = vars(self).setdefault(name, values.new_zeros(self.counted.shape))
+            whole[part] = values
+
+    def reshape(self, shape: tuple[int, ...]) -> RowStatistics:
+        """Give each statistic that was computed another shape."""
+        rows = RowStatistics(self.logits, self.call)
+        if self.logits.numel() and self.logits.dim() > 1:
+            rows.logits = self.logits.reshape(*shape, -1)
+            rows.call = self.call.replace(
+                target=self.call.target.reshape(*shape, *self.call.target.shape[1:])
+            )
+        stored = {
+            name: vars(self)[name].reshape(shape) for name in self.NAMES if name in vars(self)
+        }
+        vars(rows).update(stored)
+        return rows
+
+    @cached_property
+    def lse(self) -> Tensor:
+        """``log sum exp(z)``."""
+        return self.logits.logsumexp(-1)
+
+    @cached_property
+    def counted(self) -> Tensor:
+        """Whether the row is not ignored."""
+        if self.call.soft:
+            return torch.ones_like(self.call.target[..., 0], dtype=torch.bool)
+        return self.call.target != self.call.ignore_index
+
+    @cached_property
+    def p_target(self) -> Tensor:
+        """The probability of the target, ``sum(q * p)`` for class probabilities ``q``; or 0."""
+        if self.call.soft:
+            return (self._p() * self.call.target).sum(-1)
+        label = self.call.target.masked_fill(~self.counted, 0).unsqueeze(-1)
+        own = self.logits.gather(-1, label).squeeze(-1)
+        return (own - self.lse).exp().masked_fill(~self.counted, 0)
+
+    @cached_property
+    def loss(self) -> Tensor:
+        """Cross-entropy with the target, without weights, smoothing or further terms."""
+        if self.call.soft:
+            return -((self.logits - self.lse.unsqueeze(-1)) * self.call.target).sum(-1)
+        label = self.call.target.masked_fill(~self.counted, 0).unsqueeze(-1)
+        own = self.logits.gather(-1, label).squeeze(-1)
+        return (self.lse - own).masked_fill(~self.counted, 0)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """``-sum(p log p)``."""
+        return torch.special.entr(self._p()).sum(-1)
+
+    @cached_property
+    def prediction(self) -> Tensor:
+        """The most likely class."""
+        return self.logits.argmax(-1)
+
+    @cached_property
+    def correct(self) -> Tensor:
+        """Whether the prediction is the target, or its most likely class."""
+        target = self.call.target.argmax(-1) if self.call.soft else self.call.target
+        return (self.prediction == target) & self.counted
+
+    def _p(self) -> Tensor:
+        return (self.logits - self.lse.unsqueeze(-1)).exp()
+
+
+# The map of logits --------------------------------------------------------------------------------
+
+
+def mapped(x: Tensor, call: Call) -> Tensor:
+    """``c tanh(s x / c)``, or ``s x`` without a soft cap."""
+    if call.softcap is None:
+        return x * call.logit_scale if call.logit_scale != 1 else x
+    return torch.tanh(x * (call.logit_scale / call.softcap)) * call.softcap
+
+
+# Coefficients -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """The weights of all rows, and what their blocks have in common."""
+
+    labels: Tensor  # those of ignored rows are 0; or class probabilities
+    g: float | Tensor  # one number, or (N, 1)
+    ignored: Tensor | None
+    z_loss: float | Tensor  # lambda, relative to g
+    empty: bool | Tensor  # whether no row is counted
+
+    def of(self, part: slice | Tensor) -> tuple[Tensor, float | Tensor, Tensor | None]:
+        """The labels, weights and ignored rows of a block."""
+        g = self.g[part] if isinstance(self.g, Tensor) else self.g
+        return self.labels[part], g, None if self.ignored is None else self.ignored[part]
+
+
+def coefficients(call: Call, dtype: torch.dtype, all_valid: bool) -> Coefficients:
+    """The coefficients of rows whose gradients are computed in `dtype`.
+
+    A mean over weights that count and sum to 0 is NaN, as in PyTorch; if no row is counted, the
+    gradients are 0. With class weights, a mean divides the z-loss by the number of counted rows.
+    """
+    target, rows, mean = call.target, call.target.shape[0], call.reduction == "mean"
+    ignored = None if call.soft or all_valid else target == call.ignore_index
+    labels = target if ignored is None else target.masked_fill(ignored, 0)
+    kept = None if ignored is None else (~ignored).to(dtype)
+    count: float | Tensor = rows if kept is None else kept.sum()
+    empty = not rows if kept is None else count == 0
+    z_loss: float | Tensor = call.z_loss
+    divisor: float | Tensor = 1
+    if mean:
+        divisor = count or 1 if isinstance(count, (int, float)) else count.clamp(min=1)
+        if call.weight is not None and not call.soft:
+            own = call.weight.to(dtype)[labels]
+            mass = own.sum() if kept is None else (own * kept).sum()
+            mass = torch.where(mass != 0, mass, math.nan)
+            count, no_rows = divisor, torch.as_tensor(empty, device=mass.device)
+            divisor = torch.where(no_rows, 1, mass)
+            if call.z_loss:
+                z_loss = call.z_loss * divisor / count
+    g: float | Tensor = 1 / divisor
+    for factor in (kept, call.token_weight):
+        if factor is not None:
+            g = g * factor.to(dtype)
+    if isinstance(g, Tensor):
+        g = g.reshape(-1, 1).expand(rows, 1)
+    return Coefficients(labels, g, ignored, z_loss, empty)
+
+
+def reduced(losses: Tensor, call: Call, empty: bool | Tensor) -> Tensor:
+    """The value: the sum of the losses, already weighted, or NaN for the mean of no rows."""
+    if call.reduction == "none":
+        return losses
+    value = losses.sum()
+    if call.reduction == "mean" and not call.zero_empty:
+        value = value.masked_fill(torch.as_tensor(empty, device=value.device), math.nan)
+    return value
+
+
+# All rows -----------------------------------------------------------------------------------------
+
+
+def loss_and_gradient(logits: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The loss of logits (N, C), checked, and its gradient, for an incoming gradient of 1.
+
+    A tensor alpha has 1 or N elements. The gradient of float16 logits is float32, so that neither
+    1/N nor a loss scale can make it underflow; otherwise it has the dtype of the logits.
+    """
+    if not call.maps_logits:
+        native = _native.cross_entropy(logits, call)
+        if native is not None:
+            return native
+    all_valid = check_labels(call.target, logits.shape[1], call.ignore_index)
+    dtype = torch.float32 if logits.dtype == torch.float16 else logits.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    common = coefficients(call, wide, all_valid)
+    n, c = logits.shape
+    buffer = logits.new_empty(n, c, dtype=dtype)
+    losses = logits.new_empty(n, dtype=wide)
+    narrow = 2 if dtype.itemsize < 4 or call.maps_logits else 1  # a second buffer
+    size = n if n * c < LARGE else max(1, BLOCK // narrow // c)
+    for start in range(0, n, max(size, 1)):
+        part = slice(start, start + size)
+        losses[part] = write(logits[part], call, common, part, buffer[part])
+    return reduced(losses, call, common.empty), buffer
+
+
+def write(
+    logits: Tensor,
+    call: Call,
+    common: Coefficients,
+    part: slice | Tensor,
+    out: Tensor,
+    factor: Tensor | None = None,
+) -> Tensor:
+    """The weighted losses of a block of rows; their gradients go to `out`, perhaps `logits` itself.
+
+    `part` says which rows of the call they are; `factor` multiplies their weights.
+    """
+    slope: float | Tensor = call.logit_scale
+    z, grads = logits, out
+    if call.maps_logits:
+        z = mapped(logits.to(torch.promote_types(logits.dtype, torch.float32)), call)
+        grads = out if out.dtype == z.dtype else z
+    if call.softcap is not None:
+        slope = (z / call.softcap).square_().neg_().add_(1).mul_(call.logit_scale)
+    labels, g, ignored = common.of(part)
+    if factor is not None:
+        g = g * factor.reshape(-1, 1).to(torch.promote_types(out.dtype, torch.float32))
+    alpha = call.alpha
+    if isinstance(alpha, Tensor):
+        alpha = alpha.reshape(-1)[part] if alpha.numel() > 1 else alpha.reshape(1)
+    block = call.replace(
+        target=labels if ignored is None else call.target[part], alpha=alpha, reduction="none"
+    )
+    if z.is_cpu:
+        block = block.replace(z_loss=float(common.z_loss))
+    native = _native.cross_entropy(z, block, out=grads, row_weight=g)
+    if native is not None:
+        losses, grad = native
+    else:
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        compute = _of_probabilities if call.soft else _of_labels
+        losses, grad = compute(z, block.replace(target=labels), g, common.z_loss, grads)
+        if ignored is not None:  # if class 0 is masked, the loss of an ignored row is NaN here
+            losses = losses.masked_fill(ignored, 0)
+    if call.maps_logits:
+        grad.mul_(slope)
+    if grad is not out:
+        out.copy_(grad)
+    return losses
+
+
+def _of_labels(
+    z: Tensor, call: Call, g: float | Tensor, z_loss: float | Tensor, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Losses and gradients for class indices.
+
+    At the label, with rest the sum of e over the other classes, and the mass ``m = sum(t)``,
+
+        A p'_y - t_y = (A - m) p'_y + (m - t_y) - m rest / sum(e)
+
+    loses nothing where p'_y rounds to 1; it is used where p'_y is above a half.
+    """
+    label, eps, weight = call.target.unsqueeze(1), call.label_smoothing, call.weight
+    lse = z.logsumexp(1, keepdim=True) if call.z_loss else None
+    log_p = _log_p(z, out)
+    share, total = eps / z.shape[1], float(z.shape[1])
+    own_w: float | Tensor = 1.0
+    at_all = None
+    if weight is not None:
+        weight = weight.to(log_p.dtype)
+        own_w = weight[label]
+    of_label = own_w * (1 - eps)
+    losses = log_p.gather(1, label) * -of_label
+    if eps:
+        if weight is None:
+            at_all = log_p.sum(1, keepdim=True)
+        else:
+            total = weight.sum()
+            with without_autocast(log_p):
+                at_all = log_p @ weight.unsqueeze(1)
+        losses = losses - at_all * share
+    alpha = _column(call.alpha, log_p)
+    e = _power(log_p, alpha)
+    own = e.gather(1, label)
+    e.scatter_(1, label, 0.0)
+    rest = e.sum(1, keepdim=True)
+    sums = own + rest
+    mass = of_label + share * total if eps else of_label
+    extra: float | Tensor = 0.0
+    if lse is not None:
+        losses = losses + z_loss * lse.square()
+        extra = 2 * z_loss * (alpha * lse + sums.log())
+    scale = g * (mass + extra) / sums
+    at_label = g * (extra * own - mass * rest) / sums
+    if eps:
+        direct = scale * own - g * (of_label + share * own_w)
+        at_label = torch.where(own < rest, direct, at_label + g * share * (total - own_w))
+    e.mul_(scale)
+    if eps:
+        e.sub_(g * share * (1.0 if weight is None else weight))
+    return (losses * g).squeeze(1), e.scatter_(1, label, at_label.to(e.dtype))
+
+
+def _of_probabilities(
+    z: Tensor, call: Call, g: float | Tensor, z_loss: float | Tensor, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    lse = z.logsumexp(1, keepdim=True) if call.z_loss else None
+    log_p = _log_p(z, out)
+    t = call.target.to(log_p.dtype)
+    if call.label_smoothing > 0:
+        t = t * (1 - call.label_smoothing) + call.label_smoothing / z.shape[1]
+    if call.weight is not None:
+        t = t * call.weight.to(t.dtype)
+    losses = (log_p * t).sum(1, keepdim=True).neg_()
+    alpha = _column(call.alpha, log_p)
+    e = _power(log_p, alpha)
+    sums = e.sum(1, keepdim=True)
+    mass = t.sum(1, keepdim=True)
+    if lse is not None:
+        losses = losses + z_loss * lse.square()
+        mass = mass + 2 * z_loss * (alpha * lse + sums.log())
+    e.mul_(g * mass / sums)
+    return (losses * g).squeeze(1), e.sub_(t * g)
+
+
+def _column(alpha: float | Tensor, like: Tensor) -> float | Tensor:
+    """One alpha per row, not rounded to the dtype of log p before it is multiplied by log2(e)."""
+    if not isinstance(alpha, Tensor):
+        return alpha
+    exact = alpha.to(like.device, torch.promote_types(alpha.dtype, like.dtype))
+    return exact.reshape(-1, 1).expand(like.shape[0], 1)
+
+
+def _power(log_p: Tensor, alpha: float | Tensor) -> Tensor:
+    """Overwrite log p with ``p^alpha = 2^(alpha log2(e) log p)``."""
+    exponent = alpha * LOG2_E
+    if isinstance(exponent, Tensor) or exponent == 0:  # a masked class stays masked at alpha 0
+        masked = log_p == -torch.inf
+        log_p.mul_(exponent).masked_fill_(masked, -torch.inf)
+    else:
+        F.leaky_relu_(log_p, exponent)  # multiplies, since log p <= 0; faster than mul_ by a number
+    return log_p.exp2_()
+
+
+def _log_p(z: Tensor, out: Tensor) -> Tensor:
+    """The log-probabilities, written to `out` if its dtype matches."""
+    if out.dtype != z.dtype:
+        return plain_log_softmax(z, 1, None)
+    return torch.ops.aten.log_softmax.int_out(z, 1, None, out=out)
