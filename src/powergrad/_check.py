@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from powergrad.compat import holds_values, is_autocasting, nothing_traced
+from powergrad.compat import is_autocasting, is_batched, is_wrapped, nothing_traced
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # the numbers are PyTorch's
 
@@ -33,9 +32,7 @@ def is_plain(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling() or not nothing_traced():
         return False
     for tensor in tensors:  # a generator expression would cost as much as a small loss
-        if type(tensor) not in PLAIN:
-            return False
-        if not holds_values(tensor):
+        if type(tensor) not in PLAIN or is_wrapped(tensor) or is_batched(tensor):
             return False
     return True
 
@@ -205,17 +202,20 @@ class Call(NamedTuple):
         pairs = zip(self._fields, self, strict=True)
         return Call(*[changes.get(name, value) for name, value in pairs])
 
-    def split(self) -> tuple[Call, tuple[Tensor | None, ...]]:
-        """The call without its tensors, and these, for ``ctx.save_for_backward``."""
-        tensors = [value if isinstance(value, Tensor) else None for value in self]
-        rest = [None if isinstance(value, Tensor) else value for value in self]
-        return Call(*rest), tuple(tensors)  # pyright: ignore[reportArgumentType]
+    def split(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+        """The tensors, for ``ctx.save_for_backward``, and the rest."""
+        target, weight, alpha, *middle, token_weight, zero_empty = self
+        number = None if isinstance(alpha, Tensor) else alpha
+        tensor = alpha if isinstance(alpha, Tensor) else None
+        return (target, weight, tensor, token_weight), (number, *middle, zero_empty)
 
-    def joined(self, tensors: Iterable[Tensor | None]) -> Call:
+    @classmethod
+    def joined(cls, tensors: tuple[Tensor | None, ...], rest: tuple[Any, ...]) -> Call:
         """The inverse of :meth:`split`."""
-        pairs = zip(self, tensors, strict=True)
-        whole = [value if tensor is None else tensor for value, tensor in pairs]
-        return Call(*whole)  # pyright: ignore[reportArgumentType]
+        target, weight, alpha, token_weight = tensors
+        number, *middle, zero_empty = rest
+        alpha = number if alpha is None else alpha
+        return cls(target, weight, alpha, *middle, token_weight, zero_empty)  # pyright: ignore
 
 
 def check_call(input: Tensor, call: Call) -> tuple[int, Call]:

@@ -31,8 +31,10 @@ _key_included = _private("_C._dispatch_tls_is_dispatch_key_included")
 _pre_dispatch = _private("_C.DispatchKey.PreDispatch")
 # Whether a tensor belongs to a transform, or is a batch of gradients (`is_grads_batched`), and so
 # has no values that could be read. 2.6 to 2.13.
-_is_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")
-_is_batched = _private("_C._functorch.is_legacy_batchedtensor")
+is_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")
+is_batched = _private("_C._functorch.is_legacy_batchedtensor")
+_is_tracing = _private("_C._is_tracing") or torch.jit.is_tracing  # pyright: ignore  # faster
+_log_softmax = _private("_log_softmax")
 # TorchDynamo enters the transforms that it traces. 2.6 to 2.13.
 _interpreters = _private("_C._functorch.peek_interpreter_stack")
 # `torch.compiler.is_exporting` does not exist in 2.6, and is true inside `torch.compile` up to 2.9.
@@ -42,8 +44,8 @@ _KNOWN = None not in (
     _dispatch_modes,
     _key_included,
     _pre_dispatch,
-    _is_wrapped,
-    _is_batched,
+    is_wrapped,
+    is_batched,
     getattr(forward_ad, "_current_level", None),
 )
 
@@ -58,13 +60,15 @@ def nothing_traced() -> bool:
         or _transforms_active()
         or _dispatch_modes()
         or _key_included(_pre_dispatch)
-        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        or _is_tracing()
     )
 
 
-def holds_values(tensor: Tensor) -> bool:
-    """Whether `tensor` is not one that a transform or a batch of gradients wraps."""
-    return _KNOWN and not (_is_wrapped(tensor) or _is_batched(tensor))
+def log_softmax_of_rows(z: Tensor) -> Tensor:
+    """``log_softmax(z, 1)``, which an active `PowerGrad` does not alter."""
+    if _log_softmax is None:  # takes 8 microseconds less
+        return torch.ops.aten.log_softmax.int(z, 1, None)
+    return _log_softmax(z, 1, False)
 
 
 def in_transform() -> bool:

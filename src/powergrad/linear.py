@@ -12,6 +12,7 @@ needs memory for dW and dh, which are needed anyway, and for one block. Ignored 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
@@ -296,7 +297,7 @@ class _InBlocks(torch.autograd.Function):
         if weights is not None:
             tokens = weights if call.token_weight is None else weights * call.token_weight
             call = call.replace(token_weight=tokens)
-        ctx.call, tensors = call.split()
+        tensors, ctx.options = call.split()
         ctx.save_for_backward(hidden, head, bias, *gradients, *tensors)
         ctx.plan, ctx.later = plan, later
         return loss
@@ -305,7 +306,7 @@ class _InBlocks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (grad,), needed = grads, ctx.needs_input_grad[:3]
         (hidden, head, bias), gradients = ctx.saved_tensors[:3], ctx.saved_tensors[3:6]
-        call, layer = ctx.call.joined(ctx.saved_tensors[6:]), (hidden, head, bias)
+        call, layer = Call.joined(ctx.saved_tensors[6:], ctx.options), (hidden, head, bias)
         if torch.is_grad_enabled() or (ctx.later and not is_plain(grad)):
             return *_by_definition(layer, call, needed, grad), *[None] * 4
         if ctx.later:
@@ -363,6 +364,8 @@ def _over_blocks(
     d_head = torch.zeros_like(head, dtype=wide) if needed[1] else None
     d_bias = torch.zeros_like(bias, dtype=wide) if needed[2] and bias is not None else None
     common = coefficients(call, wide, plan.rows is None)
+    if not isinstance(common.g, Tensor):
+        common = replace(common, g=hidden.new_full((rows, 1), common.g, dtype=wide))
     losses = hidden.new_zeros(rows, dtype=wide)
     count = rows if plan.rows is None else plan.rows.shape[0]
     buffer = hidden.new_empty(min(plan.block_rows, count), head.shape[0])
@@ -384,7 +387,7 @@ def _over_blocks(
                 gate_weights[part] = factor.to(gate_weights.dtype)  # pyright: ignore
             if found is not None:
                 found.store(part, block)
-        losses[part] = write(z, call, common, part, z, factor)
+        losses[part], _ = write(z, call, common, part, z, factor)
         if d_hidden is not None:
             d_hidden[part] = z @ head
         if d_head is not None:
@@ -394,4 +397,4 @@ def _over_blocks(
                 d_head.add_(z.t() @ h)
         if d_bias is not None:
             d_bias.add_(z.sum(0, dtype=wide))
-    return reduced(losses, call, common.empty), [d_hidden, d_head, d_bias]
+    return reduced(losses, call, common), [d_hidden, d_head, d_bias]

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["CrossEntropyLoss", "binary_cross_entropy_with_logits", "cross_entropy"]
 
 OPERATOR = 1 << 16  # with at least this many elements, a compiled graph calls the C kernel
+IN_PLACE = 1 << 17  # with at least this many elements, a gradient is multiplied in its own memory
 Gate = Callable[[RowStatistics], Tensor]
 
 
@@ -389,21 +390,40 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, call: Call) -> Tensor:
         value, gradient = loss_and_gradient(input, call)
-        ctx.call, tensors = call.split()
-        ctx.save_for_backward(gradient, input, *tensors)
+        factor = gradient.new_zeros((), dtype=torch.float64) if input.numel() >= IN_PLACE else None
+        tensors, ctx.options = call.split()
+        ctx.save_for_backward(gradient, input, factor, *tensors)
         return value
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,), (gradient, logits, *tensors) = grads, ctx.saved_tensors
+        (grad,), (gradient, logits, factor, *tensors) = grads, ctx.saved_tensors
         if torch.is_grad_enabled():
-            loss = loss_by_definition(logits, ctx.call.joined(tensors))
+            loss = loss_by_definition(logits, Call.joined(tensors, ctx.options))
             grad = grad.to(loss.dtype)
             return torch.autograd.grad(loss, logits, grad, create_graph=True)[0], None
-        # `loss.backward()` passes in 1, which saves a pass over the gradient.
-        if grad.dim() or not values_readable(grad) or grad.item() != 1:
-            gradient = gradient * (grad.unsqueeze(1) if grad.dim() else grad)
-        return gradient.to(logits.dtype), None
+        gradient = _multiplied(gradient, grad, factor)
+        return gradient if gradient.dtype == logits.dtype else gradient.to(logits.dtype), None
+
+
+def _multiplied(gradient: Tensor, grad: Tensor, factor: Tensor | None) -> Tensor:
+    """The gradient times the incoming one.
+
+    A large one is multiplied in place, once: what is returned may be the buffer that was saved.
+    `factor`, saved as well, is what the buffer has been multiplied by, and 0 before.
+    """
+    if grad.dim():
+        grad = grad.unsqueeze(1)
+    elif values_readable(grad):
+        number = grad.item()
+        if factor is None:
+            return gradient if number == 1 else gradient * number
+        if factor.item() == 0 and 0 < abs(number) < math.inf:
+            factor.data.fill_(number)
+            return gradient if number == 1 else gradient.data.mul_(number)
+    if factor is None:
+        return gradient * grad
+    return gradient * (grad / torch.where(factor == 0, 1, factor)).to(grad.dtype)
 
 
 _rows_loss: Callable[[Tensor, Call], Tensor] = direct_apply(_Rows)  # only if `is_plain`

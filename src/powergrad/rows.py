@@ -21,7 +21,7 @@ gradient of ``lambda lse(z)^2`` itself, or with p' written for p in it, that wou
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -30,15 +30,15 @@ from torch import Tensor
 
 from powergrad import _native
 from powergrad._check import Call, check_labels, without_autocast
+from powergrad.compat import log_softmax_of_rows
 
 # Rows are processed in blocks of `BLOCK` elements, which stay in the cache from the first operation
 # to the last. Tensors below `LARGE` elements are one block: for them, splitting does not pay off.
 BLOCK = 1 << 19
 LARGE = 1 << 21
+FEW = 16  # classes
 
 LOG2_E = math.log2(math.e)
-plain_log_softmax = torch.ops.aten.log_softmax.int
-
 
 # Statistics, for gates and for the caller ---------------------------------------------------------
 
@@ -154,15 +154,22 @@ class Coefficients:
     """The weights of all rows, and what their blocks have in common."""
 
     labels: Tensor  # those of ignored rows are 0; or class probabilities
+    alpha: float | Tensor  # one number, or (1,) or (N,)
     g: float | Tensor  # one number, or (N, 1)
     ignored: Tensor | None
     z_loss: float | Tensor  # lambda, relative to g
     empty: bool | Tensor  # whether no row is counted
 
-    def of(self, part: slice | Tensor) -> tuple[Tensor, float | Tensor, Tensor | None]:
-        """The labels, weights and ignored rows of a block."""
+    def of(self, part: slice | Tensor | None) -> Coefficients:
+        """Those of a block of rows."""
+        if part is None:
+            return self
         g = self.g[part] if isinstance(self.g, Tensor) else self.g
-        return self.labels[part], g, None if self.ignored is None else self.ignored[part]
+        ignored = None if self.ignored is None else self.ignored[part]
+        alpha = self.alpha
+        if isinstance(alpha, Tensor) and alpha.numel() > 1:
+            alpha = alpha[part]
+        return Coefficients(self.labels[part], alpha, g, ignored, self.z_loss, self.empty)
 
 
 def coefficients(call: Call, dtype: torch.dtype, all_valid: bool) -> Coefficients:
@@ -189,23 +196,28 @@ def coefficients(call: Call, dtype: torch.dtype, all_valid: bool) -> Coefficient
             divisor = torch.where(no_rows, 1, mass)
             if call.z_loss:
                 z_loss = call.z_loss * divisor / count
-    g: float | Tensor = 1 / divisor
+    g: float | Tensor = 1 / divisor  # a number only if all rows count alike
     for factor in (kept, call.token_weight):
         if factor is not None:
             g = g * factor.to(dtype)
     if isinstance(g, Tensor):
         g = g.reshape(-1, 1).expand(rows, 1)
-    return Coefficients(labels, g, ignored, z_loss, empty)
+    alpha = call.alpha.reshape(-1) if isinstance(call.alpha, Tensor) else call.alpha
+    return Coefficients(labels, alpha, g, ignored, z_loss, empty)
 
 
-def reduced(losses: Tensor, call: Call, empty: bool | Tensor) -> Tensor:
-    """The value: the sum of the losses, already weighted, or NaN for the mean of no rows."""
+def reduced(losses: Tensor, call: Call, common: Coefficients) -> Tensor:
+    """The value, of losses as `write` returns them; the mean of no rows is NaN, as in PyTorch."""
     if call.reduction == "none":
         return losses
+    if call.reduction == "sum":
+        return losses.sum()
+    if isinstance(common.g, float) and not common.empty:
+        return losses.mean()
     value = losses.sum()
-    if call.reduction == "mean" and not call.zero_empty:
-        value = value.masked_fill(torch.as_tensor(empty, device=value.device), math.nan)
-    return value
+    if call.zero_empty or common.empty is False:
+        return value
+    return value.masked_fill(torch.as_tensor(common.empty, device=value.device), math.nan)
 
 
 # All rows -----------------------------------------------------------------------------------------
@@ -226,64 +238,81 @@ def loss_and_gradient(logits: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(dtype, torch.float32)
     common = coefficients(call, wide, all_valid)
     n, c = logits.shape
-    buffer = logits.new_empty(n, c, dtype=dtype)
+    if n * c < LARGE:
+        losses, gradient = write(logits, call, common)
+        return reduced(losses, call, common), gradient.to(dtype)
+    gradient = logits.new_empty(n, c, dtype=dtype)
     losses = logits.new_empty(n, dtype=wide)
     narrow = 2 if dtype.itemsize < 4 or call.maps_logits else 1  # a second buffer
-    size = n if n * c < LARGE else max(1, BLOCK // narrow // c)
-    for start in range(0, n, max(size, 1)):
+    size = max(1, BLOCK // narrow // c)
+    for start in range(0, n, size):
         part = slice(start, start + size)
-        losses[part] = write(logits[part], call, common, part, buffer[part])
-    return reduced(losses, call, common.empty), buffer
+        losses[part], _ = write(logits[part], call, common, part, gradient[part])
+    return reduced(losses, call, common), gradient
 
 
 def write(
     logits: Tensor,
     call: Call,
     common: Coefficients,
-    part: slice | Tensor,
-    out: Tensor,
+    part: slice | Tensor | None = None,
+    out: Tensor | None = None,
     factor: Tensor | None = None,
-) -> Tensor:
-    """The weighted losses of a block of rows; their gradients go to `out`, perhaps `logits` itself.
+) -> tuple[Tensor, Tensor]:
+    """The losses of a block of rows, weighted unless g is a number, and their gradients.
 
-    `part` says which rows of the call they are; `factor` multiplies their weights.
+    The gradients are written to `out`, if given, perhaps `logits` itself. `part` says which rows of
+    the call they are; `factor` multiplies their weights.
     """
-    slope: float | Tensor = call.logit_scale
-    z, grads = logits, out
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    z, slope = logits, call.logit_scale
     if call.maps_logits:
-        z = mapped(logits.to(torch.promote_types(logits.dtype, torch.float32)), call)
-        grads = out if out.dtype == z.dtype else z
+        z = mapped(logits.to(wide), call)
     if call.softcap is not None:
         slope = (z / call.softcap).square_().neg_().add_(1).mul_(call.logit_scale)
-    labels, g, ignored = common.of(part)
+    block = common.of(part)
     if factor is not None:
-        g = g * factor.reshape(-1, 1).to(torch.promote_types(out.dtype, torch.float32))
-    alpha = call.alpha
-    if isinstance(alpha, Tensor):
-        alpha = alpha.reshape(-1)[part] if alpha.numel() > 1 else alpha.reshape(1)
-    block = call.replace(
-        target=labels if ignored is None else call.target[part], alpha=alpha, reduction="none"
-    )
-    if z.is_cpu:
-        block = block.replace(z_loss=float(common.z_loss))
-    native = _native.cross_entropy(z, block, out=grads, row_weight=g)
+        block = replace(block, g=block.g * factor.reshape(-1, 1).to(wide))
+    buffer = out if out is not None and out.dtype == z.dtype else None
+    native = None
+    if out is not None or call.maps_logits:  # otherwise the kernel was asked before
+        inside = z if buffer is None and call.maps_logits else buffer
+        native = _of_kernel(z, call, block, part, inside)
     if native is not None:
         losses, grad = native
+        losses = losses if isinstance(block.g, Tensor) else losses / block.g
     else:
-        z = z.to(torch.promote_types(z.dtype, torch.float32))
         compute = _of_probabilities if call.soft else _of_labels
-        losses, grad = compute(z, block.replace(target=labels), g, common.z_loss, grads)
-        if ignored is not None:  # if class 0 is masked, the loss of an ignored row is NaN here
-            losses = losses.masked_fill(ignored, 0)
+        buffer = buffer if buffer is not None and buffer.dtype == wide else None
+        losses, grad = compute(z.to(wide), call, block, buffer)
+        if block.ignored is not None:  # if class 0 is masked, an ignored row has a loss of NaN here
+            losses = losses.masked_fill(block.ignored, 0)
+        losses = losses * block.g.squeeze(1) if isinstance(block.g, Tensor) else losses
     if call.maps_logits:
         grad.mul_(slope)
-    if grad is not out:
+    if out is not None and grad is not out:
         out.copy_(grad)
-    return losses
+    return losses, grad if out is None else out
+
+
+def _of_kernel(
+    z: Tensor, call: Call, block: Coefficients, part: slice | Tensor | None, out: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    if not z.is_cpu or not _native.available():
+        return None
+    target = block.labels
+    if block.ignored is not None and part is not None:
+        target = call.target[part]
+    elif block.ignored is not None:
+        target = call.target
+    call = call.replace(
+        target=target, alpha=block.alpha, z_loss=float(block.z_loss), reduction="none"
+    )
+    return _native.cross_entropy(z, call, out=out, row_weight=block.g)
 
 
 def _of_labels(
-    z: Tensor, call: Call, g: float | Tensor, z_loss: float | Tensor, out: Tensor
+    z: Tensor, call: Call, block: Coefficients, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Losses and gradients for class indices.
 
@@ -293,67 +322,75 @@ def _of_labels(
 
     loses nothing where p'_y rounds to 1; it is used where p'_y is above a half.
     """
-    label, eps, weight = call.target.unsqueeze(1), call.label_smoothing, call.weight
-    lse = z.logsumexp(1, keepdim=True) if call.z_loss else None
-    log_p = _log_p(z, out)
+    label, eps, weight, g = block.labels.unsqueeze(1), call.label_smoothing, call.weight, block.g
+    log_p, lse = _log_p(z, call, out)
     share, total = eps / z.shape[1], float(z.shape[1])
     own_w: float | Tensor = 1.0
-    at_all = None
     if weight is not None:
         weight = weight.to(log_p.dtype)
-        own_w = weight[label]
+        own_w, total = weight[label], weight.sum()
     of_label = own_w * (1 - eps)
-    losses = log_p.gather(1, label) * -of_label
-    if eps:
-        if weight is None:
-            at_all = log_p.sum(1, keepdim=True)
-        else:
-            total = weight.sum()
-            with without_autocast(log_p):
-                at_all = log_p @ weight.unsqueeze(1)
-        losses = losses - at_all * share
-    alpha = _column(call.alpha, log_p)
+    losses = log_p.gather(1, label)
+    losses = losses.neg_() if isinstance(of_label, float) and not eps else losses.mul_(-of_label)
+    if eps and weight is None:
+        losses = losses - log_p.sum(1, keepdim=True) * share
+    elif eps:
+        with without_autocast(log_p):
+            losses = losses - (log_p @ weight.unsqueeze(1)) * share  # pyright: ignore
+    alpha = _column(block.alpha, log_p)
     e = _power(log_p, alpha)
     own = e.gather(1, label)
-    e.scatter_(1, label, 0.0)
-    rest = e.sum(1, keepdim=True)
+    rest = e.scatter_(1, label, 0.0).sum(1, keepdim=True)
     sums = own + rest
     mass = of_label + share * total if eps else of_label
-    extra: float | Tensor = 0.0
-    if lse is not None:
-        losses = losses + z_loss * lse.square()
-        extra = 2 * z_loss * (alpha * lse + sums.log())
-    scale = g * (mass + extra) / sums
-    at_label = g * (extra * own - mass * rest) / sums
+    if lse is None and not eps:
+        return losses.squeeze(1), e.scatter_(1, label, rest.neg_()).mul_(_quotient(g * mass, sums))
+    if lse is None:
+        scale = _quotient(g * mass, sums)
+        at_label = (rest * scale).neg_()
+    else:
+        losses = losses + block.z_loss * lse.square()
+        extra = 2 * block.z_loss * (alpha * lse + sums.log())
+        scale = g * (mass + extra) / sums
+        at_label = g * (extra * own - mass * rest) / sums
     if eps:
         direct = scale * own - g * (of_label + share * own_w)
         at_label = torch.where(own < rest, direct, at_label + g * share * (total - own_w))
     e.mul_(scale)
     if eps:
         e.sub_(g * share * (1.0 if weight is None else weight))
-    return (losses * g).squeeze(1), e.scatter_(1, label, at_label.to(e.dtype))
+    return losses.squeeze(1), e.scatter_(1, label, at_label.to(e.dtype))
 
 
 def _of_probabilities(
-    z: Tensor, call: Call, g: float | Tensor, z_loss: float | Tensor, out: Tensor
+    z: Tensor, call: Call, block: Coefficients, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    lse = z.logsumexp(1, keepdim=True) if call.z_loss else None
-    log_p = _log_p(z, out)
-    t = call.target.to(log_p.dtype)
+    g = block.g
+    log_p, lse = _log_p(z, call, out)
+    t = block.labels.to(log_p.dtype)
     if call.label_smoothing > 0:
         t = t * (1 - call.label_smoothing) + call.label_smoothing / z.shape[1]
     if call.weight is not None:
         t = t * call.weight.to(t.dtype)
     losses = (log_p * t).sum(1, keepdim=True).neg_()
-    alpha = _column(call.alpha, log_p)
+    alpha = _column(block.alpha, log_p)
     e = _power(log_p, alpha)
     sums = e.sum(1, keepdim=True)
     mass = t.sum(1, keepdim=True)
     if lse is not None:
-        losses = losses + z_loss * lse.square()
-        mass = mass + 2 * z_loss * (alpha * lse + sums.log())
-    e.mul_(g * mass / sums)
-    return (losses * g).squeeze(1), e.sub_(t * g)
+        losses = losses + block.z_loss * lse.square()
+        mass = mass + 2 * block.z_loss * (alpha * lse + sums.log())
+    e.mul_(mass.mul_(g) / sums if isinstance(g, float) else g * mass / sums)
+    e = e.sub_(t, alpha=g) if isinstance(g, float) else e.sub_(t * g)
+    return losses.squeeze(1), e
+
+
+def _quotient(numerator: float | Tensor, sums: Tensor) -> Tensor:
+    """``numerator / sums``; `sums` may be overwritten."""
+    if isinstance(numerator, Tensor):
+        return numerator / sums
+    # Half the time of dividing a number, which PyTorch first converts to a tensor.
+    return sums.add_(sums, alpha=1 / numerator - 1).reciprocal_()
 
 
 def _column(alpha: float | Tensor, like: Tensor) -> float | Tensor:
@@ -375,8 +412,14 @@ def _power(log_p: Tensor, alpha: float | Tensor) -> Tensor:
     return log_p.exp2_()
 
 
-def _log_p(z: Tensor, out: Tensor) -> Tensor:
-    """The log-probabilities, written to `out` if its dtype matches."""
-    if out.dtype != z.dtype:
-        return plain_log_softmax(z, 1, None)
-    return torch.ops.aten.log_softmax.int_out(z, 1, None, out=out)
+def _log_p(z: Tensor, call: Call, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The log-probabilities, written to `out` if it is given; and their lse with a z-loss."""
+    if z.is_cpu and z.shape[1] < FEW:  # PyTorch's function takes four times as long
+        top = z.amax(1, keepdim=True)
+        log_p = torch.sub(z, top, out=out)
+        log_sum = log_p.exp().sum(1, keepdim=True).log_()
+        return log_p.sub_(log_sum), top + log_sum if call.z_loss else None
+    lse = z.logsumexp(1, keepdim=True) if call.z_loss else None
+    if out is None:
+        return log_softmax_of_rows(z), lse
+    return torch.ops.aten.log_softmax.int_out(z, 1, None, out=out), lse
