@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -210,7 +211,7 @@ class Call(NamedTuple):
         return (target, weight, tensor, token_weight), (number, *middle, zero_empty)
 
     @classmethod
-    def joined(cls, tensors: tuple[Tensor | None, ...], rest: tuple[Any, ...]) -> Call:
+    def joined(cls, tensors: Sequence[Tensor | None], rest: Sequence[Any]) -> Call:
         """The inverse of :meth:`split`."""
         target, weight, alpha, token_weight = tensors
         number, *middle, zero_empty = rest

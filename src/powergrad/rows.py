@@ -208,7 +208,7 @@ def coefficients(call: Call, dtype: torch.dtype, all_valid: bool) -> Coefficient
 
 def reduced(losses: Tensor, call: Call, common: Coefficients) -> Tensor:
     """The value, of losses as `write` returns them; the mean of no rows is NaN, as in PyTorch."""
-    if call.reduction == "none":
+    if call.reduction == "none" or losses.dim() == 0:
         return losses
     if call.reduction == "sum":
         return losses.sum()
@@ -261,7 +261,7 @@ def write(
 ) -> tuple[Tensor, Tensor]:
     """The losses of a block of rows, weighted unless g is a number, and their gradients.
 
-    The gradients are written to `out`, if given, perhaps `logits` itself. `part` says which rows of
+    If they are the losses of all rows, they may be reduced already. The gradients are written to `out`, if given, perhaps `logits` itself. `part` says which rows of
     the call they are; `factor` multiplies their weights.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -330,13 +330,15 @@ def _of_labels(
         weight = weight.to(log_p.dtype)
         own_w, total = weight[label], weight.sum()
     of_label = own_w * (1 - eps)
-    losses = log_p.gather(1, label)
-    losses = losses.neg_() if isinstance(of_label, float) and not eps else losses.mul_(-of_label)
+    if out is None and isinstance(g, float) and not (eps or block.empty or call.z_loss):
+        losses = F.nll_loss(log_p, block.labels, reduction=call.reduction)  # of all rows
+    else:
+        losses = (log_p.gather(1, label) * -of_label).squeeze(1)
     if eps and weight is None:
-        losses = losses - log_p.sum(1, keepdim=True) * share
+        losses = losses - log_p.sum(1) * share
     elif eps:
         with without_autocast(log_p):
-            losses = losses - (log_p @ weight.unsqueeze(1)) * share  # pyright: ignore
+            losses = losses - (log_p @ weight) * share  # pyright: ignore
     alpha = _column(block.alpha, log_p)
     e = _power(log_p, alpha)
     own = e.gather(1, label)
@@ -344,12 +346,12 @@ def _of_labels(
     sums = own + rest
     mass = of_label + share * total if eps else of_label
     if lse is None and not eps:
-        return losses.squeeze(1), e.scatter_(1, label, rest.neg_()).mul_(_quotient(g * mass, sums))
+        return losses, e.scatter_(1, label, rest.neg_()).mul_(_quotient(g * mass, sums))
     if lse is None:
         scale = _quotient(g * mass, sums)
         at_label = (rest * scale).neg_()
     else:
-        losses = losses + block.z_loss * lse.square()
+        losses = losses + block.z_loss * lse.square().squeeze(1)
         extra = 2 * block.z_loss * (alpha * lse + sums.log())
         scale = g * (mass + extra) / sums
         at_label = g * (extra * own - mass * rest) / sums
@@ -359,7 +361,7 @@ def _of_labels(
     e.mul_(scale)
     if eps:
         e.sub_(g * share * (1.0 if weight is None else weight))
-    return losses.squeeze(1), e.scatter_(1, label, at_label.to(e.dtype))
+    return losses, e.scatter_(1, label, at_label.to(e.dtype))
 
 
 def _of_probabilities(
