@@ -212,7 +212,7 @@ def reduced(losses: Tensor, call: Call, common: Coefficients) -> Tensor:
         return losses
     if call.reduction == "sum":
         return losses.sum()
-    if isinstance(common.g, float) and not common.empty:
+    if isinstance(common.g, float) and common.empty is False:
         return losses.mean()
     value = losses.sum()
     if call.zero_empty or common.empty is False:
@@ -261,8 +261,9 @@ def write(
 ) -> tuple[Tensor, Tensor]:
     """The losses of a block of rows, weighted unless g is a number, and their gradients.
 
-    If they are the losses of all rows, they may be reduced already. The gradients are written to `out`, if given, perhaps `logits` itself. `part` says which rows of
-    the call they are; `factor` multiplies their weights.
+    If they are the losses of all rows, they may be reduced already. The gradients are written to
+    `out`, if given, perhaps `logits` itself. `part` says which rows of the call they are; `factor`
+    multiplies their weights.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     z, slope = logits, call.logit_scale
@@ -330,7 +331,8 @@ def _of_labels(
         weight = weight.to(log_p.dtype)
         own_w, total = weight[label], weight.sum()
     of_label = own_w * (1 - eps)
-    if out is None and isinstance(g, float) and not (eps or block.empty or call.z_loss):
+    plain = weight is None and not (eps or call.z_loss) and block.empty is False
+    if plain and out is None and isinstance(g, float):
         losses = F.nll_loss(log_p, block.labels, reduction=call.reduction)  # of all rows
     else:
         losses = (log_p.gather(1, label) * -of_label).squeeze(1)
