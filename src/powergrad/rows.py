@@ -159,6 +159,7 @@ class Coefficients:
     ignored: Tensor | None
     z_loss: float | Tensor  # lambda, relative to g
     empty: bool | Tensor  # whether no row is counted
+    whole: bool = True  # whether these are all rows
 
     def of(self, part: slice | Tensor | None) -> Coefficients:
         """Those of a block of rows."""
@@ -169,7 +170,7 @@ class Coefficients:
         alpha = self.alpha
         if isinstance(alpha, Tensor) and alpha.numel() > 1:
             alpha = alpha[part]
-        return Coefficients(self.labels[part], alpha, g, ignored, self.z_loss, self.empty)
+        return Coefficients(self.labels[part], alpha, g, ignored, self.z_loss, self.empty, False)
 
 
 def coefficients(call: Call, dtype: torch.dtype, all_valid: bool) -> Coefficients:
@@ -332,7 +333,7 @@ def _of_labels(
         own_w, total = weight[label], weight.sum()
     of_label = own_w * (1 - eps)
     plain = weight is None and not (eps or call.z_loss) and block.empty is False
-    if plain and out is None and isinstance(g, float):
+    if plain and block.whole and isinstance(g, float):
         losses = F.nll_loss(log_p, block.labels, reduction=call.reduction)  # of all rows
     else:
         losses = (log_p.gather(1, label) * -of_label).squeeze(1)
