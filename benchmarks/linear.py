@@ -5,7 +5,8 @@
 2,048 tokens, width 512, 32,000 classes, float32, one thread; the variants take turns in one process
 (see `harness.py`). `plain` is `F.linear` and `F.cross_entropy`; `chunked` is
 `F.linear_cross_entropy` with blocks of its own choice, `chunked-256` with blocks of 256 rows;
-`powergrad` is `linear_cross_entropy` at alpha 0.3, `powergrad-eager` the same without the C kernel.
+`powergrad` is `linear_cross_entropy` at alpha 0.3, `powergrad-eager` the same without the C kernel,
+`powergrad-ignored` with half of the rows ignored, and `powergrad-ROWS` with blocks of ROWS rows.
 `products` and `products-176` are the three products of matrices alone, logits, dh and dW, whole and
 in blocks of 176 rows: the least that plain and ours could take.
 Peak memory is what PyTorch's allocator handed out at a time above the inputs; `gradients` is the
@@ -33,14 +34,18 @@ from torch import Tensor
 import powergrad
 
 TOKENS, WIDTH, CLASSES, ALPHA = 2048, 512, 32000, 0.3
+FRONTIER = [64, 128, 256, 512, 1024]  # rows per block
 
 
 def variants(hidden: Tensor, head: Tensor, target: Tensor) -> dict[str, Callable[[], object]]:
     def training(loss: Callable[[], Any]) -> Callable[[], object]:
         return lambda: loss().backward()
 
-    def ours() -> Any:
-        return powergrad.linear_cross_entropy(hidden, head, target, alpha=ALPHA)
+    half = target.clone()
+    half[::2] = -100
+
+    def ours(target: Tensor = target, rows: int | None = None) -> Any:
+        return powergrad.linear_cross_entropy(hidden, head, target, alpha=ALPHA, chunk_rows=rows)
 
     runs = {"plain": training(lambda: F.cross_entropy(F.linear(hidden, head), target))}
     if hasattr(F, "linear_cross_entropy"):
@@ -55,6 +60,9 @@ def variants(hidden: Tensor, head: Tensor, target: Tensor) -> dict[str, Callable
             )
     runs["powergrad"] = training(ours)
     runs["powergrad-eager"] = without_kernel(training(ours))
+    runs["powergrad-ignored"] = training(lambda: ours(half))
+    for size in FRONTIER:
+        runs[f"powergrad-{size}"] = training(lambda size=size: ours(rows=size))
     runs["products"] = products(hidden.detach(), head.detach(), TOKENS)
     runs["products-176"] = products(hidden.detach(), head.detach(), 176)
     return runs

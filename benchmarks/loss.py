@@ -1,6 +1,7 @@
 """Time and memory of the loss, forward and backward, against `F.cross_entropy`.
 
     python benchmarks/loss.py [--seconds 8] [--quick]       write results/bench_loss.csv
+    python benchmarks/loss.py --options                     write results/bench_options.csv
 
 Variants, which take turns in one process (see `harness.py`): `plain` is `F.cross_entropy`; `eager`
 and `native` are `powergrad.cross_entropy` without and with the C kernel; `hook` is the published
@@ -8,7 +9,8 @@ form, a hook that recovers the probabilities from the gradient (corrected, since
 wrong: docs/audit.md); `copy` is a copy of the logits, the least that any loss could take. Alpha is
 0.3, reduction "mean", one thread. A turn is two calls: `us` and `ratio` are of the second, and
 `cold_us` and `cold_ratio` of the first. `error` is the largest error of the gradient against
-float64, relative to the largest entry of its row. In the case "scaled" the loss is multiplied by 3
+float64, relative to the largest entry of its row. With `--options`, the ratio is to our own time
+without the option. In the case "scaled" the loss is multiplied by 3
 before `backward`; elsewhere the gradient that arrives is 1, for which ours has nothing left to do.
 """
 
@@ -164,6 +166,39 @@ def measure(n: int, c: int, dtype: torch.dtype, case: str, seconds: float) -> li
     return rows
 
 
+def options(seconds: float) -> list[dict[str, Any]]:
+    """The time of our loss with an option, relative to its time without."""
+    rows = []
+    for n, c in [(1024, 1000), (512, 32000)]:
+        torch.manual_seed(0)
+        z, y = torch.randn(n, c).requires_grad_(), torch.randint(0, c, (n,))
+        extra = {
+            "none": {},
+            "z_loss": {"z_loss": 1e-4},
+            "token_weight": {"token_weight": torch.rand(n)},
+            "softcap": {"softcap": 30.0},
+        }
+
+        def training(given: dict[str, Any], z: Tensor = z, y: Tensor = y) -> Callable[[], object]:
+            return lambda: powergrad.cross_entropy(z, y, alpha=ALPHA, **given).backward()
+
+        runs = {(name, "native"): training(given) for name, given in extra.items()}
+        runs |= {(name, "eager"): without_kernel(run) for (name, _), run in [*runs.items()]}
+        named = {"/".join(key): run for key, run in runs.items()}
+        rounds = harness.rounds_for(runs["none", "eager"], seconds / len(runs))
+
+        def clear(z: Tensor = z) -> None:
+            z.grad = None
+
+        medians = harness.interleaved(named, rounds, before=clear)
+        for name, variant in runs:
+            ratio = medians[f"{name}/{variant}"] / medians[f"none/{variant}"]
+            rows.append({"n": n, "c": c, "option": name, "variant": variant, "rounds": rounds})
+            rows[-1]["ratio"] = f"{ratio:.3f}"
+            print(rows[-1])
+    return rows
+
+
 def growth(seconds: float) -> list[dict[str, Any]]:
     """From 1M to 64M elements, in N at 1,000 classes and in C at 256 rows."""
     rows = []
@@ -178,10 +213,14 @@ def growth(seconds: float) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seconds", type=float, default=8.0, help="for each size and case")
+    parser.add_argument("--options", action="store_true", help="the options of our loss alone")
     parser.add_argument("--quick", action="store_true", help="without growth, nothing is written")
     given = parser.parse_args()
     harness.warm_allocator()
     torch.set_num_threads(1)
+    if given.options:
+        harness.save("options", options(given.seconds))
+        return
     rows: list[dict[str, Any]] = []
     for (n, c), dtype in itertools.product(SIZES, (torch.float32, torch.bfloat16)):
         rows += measure(n, c, dtype, "labels", given.seconds)
