@@ -200,7 +200,7 @@ class Call(NamedTuple):
 
     def replace(self, **changes: Any) -> Call:
         """``_replace``, in a form that TorchDynamo of PyTorch 2.6 can trace."""
-        pairs = zip(self._fields, self, strict=True)
+        pairs = zip(_FIELDS, self, strict=True)
         return Call(*[changes.get(name, value) for name, value in pairs])
 
     def split(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
@@ -217,6 +217,9 @@ class Call(NamedTuple):
         number, *middle, zero_empty = rest
         alpha = number if alpha is None else alpha
         return cls(target, weight, alpha, *middle, token_weight, zero_empty)  # pyright: ignore
+
+
+_FIELDS = Call._fields
 
 
 def check_call(input: Tensor, call: Call) -> tuple[int, Call]:

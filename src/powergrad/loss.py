@@ -179,7 +179,7 @@ def statistics(input: Tensor, call: Call) -> RowStatistics:
     """The statistics of the rows, computed when they are first read."""
     wide = torch.promote_types(input.dtype, torch.float32)
     class_dim = 0 if input.dim() == 1 else 1
-    if call.soft:
+    if call.target.is_floating_point():
         call = call.replace(target=call.target.detach().movedim(class_dim, -1))
     return RowStatistics(mapped(input.detach().to(wide), call).movedim(class_dim, -1), call)
 
@@ -215,7 +215,11 @@ def loss_of(input: Tensor, call: Call) -> Tensor:
     loss = {"rows": _loss_of_rows, "operator": _fused_operator, "definition": loss_by_definition}[
         way
     ](input, call)
-    dtype = torch.promote_types(input.dtype, call.target.dtype) if call.soft else input.dtype
+    dtype = (
+        torch.promote_types(input.dtype, call.target.dtype)
+        if call.target.is_floating_point()
+        else input.dtype
+    )
     return loss if loss.dtype == dtype or is_autocasting(input.device.type) else loss.to(dtype)
 
 
@@ -235,8 +239,9 @@ def way_of(input: Tensor, call: Call) -> str:
     constant = not any(t is not None and t.requires_grad for t in others)
     if not (constant and torch.is_grad_enabled() and input.requires_grad):
         return "definition"
-    wider = call.soft and call.target.dtype.itemsize > input.dtype.itemsize
-    if not wider and is_plain(input, *(t for t in others if t is not None)):
+    if is_plain(input, *(t for t in others if t is not None)) and not (
+        call.target.is_floating_point() and call.target.dtype.itemsize > input.dtype.itemsize
+    ):
         return "rows"
     if _has_operator(input, call) and not _has_options(call):
         return "operator"
@@ -244,7 +249,8 @@ def way_of(input: Tensor, call: Call) -> str:
 
 
 def _has_options(call: Call) -> bool:
-    return bool(call.maps_logits or call.z_loss or call.zero_empty) or call.token_weight is not None
+    maps_logits = call.softcap is not None or call.logit_scale != 1
+    return bool(maps_logits or call.z_loss or call.zero_empty) or call.token_weight is not None
 
 
 # The definition: an ordinary loss of log p, right for every option and under every transform ------
@@ -259,7 +265,7 @@ def loss_by_definition(input: Tensor, call: Call) -> Tensor:
     log_p = log_softmax(z, class_dim, alpha=call.alpha, dtype=wide)
     if call.weight is not None:
         call = call.replace(weight=call.weight.to(wide))
-    if not (call.soft or call.label_smoothing or _has_options(call)):
+    if not (call.target.is_floating_point() or call.label_smoothing or _has_options(call)):
         return F.nll_loss(
             log_p,
             call.target,
@@ -287,7 +293,7 @@ def loss_by_definition(input: Tensor, call: Call) -> Tensor:
 def _losses(log_p: Tensor, class_dim: int, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """The losses, 0 in ignored rows; which rows are counted; and the divisor of their mean."""
     target, weight, eps = call.target, call.weight, call.label_smoothing
-    if call.soft:
+    if call.target.is_floating_point():
         target = target.to(torch.promote_types(target.dtype, log_p.dtype))
         if eps > 0:
             target = target * (1 - eps) + eps / log_p.shape[class_dim]
@@ -335,14 +341,16 @@ def _is_common_case(input: Tensor, call: Call) -> bool:
 
     The individual checks with their error messages take 5% of the time of a small loss.
     """
-    target, weight, alpha, _, label_smoothing, reduction, *rest = call
+    if torch.compiler.is_compiling():
+        return False
+    target, weight, alpha, _, label_smoothing, reduction, *_ = call
     return (
         weight is None
         and type(alpha) is float
         and 0 <= alpha < 1
         and reduction == "mean"
         and label_smoothing == 0
-        and rest == _NO_OPTIONS
+        and call[6:] == _NO_OPTIONS
         and is_plain(input, target)
         and input.dtype == torch.float32
         and target.dtype == torch.int64
@@ -354,7 +362,7 @@ def _is_common_case(input: Tensor, call: Call) -> bool:
     )
 
 
-_NO_OPTIONS = list(Call._field_defaults.values())[3:]
+_NO_OPTIONS = tuple(Call._field_defaults.values())[3:]
 
 
 def _loss_of_rows(input: Tensor, call: Call) -> Tensor:
@@ -366,12 +374,12 @@ def _loss_of_rows(input: Tensor, call: Call) -> Tensor:
     logits = batched.movedim(1, -1)
     positions = logits.shape[:-1]
     target, alpha, tokens = call.target, call.alpha, call.token_weight
-    if call.soft:
+    if call.target.is_floating_point():
         target = target.reshape(batched.shape).movedim(1, -1).reshape(-1, classes)
     if isinstance(alpha, Tensor) and alpha.dim():
         alpha = check_alpha(alpha, batched, 1).squeeze(1).expand(positions).reshape(-1)
     call = call.replace(
-        target=target if call.soft else target.reshape(-1),
+        target=target if call.target.is_floating_point() else target.reshape(-1),
         alpha=alpha,
         token_weight=None if tokens is None else tokens.reshape(-1),
     )
