@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from powergrad import FilterMonitor, adaptive_clip_grad_, equivalent_training, fold_alpha
-from powergrad._head import find_head, find_heads
+from powergrad.head import find_head, find_heads
 
 CLASSES, X = 5, torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 

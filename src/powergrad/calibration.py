@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from powergrad._check import check_floating, extremes, shape_of
-from powergrad._head import LINEAR_LAYERS, check_linear, scalable_heads, scale
+from powergrad.head import LINEAR_LAYERS, check_linear, scalable_heads, scale
 
 __all__ = [
     "Reliability",

@@ -27,7 +27,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from powergrad._check import check_number
 from powergrad._clip import ClippingHook
-from powergrad._head import scalable_heads, scale
+from powergrad.head import scalable_heads, scale
 
 __all__ = ["equivalent_training"]
 

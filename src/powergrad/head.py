@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 
 LINEAR_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _HEAD_NAMES = {"fc", "head", "heads", "classifier", "lm_head", "logits", "score"}
-_REMEDY = "pass `head`, the module that computes the logits or its name"
+HEAD_REMEDY = "pass `head`, the module that computes the logits or its name"
 
 
 # Finding the head ---------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def find_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Modul
     if len(heads) > 1:
         raise ValueError(
             f"Expected `model` to have one head, but got {len(heads)} ({_names(heads, model)}); "
-            f"{_REMEDY}."
+            f"{HEAD_REMEDY}."
         )
     return heads[0]
 
@@ -69,12 +69,12 @@ def find_heads(model: nn.Module) -> Sequence[nn.Module]:
         owns = any(True for _ in heads[0].parameters())
         raise ValueError(
             "Expected the last layer of `model` to be linear or a convolution, but got "
-            f"{f'a {type(heads[0]).__name__}' if owns else 'nothing'}; {_REMEDY}."
+            f"{f'a {type(heads[0]).__name__}' if owns else 'nothing'}; {HEAD_REMEDY}."
         )
     if rivals:
         raise ValueError(
             "Expected one layer of `model` that could be its head, but got several "
-            f"({_names([*heads, *rivals], model)}); {_REMEDY}."
+            f"({_names([*heads, *rivals], model)}); {HEAD_REMEDY}."
         )
     return heads
 
@@ -188,13 +188,13 @@ def scalable_heads(
         try:
             heads = find_heads(model)
         except ValueError as error:
-            remedy = f"{_REMEDY}, or `example_inputs`, from which it can be found"
-            raise ValueError(str(error).replace(_REMEDY, remedy)) from None
+            remedy = f"{HEAD_REMEDY}, or `example_inputs`, from which it can be found"
+            raise ValueError(str(error).replace(HEAD_REMEDY, remedy)) from None
     else:
         return _Trial(model, example_inputs).find()
     for layer in heads:
         check_linear(layer)
-        _check_own_parameters(layer, model)
+        check_untied(layer, model)
         _check_nothing_after(layer, model)
     if example_inputs is not None:
         _Trial(model, example_inputs).check(heads)
@@ -227,7 +227,7 @@ def check_linear(head: nn.Module) -> None:
         )
 
 
-def _check_own_parameters(head: nn.Module, model: nn.Module) -> None:
+def check_untied(head: nn.Module, model: nn.Module) -> None:
     """Refuse a parameter that `model` uses twice, as the same object or over the same memory."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     for parameter in head.parameters():
@@ -332,7 +332,7 @@ class _Trial:
         heads = next(filter(self.scales, [*([layer] for layer in last), *together]), last)
         for layer in heads:
             check_linear(layer)
-            _check_own_parameters(layer, self.model)
+            check_untied(layer, self.model)
         if heads is last:
             self.check(heads)
         return heads
