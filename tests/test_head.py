@@ -234,6 +234,14 @@ def test_functions_that_scale_with_the_logits_are_allowed(function, dtype) -> No
     assert torch.equal(model.get_parameter("fc.weight"), 0.25 * start)
 
 
+def test_an_example_goes_through_compiled_parts() -> None:
+    model: Any = after(torch.clone)
+    model.body, model.fc = map(torch.compile, model.children())
+    before = logits_of(model)
+    fold_alpha(None, 0.25, model=model, example_inputs=X)
+    torch.testing.assert_close(logits_of(model), 0.25 * before)
+
+
 def test_one_logit_per_example_scales() -> None:
     model = Net(lambda net, x: net.fc(x[:, :, None]).flatten(), fc=nn.Conv1d(3, 1, 1))
     fold_alpha("fc", 0.25, model=model, example_inputs=X)
@@ -271,8 +279,9 @@ def test_tied_heads_raise(tie, head, example, call) -> None:
 
 
 def test_parts_of_one_buffer_are_not_tied() -> None:
-    """As where all parameters are views of one flat tensor."""
+    """As where all parameters are views of one flat tensor. A sparse buffer has no address."""
     model = tied(lambda w: w)
+    model.register_buffer("graph", torch.eye(2).to_sparse())
     flat = torch.randn(56)
     model.embedding.weight.data, model.head.weight.data = flat[:28].view(7, 4), flat[28:].view(7, 4)
     fold_alpha(None, 0.5, model=model, example_inputs=TOKENS)

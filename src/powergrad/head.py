@@ -10,13 +10,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.module import register_module_forward_hook
 
 from powergrad.loss import CrossEntropyLoss
 
@@ -191,6 +190,7 @@ def check_linear(head: nn.Module) -> None:
 def check_untied(head: nn.Module, model: nn.Module) -> None:
     """Refuse a parameter that `model` uses twice, as the same object or over the same memory."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    tensors = [(name, tensor) for name, tensor in tensors if tensor.layout is torch.strided]
     for parameter in head.parameters():
         address = parameter.data_ptr() or None  # 0 on the meta device
         names = [name for name, t in tensors if t is parameter or t.data_ptr() == address]
@@ -235,14 +235,18 @@ class _Trial:
         elif isinstance(example_inputs, tuple):
             self.args = example_inputs
         self.calls: list[nn.Module] = []
-        with register_module_forward_hook(lambda module, *_: self.calls.append(module)):
+        layers = [m for m in self.model.modules() if isinstance(m, LINEAR_LAYERS)]
+        with ExitStack() as hooks:
+            for layer in layers:
+                note = layer.register_forward_hook(lambda layer, *_: self.calls.append(layer))
+                hooks.enter_context(note)
             self.logits = self.run([])
 
     def find(self) -> Sequence[nn.Module]:
         """The last layer that scales the logits, or the last few that scale them together."""
         sizes = (self.logits.shape[-1], *self.logits.shape[1:2])
         called = dict.fromkeys(reversed(self.calls))
-        last = [m for m in called if isinstance(m, LINEAR_LAYERS) and _outputs(m) in sizes]
+        last = [layer for layer in called if _outputs(layer) in sizes]
         together = (last[:count] for count in range(2, len(last) + 1))
         return next(filter(self.scales, [*([layer] for layer in last), *together]), last)
 
