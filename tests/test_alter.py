@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -40,19 +42,21 @@ def test_higher_derivatives_go_through_the_function(device):
     assert second.item() == pytest.approx(h / (1 + h), rel=1e-14)
 
 
-def test_a_bad_argument_is_named():
-    x = torch.zeros(2, requires_grad=True)
-    with pytest.raises(TypeError, match="`fn`"):
-        alter_gradient(x, 3)  # pyright: ignore
-    with pytest.raises(TypeError, match="`tensor`"):
-        alter_gradient(torch.zeros(2, dtype=torch.long), squash)
-    for fn, error in [
-        (lambda g: None, TypeError),
-        (lambda g: g.sum(), ValueError),
-        (lambda g: g.double(), ValueError),
-    ]:
-        with pytest.raises(error, match="`fn`"):
-            alter_gradient(x, fn).sum().backward()
+@pytest.mark.parametrize(
+    ("call", "error", "name"),
+    [
+        (lambda x: alter_gradient(x, 3), TypeError, "`fn`"),  # type: ignore
+        (lambda x: alter_gradient(x.long(), squash), TypeError, "`tensor`"),
+        (lambda x: alter_gradient(x, lambda g: None).sum().backward(), TypeError, "`fn`"),  # type: ignore
+        (lambda x: alter_gradient(x, torch.sum).sum().backward(), ValueError, "`fn`"),
+        (lambda x: alter_gradient(x, Tensor.double).sum().backward(), ValueError, "`fn`"),
+        (lambda x: alter_output(nn.ReLU(), "fc", squash), ValueError, "`name` .*'fc'.* ''"),
+        (lambda x: alter_output(nn.ReLU(), "", None), TypeError, "`fn`"),  # type: ignore
+    ],
+)
+def test_a_bad_argument_is_named(call, error, name):
+    with pytest.raises(error, match=name):
+        call(torch.zeros(2, requires_grad=True))
 
 
 # At a module's output -----------------------------------------------------------------------------
@@ -86,15 +90,16 @@ def test_it_is_removed_after_an_exception_and_by_hand(device):
     model, x = network(device), torch.ones(1, 3, dtype=torch.float64, device=device)
     with pytest.raises(ZeroDivisionError), alter_output(model, "1", torch.zeros_like):
         _ = 1 / 0
+    assert gradients(model, model(x).sum())[0].any()
     handle = alter_output(model, "1", torch.zeros_like)
-    assert gradients(model, model(x).sum())[0].abs().sum() == 0
+    assert not gradients(model, model(x).sum())[0].any()
     handle.remove()
-    assert gradients(model, model(x).sum())[0].abs().sum() > 0
+    assert gradients(model, model(x).sum())[0].any()
 
 
 def test_outputs_with_structure_and_nesting(device):
     class Two(nn.Module):
-        def forward(self, x: Tensor) -> dict:
+        def forward(self, x: Tensor) -> dict[str, Any]:
             return {"a": (x, [2 * x]), "index": torch.arange(3), "none": None}
 
     x = torch.ones(2, device=device, requires_grad=True)
@@ -108,22 +113,10 @@ def test_outputs_with_structure_and_nesting(device):
     assert out["none"] is None
 
 
-def test_an_unknown_module_is_named_with_those_that_there_are(device):
-    with pytest.raises(ValueError, match=r"`name` .*'fc'.* '0'"):
-        alter_output(network(device), "fc", squash)
-    with pytest.raises(TypeError, match="`fn`"):
-        alter_output(network(device), "1", None)  # pyright: ignore
-
-
 def test_an_operation_in_place_may_follow_the_altered_module(device):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)).to(device)
     images = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(0)).to(device)
-    actual = []
-    for factor in (1, 2):
-        model.zero_grad()
-        with alter_output(model, "1", lambda grad, factor=factor: grad * factor):
-            model(images).sum().backward()
-        (_, _, gain, _) = model.parameters()
-        assert gain.grad is not None
-        actual.append(gain.grad.clone())
-    torch.testing.assert_close(actual[1], 2 * actual[0])
+    plain = gradients(model, model(images).sum())
+    with alter_output(model, "1", lambda grad: 2 * grad):
+        altered = gradients(model, model(images).sum())
+    torch.testing.assert_close(altered[2], 2 * plain[2])

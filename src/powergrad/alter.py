@@ -18,9 +18,9 @@ __all__ = ["alter_gradient", "alter_output"]
 def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     r"""Return `tensor` unchanged, and apply `fn` to its gradient in the backward pass.
 
-    Everything before this point of the graph receives ``fn(grad)`` instead of ``grad``. Other uses
-    of `tensor` itself are not affected. PowerGrad Transform is such an alteration at the logits;
-    use :func:`powergrad.cross_entropy` for it.
+    Everything before this point of the graph receives ``fn(grad)`` instead of ``grad``; other uses
+    of `tensor` are not affected. PowerGrad Transform is such an alteration at the logits, see
+    :func:`powergrad.cross_entropy`.
 
     Args:
         tensor: A floating-point tensor of any shape.
@@ -53,10 +53,9 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     if traced:
         raise RuntimeError(
             "Expected `alter_gradient` to be called where `fn` can become part of the backward "
-            "pass, but got a call traced by `torch.export`, by `make_fx`, or by `torch.compile` "
-            "with a `torch.func` transform inside. The traced graph would have the ordinary "
-            "gradient. Use `torch.compile` without `torch.func`, or `torch.func` without "
-            "`torch.compile`."
+            "pass, but got a call traced by `torch.export`, `make_fx`, or `torch.compile` of a "
+            "`torch.func` transform, which would have the ordinary gradient. Use `torch.compile` "
+            "without `torch.func`, or `torch.func` without `torch.compile`."
         )
     return _Alter.apply(tensor, fn)
 
@@ -64,8 +63,8 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 def alter_output(model: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> RemovableHandle:
     r"""Alter the gradient at the output of the module `name` of a model.
 
-    Call ``remove()`` on the returned handle to stop, or use it as a context manager. Outputs that
-    were computed before that keep their altered backward pass.
+    The returned handle is a context manager and has ``remove()``. Outputs that were computed before
+    it is removed keep their altered backward pass.
 
     Args:
         model: The network.
@@ -74,7 +73,7 @@ def alter_output(model: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) ->
             also in nested tuples, lists and dictionaries.
 
     Returns:
-        A handle, which is a context manager.
+        The handle.
 
     Raises:
         ValueError: If no module has that name.

@@ -1,24 +1,20 @@
 r"""Calibration: metrics, temperature fitting, and folding the temperature into the head.
 
-Training with PGT at ``alpha`` fits ``softmax(alpha z)`` to the labels, as plain training fits
-``softmax(z)``. So the softmax of the network itself, at temperature 1, is overconfident; at
-temperature ``1 / alpha`` it is calibrated about as well as after plain training. Every metric here
-takes a temperature ``T`` and evaluates ``softmax(z / T)``. :func:`fold_alpha` scales the head so
-that no temperature is needed.
+Training with PGT at ``alpha`` fits ``softmax(alpha z)``, so the network is calibrated about as well
+at temperature ``1 / alpha`` as after plain training at 1. Every metric takes a temperature ``T``
+and evaluates ``softmax(z / T)``; :func:`fold_alpha` scales the head so that none is needed.
 
-Metrics take logits and are computed in float64. Log-probabilities are valid logits: for
-probabilities ``p`` pass ``p.log()``. For segmentation, with shape ``(N, C, d1, ...)``, pass
-``logits.movedim(1, -1).flatten(0, -2)`` and ``labels.flatten()``.
+Metrics are computed from logits, in float64. For probabilities ``p`` pass ``p.log()``. For
+segmentation, pass ``logits.movedim(1, -1).flatten(0, -2)`` and ``labels.flatten()``.
 
-References: Guo, Pleiss, Sun, Weinberger, *On Calibration of Modern Neural Networks*, 2017. Nixon,
-Dusenberry, Jerfel, Nguyen, Liu, Zhang, Tran, *Measuring Calibration in Deep Learning*, 2019. Brier,
-*Verification of Forecasts Expressed in Terms of Probability*, 1950.
+References: Guo et al., *On Calibration of Modern Neural Networks*, 2017. Nixon et al., *Measuring
+Calibration in Deep Learning*, 2019. Brier, *Verification of Forecasts Expressed in Terms of
+Probability*, 1950.
 """
 
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from powergrad._check import check_floating, extremes, shape_of
-from powergrad._head import LINEAR_LAYERS, check_linear, scalable_heads, scale
+from powergrad._check import check_floating, check_number, extremes, shape_of
+from powergrad.head import check_linear, scalable_heads, scale
 
 __all__ = [
     "Reliability",
@@ -40,9 +36,6 @@ __all__ = [
 ]
 
 Binning = Literal["width", "mass"]
-
-
-# Metrics -----------------------------------------------------------------------------------------
 
 
 def negative_log_likelihood(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> float:
@@ -73,8 +66,8 @@ def negative_log_likelihood(logits: Tensor, labels: Tensor, *, temperature: floa
 def brier_score(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> float:
     r"""The mean squared distance from ``p = softmax(logits / temperature)`` to the label.
 
-    The score of an example is ``sum_c (p_c - [c is the label])^2``: 0 at best, 2 at worst, as Brier
-    defines it. (For two classes, some definitions use one class only, which gives half of this.)
+    The score of an example is ``sum_c (p_c - [c is the label])^2``, from 0 to 2 as Brier defines
+    it. (For two classes, some definitions use one class only, which gives half of this.)
 
     Args:
         logits: ``(N, C)``, as in :func:`negative_log_likelihood`.
@@ -107,9 +100,8 @@ def expected_calibration_error(
 ) -> float:
     r"""The mean of ``|accuracy - confidence|`` over bins, weighted by their numbers of examples.
 
-    The confidence of an example is its largest probability. The error is 0 if predictions of every
-    confidence are correct that often. With few examples per bin, it is above 0 even for a
-    calibrated classifier.
+    The confidence of an example is its largest probability. With few examples per bin, the error is
+    above 0 even for a calibrated classifier.
 
     Args:
         logits: ``(N, C)``, as in :func:`negative_log_likelihood`.
@@ -163,15 +155,14 @@ def reliability(
     r"""The reliability diagram: how often predictions of each confidence are correct.
 
     Bins of equal width are ``[k / bins, (k + 1) / bins)``; the last one includes 1. Bins of equal
-    mass hold the same number of examples, plus or minus one. Examples of equal confidence share a
-    bin, so the order of the examples does not matter.
+    mass hold the same number of examples, plus or minus one; equal confidences share a bin.
 
     Args:
         logits: ``(N, C)``, as in :func:`expected_calibration_error`.
         labels: Class indices, ``(N,)``.
-        bins: The number of bins.
+        bins: As in :func:`expected_calibration_error`.
         temperature: The divisor of the logits, above 0.
-        binning: ``"width"`` or ``"mass"``.
+        binning: As in :func:`expected_calibration_error`.
 
     Returns:
         Mean confidence, accuracy and number of examples per bin.
@@ -210,9 +201,6 @@ def reliability(
     )
 
 
-# The temperature ---------------------------------------------------------------------------------
-
-
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     r"""The temperature that minimises the negative log-likelihood.
 
@@ -238,10 +226,9 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
         >>> round(fit_temperature(logits, labels), 6)
         4.328085
     """
-    # In beta = 1 / T the objective f(beta) = mean(log sum exp(beta z) - beta z_label) is convex:
-    #     f'  = mean(E[z] - z_label),     f'' = mean(Var[z])      under softmax(beta z),
-    # so f' increases from its value at beta = 0, where the softmax is uniform, to its limit at
-    # infinity, where E[z] is the largest z. If these have opposite signs, one root lies between.
+    # In beta = 1 / T the objective f(beta) = mean(log sum exp(beta z) - beta z_label) is convex, so
+    # f' = mean(E[z] - z_label) under softmax(beta z) increases, from its value at 0 to its limit at
+    # infinity, where E[z] is the largest z, here 0. Its derivative is mean(Var[z]).
     z, labels, _ = _prepare(logits, labels, 1.0)
     at_label = z.gather(1, labels[:, None]).squeeze(1)
     if at_label.isinf().any():
@@ -280,9 +267,6 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     return scale / beta
 
 
-# The head ----------------------------------------------------------------------------------------
-
-
 def fold_alpha(
     head: nn.Module | str | None,
     alpha: float,
@@ -292,11 +276,13 @@ def fold_alpha(
 ) -> nn.Module:
     r"""Scale a trained head by alpha, in place: the network's softmax becomes ``softmax(alpha z)``.
 
-    Weight and bias are multiplied by alpha, and so are the logits. The predicted class does not
-    change (except for ties up to rounding). After training with PGT at ``alpha``, the network is
-    then calibrated about as well as one trained without PGT. To fold in any other temperature
-    ``T``, pass ``1 / T``. Call it once, after training: continuing to train from there is not the
-    same training.
+    Weight and bias are multiplied by alpha, and so are the logits; predicted classes do not change
+    (except for ties up to rounding). After training with PGT at ``alpha``, the network is then
+    calibrated about as well as one trained without PGT. To fold in any other temperature ``T``,
+    pass ``1 / T``. Call it once, after training.
+
+    A ``softcap`` of the loss must be multiplied by alpha too: this is done for each
+    :class:`CrossEntropyLoss` that is a module of `model`, and left to you elsewhere.
 
     Args:
         head: The last layer, linear or a convolution; with `model`, its name, or None to find it.
@@ -304,9 +290,9 @@ def fold_alpha(
         model: The network that `head` belongs to. Pass it if the head might be tied: this cannot be
             seen from the head alone.
         example_inputs: The arguments of `model`: a tensor, a tuple of positional arguments, or a
-            dict of keyword arguments. The model is run in evaluation mode to check that its logits
-            scale with the head (up to a constant per example, such as a log-softmax adds), and then
-            restored. If `head` is None, the head is found in this way.
+            dict of keyword arguments. `model` is run in evaluation mode to find the head (if it is
+            None), or to check that the logits scale with it (up to a constant per example, such as
+            a log-softmax adds), and restored.
 
     Returns:
         The head; a ``ModuleList`` if the model has several, which are scaled together.
@@ -329,27 +315,16 @@ def fold_alpha(
     factor = _positive(alpha, "alpha")
     if model is not None:
         heads = scalable_heads(model, head, example_inputs)
-    elif example_inputs is not None:
-        raise TypeError("Expected `model` to be given with `example_inputs`, but got None.")
-    elif not isinstance(head, nn.Module):
-        raise TypeError(
-            "Expected `head` to be a module if `model` is not given, but got "
-            f"{type(head).__name__}."
-        )
-    elif not isinstance(head, LINEAR_LAYERS):
-        raise ValueError(
-            "Expected `head` to be a linear layer or a convolution, but got a "
-            f"{type(head).__name__}; for a whole network, call `fold_alpha(None, alpha, "
-            "model=network)`."
-        )
-    else:
+    elif isinstance(head, nn.Module) and example_inputs is None:
         check_linear(head)
         heads = [head]
-    scale(heads, factor)
+    else:
+        raise TypeError(
+            "Expected `model` to be given with `example_inputs`, or if `head` is not a module, but "
+            f"got None, with a {type(head).__name__} as `head`."
+        )
+    scale(heads, factor, model)
     return heads[0] if len(heads) == 1 else nn.ModuleList(heads)
-
-
-# Checks ------------------------------------------------------------------------------------------
 
 
 def _prepare(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -358,21 +333,19 @@ def _prepare(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor
     logits = check_floating(logits, "logits").detach()
     if logits.dim() != 2 or not logits.numel():
         raise ValueError(
-            f"Expected `logits` to have shape (examples, classes), at least one of each, but got "
+            "Expected `logits` to have shape (examples, classes), at least one of each, but got "
             f"{shape_of(logits)}."
         )
     got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
     if isinstance(got, str) or got.is_floating_point or got.is_complex or got == torch.bool:
         raise TypeError(f"Expected `labels` to be a tensor of class indices, but got {got}.")
-    examples, classes = logits.shape
-    if shape_of(labels) != (examples,):
+    if shape_of(labels) != shape_of(logits)[:1]:
         raise ValueError(
-            f"Expected `labels` to have shape ({examples},), one per example, but got "
-            f"{shape_of(labels)}."
+            f"Expected `labels` to have shape {shape_of(logits)[:1]}, but got {shape_of(labels)}."
         )
-    if labels.min() < 0 or labels.max() >= classes:
+    if labels.min() < 0 or labels.max() >= logits.shape[1]:
         raise ValueError(
-            f"Expected `labels` to be in [0, {classes - 1}], but got {extremes(labels)}."
+            f"Expected `labels` to be in [0, {logits.shape[1] - 1}], but got {extremes(labels)}."
         )
     top, predicted = logits.max(1, keepdim=True)
     if not top.isfinite().all():
@@ -386,9 +359,6 @@ def _prepare(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor
 
 
 def _positive(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"Expected `{name}` to be a number, but got {type(value).__name__}.")
-    number = float(value)
-    if not 0 < number < math.inf:
-        raise ValueError(f"Expected `{name}` to be positive and finite, but got {value}.")
+    if (number := check_number(value, name)) == 0:
+        raise ValueError(f"Expected `{name}` to be above 0, but got 0.")
     return number

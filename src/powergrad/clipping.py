@@ -29,8 +29,8 @@ from torch.optim import Optimizer
 
 from powergrad._check import check_eps, check_threshold
 from powergrad._clip import ClipHandle, ClippingHook, ClipReport, Guard, LayerClip, clip_units
-from powergrad._head import find_head, find_heads
 from powergrad._units import gradients_of, parameters_of
+from powergrad.head import find_head, find_heads
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

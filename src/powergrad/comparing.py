@@ -30,10 +30,9 @@ def compare(
     """Compare the arms (variants) of a training over seeds, with tests and a verdict.
 
     This needs the workbench: ``pip install 'powergrad[lab]'``. ``train(seed, arm, **settings)`` is
-    called once per arm and seed. If other processes can import the function, it runs in worker
-    processes. Otherwise, for example in a notebook, it runs in this process, one call after
-    another. In a script, put the call under ``if __name__ == "__main__":``, because the workers
-    import the script.
+    called once per arm and seed: in worker processes if they can import it, otherwise, for example
+    in a notebook, in this process. In a script, put the call under ``if __name__ == "__main__":``,
+    because the workers import the script.
 
     Args:
         train: Returns a number, or a mapping with several metrics. A run that raises counts as
@@ -47,14 +46,12 @@ def compare(
         margin: The largest difference that does not matter to you; by default 0.5 for an accuracy
             in percent.
         better: Whether a higher or a lower metric is better, if its name does not show it.
-        workers: The number of runs at a time; by default one per GPU, or as many as the cores
-            allow.
+        workers: The number of runs at a time; by default one per GPU, or what the cores allow.
         threads: The number of threads per worker.
         first_seed: The first seed.
-        out: The folder in which the study's folder is created. Calling again with the same
-            arguments then runs only what is missing, unless the source of `train` has changed;
-            changes in the code and files that `train` uses are not detected. By default nothing is
-            kept.
+        out: The folder in which the study's folder is created; by default nothing is kept. Calling
+            again with the same arguments then runs only what is missing, unless the source of
+            `train` has changed; changes in code and files that it uses are not detected.
         name: The name of the study's folder.
 
     Returns:
@@ -74,14 +71,13 @@ def compare(
         'Here other is better than baseline.'
     """
     try:
-        # Imported by name, because the core must not depend on the workbench.
-        module = importlib.import_module("powergrad.lab.compare_function")
+        lab = importlib.import_module("powergrad.lab.compare_function")  # the core needs no lab
     except ImportError as error:
         raise ImportError(
             "Expected the workbench to be installed for `powergrad.compare` (pip install "
             f"'powergrad[lab]'), but got: {error}."
         ) from error
-    return module.compare_function(
+    return lab.compare_function(
         train,
         arms,
         str(seeds),

@@ -1,17 +1,8 @@
 r"""PowerGrad Transform is equivalent to ordinary training with two parameter groups.
 
-Let the last layer be linear with unshared parameters, ``z = W a + b``, and put ``V = alpha W``,
-``c = alpha b``, so that ``u = V a + c = alpha z``. PGT's gradient at the logits is
-``softmax(alpha z) - q = softmax(u) - q``: that of plain cross-entropy on ``u``. Hence
-
-    the gradient of W is the plain gradient of V;
-    the gradient of every other parameter, W^T(...) = V^T(...) / alpha, is the plain one / alpha;
-    a step dW of the head is a step alpha * dW of V.
-
-So the head's learning rate is multiplied by alpha and the backbone's gradient by 1/alpha. If the
-update is linear in the gradient (SGD), the latter is the same as multiplying the learning rate by
-1/alpha; if the update does not depend on the gradient's scale (Adam), it is the same as multiplying
-eps by alpha. Weight decay that is added to the gradient is scaled accordingly.
+With the head ``z = W a + b`` and ``V = alpha W``, ``c = alpha b``, PGT's gradient at the logits,
+``softmax(alpha z) - q``, is that of plain cross-entropy on ``V a + c``. So W has the gradient of V,
+and everything before it, through ``W^T = V^T / alpha``, 1 / alpha times the plain gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from powergrad._check import check_number
 from powergrad._clip import ClippingHook
-from powergrad._head import scalable_heads, scale
+from powergrad.head import scalable_heads, scale
 
 __all__ = ["equivalent_training"]
 
@@ -43,9 +34,9 @@ def equivalent_training(
     r"""Convert a training with PGT into the equivalent training with plain cross-entropy.
 
     The head of `model` is multiplied by alpha in place, and so are gradients of the backbone that
-    are already accumulated. In the returned optimizer, each group of `optimizer` is split in two.
-    From then on, each step with plain cross-entropy gives the same weights as a step with PGT at
-    this constant alpha (for the head: times alpha), up to rounding:
+    are already accumulated. In the returned optimizer, each group is split in two. From then on,
+    each step with plain cross-entropy gives the same weights as a step with PGT at this constant
+    alpha (for the head: times alpha), up to rounding:
 
     =======================  ===========================  ==========================
     optimizer                backbone                     head
@@ -57,32 +48,32 @@ def equivalent_training(
 
     The equivalence holds for a linear last layer with unshared parameters, a single loss term (an
     auxiliary head adds another), and a constant alpha. Clipping by the norm of all gradients breaks
-    it. The other methods of :func:`clip_grads_before_step` preserve it: if attached to `optimizer`,
-    they move to the returned optimizer, and clip and report as they would with PGT. If you clip
-    with your own code, multiply the backbone's threshold by alpha. A learning-rate schedule must
-    act on the returned optimizer and scale each group, including its warm-up start and its minimum.
-    The derivation is in `docs/theory.md`.
+    it. The other methods of :func:`clip_grads_before_step`, if attached to `optimizer`, move to the
+    returned optimizer, and clip and report as they would with PGT; if you clip with your own code,
+    multiply the backbone's threshold by alpha. A schedule must act on the returned optimizer and
+    scale each group, including its warm-up start and its minimum. A ``softcap`` of the loss must be
+    multiplied by alpha: this is done for each :class:`CrossEntropyLoss` that is a module of
+    `model`, and left to you elsewhere. The derivation is in `docs/theory.md`.
 
     Args:
         model: The network; its last layer computes the logits.
         optimizer: The optimizer of `model`: SGD, Adam or AdamW of `torch.optim`, new or in use. Its
             state is carried over. Do not use it afterwards.
-        alpha: The exponent, in (0, 1].
+        alpha: The exponent, above 0; the paper recommends at most 1.
         head: The last layer or its name, if it cannot be found automatically.
         example_inputs: The arguments of `model`: a tensor, a tuple of positional arguments, or a
-            dict of keyword arguments. The model is run in evaluation mode to find the head (unless
-            `head` is given) and to check that the logits scale with it, and then restored.
+            dict of keyword arguments. `model` is run in evaluation mode to find the head or to
+            check that the logits scale with it, and restored.
 
     Returns:
-        A new optimizer of the same class. Each group of `optimizer` becomes two, the backbone's and
-        then the head's (or one, if a group holds only parameters of one kind).
+        A new optimizer of the same class. Each group becomes two, the backbone's and the head's (or
+        one, if it holds only parameters of one kind).
 
     Raises:
-        ValueError: If the head is not found, not linear, tied or parametrised, or several layers
-            could be the head; if the model's configuration or the example shows that the logits do
-            not scale with it (a soft cap); if alpha is not in (0, 1]; if the optimizer holds
-            parameters that are not the model's, clips by the norm of all gradients, or has other
-            hooks.
+        ValueError: If the head is not found, not linear, tied or parametrised; if the model's
+            configuration or the example shows that the logits do not scale with it; if alpha is
+            not above 0; if the optimizer holds parameters that are not the model's, clips by the
+            norm of all gradients, or has other hooks.
         TypeError: If the optimizer is of another class.
 
     Example:
@@ -95,7 +86,7 @@ def equivalent_training(
     alpha = check_number(alpha)
     if alpha == 0:
         raise ValueError(
-            "Expected `alpha` to be in (0, 1], but got 0: no plain training is equivalent to it."
+            "Expected `alpha` to be above 0, but got 0, which equals no plain training."
         )
     if type(optimizer) not in _BACKBONE:
         raise TypeError(
@@ -106,7 +97,7 @@ def equivalent_training(
     own = {parameter for layer in heads for parameter in layer.parameters()}
     clippings = _attached_clippings(optimizer)
     groups = _split(optimizer, own, set(model.parameters()), alpha)
-    scale(heads, alpha)
+    scale(heads, alpha, model)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None and parameter not in own:
@@ -136,30 +127,24 @@ _MOMENTS = {"momentum_buffer": 1, "exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq
 
 
 def _scaled(options: Mapping[str, Any], powers: Mapping[str, int], alpha: float) -> dict[str, Any]:
-    factors = {-1: 1 / alpha, 1: alpha, 2: alpha**2}
-    return {
-        key: value * factors[powers[key]] if key in powers and value is not None else value
-        for key, value in options.items()
-    }
+    known = {key: power for key, power in powers.items() if options.get(key) is not None}
+    return {**options, **{key: options[key] * alpha**power for key, power in known.items()}}
 
 
 def _attached_clippings(optimizer: Optimizer) -> list[ClippingHook]:
     """The clipping hooks of `optimizer`; any other step hook is an error."""
-    before = optimizer._optimizer_step_pre_hooks.values()
-    clippings = [hook for hook in before if isinstance(hook, ClippingHook)]
-    if any("norm" in clipping.thresholds for clipping in clippings):
-        raise ValueError(
-            "Expected `optimizer` to clip by tensor, unit or value, but got clipping by the norm "
-            "of all gradients, with which no plain training is equivalent to PGT; first remove it."
-        )
-    for hook in [*before, *optimizer._optimizer_step_post_hooks.values()]:
-        if not isinstance(hook, ClippingHook):
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    hooks: list[Any] = [*before.values(), *after.values()]
+    for hook in hooks:
+        clips = isinstance(hook, ClippingHook)
+        if not clips or "norm" in hook.thresholds:
+            other = getattr(hook, "__qualname__", hook)
             raise ValueError(
-                "Expected `optimizer` to have no hooks except those of `clip_grads_before_step`, "
-                f"but got {getattr(hook, '__qualname__', hook)}; remove it, and register it again "
-                "on the returned optimizer."
+                "Expected `optimizer` to have no hooks except `clip_grads_before_step` by unit, "
+                f"tensor or value, but got {'the norm of all gradients' if clips else other}; "
+                "remove it first."
             )
-    return clippings
+    return hooks
 
 
 def _split(
@@ -168,8 +153,7 @@ def _split(
     """The groups of the new optimizer."""
     groups = []
     for group in optimizer.param_groups:
-        foreign = [p for p in group["params"] if p not in known]
-        if foreign:
+        if foreign := [p for p in group["params"] if p not in known]:
             raise ValueError(
                 "Expected `optimizer` to hold only parameters of `model`, but got another one, of "
                 f"shape {tuple(foreign[0].shape)}."

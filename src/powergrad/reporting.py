@@ -16,16 +16,15 @@ VARIABLE = "POWERGRAD_REPORT"
 def report(**metrics: float) -> None:
     """Report the metrics of this training to the command that started it, such as a comparison.
 
-    The command sets the environment variable ``POWERGRAD_REPORT`` to the path of a JSON file.
-    Metrics are merged into that file; the last value of each name counts. If the variable is not
-    set, nothing is written, so the call can stay in the script. Under torchrun, only rank 0 writes.
+    The command sets ``POWERGRAD_REPORT`` to the path of a JSON file, into which metrics are merged;
+    the last value of each name counts. Elsewhere nothing is written, so the call can stay in the
+    script. Under torchrun, only rank 0 writes.
 
     Args:
         metrics: Numbers by name: Python or numpy scalars, not tensors or strings.
 
     Raises:
-        TypeError: If a metric is not a number. This is checked even if nothing is written, so that
-            a mistake shows before a comparison is started.
+        TypeError: If a metric is not a number, even if nothing is written.
 
     Example:
         >>> report(accuracy=97.5, test_loss=0.11)

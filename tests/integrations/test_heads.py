@@ -11,7 +11,7 @@ from torch import nn
 from torchvision_shim import declare_torchvision_schemas
 
 from powergrad import clip_grads_before_step, equivalent_training, fold_alpha
-from powergrad._head import find_heads
+from powergrad.head import find_heads
 
 declare_torchvision_schemas()
 pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own

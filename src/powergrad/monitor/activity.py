@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from powergrad._head import evaluating, find_head, unwrap
 from powergrad._units import transposed_groups
+from powergrad.head import evaluating, find_head, unwrap
 from powergrad.monitor.layers import (
     LAYERS,
     channel_dim,

@@ -30,7 +30,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from powergrad._head import unwrap
+from powergrad.head import unwrap
 from powergrad.monitor.activity import Activity, observe
 from powergrad.monitor.checkpoint import load_checkpoint, state_weights
 from powergrad.monitor.counts import Census, LayerState, count

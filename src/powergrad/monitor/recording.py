@@ -31,8 +31,8 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from powergrad._head import find_head, unwrap
 from powergrad._units import transposed_groups
+from powergrad.head import find_head, unwrap
 from powergrad.monitor.layers import (
     LAYERS,
     Layer,

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from powergrad._compat import on_first_backward
-from powergrad._head import _REMEDY
 from powergrad._slope import counted
 from powergrad._version import __version__
+from powergrad.head import HEAD_REMEDY
 from powergrad.reporting import write_json
 from powergrad.run.altered_losses import Losses
 from powergrad.run.optimizers import Optimizers
@@ -96,7 +96,7 @@ class _Session:
         return None if self.losses.compiled else sum(self.losses.altered.values())
 
     def _refuse(self, message: str) -> NoReturn:
-        message = message.replace(_REMEDY, "name it with `--head NAME`")
+        message = message.replace(HEAD_REMEDY, "name it with `--head NAME`")
         message = message.removesuffix(" Pass `head=None` to clip every layer.")
         self.refusals.append(message)
         raise _Refused(NOT_ALTERED)

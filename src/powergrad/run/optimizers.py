@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from powergrad._clip import ClipHandle
 from powergrad._compat import run_eagerly
-from powergrad._head import unwrap
 from powergrad.clipping import _stepping_optimizer, clip_grads_before_step
+from powergrad.head import unwrap
 from powergrad.monitor import FilterMonitor
 from powergrad.run.options import Options
 from powergrad.run.scaling import ScaledStep

@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from powergrad._head import _check_own_parameters, find_head, unwrap
+from powergrad.head import check_untied, find_head, unwrap
 
 __all__ = ["find_model", "head_parameters"]
 
@@ -55,7 +55,7 @@ def head_parameters(model: nn.Module, name: str | None) -> set[nn.Parameter]:
     """
     model = unwrap(model)
     head = find_head(model, name)
-    _check_own_parameters(head, model)
+    check_untied(head, model)
     return set(head.parameters())
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from powergrad._head import find_head
+from powergrad.head import find_head
 from powergrad.lab.data import load_data
 from powergrad.lab.study.arms import decomposition
 from powergrad.lab.study.results import Results

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import powergrad
 from powergrad import calibration
-from powergrad._head import find_head
+from powergrad.head import find_head
 from powergrad.lab.data import Datasets
 from powergrad.lab.trainer.networks import create_model
 from powergrad.lab.trainer.objectives import training_loss
