@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 BENCHMARKS := loss compiled linear agc altering monitor planted imports decode train calibration run
 
-.PHONY: help setup compare test test-core test-studies test-deep test-matrix test-gpu test-integrations test-browsers test-release dist bench pages docs docs-serve lint check clean
+.PHONY: help setup compare test test-core test-studies test-deep test-matrix test-torch test-gpu test-integrations test-browsers test-release dist bench pages docs docs-serve lint check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 19
@@ -71,6 +71,19 @@ bench: setup ## every benchmark; rewrites results/bench_*.csv and the pages' tab
 
 pages: setup ## fill the generated parts of README.md and docs/ from results/
 	$(BIN)/python -m reproduction pages
+
+# The oldest version that pyproject.toml allows. PyPI's builds for Linux bring their CUDA libraries.
+VERSION ?= 2.6.0
+OTHER := build/torch-$(VERSION)
+
+$(OTHER)/.installed:
+	$(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(VERSION) hypothesis mpmath numpy pytest pytest-xdist safetensors scipy
+	touch $@
+
+# What needs the workbench, JAX or the newest TorchDynamo is left out: see tests/conftest.py.
+test-torch: setup $(OTHER)/.installed ## the core and its eager and compiled contexts with another torch: VERSION=2.6.0, 5 GB
+	PYTHONPATH=src $(OTHER)/bin/python -m pytest $(TWO) $(wildcard tests/test_*.py) -m 'not deep and not studies'
 
 test-gpu: setup ## like test, on CUDA
 	POWERGRAD_TEST_DEVICE=cuda $(PYTEST) $(WITHOUT_OTHERS) -m '$(QUICK)'
