@@ -68,7 +68,7 @@ def measure(model: nn.Module, setting: dict[str, Any], steps: int) -> dict[str, 
             training.append(time.process_time() - begin - (monitor.hook_seconds - seen))
             monitor.step(step)
         monitor.close()
-        size = (Path(folder) / "records.bin").stat().st_size
+        size = (Path(folder) / "records.npy").stat().st_size
     calls = monitor.seconds[1:]
     records = calls[setting["every"] - 1 :: setting["every"]]
     hook = monitor.hook_seconds / steps
