@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -252,56 +252,51 @@ def test_file_cut_at_any_byte_is_read_and_resumed(tmp_path_factory, steps, resum
             assert path.read_bytes() == whole
 
 
-KILLED = """
-import sys, torch
-from powergrad import FilterMonitor
-model = torch.nn.Linear(3, 50000)
-with torch.no_grad(), FilterMonitor(model, sys.argv[1], every=1) as monitor:
-    for step in range(10**6):
-        model.weight.fill_(step)
-        monitor.step(step)
-        print(step, flush=True)
-"""
-
-
-def test_records_written_before_a_kill_are_whole_and_the_run_resumes(tmp_path: Path) -> None:
-    """At each of several kills, numpy alone reads every record that was finished, and no other."""
-    script = tmp_path / "train.py"
-    script.write_text(KILLED)
-    for attempt in range(3):
-        folder = tmp_path / str(attempt)
-        with subprocess.Popen([sys.executable, script, folder], stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            finished = [int(process.stdout.readline()) for _ in range(20 + 7 * attempt)][-1]
-            process.kill()
-        rows = np.load(folder / "records.npy")
-        assert len(rows) > finished
-        assert rows["step"].tolist() == list(range(len(rows)))
-        norms = np.float32(3**0.5) * rows["step"][:, None]
-        np.testing.assert_allclose(rows["values"], np.broadcast_to(norms, (len(rows), 50000)), 1e-6)
-        with FilterMonitor(nn.Linear(3, 50000), folder, every=1, resume=finished) as monitor:
-            monitor.step(finished + 1)
-        assert np.load(folder / "records.npy")["step"].tolist() == list(range(finished + 2))
-
-
-def test_reading_while_it_is_written(tmp_path: Path) -> None:
-    with FilterMonitor(MLP(), tmp_path, every=1, features=True) as monitor:
-        recording = Recording(tmp_path)
-        assert recording.read(1)[1].shape == (0, 5)
-        for step in range(3):
+def write_forever(folder: Path) -> None:
+    model = nn.Linear(3, 50000)
+    with torch.no_grad(), FilterMonitor(model, folder, every=1) as monitor:
+        for step in itertools.count():
+            model.weight.fill_(step)
             monitor.step(step)
-            assert len(recording) == step + 1
-            assert recording.read(1)[0].tolist() == list(range(step + 1))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+@pytest.mark.parametrize("least", [1, 8, 40])
+def test_records_written_before_a_kill_are_whole_and_the_run_resumes(least, tmp_path) -> None:
+    """Numpy alone reads the records that were finished, during the run and after it."""
+    path, rows = tmp_path / "records.npy", np.empty(0)
+    process = multiprocessing.get_context("fork").Process(target=write_forever, args=(tmp_path,))
+    process.start()
+    try:
+        while len(rows) < least:
+            if Recording.exists(tmp_path):
+                rows = np.load(path)
+    finally:
+        process.kill()
+        process.join()
+    after = np.load(path)
+    assert (after[: len(rows)] == rows).all()
+    assert (
+        after["step"].tolist() == list(range(len(after))) == Recording(tmp_path).read(1)[0].tolist()
+    )
+    norms = np.broadcast_to(np.float32(3**0.5) * after["step"][:, None], after["values"].shape)
+    np.testing.assert_allclose(after["values"], norms, 1e-6)
+    with FilterMonitor(nn.Linear(3, 50000), tmp_path, every=1, resume=least - 1) as monitor:
+        monitor.step(least)
+    assert np.load(path)["step"].tolist() == list(range(least + 1))
 
 
 def test_numpy_reads_it_as_documented(tmp_path: Path) -> None:
-    write_rows(tmp_path, [0, 3, 2**40])
+    with FilterMonitor(MLP(), tmp_path, every=1):
+        assert Recording(tmp_path).read(1)[1].shape == (0, 5)
+        assert np.load(tmp_path / "records.npy").shape == (0,)
+    write_rows(tmp_path, [1, 3, 2**40], resume=0)
     rows = np.load(tmp_path / "records.npy", mmap_mode="r")
-    assert rows["step"].tolist() == [0, 3, 2**40]
+    assert rows["step"].tolist() == [1, 3, 2**40]
     columns = json.loads((tmp_path / "index.json").read_text())["columns"]
     (column,) = [c for c in columns if (c["layer"], c["quantity"]) == ("last", "weight")]
     values = rows["values"][:, column["start"] :][:, : column["units"]]
-    np.testing.assert_allclose(values, rows_of([0, 3, 2**40]), rtol=1e-6)
+    np.testing.assert_allclose(values, rows_of([1, 3, 2**40]), rtol=1e-6)
 
 
 def test_zeros_left_by_a_power_cut_are_not_read(tmp_path: Path) -> None:
