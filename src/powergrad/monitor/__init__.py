@@ -6,9 +6,9 @@ checkpoint or a recording are dead, in what way, since when, and whether they re
 ``powergrad inspect PATH`` prints the census.
 """
 
+from powergrad.monitor.counts import Census, Event, LayerCount, Unit
 from powergrad.monitor.dead import census
 from powergrad.monitor.recording import FilterMonitor, Recording
-from powergrad.monitor.results import Census, Event, LayerCount, Unit
 
 __all__ = [
     "Census",

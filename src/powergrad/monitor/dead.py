@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from powergrad._head import unwrap
 from powergrad.monitor.checkpoint import load_checkpoint, state_weights
+from powergrad.monitor.counts import HOW, Census, Event, LayerCount, State, Unit
 from powergrad.monitor.layers import Column, Weight, arrange, model_weights
 from powergrad.monitor.recording import Recording
-from powergrad.monitor.results import HOW, Census, Event, LayerCount, State, Unit, What
 
 __all__ = ["census"]
 
@@ -90,8 +90,15 @@ def census(
     values = [weight.values() for weight in weights]
     starts = [torch.full_like(norms, torch.nan) for norms in values]
     if initial is not None:
-        known = {weight.column.layer: weight for weight in _read(initial, "initial")}
-        starts = [_start(column, known.get(column.layer)) for column in columns]
+        known = {weight.column.layer: weight.values() for weight in _read(initial, "initial")}
+        for column in columns:
+            got = len(known[column.layer]) if column.layer in known else "none"
+            if got != column.units:
+                raise ValueError(
+                    f"Expected `initial` to have {column.units} units in {column.layer!r}, but got "
+                    f"{got}."
+                )
+        starts = [known[column.layer] for column in columns]
     with torch.device("cpu"):
         lives = _Lives(columns, torch.cat(starts), 0)
         lives.add_record(0, torch.cat(values))
@@ -119,15 +126,6 @@ def _read(source: Any, argument: str) -> list[Weight]:
             "Expected a model or a state dict with a convolution or a linear layer, but got none."
         )
     return sorted(weights, key=lambda weight: weight.is_gain)
-
-
-def _start(column: Column, weight: Weight | None) -> Tensor:
-    got = "none" if weight is None else weight.column.units
-    if weight is None or got != column.units:
-        raise ValueError(
-            f"Expected `initial` to have {column.units} units in {column.layer!r}, but got {got}."
-        )
-    return weight.values()
 
 
 def _of_recording(recording: Recording) -> Census:
@@ -202,17 +200,14 @@ class _Lives:
         back = self.dead & self.over
         self.deaths += died
         self.revivals += back & self.lived
-        for unit in died.nonzero().flatten().tolist():
-            self._add_event(int(self.since[unit]), unit, "died")
-        for unit in back.nonzero().flatten().tolist():
-            self._add_event(step, unit, "revived" if self.lived[unit] else "born")
+        for unit in (died | back).nonzero().flatten().tolist():
+            what = "died" if died[unit] else "revived" if self.lived[unit] else "born"
+            since = int(self.since[unit]) if died[unit] else step
+            column = self.columns[int(self.column_of[unit])]
+            place, quantity = unit - column.start, column.quantity
+            self.events.append(Event(since, column.number, column.layer, place, quantity, what))
         self.dead = (self.dead | died) & ~back
         self.lived = self.lived | back
-
-    def _add_event(self, step: int, unit: int, what: What) -> None:
-        column = self.columns[int(self.column_of[unit])]
-        unit -= column.start
-        self.events.append(Event(step, column.number, column.layer, unit, column.quantity, what))
 
     def count(self, source: str, steps: tuple[int, int] | None = None) -> Census:
         """Count the units that are dead in the last record; `steps` are of a recording."""
