@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -68,7 +69,7 @@ def measure(model: nn.Module, setting: dict[str, Any], steps: int) -> dict[str, 
             training.append(time.process_time() - begin - (monitor.hook_seconds - seen))
             monitor.step(step)
         monitor.close()
-        size = (Path(folder) / "records.bin").stat().st_size
+        size = np.load(Path(folder) / "records.npy").itemsize
     calls = monitor.seconds[1:]
     records = calls[setting["every"] - 1 :: setting["every"]]
     hook = monitor.hook_seconds / steps
@@ -79,7 +80,7 @@ def measure(model: nn.Module, setting: dict[str, Any], steps: int) -> dict[str, 
         "batch": 32,
         **setting,
         "steps": steps,
-        "bytes_per_record": size // (1 + len(records)),
+        "bytes_per_record": size,
         "step_ms": f"{1e3 * step_time:.1f}",
         "record_ms": f"{1e3 * record_time:.3f}",
         "share": f"{(sum(calls) + monitor.hook_seconds) / sum(training):.6f}",

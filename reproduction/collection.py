@@ -140,7 +140,8 @@ def _fates(run: Run) -> dict[str, int]:
     """The numbers of filters, of those that died at some time, and of those that came back."""
     if not Recording.exists(run.folder):
         return {}
-    recorded = {layer.name for layer in Recording(run.folder).layers}
+    columns = Recording(run.folder).columns
+    recorded = {column.layer for column in columns if column.quantity == "weight"}
     layers = [layer for layer in census(run.folder).layers if layer.layer in recorded]
     counts = [(layer.units, layer.died, layer.revived) for layer in layers]
     return dict(zip(FATES, map(sum, zip(*counts, strict=True)), strict=True))
@@ -149,11 +150,11 @@ def _fates(run: Run) -> dict[str, int]:
 def thinned_norms(recording: Recording) -> dict[str, NDArray[Any]]:
     """The norms of the weights of every layer, and of the features, thinned to `NORMS_BYTES`."""
     columns = [c for c in recording.columns if c.quantity in ("weight", "feature")]
-    units = sum(column.count for column in columns)
+    units = sum(column.units for column in columns)
     steps, rows = zip(*((step, values.numpy()) for step, values in recording), strict=True)
     keep = evenly_spaced(len(steps), min(POINTS, max(2, NORMS_BYTES // (2 * units))))
     table = np.stack(rows)[keep]
-    names = [layer.name for layer in recording.layers]
+    names = [column.layer for column in columns if column.quantity == "weight"]
     arrays: dict[str, NDArray[Any]] = {
         "steps": np.array(steps, dtype=np.int64)[keep],
         "layers": np.array(names),

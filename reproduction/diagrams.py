@@ -15,7 +15,7 @@ from powergrad import power_transform, stationary_threshold
 from powergrad.lab.figures import COLOURS
 from powergrad.lab.trainer.networks import create_model
 from powergrad.lab.trainer.objectives import published_hook
-from powergrad.monitor.layers import named_units
+from powergrad.monitor.layers import model_weights
 
 ORANGE, GREEN, PURPLE, RED = COLOURS[1:5]
 # The colours of the paper's Figure 1, from a palette that is safe for colour blindness.
@@ -193,8 +193,9 @@ def simplenn() -> Any:
 
 def resnet18() -> Any:
     """The layers with the numbers of the package, read from the network itself."""
-    units_of = named_units(create_model("resnet18", num_classes=1000, norm="none"))
-    numbers = {layer.name: (layer.number, layer.units) for layer, _ in units_of}
+    weights = model_weights(create_model("resnet18", num_classes=1000, norm="none"))
+    columns = [weight.column for weight in weights]
+    numbers = {column.layer: (column.number, column.units) for column in columns}
     figure, axes = plt.subplots(figsize=(11, 2.9), layout="constrained")
     axes.set(xlim=(-1.5, 21.4), ylim=(-0.9, 2.1))
     axes.axis("off")

@@ -164,7 +164,7 @@ CHANGES = [
     ("alter.py", "(tensor: Tensor, fn:", "(tensor: Tensor, function:", "alter_gradient"),
     ("transform.py", "(p: Tensor, alpha:", "(p: Tensor, *, alpha:", "power_transform"),
     ("identity.py", ") -> Optimizer:", ") -> Any:", "equivalent_training"),
-    ("monitor/__init__.py", '    "Thresholds",\n', "", "monitor.Thresholds"),
+    ("monitor/__init__.py", '    "Recording",\n', "", "monitor.Recording"),
     ("monitor/recording.py", "def close(self)", "def finish(self)", "FilterMonitor.finish"),
     ("_clip.py", "(NamedTuple):", "(NamedTuple):\n    more: int", "clipping.LayerClip.more"),
     ("jax.py", "axis: int = -1, *, alpha", "axis: int = 0, *, alpha", "jax.log_softmax"),

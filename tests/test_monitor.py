@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
+import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -82,7 +84,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.usefixtures("kernel")
 def test_norms_of_filters(tmp_path: Path) -> None:
     """Of each layer alone, and of the weights and gradients of all together."""
     torch.manual_seed(0)
@@ -103,15 +104,15 @@ def test_norms_of_filters(tmp_path: Path) -> None:
 
 
 def test_layers_of_resnet18_have_the_numbers_of_the_paper(timm: Any, tmp_path: Path) -> None:
-    layers = record(timm.create_model("resnet18"), tmp_path).layers
+    layers = record(timm.create_model("resnet18"), tmp_path).columns
     assert [layer.number for layer in layers] == list(range(1, 22))
     assert [layer.kind for layer in layers] == ["Conv2d"] * 20 + ["Linear"]
-    assert (layers[10].name, layers[10].units) == ("layer3.0.conv1", 256)
+    assert (layers[10].layer, layers[10].units) == ("layer3.0.conv1", 256)
     block = ["layer2.0.conv1", "layer2.0.conv2", "layer2.0.downsample.0", "layer2.1.conv1"]
-    assert [layer.name for layer in layers[5:9]] == block
+    assert [layer.layer for layer in layers[5:9]] == block
     assert [layer.normalised for layer in layers] == [True] * 20 + [False]
     # The size that the documentation gives.
-    assert (tmp_path / "records.bin").stat().st_size == 8 + 4 * 5800 == 23_208
+    assert (tmp_path / "records.npy").stat().st_size == 192 + 8 + 4 * 5800
 
 
 def train(model: MLP) -> Iterator[tuple[int, Tensor]]:
@@ -168,8 +169,8 @@ def test_gains_are_recorded_beside_the_rest(tmp_path: Path) -> None:
             values.append(nn.init.normal_(gains).detach().abs())
             monitor.step(step)
     recording = Recording(tmp_path)
-    assert [layer.name for layer in recording.layers] == ["0", "3"]
-    assert [layer.name for layer in recording.normalisations] == ["1", "4"]
+    shown = [(column.quantity, column.layer) for column in recording.columns]
+    assert shown == [("weight", "0"), ("weight", "3"), ("gain", "1"), ("gain", "4")]
     assert torch.equal(recording.read("1", "gain")[1], torch.stack(values))
     assert torch.equal(recording.read("4", "gain")[1], torch.ones(2, 4))
 
@@ -192,7 +193,7 @@ def test_wrappers_record_the_same(tmp_path: Path) -> None:
     files = set()
     for wrapper in (model, nn.DataParallel(model), torch.compile(model), compiled, inside):
         record(wrapper, folder := tmp_path / str(len(list(tmp_path.iterdir()))))
-        files.add(tuple((folder / name).read_bytes() for name in ("index.json", "records.bin")))
+        files.add(tuple((folder / name).read_bytes() for name in ("index.json", "records.npy")))
     assert len(files) == 1
 
 
@@ -232,62 +233,90 @@ STEPS = st.sets(st.integers(0, 40), min_size=1, max_size=8).map(sorted)
 
 @given(steps=STEPS, resume=st.integers(0, 45), data=st.data())
 def test_file_cut_at_any_byte_is_read_and_resumed(tmp_path_factory, steps, resume, data) -> None:
-    """Whole rows are read. Those up to the step `resume` are kept, the others written again."""
+    """Whole records are read. Those up to the step `resume` are kept, the others written again."""
     folder = tmp_path_factory.mktemp("cut")
     write_rows(folder, steps)
-    whole = (folder / "records.bin").read_bytes()
-    cut = data.draw(st.integers(0, len(whole)))
-    (folder / "records.bin").write_bytes(whole[:cut])
-    complete = steps[: cut * len(steps) // len(whole)]
+    path = folder / "records.npy"
+    whole = path.read_bytes()
+    size = (len(whole) - 192) // len(steps)
+    cut = data.draw(st.integers(192, len(whole)))
+    path.write_bytes(whole[:cut])
+    complete = steps[: (cut - 192) // size]
     later = [step for step in steps if step > resume]
     for now in (complete, [step for step in complete if step <= resume] + later):
         recorded, values = Recording(folder).read(2)
-        assert recorded.tolist() == now
+        assert recorded.tolist() == now == [step for step, _ in Recording(folder)]
         torch.testing.assert_close(values, rows_of(now))
         write_rows(folder, later, resume)
         if set(complete) | set(later) == set(steps):
-            assert (folder / "records.bin").read_bytes() == whole
+            assert path.read_bytes() == whole
 
 
-def test_reading_while_it_is_written(tmp_path: Path) -> None:
-    with FilterMonitor(MLP(), tmp_path, every=1, features=True) as monitor:
-        recording = Recording(tmp_path)
-        assert recording.read(1)[1].shape == (0, 5)
-        for step in range(3):
+def write_forever(folder: Path) -> None:
+    model = nn.Linear(3, 50000)
+    with torch.no_grad(), FilterMonitor(model, folder, every=1) as monitor:
+        for step in itertools.count():
+            model.weight.fill_(step)
             monitor.step(step)
-            assert len(recording) == step + 1
-            assert recording.read(1)[0].tolist() == list(range(step + 1))
-            assert [row for row, _ in recording] == list(range(step + 1))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+@pytest.mark.parametrize("least", [1, 8, 40])
+def test_records_written_before_a_kill_are_whole_and_the_run_resumes(least, tmp_path) -> None:
+    """Numpy alone reads the records that were finished, during the run and after it."""
+    path, rows = tmp_path / "records.npy", np.empty(0)
+    process = multiprocessing.get_context("fork").Process(target=write_forever, args=(tmp_path,))
+    process.start()
+    try:
+        while len(rows) < least:
+            if Recording.exists(tmp_path):
+                rows = np.load(path)
+    finally:
+        process.kill()
+        process.join()
+    after = np.load(path)
+    assert (after[: len(rows)] == rows).all()
+    assert (
+        after["step"].tolist() == list(range(len(after))) == Recording(tmp_path).read(1)[0].tolist()
+    )
+    norms = np.broadcast_to(np.float32(3**0.5) * after["step"][:, None], after["values"].shape)
+    np.testing.assert_allclose(after["values"], norms, 1e-6)
+    with FilterMonitor(nn.Linear(3, 50000), tmp_path, every=1, resume=least - 1) as monitor:
+        monitor.step(least)
+    assert np.load(path)["step"].tolist() == list(range(least + 1))
 
 
 def test_numpy_reads_it_as_documented(tmp_path: Path) -> None:
-    write_rows(tmp_path, [0, 3, 2**40])
-    index = json.loads((tmp_path / "index.json").read_text())
-    row = np.dtype([("step", "<i8"), ("values", "<f4", index["width"])])
-    read = np.fromfile(tmp_path / "records.bin", row)
-    assert read["step"].tolist() == [0, 3, 2**40]
-    column = next(c for c in index["columns"] if c["layer"] == "last" and c["quantity"] == "weight")
-    place = slice(column["start"], column["start"] + column["count"])
-    np.testing.assert_allclose(read["values"][:, place], rows_of([0, 3, 2**40]), rtol=1e-6)
+    with FilterMonitor(MLP(), tmp_path, every=1):
+        assert Recording(tmp_path).read(1)[1].shape == (0, 5)
+        assert np.load(tmp_path / "records.npy").shape == (0,)
+    write_rows(tmp_path, [1, 3, 2**40], resume=0)
+    rows = np.load(tmp_path / "records.npy", mmap_mode="r")
+    assert rows["step"].tolist() == [1, 3, 2**40]
+    columns = json.loads((tmp_path / "index.json").read_text())["columns"]
+    (column,) = [c for c in columns if (c["layer"], c["quantity"]) == ("last", "weight")]
+    values = rows["values"][:, column["start"] :][:, : column["units"]]
+    np.testing.assert_allclose(values, rows_of([1, 3, 2**40]), rtol=1e-6)
 
 
-def test_zeros_left_by_a_power_cut(tmp_path: Path) -> None:
+def test_zeros_left_by_a_power_cut_are_not_read(tmp_path: Path) -> None:
     write_rows(tmp_path, [0, 1, 2])
-    path = tmp_path / "records.bin"
+    path = tmp_path / "records.npy"
     whole = path.read_bytes()
-    path.write_bytes(whole[: 2 * len(whole) // 3] + bytes(len(whole) // 3))
-    with pytest.raises(ValueError, match="0 after 1"):
-        Recording(tmp_path).read(1)
-    FilterMonitor(MLP(), tmp_path, resume=5).close()
+    size = (len(whole) - 192) // 3
+    path.write_bytes(whole[:-size] + bytes(size))
     assert Recording(tmp_path).read(1)[0].tolist() == [0, 1]
+    FilterMonitor(MLP(), tmp_path, resume=5).close()
+    assert np.load(path)["step"].tolist() == [0, 1]
 
 
-def test_file_cut_by_a_resuming_run_ends_the_reading(tmp_path: Path) -> None:
-    layer = nn.Linear(3, 9000)  # a row is larger than what a file reads ahead
+def test_a_resuming_run_does_not_disturb_a_reader(tmp_path: Path) -> None:
+    layer = nn.Linear(3, 9000)
     rows = iter(record(layer, tmp_path, range(6), every=1))
     assert next(rows)[0] == 0
     FilterMonitor(layer, tmp_path, resume=2).close()
-    assert [step for step, _ in rows] == [1, 2]
+    assert [step for step, _ in rows] == [1, 2, 3, 4, 5]
+    assert len(Recording(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("resume", [None, 2])
@@ -299,22 +328,28 @@ def test_every_and_the_first_call(resume: int | None, tmp_path: Path) -> None:
 class Faulty:
     """A file that writes few bytes at a time, and only so many times before the disk is full."""
 
-    def __init__(self, file: Any, times: float) -> None:
-        self.file, self.times, self.seek = file, times, file.seek
+    def __init__(self, file: Any, times: float, folder: Path) -> None:
+        self.file, self.times, self.seek, self.folder = file, times, file.seek, folder
+        self.seen: list[int] = []  # the number of records that a reader sees after each write
 
     def write(self, row: Any) -> int:
         self.times -= 1
         if self.times < 0:
             raise OSError(28, "No space left on device")
-        return self.file.write(row[:7])
+        written = self.file.write(row[:7])
+        self.seen.append(len(Recording(self.folder)))
+        return written
 
 
 def test_short_and_failed_writes(tmp_path: Path) -> None:
+    """A record counts only when all of it is written."""
     with FilterMonitor(MLP(), tmp_path, every=1) as monitor:
         file: Any = monitor._file
-        monitor._file = Faulty(file, float("inf"))  # type: ignore[assignment]
+        monitor._file = slow = Faulty(file, float("inf"), tmp_path)  # type: ignore[assignment]
         monitor.step(0)
-        monitor._file = Faulty(file, 2)  # type: ignore[assignment]
+        assert slow.seen == sorted(slow.seen)
+        assert set(slow.seen[: 40 // 7 + 1]) == {0}
+        monitor._file = Faulty(file, 2, tmp_path)  # type: ignore[assignment]
         with pytest.raises(OSError, match="No space"):
             monitor.step(1)
         monitor._file = file
@@ -336,9 +371,6 @@ def test_features_seen_before_a_stop_are_not_lost(stop: int, tmp_path: Path) -> 
             kept = monitor.state_dict()
             monitor.close()
             monitor = FilterMonitor(model, tmp_path, every=4, features=True, resume=step)
-            for wrong in ({}, {"features": torch.zeros(9)}):
-                with pytest.raises(ValueError, match="features of shape"):
-                    monitor.load_state_dict(wrong)
             monitor.load_state_dict(kept)
     monitor.close()
     expected = [root_mean_square(model.features(part).flatten(0, 1)) for part in batches.split(4)]
@@ -444,16 +476,16 @@ def test_gradients_that_were_zeroed_raise(tmp_path: Path) -> None:
 
 def test_another_recording_is_not_overwritten(tmp_path: Path) -> None:
     write_rows(tmp_path, [0, 1])
-    before = (tmp_path / "records.bin").read_bytes()
+    before = (tmp_path / "records.npy").read_bytes()
     other = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     for arguments, word in (
         ({}, "`resume`"),
-        ({"gradients": True, "resume": 1}, "width"),
+        ({"gradients": True, "resume": 1}, "quantities"),
         ({"model": other, "resume": 1}, "layers"),
     ):
         with pytest.raises(ValueError, match=word):
             FilterMonitor(**{"model": MLP(), "directory": tmp_path, **arguments})  # type: ignore
-    assert (tmp_path / "records.bin").read_bytes() == before
+    assert (tmp_path / "records.npy").read_bytes() == before
 
 
 def test_what_cannot_be_read_raises(tmp_path: Path) -> None:
@@ -464,10 +496,11 @@ def test_what_cannot_be_read_raises(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"{layer!r} and '{quantity}'"):
             Recording(tmp_path).read(layer, quantity)
     path = tmp_path / "index.json"
-    index = json.loads(path.read_text())
-    newer, swapped = {**index, "format": 2}, {**index, "byteorder": "big"}
-    broken = [(newer, "format"), (swapped, "big"), ([], "index"), ({}, "index")]
-    for content, word in [*((json.dumps(c), word) for c, word in broken), ("{", "index")]:
-        path.write_text(content)
-        with pytest.raises(ValueError, match=word):
+    columns = json.loads(path.read_text())["columns"]
+    for version in ({"format": 1, "columns": columns}, {}, [], None):
+        path.write_text("{" if version is None else json.dumps(version))
+        with pytest.raises(ValueError, match="of format 2" if version is not None else "line 1"):
             Recording(tmp_path)
+    path.write_text(json.dumps({"format": 2, "columns": columns[:1]}))
+    with pytest.raises(ValueError, match=r"records\.npy.* to fit"):
+        len(Recording(tmp_path))

@@ -144,7 +144,7 @@ def test_monitor_records_the_trained_model_and_overwrites_nothing(launcher, tmp_
     )
     by_hand = launcher.python(script, hand)
     assert by_hand.code == 0, by_hand.err
-    assert sorted(path.name for path in ours.iterdir()) == ["index.json", "records.bin"]
+    assert sorted(path.name for path in ours.iterdir()) == ["index.json", "records.npy"]
     for path in ours.iterdir():
         assert path.read_bytes() == (hand / path.name).read_bytes()
     again = launcher.powergrad("run", "--monitor", ours, "--", FOREIGN)

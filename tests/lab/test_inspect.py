@@ -58,9 +58,9 @@ def test_a_recording_is_printed_and_written(folder: Path, capsys: Any) -> None:
 
 @pytest.mark.parametrize(
     ("options", "dead"),
-    [([], 0), (["--initial", "start.pt"], 1), (["--layer", "0.01"], 1)],
+    [([], 0), (["--initial", "start.pt"], 1)],
 )
-def test_a_checkpoint_with_a_start_or_another_threshold(
+def test_a_checkpoint_with_and_without_its_start(
     options: list[str], dead: int, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -77,7 +77,6 @@ def test_a_checkpoint_with_a_start_or_another_threshold(
         (["."], "recording"),
         (["text.pt"], "checkpoint"),
         (["one.pt", "--start", "2"], "start"),
-        (["one.pt", "--patience", "many"], "many"),
         (["one.pt", "--initial", "nowhere.pt"], "nowhere.pt"),
         (["one.pt", "--csv", "no/x.csv"], "no/x.csv"),
     ],

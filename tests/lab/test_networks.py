@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import powergrad
 from powergrad.lab.trainer import networks
 from powergrad.lab.trainer.networks import create_model, model_names
-from powergrad.monitor.layers import named_units
+from powergrad.monitor.layers import model_weights
 
 IMAGENET = [f"{se}resnet{n}" for se in ("", "se") for n in (18, 34, 50, 101, 152)]
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
@@ -140,10 +140,10 @@ def test_network_has_as_many_layers_as_its_name_says(name):
 
 def test_layers_of_resnet18_are_numbered_as_in_the_paper():
     model = create_model("resnet18", num_classes=1000, norm="none")
-    layers = {layer.number: layer for layer, _ in named_units(model)}
+    layers = {weight.column.number: weight.column for weight in model_weights(model)}
     assert sorted(n for n in layers if n) == list(range(1, 22))
     assert layers[11].units == 256
-    assert (layers[8].name, layers[21].name) == ("layer2.0.downsample.0", "fc")
+    assert (layers[8].layer, layers[21].layer) == ("layer2.0.downsample.0", "fc")
     assert powergrad.census(model).units == ()
 
 

@@ -57,7 +57,7 @@ def weights(run):
 def assert_same_run(a, b):
     """Every file that the training decides is the same, bit for bit."""
     names = ["model.safetensors", "test.safetensors", "checkpoint/best.safetensors"]
-    names += ["norms/records.bin"] if (a.folder / "norms").exists() else []
+    names += ["norms/records.npy"] if (a.folder / "norms").exists() else []
     for name in names:
         assert (a.folder / name).read_bytes() == (b.folder / name).read_bytes(), name
     rows = [[list(row.values())[:-2] for row in run.metrics()] for run in (a, b)]  # without times

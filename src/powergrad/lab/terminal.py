@@ -23,7 +23,7 @@ from powergrad.lab.study import Results, load_study
 from powergrad.lab.study.metrics import metric_names
 from powergrad.lab.study.notes import advice, describe_failed, notes, verdict
 from powergrad.lab.words import duration, spans
-from powergrad.monitor import Recording, Thresholds, census
+from powergrad.monitor import Recording, census
 
 
 class Watch:
@@ -100,7 +100,7 @@ def show_runs(results: Results) -> None:
     print(reason, *results.remarks, *describe_failed(results))
 
 
-def show_study(folder: Path, thresholds: Thresholds) -> None:
+def show_study(folder: Path) -> None:
     """Print the runs and dead units per arm of a study, and its verdict."""
     results = load_study(folder)
     study = results.study
@@ -112,7 +112,7 @@ def show_study(folder: Path, thresholds: Thresholds) -> None:
     for arm in study.arms:
         rows = results.of_arm(arm)
         recorded = [folder / row.run for row in rows if Recording.exists(folder / row.run)]
-        counts = [census(path, thresholds=thresholds) for path in recorded]
+        counts = [census(path) for path in recorded]
         # Without a recording, the count at the end of each run.
         ends = [value for row in rows if (value := row.value("dead_units")) is not None]
         dead = [len(count.dead) for count in counts] or [int(value) for value in ends]

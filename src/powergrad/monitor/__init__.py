@@ -9,7 +9,6 @@ checkpoint or a recording are dead, in what way, since when, and whether they re
 from powergrad.monitor.counts import Census, Event, LayerCount, Unit
 from powergrad.monitor.dead import census
 from powergrad.monitor.recording import FilterMonitor, Recording
-from powergrad.monitor.thresholds import Thresholds
 
 __all__ = [
     "Census",
@@ -17,7 +16,6 @@ __all__ = [
     "FilterMonitor",
     "LayerCount",
     "Recording",
-    "Thresholds",
     "Unit",
     "census",
 ]

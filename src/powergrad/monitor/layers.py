@@ -9,9 +9,8 @@ convolution; the 11th has 256 filters), and the classifier as layer 21.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
-from powergrad._units import by_unit, in_rows, transposed_groups, unit_norms
 from powergrad.head import evaluating, unwrap
+from powergrad._units import by_unit, transposed_groups
 
 LAYERS = (_ConvNd, nn.Linear)
 NORMALISATIONS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -28,76 +27,71 @@ ROOT = "(model)"  # the name of a layer that is the whole model
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A convolution or linear layer, or a normalisation with one gain per channel.
+class Column:
+    """A quantity of the units of one layer, and where it is in a record.
 
     Attributes:
+        quantity: ``"weight"``, ``"gradient"``, ``"feature"`` (at the input of the layer) or
+            ``"gain"`` (of a normalisation with one gain per channel).
+        layer: The name of the layer in the model.
         number: Its position among the convolutions and linear layers, from 1; None for a
             normalisation, or if a file does not keep the order.
-        name: Its name in the model.
         kind: The class of the module, or the kind inferred from the shape of a stored weight.
-        units: The number of output channels.
+        units: The number of values.
         weights: The number of weights per filter; 1 for a gain.
         normalised: Whether a normalisation with the same number of channels is registered directly
-            after it, which cancels the common scale of its filters.
+            after the layer, which cancels the common scale of its filters.
+        start: The position of the first value.
     """
 
+    quantity: str
+    layer: str
     number: int | None
-    name: str
     kind: str
     units: int
     weights: int = 1
     normalised: bool = False
+    start: int = 0
+
+    @property
+    def place(self) -> slice:
+        """The positions of the values."""
+        return slice(self.start, self.start + self.units)
+
+
+def arrange(columns: Sequence[Column]) -> tuple[Column, ...]:
+    """Place the columns one after the other."""
+    starts = itertools.accumulate((column.units for column in columns), initial=0)
+    places = zip(columns, starts, strict=False)
+    return tuple(replace(column, start=start) for column, start in places)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """The weight of a layer, or the gains of a normalisation, with related tensors.
+    """The weight of a layer, or the gains of a normalisation."""
 
-    `groups` is the number of groups of a transposed convolution, and `batches` is the number of
-    batches in the running statistics; both are None for any other layer.
-    """
-
-    name: str
-    kind: str
+    column: Column
     tensor: Tensor
-    is_gain: bool = False
-    groups: int | None = None
-    bias: Tensor | None = None
-    batches: Tensor | None = None
+    groups: int | None = None  # of a transposed convolution
+    module: nn.Module = field(default_factory=nn.Module)
 
     @property
-    def units(self) -> int:
-        """The number of output channels."""
-        if self.is_gain:
-            return self.tensor.numel()
-        return len(self.tensor) if self.groups is None else self.tensor.shape[1] * self.groups
+    def is_gain(self) -> bool:
+        """Whether it has the gains of a normalisation."""
+        return self.column.quantity == "gain"
 
     @torch.no_grad()
     def values(self) -> Tensor:
         """The norms of the filters, or the absolute gains: float64 on the CPU."""
-        norms = self.tensor if self.is_gain else filter_norms([self.tensor], [self.groups])[0]
-        return on_host(norms).abs()
+        values = self.tensor.abs() if self.is_gain else filter_norms(self.tensor, self.groups)
+        return values.to("cpu", torch.float64)
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    """A vector in float64 on the CPU."""
-    return tensor.detach().flatten().to("cpu", torch.float64)
-
-
-def filter_norms(weights: Sequence[Tensor], groups: Sequence[int | None]) -> list[Tensor]:
-    """The L2 norm of each filter of each weight, in float32 or wider.
-
-    `groups` is the number of groups of a transposed convolution; None for any other layer.
-    """
-    views, units = zip(*map(by_unit, weights, groups), strict=True)
-    if all(map(in_rows, units, views)):  # the C kernel takes them all in one call
-        return list(unit_norms(list(views), list(units), rows=True).split(list(map(len, views))))
-    norms = []
-    for view, unit in zip(views, units, strict=True):
-        dtype = torch.float32 if view.dtype in (torch.float16, torch.bfloat16) else None
-        norms.append(unit_norms([view], [unit], dtype=dtype, rows=in_rows(unit, view)))
-    return norms
+def filter_norms(weight: Tensor, groups: int | None) -> Tensor:
+    """The L2 norm of each filter, in float32 or wider; `groups` is of a transposed convolution."""
+    dtype = torch.float32 if weight.dtype in (torch.float16, torch.bfloat16) else None
+    view, dims = by_unit(weight, groups)
+    return torch.linalg.vector_norm(view, dim=dims, dtype=dtype).flatten()
 
 
 def channel_dim(layer: nn.Module) -> int:
@@ -106,8 +100,17 @@ def channel_dim(layer: nn.Module) -> int:
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """The current, unsharded weight of a layer; reading it has no side effects."""
-    weight = _current_weight(module)
+    """The current, unsharded weight of a layer."""
+    if parametrize.is_parametrized(module, "weight"):
+        with evaluating(module.get_submodule("parametrizations.weight")):  # no power iteration
+            weight = module.weight
+    else:
+        if "weight" not in module._parameters:  # old weight_norm and spectral_norm, pruning
+            with evaluating(module), torch.no_grad():
+                for hook in module._forward_pre_hooks.values():
+                    if type(hook).__module__.startswith("torch.nn.utils."):
+                        hook(module, ())  # updates `weight`, as at the next call of the layer
+        weight = module.weight
     if not isinstance(weight, Tensor) or isinstance(weight, nn.UninitializedParameter):
         raise ValueError(
             "Expected every layer of `model` to have an initialised weight, but got a "
@@ -121,98 +124,46 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight
 
 
-def _current_weight(module: nn.Module) -> Any:
-    if parametrize.is_parametrized(module, "weight"):
-        with evaluating(module.get_submodule("parametrizations.weight")):  # no power iteration
-            return module.weight
-    stored = {**module._parameters, **module._buffers}
-    # A hook of torch.nn.utils updates the attribute only when the layer is called.
-    computed = None if "weight" in stored else effective_weight(stored)
-    return module.weight if computed is None else computed
-
-
-@torch.no_grad()
-def effective_weight(stored: Mapping[str, Tensor | None]) -> Tensor | None:
-    """Compute the weight of a layer that stores other tensors instead; None if unknown.
-
-    Weight normalisation stores g and v; the weight is ``g * v / |v|``, with one norm per entry of
-    g. Spectral normalisation stores W, u and v; the weight is ``W / (u . W v)``, with W as a
-    matrix. Pruning stores W and a mask. The first two have an older and a newer form in PyTorch.
-    """
-    inside = "parametrizations.weight."
-    for g, v in ((f"{inside}original0", f"{inside}original1"), ("weight_g", "weight_v")):
-        if (gain := stored.get(g)) is not None and (direction := stored.get(v)) is not None:
-            kept = [dim for dim, size in enumerate(gain.shape) if size != 1]
-            others = [dim for dim in range(direction.dim()) if dim not in kept]
-            direction = _wide(direction)
-            return direction * gain / torch.linalg.vector_norm(direction, dim=others, keepdim=True)
-    for original, left, right in (
-        (f"{inside}original", f"{inside}0._u", f"{inside}0._v"),
-        ("weight_orig", "weight_u", "weight_v"),
-    ):
-        weight, u, v = stored.get(original), stored.get(left), stored.get(right)
-        if weight is not None and u is not None and v is not None:
-            weight = _wide(weight)
-            matrix = weight if len(u) == len(weight) else weight.transpose(0, 1)
-            return weight / torch.dot(u.to(weight), matrix.flatten(1) @ v.to(weight))
-    weight, mask = stored.get("weight_orig"), stored.get("weight_mask")
-    return None if weight is None or mask is None else weight * mask
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 def plain_name(name: str) -> str:
     """`name` without the prefix that ``torch.compile`` adds."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def model_weights(model: nn.Module) -> Iterator[tuple[Weight, nn.Module]]:
+def model_weights(model: nn.Module) -> list[Weight]:
     """The weight of every layer and normalisation of `model`, in registration order."""
+    weights = []
     for name, module in unwrap(model).named_modules():
-        is_gain = isinstance(module, NORMALISATIONS)
-        if isinstance(module, LAYERS) or (is_gain and _has_gain_per_channel(module)):
-            weight = Weight(
+        gain = getattr(module, "weight", None) if isinstance(module, NORMALISATIONS) else None
+        is_gain = isinstance(gain, Tensor) and gain.dim() == 1
+        if is_gain or isinstance(module, LAYERS):
+            tensor, groups = weight_of(module), transposed_groups(module)
+            units = len(tensor) if groups is None else groups * tensor.shape[1]
+            column = Column(
+                "gain" if is_gain else "weight",
                 plain_name(name) or ROOT,
+                None,
                 type(module).__name__,
-                weight_of(module),
-                is_gain,
-                transposed_groups(module),
-                getattr(module, "bias", None),
-                getattr(module, "num_batches_tracked", None),
+                units,
+                tensor.numel() // max(units, 1),
             )
-            yield weight, module
+            weights.append(Weight(column, tensor, groups, module))
+    return number_layers(weights)
 
 
-def _has_gain_per_channel(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.dim() == 1
-
-
-def named_units(model: nn.Module) -> list[tuple[Layer, nn.Module]]:
-    """Every layer and every normalisation of `model`, in registration order, with its module."""
-    pairs = list(model_weights(model))
-    layers = describe_layers([weight for weight, _ in pairs])
-    return [(layer, module) for layer, (_, module) in zip(layers, pairs, strict=True)]
-
-
-def describe_layers(weights: Sequence[Weight], ordered: bool = True) -> list[Layer]:
-    """The layer of each weight.
+def number_layers(weights: Sequence[Weight], ordered: bool = True) -> list[Weight]:
+    """Number the layers, and note which of them a normalisation follows.
 
     If the weights are not `ordered` as registered, layers have no number, and any normalisation of
     the same size counts as the one after a layer.
     """
-    numbers = itertools.count(1)
-    gain_sizes = {weight.units for weight in weights if weight.is_gain}
-    layers = []
-    for weight, after in itertools.zip_longest(weights, weights[1:]):
-        number, normalised, size = None, False, weight.units
-        if not weight.is_gain and ordered:
-            number = next(numbers)
-            normalised = after is not None and after.is_gain and after.units == size
-        elif not weight.is_gain:
-            normalised = size in gain_sizes
-        filter_size = weight.tensor.numel() // max(size, 1)
-        layers.append(Layer(number, weight.name, weight.kind, size, filter_size, normalised))
-    return layers
+    numbers, numbered = itertools.count(1), []
+    gains = [weight.column if weight.is_gain else None for weight in weights]
+    for place, weight in enumerate(weights):
+        if not weight.is_gain:
+            followers = gains[place + 1 : place + 2] if ordered else gains
+            normalised = any(gain and gain.units == weight.column.units for gain in followers)
+            number = next(numbers) if ordered else None
+            column = replace(weight.column, number=number, normalised=normalised)
+            weight = replace(weight, column=column)
+        numbered.append(weight)
+    return numbered

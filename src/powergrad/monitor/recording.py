@@ -1,27 +1,27 @@
 r"""FilterMonitor writes the norm of every filter to disk while training; Recording reads it.
 
-A recording is a folder of two files. ``records.bin`` has one row of fixed size per recorded step:
-the step as a little-endian int64, then one float32 per unit. ``index.json`` maps the floats to
-layers and quantities. Rows are only appended, each by one write, so a recording can be read at any
-time; an incomplete last row, after a kill, is recognised by its size and ignored. To read it with
-numpy::
+A recording is a folder of two files. ``records.npy`` has one record per recorded step: the step,
+then one float32 per unit. ``index.json`` maps the floats to layers and quantities. With numpy::
 
-    index = json.load(open("norms/index.json"))
-    row = np.dtype([("step", "<i8"), ("values", "<f4", index["width"])])
-    rows = np.fromfile("norms/records.bin", row)
+    rows = np.load("norms/records.npy", mmap_mode="r")  # fields "step" and "values"
+    for column in json.load(open("norms/index.json"))["columns"]:
+        values = rows["values"][:, column["start"] :][:, : column["units"]]
+
+Records are only appended. The header of ``records.npy`` counts a record only after it has been
+written, so the file can be read at any time, also after a kill.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
+import mmap
 import operator
 import os
+import re
 import struct
 import sys
-import weakref
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -31,37 +31,23 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
-from powergrad._units import transposed_groups
 from powergrad.head import find_head, unwrap
 from powergrad.monitor.layers import (
     LAYERS,
-    Layer,
+    Column,
+    arrange,
     channel_dim,
     filter_norms,
-    named_units,
+    model_weights,
     weight_of,
 )
 
 __all__ = ["FilterMonitor", "Recording"]
 
-FORMAT = 1
-QUANTITIES = ("weight", "gradient", "feature", "gain")
-_INDEX, _RECORDS = "index.json", "records.bin"
-_STEP = struct.Struct("<q")
-
-
-@dataclass(frozen=True)
-class Column:
-    """The position of one quantity of one layer in a row: ``values[start : start + count]``."""
-
-    quantity: str
-    layer: str
-    start: int
-    count: int
-
-    @property
-    def place(self) -> slice:
-        return slice(self.start, self.start + self.count)
+FORMAT = 2
+_INDEX, _RECORDS = "index.json", "records.npy"
+_STEP = struct.Struct("=q")
+_HEADER_SIZE = 192
 
 
 class FilterMonitor:
@@ -69,9 +55,9 @@ class FilterMonitor:
 
     A filter is the part of a weight that computes one output channel; its norm is
     :math:`\sqrt{\sum w^2}` over its weights. Layers are numbered from 1 in registration order. Each
-    record is one row of ``8 + 4 * units`` bytes in a file (23,208 for a ResNet-18 with 1,000
-    classes; twice the units with `gradients`). A run of ``S`` steps writes ``S / every`` rows, and
-    keeps only one row in memory.
+    record takes ``8 + 4 * units`` bytes in a file (23,208 for a ResNet-18 with 1,000 classes; twice
+    the units with `gradients`). A run of ``S`` steps writes ``S / every`` records, and keeps only
+    one in memory.
 
     Under DistributedDataParallel every rank may create and call the monitor; only rank 0 writes.
     Models wrapped by it or by ``torch.compile`` record the same names as the plain model.
@@ -87,12 +73,12 @@ class FilterMonitor:
             the training examples since the last record (on rank 0). True finds the classifier; a
             string names it.
         gains: Also record the absolute gain of each channel of every normalisation.
-        resume: The step from which training resumes: rows up to this step are kept, later ones are
-            dropped, and new ones are appended.
+        resume: The step from which training resumes: records up to this step are kept, later ones
+            are dropped, and new ones are appended.
 
     Raises:
         ValueError: If `every` is not positive, `model` has no layer, the folder holds another
-            recording, or its rows do not fit `model` and the requested quantities.
+            recording, or its records do not fit `model` and the requested quantities.
         TypeError: If an argument has another type.
 
     Example:
@@ -131,44 +117,32 @@ class FilterMonitor:
             return
         self.directory = Path(directory)
         self._gradients = gradients
-        pairs = named_units(model)
-        layers = {m: layer for layer, m in pairs if isinstance(m, LAYERS)}
-        normalisations = {m: layer for layer, m in pairs if gains and not isinstance(m, LAYERS)}
-        if not layers:
+        weights = model_weights(model)
+        self._layers = [weight for weight in weights if not weight.is_gain]
+        self._gains = [weight for weight in weights if weight.is_gain and gains]
+        if not self._layers:
             raise ValueError(
                 "Expected `model` to have a convolution or a linear layer, but got a "
                 f"{type(model).__name__} with none."
             )
-        self._modules, self._normalisations = list(layers), list(normalisations)
-        self._head = _find_classifier(model, features)
-        wanted = [("weight", layer.name, layer.units) for layer in layers.values()]
+        head = _find_classifier(model, features)
+        columns = [weight.column for weight in self._layers]
         if gradients:
-            wanted += [("gradient", layer.name, layer.units) for layer in layers.values()]
-        if self._head is not None:
-            wanted.append(("feature", layers[self._head].name, _inputs(self._head)))
-        wanted += [("gain", layer.name, layer.units) for layer in normalisations.values()]
-        *starts, width = itertools.accumulate((count for *_, count in wanted), initial=0)
-        columns = [
-            Column(quantity, name, start, count)
-            for (quantity, name, count), start in zip(wanted, starts, strict=True)
-        ]
-        self._columns = {q: [c for c in columns if c.quantity == q] for q in QUANTITIES}
-        # One row in memory: the bytes that are written, and a float32 view to fill them.
-        self._row = bytearray(_STEP.size + 4 * width)
-        self._values = torch.frombuffer(self._row, dtype=torch.float32, offset=_STEP.size)
-        index = {
-            "format": FORMAT,
-            "byteorder": sys.byteorder,
-            "width": width,
-            "layers": [asdict(layer) for layer in layers.values()],
-            "columns": [asdict(column) for column in columns],
-        }
-        if normalisations:
-            index["normalisations"] = [asdict(layer) for layer in normalisations.values()]
-        self._file, self._rows = _open_records(self.directory, index, resume)
-        if self._head is not None:
-            self._sums = torch.zeros(_inputs(self._head) + 1, device="cpu")
-            self._hook = _watch_inputs(self._head, self)
+            columns += [replace(column, quantity="gradient") for column in columns]
+        if head is not None:
+            (column,) = [weight.column for weight in self._layers if weight.module is head]
+            entering = head.in_features if isinstance(head, nn.Linear) else head.in_channels
+            columns.append(replace(column, quantity="feature", kind="features", units=entering))
+            self._sums = torch.zeros(entering + 1, device="cpu")
+        columns = arrange(columns + [weight.column for weight in self._gains])
+        width = columns[-1].place.stop
+        # The bytes of one record, and a view of its floats.
+        self._record = bytearray(_STEP.size + 4 * width)
+        self._values = torch.frombuffer(self._record, dtype=torch.float32, offset=_STEP.size)
+        self._records = _open(self.directory, columns, resume)
+        self._file = FileIO(self.directory / _RECORDS, "r+")
+        if head is not None:
+            self._hook = self._watch_inputs(head)
 
     def step(self, step: int) -> None:
         """Record the norms if `step` is divisible by `every`, or if this is the first record.
@@ -181,91 +155,76 @@ class FilterMonitor:
             RuntimeError: If gradients are to be recorded and no layer has one.
         """
         if self._closed:
-            raise ValueError("Expected an open monitor, but got a closed one.")
+            raise ValueError("This FilterMonitor is closed.")
         if not self._writes:
             return
         step = _integer(step, "step", least=0)
         if step <= self._step:
             raise ValueError(f"Expected `step` to be larger than {self._step}, but got {step}.")
-        if not self._rows or step % self.every == 0:
-            self._fill(step)
-            self._write()
+        if not self._records or step % self.every == 0:
+            values = self._measure(step)
+            device = values[0].device
+            _STEP.pack_into(self._record, 0, step)
+            self._values.copy_(torch.cat([x.to(device, torch.float32) for x in values]))
+            self._write(_HEADER_SIZE + self._records * len(self._record), self._record)
+            self._write(0, _header(self._records + 1, len(self._values)))
+            self._records += 1
         self._step = step
 
     @torch.no_grad()
-    def _fill(self, step: int) -> None:
-        _STEP.pack_into(self._row, 0, step)
-        weights = [weight_of(module) for module in self._modules]
-        groups = [transposed_groups(module) for module in self._modules]
-        self._put(self._columns["weight"], filter_norms(weights, groups))
+    def _measure(self, step: int) -> list[Tensor]:
+        """The values of all columns."""
+        weights = [weight_of(layer.module) for layer in self._layers]
+        values = [filter_norms(w, x.groups) for w, x in zip(weights, self._layers, strict=True)]
         if self._gradients:
-            columns = self._columns["gradient"]
-            gradients = {
-                column: (weight.grad, group)
-                for column, weight, group in zip(columns, weights, groups, strict=True)
-                if weight.is_leaf and weight.grad is not None
-            }
+            gradients = [weight.grad if weight.is_leaf else None for weight in weights]
             # At the first record, no gradient has been computed yet.
-            if self._rows and not gradients:
+            if self._records and all(gradient is None for gradient in gradients):
                 raise RuntimeError(
                     f"Expected gradients at step {step}, but got none on any layer; call step() "
                     "after backward() and before zero_grad()."
                 )
-            self._values[columns[0].start : columns[-1].place.stop] = torch.nan
-            if gradients:
-                self._put(list(gradients), filter_norms(*zip(*gradients.values(), strict=True)))
-        if self._head is not None:
+            values += [
+                norms.new_full(norms.shape, torch.nan)
+                if gradient is None
+                else filter_norms(gradient, layer.groups)
+                for norms, gradient, layer in zip(values, gradients, self._layers, strict=True)
+            ]
+        if self._hook is not None:
             # Without examples since the last record this is 0 / 0 = NaN, as for any missing value.
-            self._put(self._columns["feature"], [(self._sums[:-1] / self._sums[-1]).sqrt()])
+            values.append((self._sums[:-1] / self._sums[-1]).sqrt())
             self._sums.zero_()
-        if self._normalisations:
-            gains = [weight_of(module).abs() for module in self._normalisations]
-            self._put(self._columns["gain"], gains)
+        return values + [weight_of(gain.module).abs() for gain in self._gains]
 
-    def _put(self, columns: list[Column], values: list[Tensor]) -> None:
-        """Copy the values of the columns into the row, with one transfer to the host."""
-        device = values[0].device
-        together = torch.cat([value.to(device, torch.float32) for value in values]).cpu()
-        parts = together.split([column.count for column in columns])
-        for column, part in zip(columns, parts, strict=True):
-            self._values[column.place] = part
+    def _watch_inputs(self, head: nn.Module) -> RemovableHandle:
+        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module is head and module.training:  # not a copy of it
+                self._add_features(module, args[0] if args else kwargs["input"])
+
+        return head.register_forward_pre_hook(look, with_kwargs=True)
 
     def _add_features(self, module: nn.Module, features: Tensor) -> None:
         """Add the squares of the classifier's inputs, and their number, to the sums."""
         features = features.detach().movedim(channel_dim(module), -1).float()
         features = features.reshape(-1, features.shape[-1])
-        if self._sums.device != features.device:
-            self._sums = self._sums.to(features.device)
+        self._sums = self._sums.to(features.device)
         self._sums[:-1] += features.square().sum(0)
         self._sums[-1] += len(features)
 
-    def _write(self) -> None:
-        row, done = memoryview(self._row), 0
-        self._file.seek(self._rows * len(row))
-        while done < len(row):
-            done += self._file.write(row[done:]) or 0
-        self._rows += 1
+    def _write(self, place: int, data: bytes | bytearray) -> None:
+        self._file.seek(place)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state to save in a checkpoint: the sums of the features since the last record."""
         return {} if self._hook is None else {"features": self._sums.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from :meth:`state_dict`, in a monitor made with `resume`.
-
-        Raises:
-            ValueError: If the features do not fit this model.
-        """
-        if self._hook is None:
-            return
-        sums = state.get("features")
-        if sums is None or sums.shape != self._sums.shape:
-            got = None if sums is None else tuple(sums.shape)
-            raise ValueError(
-                f"Expected `state` to have features of shape {tuple(self._sums.shape)}, but got "
-                f"{got}."
-            )
-        self._sums = sums.clone()
+        """Continue from :meth:`state_dict`, in a monitor made with `resume`."""
+        if self._hook is not None:
+            self._sums = self._sums.copy_(state["features"])
 
     def close(self) -> None:
         """Sync the file to the disk, close it, and remove the hook."""
@@ -286,19 +245,11 @@ class FilterMonitor:
 
 
 def _integer(value: int, name: str, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"Expected `{name}` to be an integer, but got {type(value).__name__}.")
-    if number < least:
+    if (number := operator.index(value)) < least:
         raise ValueError(f"Expected `{name}` to be at least {least}, but got {number}.")
     return number
-
-
-def _inputs(layer: _ConvNd | nn.Linear) -> int:
-    return layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
 
 
 def _find_classifier(model: nn.Module, features: bool | str) -> _ConvNd | nn.Linear | None:
@@ -316,89 +267,60 @@ def _find_classifier(model: nn.Module, features: bool | str) -> _ConvNd | nn.Lin
     return head
 
 
-def _watch_inputs(head: nn.Module, monitor: FilterMonitor) -> RemovableHandle:
-    """Pass the classifier's training inputs to the monitor; copies of the classifier do not."""
-    original, watcher = weakref.ref(head), weakref.ref(monitor)
-
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        watching = watcher()
-        if watching is not None and module is original() and module.training:
-            watching._add_features(module, args[0] if args else kwargs["input"])
-
-    return head.register_forward_pre_hook(look, with_kwargs=True)
+# The files ----------------------------------------------------------------------------------------
 
 
-def _open_records(directory: Path, index: dict[str, Any], resume: int | None) -> tuple[FileIO, int]:
-    """Open the file of rows, truncated after the step `resume`; also return the number of rows."""
+def _header(records: int, width: int) -> bytes:
+    """The header of the .npy file: of the same size for any number of records."""
+    order = "<" if sys.byteorder == "little" else ">"
+    dtype = f"[('step', '{order}i8'), ('values', '{order}f4', ({width},))]"
+    text = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': ({records:>16},), }}"
+    start = b"\x93NUMPY\x01\x00" + struct.pack("<H", _HEADER_SIZE - 10)
+    return start + text.encode().ljust(_HEADER_SIZE - 11) + b"\n"
+
+
+def _open(directory: Path, columns: tuple[Column, ...], resume: int | None) -> int:
+    """Begin a recording, or drop the records after the step `resume`; the number of records."""
     directory.mkdir(parents=True, exist_ok=True)
+    path, kept = directory / _RECORDS, 0
+    width = columns[-1].place.stop
     if not (directory / _INDEX).exists():
+        path.write_bytes(_header(0, width))
+        index = {"format": FORMAT, "columns": [asdict(column) for column in columns]}
         fresh = directory / (_INDEX + ".new")
         fresh.write_text(json.dumps(index, indent=1) + "\n")
-        file = FileIO(directory / _RECORDS, "w+")
         fresh.replace(directory / _INDEX)
-        return file, 0
-    if resume is None:
+    elif resume is None:
         raise ValueError(
             f"Expected `directory` to hold no recording, but got {str(directory)!r}, which holds "
             "one; pass `resume`, the step to continue from, or another directory."
         )
-    recorded = _read_index(directory)
-    if recorded != index:
-        part = next(key for key in index if recorded.get(key) != index[key])
+    elif (recording := Recording(directory)).columns != columns:
         raise ValueError(
             f"Expected the recording in {str(directory)!r} to have the layers and quantities of "
-            f"this monitor, but got other {part}; resume with the arguments it was started with."
+            "this monitor, but got others; resume with the arguments it was started with."
         )
-    file = FileIO(directory / _RECORDS, "r+")
-    size = _STEP.size + 4 * index["width"]
-    kept, last = 0, -1
-    for number in range(os.fstat(file.fileno()).st_size // size):
-        file.seek(number * size)
-        (step,) = _STEP.unpack(file.read(_STEP.size))
-        if not last < step <= resume:
-            break
-        kept, last = number + 1, step
-    file.truncate(kept * size)
-    return file, kept
-
-
-def _read_index(directory: Path) -> dict[str, Any]:
-    path = directory / _INDEX
-    try:
-        index = json.loads(path.read_text())
-        version = int(index["format"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"Expected {str(path)!r} to be the index of a recording, but got: {error}"
-        ) from None
-    if version > FORMAT:
-        raise ValueError(
-            f"Expected a recording of format {FORMAT} or earlier, but got {version} in "
-            f"{str(path)!r}; a newer version of powergrad can read it."
-        )
-    if index["byteorder"] != sys.byteorder:
-        raise ValueError(
-            f"Expected a recording in {sys.byteorder}-endian order, but got "
-            f"{index['byteorder']} in {str(path)!r}."
-        )
-    return index
+    else:
+        kept = int((recording._load()[0] <= resume).sum())
+        with open(path, "r+b") as file:  # which is never cut, since readers map it into memory
+            file.write(_header(kept, width))
+    return kept
 
 
 class Recording:
     """Reads the recording of a :class:`FilterMonitor`, also while it is being written.
 
-    Every call reads the current state of the file. Iterating yields one ``(step, values)`` per row.
+    Every call reads the current state of the file. Iterating yields one ``(step, values)`` per
+    record.
 
     Args:
         directory: The folder of the monitor, or the folder of a run with a subfolder ``norms``.
 
     Raises:
-        ValueError: If there is no recording, or it has a newer format.
+        ValueError: If there is no recording, or it has another format.
 
     Attributes:
-        layers: The layers, in order.
-        normalisations: The normalisations whose gains were recorded, in order.
-        columns: The position of each quantity of each layer in a row.
+        columns: The layers and their quantities, with their positions in a record.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -408,11 +330,14 @@ class Recording:
             )
         path = Path(directory)
         self.directory = path if (path / _INDEX).exists() else path / "norms"
-        index = _read_index(self.directory)
-        self.layers = tuple(Layer(**layer) for layer in index["layers"])
-        self.normalisations = tuple(Layer(**layer) for layer in index.get("normalisations", []))
+        index = json.loads((self.directory / _INDEX).read_text())
+        version = index.get("format") if isinstance(index, dict) else None
+        if version != FORMAT:
+            raise ValueError(
+                f"Expected the recording in {str(directory)!r} to be of format {FORMAT}, but got "
+                f"{version}; the version of powergrad that wrote it can read it."
+            )
         self.columns = tuple(Column(**column) for column in index["columns"])
-        self._width = int(index["width"])
 
     @staticmethod
     def exists(directory: str | os.PathLike[str]) -> bool:
@@ -421,11 +346,12 @@ class Recording:
         return (path / _INDEX).exists() or (path / "norms" / _INDEX).exists()
 
     def __len__(self) -> int:
-        """The number of complete rows so far."""
-        return (self.directory / _RECORDS).stat().st_size // (_STEP.size + 4 * self._width)
+        """The number of complete records so far."""
+        return len(self._load()[0])
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        return self._read_rows(slice(0, self._width))
+        steps, values = self._load()
+        yield from zip(steps.tolist(), values, strict=True)
 
     def read(self, layer: int | str, quantity: str = "weight") -> tuple[Tensor, Tensor]:
         """The steps and the values of one layer.
@@ -436,46 +362,41 @@ class Recording:
             quantity: ``"weight"``, ``"gradient"``, ``"feature"`` or ``"gain"``.
 
         Returns:
-            The steps, ``(rows,)`` in int64, and the norms, ``(rows, units)`` in float32; NaN if
-            there was nothing to record, such as before the first gradient.
+            The steps, ``(records,)`` in int64, and the norms, ``(records, units)`` in float32; NaN
+            if there was nothing to record, such as before the first gradient.
 
         Raises:
             ValueError: If the recording has no such layer or quantity.
         """
-        column = self.find(layer, quantity)
-        rows = list(self._read_rows(column.place))
-        steps = torch.tensor([step for step, _ in rows], dtype=torch.int64, device="cpu")
-        none = torch.empty(0, column.count, device="cpu")
-        return steps, torch.cat([none, *(values[None] for _, values in rows)])
-
-    def find(self, layer: int | str, quantity: str = "weight") -> Column:
-        """The position of `quantity` of `layer` in the rows."""
-        known = (*self.layers, *self.normalisations)
-        names = {entry.name for entry in known if layer in (entry.number, entry.name)}
         for column in self.columns:
-            if column.layer in names and column.quantity == quantity:
-                return column
+            if column.quantity == quantity and layer in (column.number, column.layer):
+                steps, values = self._load()
+                return steps, values[:, column.place].clone()
         recorded = ", ".join(dict.fromkeys(column.quantity for column in self.columns))
         raise ValueError(
-            f"Expected a layer from 1 to {len(self.layers)} or its name, and a recorded quantity "
-            f"({recorded}), but got {layer!r} and {quantity!r}."
+            "Expected the number or the name of a layer, and a quantity recorded for it (of "
+            f"{recorded}), but got {layer!r} and {quantity!r}."
         )
 
-    def _read_rows(self, place: slice) -> Iterator[tuple[int, Tensor]]:
-        size, last = 4 * (place.stop - place.start), -1
-        with open(self.directory / _RECORDS, "rb") as file:
-            for number in range(len(self)):
-                file.seek(number * (_STEP.size + 4 * self._width))
-                head = file.read(_STEP.size)
-                file.seek(4 * place.start, os.SEEK_CUR)
-                body = bytearray(file.read(size))
-                if len(body) < size:  # a resumed run has truncated the file in the meantime
-                    return
-                (step,) = _STEP.unpack(head)
-                if step <= last:
-                    raise ValueError(
-                        f"Expected steps to increase in {file.name!r}, but got {step} after "
-                        f"{last} in row {number}."
-                    )
-                last = step
-                yield step, torch.frombuffer(body, dtype=torch.float32)
+    def _load(self) -> tuple[Tensor, Tensor]:
+        """All steps and values, mapped into memory; steps that do not increase end the file."""
+        path, width = self.directory / _RECORDS, self.columns[-1].place.stop
+        size = _STEP.size + 4 * width
+        with open(path, "rb") as file:
+            header = file.read(_HEADER_SIZE)
+            found = re.search(rb"\( *(\d+),\), }", header)
+            count = int(found[1]) if found else 0
+            if header != _header(count, width):
+                raise ValueError(f"Expected {str(path)!r} to fit its {_INDEX}, but it does not.")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        count = min(count, (len(mapped) - _HEADER_SIZE) // size)
+        words = (_HEADER_SIZE + count * size) // 4
+        data = torch.frombuffer(mapped, dtype=torch.int32, count=words)
+        table = data[_HEADER_SIZE // 4 :].view(count, size // 4)
+        steps = table[:, :2].flatten().view(torch.int64)
+        last = -1
+        for count, step in enumerate(steps.tolist()):
+            if step <= last:  # zeros after a power cut
+                return steps[:count], table[:count, 2:].view(torch.float32)
+            last = step
+        return steps, table[:, 2:].view(torch.float32)

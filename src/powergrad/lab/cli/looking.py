@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import webbrowser
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from powergrad.lab.files import csv_text, write_text
 from powergrad.lab.report import write_report
 from powergrad.lab.report.serving import LiveServer
 from powergrad.lab.study.saving import FILE
 from powergrad.lab.terminal import show_study
-from powergrad.monitor import Recording, Thresholds, census
-
-_DEFAULT = Thresholds()
+from powergrad.monitor import Event, LayerCount, Recording, Unit, census
 
 
 def inspect(
@@ -26,7 +26,6 @@ def inspect(
     units_csv: Annotated[Path | None, Parameter(name="--csv")] = None,
     layers_csv: Path | None = None,
     events_csv: Path | None = None,
-    thresholds: Annotated[Thresholds, Parameter(name="*", group="Thresholds")] = _DEFAULT,
 ) -> int:
     """Show the dead filters, features and layers of a network, or the contents of a study.
 
@@ -36,7 +35,6 @@ def inspect(
         units_csv: Write the dead units to this CSV file, one row per unit.
         layers_csv: Write the counts per layer to this CSV file.
         events_csv: Write deaths, revivals and births to this CSV file.
-        thresholds: The thresholds below which a unit counts as dead.
     """
     path = source
     if (source / FILE).is_file():
@@ -44,22 +42,34 @@ def inspect(
                             ("--events-csv", events_csv), ("--initial", initial)):  # fmt: skip
             if value is not None:
                 raise ValueError(f"Expected {name} with the folder of a run, but got a study.")
-        show_study(source, thresholds)
+        show_study(source)
         return 0
     if source.is_dir() and not Recording.exists(source):
         path = source / "model.safetensors"
         if not path.is_file():
             wanted = f"Expected {str(source)!r} to hold a recording (norms/) or model.safetensors"
             raise ValueError(f"{wanted}, but got neither.")
-    counts = census(path, initial=initial, thresholds=thresholds)
+    counts = census(path, initial=initial)
     print(counts)
-    if units_csv is not None:
-        counts.to_csv(units_csv)
-    if layers_csv is not None:
-        counts.to_csv(layers_csv, "layers")
-    if events_csv is not None:
-        counts.to_csv(events_csv, "events")
+    for path, kind, rows in (
+        (units_csv, Unit, counts.units),
+        (layers_csv, LayerCount, counts.layers),
+        (events_csv, Event, counts.events),
+    ):
+        if path is not None:
+            columns = [field.name for field in fields(kind)]
+            write_text(path, csv_text(columns, [_cells(vars(row)) for row in rows]))
     return 0
+
+
+def _cells(row: dict[str, Any]) -> dict[str, Any]:
+    """A row for CSV, with ways to be dead as ``weight+gradient``, or ``weight=3 gradient=1``."""
+    how = row.get("how")
+    if isinstance(how, tuple):
+        return {**row, "how": "+".join(how)}
+    if isinstance(how, dict):
+        return {**row, "how": " ".join(f"{way}={count}" for way, count in how.items())}
+    return row
 
 
 def report(*paths: Path, out: Path | None = None) -> int:

@@ -67,7 +67,6 @@ def _encode(recording: Recording, counts: Census, points: int) -> dict[str, Any]
     kept = [row for place, row in enumerate(recording) if place in wanted]
     steps = [step for step, _ in kept]
     values = torch.stack([row for _, row in kept], dim=1).numpy()  # (units, times)
-    numbers = {layer.name: layer.number for layer in recording.layers}
     columns, bodies = [], []
     for column in recording.columns:
         codes, low, high = quantise(values[column.place])
@@ -76,8 +75,8 @@ def _encode(recording: Recording, counts: Census, points: int) -> dict[str, Any]
             {
                 "quantity": column.quantity,
                 "layer": column.layer,
-                "number": numbers.get(column.layer),
-                "units": column.count,
+                "number": column.number,
+                "units": column.units,
                 "low": low,
                 "high": high,
             }
@@ -124,9 +123,9 @@ def _events(recording: Recording, counts: Census, start: int) -> list[list[int]]
         for event in counts.events
     ]
     unborn = {(column, unit) for _, column, unit, what in happened if what == EVENTS["born"]}
-    for unit in counts.unborn:
+    for unit in counts.units:
         place = ("gain" if "gain" in unit.how else "weight", unit.layer)
-        unborn |= {(places[place], unit.unit)} if place in places else set()
+        unborn |= {(places[place], unit.unit)} if unit.state == "unborn" else set()
     return [[start, column, unit, UNBORN] for column, unit in sorted(unborn)] + happened
 
 
