@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
-from powergrad.head import evaluating, unwrap
 from powergrad._units import by_unit, transposed_groups
+from powergrad.head import evaluating, unwrap
 
 LAYERS = (_ConvNd, nn.Linear)
 NORMALISATIONS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
