@@ -68,7 +68,7 @@ def extreme(dtype: torch.dtype) -> nn.Module:
     return layer.to(dtype)
 
 
-# The units of every kind of convolution are in test_clipping.py.
+# The units of every kind of convolution are in test_clip.py.
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(5, 4),
     "grouped": lambda: nn.Conv2d(6, 4, 3, groups=2),
@@ -82,7 +82,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.usefixtures("kernel")
 def test_norms_of_filters(tmp_path: Path) -> None:
     """Of each layer alone, and of the weights and gradients of all together."""
     torch.manual_seed(0)

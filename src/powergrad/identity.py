@@ -26,8 +26,8 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from powergrad._check import check_number
-from powergrad._clip import ClippingHook
 from powergrad._head import scalable_heads, scale
+from powergrad.clip import ClippingHook
 
 __all__ = ["equivalent_training"]
 

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from powergrad._head import evaluating, find_head, unwrap
-from powergrad._units import transposed_groups
 from powergrad.monitor.layers import (
     LAYERS,
     channel_dim,
@@ -24,6 +23,7 @@ from powergrad.monitor.layers import (
     on_host,
     weight_of,
 )
+from powergrad.units import transposed_groups
 
 # Functions with a flat region at zero: a unit that stays in it outputs 0 and learns nothing.
 _RECTIFIERS = {

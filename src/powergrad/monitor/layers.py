@@ -20,7 +20,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 from powergrad._head import evaluating, unwrap
-from powergrad._units import by_unit, in_rows, transposed_groups, unit_norms
+from powergrad.units import by_unit, transposed_groups, unit_norms
 
 LAYERS = (_ConvNd, nn.Linear)
 NORMALISATIONS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -90,14 +90,7 @@ def filter_norms(weights: Sequence[Tensor], groups: Sequence[int | None]) -> lis
 
     `groups` is the number of groups of a transposed convolution; None for any other layer.
     """
-    views, units = zip(*map(by_unit, weights, groups), strict=True)
-    if all(map(in_rows, units, views)):  # the C kernel takes them all in one call
-        return list(unit_norms(list(views), list(units), rows=True).split(list(map(len, views))))
-    norms = []
-    for view, unit in zip(views, units, strict=True):
-        dtype = torch.float32 if view.dtype in (torch.float16, torch.bfloat16) else None
-        norms.append(unit_norms([view], [unit], dtype=dtype, rows=in_rows(unit, view)))
-    return norms
+    return [unit_norms(*by_unit(*pair)).flatten() for pair in zip(weights, groups, strict=True)]
 
 
 def channel_dim(layer: nn.Module) -> int:

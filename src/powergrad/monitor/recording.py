@@ -32,7 +32,6 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from powergrad._head import find_head, unwrap
-from powergrad._units import transposed_groups
 from powergrad.monitor.layers import (
     LAYERS,
     Layer,
@@ -41,6 +40,7 @@ from powergrad.monitor.layers import (
     named_units,
     weight_of,
 )
+from powergrad.units import transposed_groups
 
 __all__ = ["FilterMonitor", "Recording"]
 
