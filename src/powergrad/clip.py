@@ -39,6 +39,7 @@ __all__ = [
     "ClipReport",
     "LayerClip",
     "adaptive_clip_grad_",
+    "clip_grad_norm_per_tensor_",
     "clip_grads_before_step",
 ]
 
@@ -97,13 +98,13 @@ class ClipReport(Mapping[str, LayerClip]):
 
     @cached_property
     def _layers(self) -> dict[str, LayerClip]:
-        ratios = torch.cat([ratios.cpu() for ratios in self._ratios]) if self._ratios else None
-        layers = {}
-        for name, units in self._units:
-            part, ratios = ratios[:units], ratios[units:]  # pyright: ignore
-            clipped = 0 if self.skipped else int((part > self.threshold).sum())
-            layers[name] = LayerClip(units, clipped, part.max().item())
-        return layers
+        if not self._units:
+            return {}
+        ratios = torch.cat([ratios.cpu() for ratios in self._ratios])
+        parts = ratios.split([units for _, units in self._units])
+        over = [0 if self.skipped else int((part > self.threshold).sum()) for part in parts]
+        rows = zip(self._units, over, parts, strict=True)
+        return {name: LayerClip(n, clipped, part.max().item()) for (name, n), clipped, part in rows}
 
     def __getitem__(self, name: str) -> LayerClip:
         return self._layers[name]
@@ -311,6 +312,37 @@ def adaptive_clip_grad_(
     return _clip("agc", gradients_of(parameters), clip, _Step(), eps)
 
 
+@torch.no_grad()
+def clip_grad_norm_per_tensor_(
+    module_or_parameters: nn.Module | Tensor | Iterable[Tensor], max_norm: float
+) -> ClipReport:
+    r"""Clip each gradient tensor by its own norm, in place: the paper's equation for clipping.
+
+    Each tensor ``g`` becomes ``max_norm * g / |g|`` where ``|g| > max_norm``. If any gradient is
+    not finite, none is changed.
+
+    Args:
+        module_or_parameters: The model, or parameters.
+        max_norm: The largest norm, positive; infinity clips nothing.
+
+    Returns:
+        The report, by parameter; each parameter is one unit.
+
+    Raises:
+        ValueError: If ``max_norm`` is not positive.
+        TypeError: If a parameter is not a tensor, or its gradient is a ``DTensor``.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.zeros(2))
+        >>> w.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grad_norm_per_tensor_([w], 1.0)
+        ClipReport(1 of 1 units clipped at 1, largest 5, in 1 layers)
+    """
+    check_threshold(max_norm, "max_norm")
+    gradients = gradients_of(parameters_of(module_or_parameters), whole=True)
+    return _clip("tensor_norm", gradients, max_norm, _Step())
+
+
 def _head_parameters(source: object, head: Head) -> set[Tensor]:
     if head is None or (head == "auto" and not isinstance(source, nn.Module)):
         return set()
@@ -414,8 +446,8 @@ def clip_grads_before_step(
     r"""Clip the gradients of an optimizer before each of its steps.
 
     ``agc=0.01`` clips like :func:`adaptive_clip_grad_`, ``norm=1.0`` like
-    ``torch.nn.utils.clip_grad_norm_``, ``value=0.5`` like ``torch.nn.utils.clip_grad_value_``, and
-    ``tensor_norm=1.0`` each tensor by its own norm. Several are applied in the given order.
+    ``torch.nn.utils.clip_grad_norm_``, ``tensor_norm=1.0`` like :func:`clip_grad_norm_per_tensor_`,
+    ``value=0.5`` like ``torch.nn.utils.clip_grad_value_``. Several are applied in the given order.
 
     Under a ``GradScaler`` the result is the same as without one, also with a fused optimizer, whose
     gradients are still scaled when it steps. If any gradient of the optimizer is not finite, none
