@@ -31,8 +31,8 @@ setup(
     ext_modules=[
         Extension(
             "powergrad._native.kernel",
-            sources=[f"{KERNEL}/kernel.c", f"{KERNEL}/norms.c"],
-            depends=[f"{KERNEL}/{name}.h" for name in ("exponentiate", "norms", "threads")],
+            sources=[f"{KERNEL}/kernel.c"],
+            depends=[f"{KERNEL}/{name}.h" for name in ("exponentiate", "threads")],
             extra_compile_args=[
                 "-std=c11",
                 "-O3",

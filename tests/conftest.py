@@ -12,8 +12,6 @@ from hypothesis import HealthCheck, settings
 from launching import Launcher
 from torchvision_shim import declare_torchvision_schemas
 
-from powergrad._native import norms
-
 torch.set_num_threads(1)  # the tests run one process a core
 
 # `make test` and `make test-deep`. A test may ask for more than its share: see `cases`.
@@ -37,15 +35,6 @@ def device() -> torch.device:
 def nothing_traced(monkeypatch) -> None:
     """Each test as in a process of its own, in which compiled code has altered nothing."""
     monkeypatch.setattr("powergrad.mode._traced_calls", {})
-
-
-@pytest.fixture(params=["kernel", "torch"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test runs with the C kernel of norms, and without it."""
-    if request.param == "torch":
-        monkeypatch.setattr(norms, "_order", lambda: ())
-    elif not norms.serves(torch.ones(1)):
-        pytest.skip("the C kernel is not available")
 
 
 @pytest.fixture(scope="session")

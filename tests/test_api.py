@@ -24,11 +24,11 @@ import powergrad_cli
 ROOT = Path(__file__).parents[1]
 RECORD, CHANGELOG = ROOT / "tests" / "api.txt", ROOT / "CHANGELOG.md"
 MODULES = [
-    *("", "alter", "calibration", "clipping", "identity", "monitor", "verify"),
+    *("", "alter", "calibration", "clip", "identity", "monitor", "verify"),
     *("jax", "lightning"),
 ]
 SPECIAL = {"__init__", "__call__", "__enter__", "__exit__"}
-KEYWORDS = "clipping.ClipThresholds"  # those of clip_grads_before_step
+KEYWORDS = "clip.ClipThresholds"  # those of clip_grads_before_step
 HOW_TO_ANNOUNCE = """
 The public API is not what tests/api.txt says:
 
@@ -166,7 +166,7 @@ CHANGES = [
     ("identity.py", ") -> Optimizer:", ") -> Any:", "equivalent_training"),
     ("monitor/__init__.py", '    "Recording",\n', "", "monitor.Recording"),
     ("monitor/recording.py", "def close(self)", "def finish(self)", "FilterMonitor.finish"),
-    ("_clip.py", "(NamedTuple):", "(NamedTuple):\n    more: int", "clipping.LayerClip.more"),
+    ("clip.py", "(NamedTuple):", "(NamedTuple):\n    more: int", "clip.LayerClip.more"),
     ("jax.py", "axis: int = -1, *, alpha", "axis: int = 0, *, alpha", "jax.log_softmax"),
     ("lightning.py", "every: int = 10", "every: int = 1", "lightning.PowerGradCallback.__init__"),
     ("lab/cli/planning.py", "    delta: float,", "    gap: float,", "$ powergrad plan"),

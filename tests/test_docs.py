@@ -17,7 +17,7 @@ from pages import PAGES, ROOT, blocks_of, name_of, run
 
 import powergrad
 import powergrad_cli
-from powergrad import calibration, clipping, monitor
+from powergrad import calibration, clip, monitor
 from powergrad.lab.cli.common import recipe_and_overrides
 from powergrad.lab.cli.compare import compare
 from powergrad.lab.trainer.recipe import describe_keys, parse_overrides
@@ -160,7 +160,7 @@ def test_the_reference_has_every_public_name():
     pages = "\n".join(page.read_text() for page in DOCS.glob("api/*.md"))
     shown = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
     assert len(set(shown)) == len(shown)
-    for module in (powergrad, clipping, monitor, calibration):
+    for module in (powergrad, clip, monitor, calibration):
         for name in module.__all__:
             home = getattr(getattr(module, name), "__module__", "")
             full = {f"powergrad.{name}", f"{module.__name__}.{name}", f"{home}.{name}"}

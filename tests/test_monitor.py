@@ -70,7 +70,7 @@ def extreme(dtype: torch.dtype) -> nn.Module:
     return layer.to(dtype)
 
 
-# The units of every kind of convolution are in test_clipping.py.
+# The units of every kind of convolution are in test_clip.py.
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(5, 4),
     "grouped": lambda: nn.Conv2d(6, 4, 3, groups=2),

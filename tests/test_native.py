@@ -1,4 +1,4 @@
-"""The C kernel: its precision, special values, memory and threads; norms; the loader."""
+"""The C kernel: its precision, special values, memory and threads; the loader."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from powergrad import _native
 from powergrad._check import Call
-from powergrad._native import norms
 
 pytestmark = pytest.mark.skipif(not _native.available(), reason="needs the C kernel")
 
@@ -351,135 +350,6 @@ def test_serves_or_says_not():
         torch.vmap(lambda z: torch.full((), serves(z)))(z[None])
 
 
-# Norms by unit ------------------------------------------------------------------------------------
-
-norms_native = pytest.mark.skipif(
-    not norms.serves(torch.ones(1)), reason="no kernel, or none with the bits of this PyTorch"
-)
-SPECIAL = [0.0, -0.0, 1e-45, 1e-30, 1e30, INF, -INF, NAN]
-
-
-def ordered_norm(x: Tensor, lanes: int, group: int) -> Tensor:
-    """What norms.c says it computes, for the rows of `x`, step by step.
-
-    A square is exact in float64, and so nearly always is its sum with a float32, rounded once.
-    """
-    sums = torch.zeros(len(x), lanes)
-    whole = x.shape[1] // lanes * lanes
-    for i in range(0, whole, lanes):
-        sums = sums + x[:, i : i + lanes] * x[:, i : i + lanes]
-    total = sums[:, 0]
-    for lane in range(1, lanes):
-        total = total + sums[:, lane]
-    tail = x[:, whole:]
-    for i in range(tail.shape[1]):
-        if i < tail.shape[1] // group * group:
-            total = total + tail[:, i] * tail[:, i]
-        else:
-            total = (total.double() + tail[:, i].double().square()).float()
-    return total.double().sqrt().float()  # float32's own is not always rounded to nearest
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("group", norms._GROUPS)
-def test_norms_are_summed_in_the_order_asked_for(level, group):
-    tensors = [torch.randn(count, size) for count in (1, 6, 9) for size in SIZES]
-    actual = norms._norms(tensors, [len(t) for t in tensors], level, group)
-    expected = torch.cat([ordered_norm(t, 4 << level, group) for t in tensors])
-    assert torch.equal(actual, expected)
-
-
-@norms_native
-@given(st.data())
-def test_norms_and_scaling_are_pytorchs_to_the_bit(data):
-    counts = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 5, 8, 9, 67]), max_size=6), "counts")
-    sizes = [data.draw(st.sampled_from(SIZES), "size") for _ in counts]
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), "seed"))
-    rate = data.draw(st.sampled_from([0.0, 0.0, 0.01, 1.0]), "special values")
-    tensors = []
-    for count, size in zip(counts, sizes, strict=True):
-        # An odd offset, so that rows begin anywhere.
-        x = torch.randn(1 + count * size, generator=generator)[1:].view(count, size)
-        chosen = torch.rand(count, size, generator=generator) < rate
-        special = torch.tensor(SPECIAL)[torch.randint(8, (count, size), generator=generator)]
-        tensors.append(x.copy_(torch.where(chosen, special, x)))
-    assert norms.serves(*tensors)
-
-    actual = norms.unit_norms(tensors, counts)
-    expected = [torch.linalg.vector_norm(x, dim=1) for x in tensors]
-    torch.testing.assert_close(
-        actual, torch.cat([torch.empty(0), *expected]), rtol=0, atol=0, equal_nan=True
-    )
-
-    factors = torch.rand(sum(counts), generator=generator)
-    factors[torch.rand(sum(counts), generator=generator) < 0.5] = 1.0
-    parts = factors.split(counts)
-    scaled = [x * part[:, None] for x, part in zip(tensors, parts, strict=True)]
-    before = [x._version for x in tensors]
-    norms.scale_units_(tensors, counts, factors)
-    for x, y, part, version in zip(tensors, scaled, parts, before, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(x[part == 1].view(torch.int32), y[part == 1].view(torch.int32))
-        assert x._version == version + 1  # autograd learns of the change
-
-
-@norms_native
-@pytest.mark.parametrize("threads", [2, 3, 7, 300])
-def test_threads_share_units_of_any_size(threads, monkeypatch):
-    # Fewer units than threads, units longer than a thread's part, and tensors that end in one.
-    shapes = [(1, 900_000), (3, 400_001), (70_001, 9), (5, 3), (1, 1), (700, 1000)]
-    tensors, counts = [torch.randn(shape) for shape in shapes], [count for count, _ in shapes]
-    factors = torch.rand(sum(counts))
-    expected = norms.unit_norms(tensors, counts)
-    scaled = [x * part[:, None] for x, part in zip(tensors, factors.split(counts), strict=True)]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert torch.equal(norms.unit_norms(tensors, counts), expected)
-    norms.scale_units_(tensors, counts, factors)
-    assert all(map(torch.equal, tensors, scaled))
-
-
-@norms_native
-def test_norms_serve_or_say_not():
-    x = torch.randn(4, 6)
-    assert norms.serves(x, torch.nn.Parameter(x), x[1:], x.flatten(), x[0, 0])
-    zero = torch.ops.aten._efficientzerotensor([3])
-    for refused in (x.double(), x.bfloat16(), x.T, x[:, ::2], x[:1].expand(4, 6), zero):
-        assert not norms.serves(x, refused)
-    assert not norms.serves(x.to("meta"))
-    with torch.inference_mode():
-        assert not norms.serves(x.clone())
-    freed = x.clone()
-    freed.untyped_storage().resize_(0)
-    assert not norms.serves(freed)
-    assert torch.vmap(lambda x: torch.full((), norms.serves(x)))(x).tolist() == [False] * 4
-
-
-def test_norms_are_left_to_pytorch_where_no_order_is_its_own(monkeypatch):
-    norms._order.cache_clear()
-    monkeypatch.setattr(norms, "_GROUPS", ())
-    try:
-        assert norms._order() == ()
-        assert not norms.serves(torch.ones(3))
-    finally:
-        norms._order.cache_clear()
-
-
-@pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_norms_follow_the_vectors_that_pytorch_uses(capability):
-    """PyTorch's rounding is another without vectors: either it is found, or left to PyTorch."""
-    run(
-        """
-        import torch
-        from powergrad._native import norms
-        if norms.serves(torch.ones(1)):
-            for size in range(1, 70):
-                x = torch.randn(50, size)
-                assert torch.equal(norms.unit_norms([x], [50]), torch.linalg.vector_norm(x, dim=1))
-        """,
-        ATEN_CPU_CAPABILITY=capability,
-    )
-
-
 # The loader ---------------------------------------------------------------------------------------
 
 
@@ -502,7 +372,6 @@ def test_can_be_turned_off_and_is_loaded_late():
         assert _native.best_level() == 0
         z, y = torch.randn(2, 3), torch.tensor([0, 1])
         assert _native.cross_entropy(z, Call(y, None, 0.3)) is None
-        assert not _native.norms.serves(z)
         """,
         POWERGRAD_NATIVE="0",
     )

@@ -5,7 +5,7 @@ from powergrad._native import available as native_available
 from powergrad._version import __version__
 from powergrad.alter import alter_gradient, alter_output
 from powergrad.calibration import fold_alpha
-from powergrad.clipping import adaptive_clip_grad_, clip_grads_before_step
+from powergrad.clip import adaptive_clip_grad_, clip_grads_before_step
 from powergrad.comparing import compare
 from powergrad.identity import equivalent_training
 from powergrad.linear import linear_cross_entropy

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from powergrad._check import check_number
-from powergrad._clip import ClippingHook
+from powergrad.clip import ClippingHook
 from powergrad.head import scalable_heads, scale
 
 __all__ = ["equivalent_training"]

@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
 from torch import Tensor
 
 from powergrad._check import check_number, check_threshold
-from powergrad.clipping import ClipHandle, clip_grads_before_step
+from powergrad.clip import ClipHandle, clip_grads_before_step
 from powergrad.mode import PowerGrad
 from powergrad.monitor import FilterMonitor
 

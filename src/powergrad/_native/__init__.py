@@ -1,8 +1,7 @@
 """The optional C kernel: on CPU, cross-entropy and PowerGrad Transform's gradient in one pass.
 
-``kernel.c`` and ``norms.c`` (for :mod:`powergrad._native.norms`) are compiled to one library when
-the package is installed, if there is a compiler. The library is loaded at its first use, unless
-``POWERGRAD_NATIVE=0`` is in the environment.
+``kernel.c`` is compiled to a library when the package is installed, if there is a compiler. The
+library is loaded at its first use, unless ``POWERGRAD_NATIVE=0`` is in the environment.
 """
 
 from __future__ import annotations
@@ -25,11 +24,6 @@ ABI = 3  # as in kernel.c; a library with another number is not used
 
 # The arguments in the order of kernel.c, as one struct: passing sixteen by ctypes takes longer.
 _CALL = struct.Struct("=qqqqqqqqdqdqqqqdqq40x")
-_SIGNATURES = {  # the type of the result, then those of the arguments
-    "powergrad_cross_entropy": (ctypes.c_int64, ctypes.c_char_p),
-    "powergrad_norms": (None, ctypes.c_char_p, *[ctypes.c_int64] * 4),
-    "powergrad_scale": (None, ctypes.c_char_p, *[ctypes.c_int64] * 3),
-}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -39,9 +33,8 @@ def load(path: Path) -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(path))
         if library.powergrad_abi() != ABI:
             return None
-        for name, (result, *arguments) in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
+        function = library.powergrad_cross_entropy
+        function.restype, function.argtypes = ctypes.c_int64, (ctypes.c_char_p,)
     except (OSError, AttributeError):
         return None
     return library

@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
-from powergrad._units import by_unit, transposed_groups
 from powergrad.head import evaluating, unwrap
+from powergrad.units import by_unit, transposed_groups, unit_norms
 
 LAYERS = (_ConvNd, nn.Linear)
 NORMALISATIONS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -89,9 +89,7 @@ class Weight:
 
 def filter_norms(weight: Tensor, groups: int | None) -> Tensor:
     """The L2 norm of each filter, in float32 or wider; `groups` is of a transposed convolution."""
-    dtype = torch.float32 if weight.dtype in (torch.float16, torch.bfloat16) else None
-    view, dims = by_unit(weight, groups)
-    return torch.linalg.vector_norm(view, dim=dims, dtype=dtype).flatten()
+    return unit_norms(*by_unit(weight, groups)).flatten()
 
 
 def channel_dim(layer: nn.Module) -> int:

@@ -18,9 +18,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from powergrad._clip import ClipHandle
 from powergrad._compat import run_eagerly
-from powergrad.clipping import _stepping_optimizer, clip_grads_before_step
+from powergrad.clip import ClipHandle, _stepping_optimizer, clip_grads_before_step
 from powergrad.head import unwrap
 from powergrad.monitor import FilterMonitor
 from powergrad.run.options import Options

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from powergrad._check import check_number, check_threshold
-from powergrad.clipping import ClipThresholds
+from powergrad.clip import ClipThresholds
 from powergrad.monitor import Recording
 from powergrad.run.scaling import Scales
 

@@ -1,0 +1,527 @@
+r"""Gradient clipping: the paper's Type I methods, which alter gradients after the backward pass.
+
+For a gradient ``g``, its weight ``w`` and a threshold ``t``, the methods bound different norms:
+
+    norm          all gradients together     |g| <= t
+    tensor_norm   each tensor                |g| <= t               (the paper's equation for GC)
+    value         each element               -t <= g <= t
+    agc           each unit, say a filter    |g| <= t * max(|w|, eps)
+
+References:
+    Pascanu, Mikolov, Bengio, *On the difficulty of training recurrent neural networks*, 2013.
+    Brock, De, Smith, Simonyan, *High-Performance Large-Scale Image Recognition Without
+    Normalization*, 2021.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from powergrad._check import check_eps, check_threshold
+from powergrad.head import find_head, find_heads
+from powergrad.units import HALF, Gradient, Parameter, gradients_of, parameters_of, unit_norms
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "ClipHandle",
+    "ClipReport",
+    "LayerClip",
+    "adaptive_clip_grad_",
+    "clip_grad_norm_per_tensor_",
+    "clip_grads_before_step",
+]
+
+Head = nn.Module | str | None
+TINY = torch.finfo(torch.float32).tiny
+
+
+class ClipThresholds(TypedDict, total=False):
+    """The methods of :func:`clip_grads_before_step`, each with its threshold."""
+
+    agc: float
+    norm: float
+    tensor_norm: float
+    value: float
+
+
+# Reports ------------------------------------------------------------------------------------------
+
+
+class LayerClip(NamedTuple):
+    """What clipping did to one parameter.
+
+    Attributes:
+        units: The number of units; for a sparse gradient, the number of units with a gradient.
+        clipped: The number of units that were clipped.
+        largest: The largest value compared with the threshold, before clipping: the ratio
+            ``|g| / max(|w|, eps)`` for AGC, otherwise the norm or the absolute value.
+    """
+
+    units: int
+    clipped: int
+    largest: float
+
+
+class ClipReport(Mapping[str, LayerClip]):
+    """The result of one clipping: a mapping from parameter names to :class:`LayerClip`.
+
+    Numbers stay on the device of the gradients until they are read, to avoid a synchronisation.
+
+    Attributes:
+        threshold: The threshold that was used.
+    """
+
+    def __init__(
+        self, threshold: float, units: list[tuple[str, int]], ratios: list[Tensor], finite: Tensor
+    ) -> None:
+        self.threshold = threshold
+        self._units = units  # the names of the parameters, and their numbers of units
+        self._ratios = ratios  # in this order: what is compared with the threshold
+        self._finite = finite
+
+    @property
+    def skipped(self) -> bool:
+        """Whether clipping was skipped because a gradient was not finite."""
+        return not bool(self._finite)
+
+    @cached_property
+    def _layers(self) -> dict[str, LayerClip]:
+        if not self._units:
+            return {}
+        ratios = torch.cat([ratios.cpu() for ratios in self._ratios])
+        parts = ratios.split([units for _, units in self._units])
+        over = [0 if self.skipped else int((part > self.threshold).sum()) for part in parts]
+        rows = zip(self._units, over, parts, strict=True)
+        return {name: LayerClip(n, clipped, part.max().item()) for (name, n), clipped, part in rows}
+
+    def __getitem__(self, name: str) -> LayerClip:
+        return self._layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @property
+    def units(self) -> int:
+        """The number of units in all layers."""
+        return sum(units for _, units in self._units)
+
+    @property
+    def clipped(self) -> int:
+        """The number of clipped units in all layers."""
+        return int(self._count()[1])
+
+    @property
+    def largest(self) -> float:
+        """The largest value compared with the threshold in any layer; 0 if there are no layers."""
+        return max((layer.largest for layer in self.values()), default=0.0)
+
+    def _count(self) -> tuple[int, Tensor | int]:
+        """`units` and `clipped`; the latter stays on the device of the gradients."""
+        over = [(ratios > self.threshold).sum().to(self._finite.device) for ratios in self._ratios]
+        return self.units, sum(over) * self._finite
+
+    def __repr__(self) -> str:
+        return (
+            f"ClipReport({self.clipped} of {self.units} units clipped at {self.threshold:g}, "
+            f"largest {self.largest:.3g}, in {len(self)} layers)"
+        )
+
+
+# The arithmetic -----------------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """Gradients, and of each of their units the size and what the threshold is multiplied by."""
+
+    gradients: list[Gradient]
+    shapes: list[torch.Size]  # in which the numbers of a gradient's units broadcast over it
+    sizes: Tensor
+    floors: Tensor
+
+    def clip(self, method: str, threshold: float, finite: Tensor) -> None:
+        limits = self.floors * threshold
+        over = self.sizes > limits
+        if over.is_cpu and not over.any():
+            return
+        if method == "value":
+            limit = limits.amax().where(finite, math.inf)  # they are all the same
+            for g in self.gradients:
+                g.tensor.clamp_(-limit, limit)
+            return
+        factors = (limits / self.sizes).clamp_(max=1).where(finite, 1)
+        counts = [shape.numel() for shape in self.shapes]
+        columns = self.gradients, self.shapes, factors.split(counts), over.split(counts)
+        for g, shape, factor, clipped in zip(*columns, strict=True):
+            if not clipped.is_cpu or clipped.any():
+                g.tensor.mul_(factor.view(shape))
+
+
+@dataclass
+class _Step:
+    """What the gradients of a step are multiplied by, and whether they are finite (None: unknown).
+
+    A fused optimizer unscales and skips by itself, so its gradients are still scaled. For any other
+    optimizer the scaler has already unscaled them, or there is no scaler.
+    """
+
+    loss_scale: Tensor | None = None
+    finite: Tensor | None = None
+    # After `equivalent_training`, the backbone's gradients and the weights of the heads are alpha
+    # times what they would be with PGT.
+    alpha: float = 1.0
+    heads: Collection[Tensor] = ()
+
+    def batches(self, gradients: Iterable[Gradient]) -> list[list[Gradient]]:
+        """The gradients that are measured together: of one device, dtype and scale."""
+        batches: dict[object, list[Gradient]] = defaultdict(list)
+        for g in gradients:
+            batches[g.tensor.device, g.tensor.dtype, g.parameter in self.heads].append(g)
+        return list(batches.values())
+
+    def measure(self, method: str, batch: list[Gradient], eps: float) -> _Part:
+        in_head = batch[0].parameter in self.heads
+        weights = None
+        if method == "agc":  # first, so that the gradients, to be read again, are in the cache
+            weights = torch.cat([unit_norms(g.weight, g.unit).flatten() for g in batch])
+            weights = (weights / self.alpha if in_head else weights).clamp_(min=max(eps, TINY))
+        if method == "value":  # not vector_norm(inf), which takes 14 times as long on CPU
+            by_tensor = [torch.stack(g.tensor.aminmax()).abs().amax() for g in batch]
+        else:
+            by_tensor = [unit_norms(g.tensor, g.unit) for g in batch]
+        sizes = torch.cat([size.flatten() for size in by_tensor])
+        scale = self.scale_at(sizes) if in_head else self.scale_at(sizes) * self.alpha
+        floors = scale.expand_as(sizes) if weights is None else weights * scale
+        return _Part(batch, [size.shape for size in by_tensor], sizes, floors)
+
+    def check(self, gradients: list[Gradient], norms: list[Tensor]) -> Tensor:
+        """Whether all gradients are finite; finite norms show it, others may have overflowed."""
+        # On an accelerator, reading the norms would be a synchronisation.
+        if self.finite is None and all(norm.is_cpu and norm.isfinite().all() for norm in norms):
+            self.finite = torch.tensor(True, device="cpu")
+        if self.finite is None:
+            self.finite = get_total_norm([g.tensor for g in gradients], math.inf).isfinite()
+        return self.finite
+
+    def scale_at(self, size: Tensor) -> Tensor:
+        return size.new_ones(()) if self.loss_scale is None else self.loss_scale.to(size.device)
+
+
+def _clip(
+    method: str,
+    gradients: list[Gradient],
+    threshold: float,
+    step: _Step,
+    eps: float = 0.0,
+    others: Collection[Gradient] = (),
+) -> ClipReport:
+    """Clip by one method, if `gradients` and `others`, which are not clipped, are finite."""
+    if method == "norm" and gradients:
+        return _clip_total(gradients, threshold, step)
+    parts = [step.measure(method, batch, eps) for batch in step.batches(gradients)]
+    norms = [part.sizes for part in parts] + [unit_norms(g.tensor, None) for g in others]
+    finite = step.check([*gradients, *others], norms)
+    if math.isfinite(threshold) and not (finite.is_cpu and not finite):
+        for part in parts:
+            part.clip(method, threshold, finite.to(part.sizes.device))
+    units = [
+        (g.name, shape.numel())
+        for part in parts
+        for g, shape in zip(part.gradients, part.shapes, strict=True)
+    ]
+    return ClipReport(threshold, units, [part.sizes / part.floors for part in parts], finite)
+
+
+def _clip_total(gradients: list[Gradient], threshold: float, step: _Step) -> ClipReport:
+    tensors = (g.tensor for g in gradients)
+    total = get_total_norm(unit_norms(t, None) if t.dtype in HALF else t for t in tensors)
+    total = total / step.scale_at(total)
+    finite = step.check(gradients, [total])
+    if math.isfinite(threshold) and not (finite.is_cpu and not finite):
+        known = total.where(finite.to(total.device), -1e-6)  # for which the factor is 1
+        clip_grads_with_norm_([g.parameter for g in gradients], threshold, known)
+    return ClipReport(threshold, [("total", 1)], [total.view(1)], finite)
+
+
+# The functions ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def adaptive_clip_grad_(
+    module_or_parameters: nn.Module | Tensor | Iterable[Tensor],
+    clip: float = 0.01,
+    eps: float = 1e-3,
+    *,
+    head: Head = "auto",
+) -> ClipReport:
+    r"""Adaptive gradient clipping (AGC): clip each unit relative to its weight, in place.
+
+    With Frobenius norms, the gradient of each unit ``i`` becomes
+
+        g_i * clip * max(|w_i|, eps) / |g_i|    where |g_i| > clip * max(|w_i|, eps).
+
+    A unit is the part of a weight that computes one output: a row of ``Linear`` and of attention
+    projections, a filter of ``ConvNd`` and of ``ConvTransposeNd`` (whose outputs are in the second
+    dimension of its weight, by group), a row of ``Embedding`` and ``EmbeddingBag``. A gain, a bias
+    or a scalar is a single unit. Other parameters have one unit per entry of their first dimension.
+
+    If any of the gradients to be clipped is not finite, none is changed, so that a later check for
+    non-finite gradients still finds it.
+
+    Args:
+        module_or_parameters: The model, whose modules determine the units and the head. Or
+            parameters: then all are clipped, and their shapes determine the units, as in timm.
+        clip: The largest ratio of gradient norm to weight norm, positive; infinity clips nothing.
+        eps: The lower bound of the weight norm, so that weights at 0 can change.
+        head: The classifier, which is not clipped. ``"auto"`` finds it: the model's
+            ``get_classifier()``, otherwise its last layer if no other could be the head. Or the
+            module, or its name, or None to clip it too.
+
+    Returns:
+        The report, by parameter; parameters without a gradient are not included.
+
+    Raises:
+        ValueError: If ``clip`` or ``eps`` is out of range, if the head is not found or several
+            layers could be the head, or if a gradient is sparse in a way other than by rows.
+        TypeError: If a parameter is not a tensor, or its gradient is a ``DTensor``.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+        >>> model(torch.ones(1, 4)).sum().mul(1e6).backward()
+        >>> adaptive_clip_grad_(model)["0.weight"].clipped
+        3
+    """
+    check_threshold(clip, "clip")
+    check_eps(eps)
+    spared = _head_parameters(module_or_parameters, head)
+    parameters = [p for p in parameters_of(module_or_parameters) if p.tensor not in spared]
+    return _clip("agc", gradients_of(parameters), clip, _Step(), eps)
+
+
+@torch.no_grad()
+def clip_grad_norm_per_tensor_(
+    module_or_parameters: nn.Module | Tensor | Iterable[Tensor], max_norm: float
+) -> ClipReport:
+    r"""Clip each gradient tensor by its own norm, in place: the paper's equation for clipping.
+
+    Each tensor ``g`` becomes ``max_norm * g / |g|`` where ``|g| > max_norm``. If any gradient is
+    not finite, none is changed.
+
+    Args:
+        module_or_parameters: The model, or parameters.
+        max_norm: The largest norm, positive; infinity clips nothing.
+
+    Returns:
+        The report, by parameter; each parameter is one unit.
+
+    Raises:
+        ValueError: If ``max_norm`` is not positive.
+        TypeError: If a parameter is not a tensor, or its gradient is a ``DTensor``.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.zeros(2))
+        >>> w.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grad_norm_per_tensor_([w], 1.0)
+        ClipReport(1 of 1 units clipped at 1, largest 5, in 1 layers)
+    """
+    check_threshold(max_norm, "max_norm")
+    gradients = gradients_of(parameters_of(module_or_parameters), whole=True)
+    return _clip("tensor_norm", gradients, max_norm, _Step())
+
+
+def _head_parameters(source: object, head: Head) -> set[Tensor]:
+    if head is None or (head == "auto" and not isinstance(source, nn.Module)):
+        return set()
+    if isinstance(source, nn.Module):
+        try:
+            heads = find_heads(source) if head == "auto" else [find_head(source, head)]
+        except ValueError as error:
+            raise ValueError(f"{error} Pass `head=None` to clip every layer.") from None
+    elif isinstance(head, nn.Module):
+        heads = [head]
+    else:
+        raise ValueError(f"Expected a module in which to find `head` {head!r}, but got parameters.")
+    return {parameter for module in heads for parameter in module.parameters()}
+
+
+# Before each step ---------------------------------------------------------------------------------
+
+
+class ClipHandle:
+    """The handle that :func:`clip_grads_before_step` returns; as a context manager it detaches.
+
+    Attributes:
+        last_report: The report of each method at the last step, by the name of the method.
+    """
+
+    def __init__(self) -> None:
+        self.last_report: dict[str, ClipReport] = {}
+        self._detach: Callable[[], None] = lambda: None
+
+    def remove(self) -> None:
+        """Stop clipping."""
+        self._detach()
+
+    def __enter__(self) -> ClipHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+@dataclass
+class ClippingHook:
+    """Clips the gradients of the optimizer it is attached to, before each step."""
+
+    thresholds: dict[str, float]
+    eps: float
+    spared: set[Tensor]  # parameters that AGC does not clip
+    in_model: dict[Tensor, Parameter]
+    handle: ClipHandle = field(default_factory=ClipHandle)
+    alpha: float = 1.0  # this and `heads` are set by `equivalent_training`, see `_Step`
+    heads: set[Tensor] = field(default_factory=set)
+
+    def attach(self, optimizer: Optimizer) -> ClipHandle:
+        self.handle.remove()
+        self.handle._detach = optimizer.register_step_pre_hook(self).remove
+        return self.handle
+
+    @torch.no_grad()
+    def clip(self, optimizer: Optimizer) -> None:
+        parameters = [self.in_model.get(p.tensor, p) for p in parameters_of(optimizer)]
+        found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+        finite = None if found_inf is None else found_inf == 0
+        step = _Step(getattr(optimizer, "grad_scale", None), finite, self.alpha, self.heads)
+        for method, threshold in self.thresholds.items():
+            gradients = gradients_of(parameters, whole=method != "agc")
+            spared = self.spared if method == "agc" else ()
+            others = [g for g in gradients if g.parameter in spared]
+            gradients = [g for g in gradients if g.parameter not in spared]
+            report = _clip(method, gradients, threshold, step, self.eps, others)
+            self.handle.last_report[method] = report
+
+    def __call__(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if "grad_scaler" in kwargs:
+            raise RuntimeError(
+                f"The step() of {type(optimizer).__name__} takes a `grad_scaler`, so the scale of "
+                "its gradients is unknown; remove this clipping, and clip after "
+                "`scaler.unscale_(optimizer)`."
+            )
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return self.clip(optimizer)
+
+        def closure_then_clip() -> Any:
+            loss = closure()
+            self.clip(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": closure_then_clip}
+
+
+def clip_grads_before_step(
+    optimizer: torch.optim.Optimizer,
+    module: nn.Module | None = None,
+    *,
+    eps: float = 1e-3,
+    head: Head = "auto",
+    **thresholds: Unpack[ClipThresholds],
+) -> ClipHandle:
+    r"""Clip the gradients of an optimizer before each of its steps.
+
+    ``agc=0.01`` clips like :func:`adaptive_clip_grad_`, ``norm=1.0`` like
+    ``torch.nn.utils.clip_grad_norm_``, ``tensor_norm=1.0`` like :func:`clip_grad_norm_per_tensor_`,
+    ``value=0.5`` like ``torch.nn.utils.clip_grad_value_``. Several are applied in the given order.
+
+    Under a ``GradScaler`` the result is the same as without one, also with a fused optimizer, whose
+    gradients are still scaled when it steps. If any gradient of the optimizer is not finite, none
+    is changed, and the scaler skips the step; on an accelerator this check does not synchronise.
+    With a closure, gradients are clipped after each evaluation.
+
+    Args:
+        optimizer: Any ``torch.optim.Optimizer``, also inside a wrapper such as timm's Lookahead or
+            accelerate's ``AcceleratedOptimizer``: the hook is attached to the inner optimizer.
+        module: The model, for ``agc``: its modules determine the units and the head.
+        eps: For ``agc``, the lower bound of the weight norm.
+        head: For ``agc``, the layer that is not clipped, as in :func:`adaptive_clip_grad_`.
+        thresholds: One or more of ``agc``, ``norm``, ``tensor_norm`` and ``value``, each positive;
+            infinity clips nothing.
+
+    Returns:
+        A handle: ``remove()`` detaches the hook, ``last_report`` holds the last reports.
+
+    Raises:
+        ValueError: If a threshold or ``eps`` is out of range, if the head is not found or several
+            layers could be the head, or if ``optimizer`` has no parameter of ``module``.
+        TypeError: If ``optimizer`` is not an optimizer or does not run step hooks, or if there is
+            no threshold or an unknown one.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> handle = clip_grads_before_step(optimizer, model, agc=0.01, norm=1.0)
+        >>> model(torch.ones(1, 4)).sum().mul(1e6).backward()
+        >>> optimizer.step()
+        >>> handle.last_report["agc"]["0.weight"].clipped
+        3
+        >>> handle.remove()
+    """
+    optimizer = _stepping_optimizer(optimizer)
+    known = ClipThresholds.__annotations__
+    if not thresholds or thresholds.keys() - known.keys():
+        got = ", ".join(f"`{method}`" for method in thresholds) or "none"
+        raise TypeError(f"Expected one or more thresholds for {', '.join(known)}, but got {got}.")
+    methods = {name: check_threshold(value, name) for name, value in thresholds.items()}
+    check_eps(eps)
+    if module is None and head is not None and "agc" in methods:
+        raise ValueError(
+            "Expected `module`, the model in which `agc` finds the head, but got None; pass the "
+            "model, or `head=None` to clip every parameter with units by shape."
+        )
+    spared = _head_parameters(module, head) if "agc" in methods else set()
+    in_model = {} if module is None else {p.tensor: p for p in parameters_of(module)}
+    if in_model and all(p.tensor not in in_model for p in parameters_of(optimizer)):
+        raise ValueError(
+            "Expected `optimizer` to hold parameters of `module`, but got none of them; pass the "
+            "model that the optimizer trains."
+        )
+    return ClippingHook(methods, eps, spared, in_model).attach(optimizer)
+
+
+def _stepping_optimizer(optimizer: object) -> Optimizer:
+    """The innermost optimizer inside any wrappers; an error if it does not run step hooks."""
+    # The wrappers are timm's Lookahead, accelerate's and Lightning's optimizers, and SAM. A wrapper
+    # need not run hooks, and those of the inner optimizer run closest to the step.
+    names = ("optimizer", "base_optimizer", "_optimizer", "_base_optimizer")
+    while isinstance(optimizer, Optimizer):
+        inside = (getattr(optimizer, name, None) for name in names)
+        inner = next((wrapped for wrapped in inside if hasattr(wrapped, "step")), None)
+        if inner is None:
+            break
+        optimizer = inner
+    # Optimizer.__init__ sets `hooked`. ZeroRedundancyOptimizer can step before its own step().
+    hooked = getattr(getattr(type(optimizer), "step", None), "hooked", False)
+    hooked = hooked and not getattr(optimizer, "_overlap_with_ddp", False)
+    if isinstance(optimizer, Optimizer) and hooked:
+        return optimizer
+    raise TypeError(
+        "Expected `optimizer` to be a torch.optim.Optimizer that runs step hooks, or a wrapper of "
+        f"one, but got {type(optimizer).__name__}; clip before each step with "
+        "`adaptive_clip_grad_` or a function of torch.nn.utils."
+    )
