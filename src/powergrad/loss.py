@@ -476,8 +476,12 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         ignore_index: As in :func:`cross_entropy`.
         reduction: As in :func:`cross_entropy`.
         label_smoothing: As in :func:`cross_entropy`.
-        options: ``softcap``, ``logit_scale``, ``z_loss``, ``gate`` and ``zero_empty``, as in
-            :func:`cross_entropy`. ``token_weight`` is an argument of the call.
+        softcap: As in :func:`cross_entropy`, and so are the next four. ``token_weight`` is an
+            argument of the call.
+        logit_scale: A factor of the logits.
+        z_loss: The factor of the squared logsumexp of the logits.
+        gate: A function of the statistics of the rows that returns their weights.
+        zero_empty: Whether a mean of no rows is 0 instead of NaN.
 
     Raises:
         ValueError: If ``alpha``, ``reduction`` or another option is out of range.
