@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from powergrad._compat import foreach_mul_
 from powergrad._native.norms import scale_units_
 from powergrad._units import Gradient, Parameter, gradients_of, parameters_of, unit_norms
+from powergrad.compat import foreach_mul_
 
 # Reports ------------------------------------------------------------------------------------------
 

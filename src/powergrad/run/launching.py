@@ -12,12 +12,12 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from powergrad._compat import on_first_backward
 from powergrad._head import _REMEDY
 from powergrad._slope import counted
 from powergrad._version import __version__
+from powergrad.compat import on_first_backward
+from powergrad.mode import Enabled, enable
 from powergrad.reporting import write_json
-from powergrad.run.altered_losses import Losses
 from powergrad.run.optimizers import Optimizers
 from powergrad.run.options import Options
 from powergrad.run.program import Program
@@ -70,12 +70,12 @@ class _Session:
     graph: list[str] = field(default_factory=list)  # the first nodes of the first backward pass
 
     def __post_init__(self) -> None:
-        self.losses = Losses(self.options.alpha)
+        self.losses = Enabled()
         self.optimizers = Optimizers(self.options, self._altered, self._refuse)
 
     def install(self) -> None:
         if self.options.alpha != 1:
-            self.losses.install()
+            self.losses = enable(self.options.alpha)
         self.optimizers.install()
         on_first_backward(self._note_backward)
 

@@ -19,9 +19,9 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from powergrad._clip import ClipHandle
-from powergrad._compat import run_eagerly
 from powergrad._head import unwrap
 from powergrad.clipping import _stepping_optimizer, clip_grads_before_step
+from powergrad.compat import run_eagerly
 from powergrad.monitor import FilterMonitor
 from powergrad.run.options import Options
 from powergrad.run.scaling import ScaledStep
