@@ -637,7 +637,7 @@ RECORD = Path(__file__).parents[1] / "results" / "what_works_where.json"
 
 def main(words: list[str]) -> None:
     """Find the outcomes of the contexts that have one of `words`, or of all; and record them."""
-    record = json.loads(RECORD.read_text())["outcomes"] if RECORD.exists() else {}
+    record = json.loads(RECORD.read_text())["outcomes"] if words else {}
 
     def note(name: str, found: dict[str, str]) -> None:
         record[name] = {way: kind(text) for way, text in found.items()}

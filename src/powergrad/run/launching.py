@@ -178,6 +178,10 @@ class _Session:
                 f"{count:,} {kind} in compiled code" for kind, count in losses.compiled.items()
             ]
             parts.append(f"alpha {options.alpha:g} altered {', '.join(kinds) or 'nothing'}")
+            if losses.scripted:
+                parts.append("scripted code is not altered")
+            if losses.replaced:
+                parts.append(f"the program has replaced {', '.join(losses.replaced)}")
             if optimizers.verification is not None:
                 parts.append(f"step {optimizers.verified_step}: {optimizers.verification}")
         for name, total in optimizers.clipped.items():
@@ -205,7 +209,9 @@ class _Session:
             "exit_code": code,
             "problems": self.problems,
             "altered": self.losses.altered,
-            "altered_in_compiled_code": self.losses.compiled if options.alpha != 1 else {},
+            "altered_in_compiled_code": self.losses.compiled,
+            "scripted": self.losses.scripted,
+            "replaced": self.losses.replaced if options.alpha != 1 else [],
             "optimizers": [{"class": seen.kind, "steps": seen.steps} for seen in optimizers.seen],
             "steps": sum(seen.steps for seen in optimizers.seen),
             "clipped": {
