@@ -48,7 +48,7 @@ import torch.nn.functional as F
 
 def check(path):
     if path.startswith("distributed.tensor"):
-        import torch.distributed.tensor
+        __import__("torch.distributed.tensor")
     owner = torch
     *owners, last = path.split(".")
     for name in owners:
