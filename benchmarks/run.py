@@ -75,8 +75,8 @@ def measure(
     for number in range(rounds + 1):
         chance.shuffle(order)
         for variant in order:
-            if variant == "run":
-                enabled = powergrad.enable(ALPHA)
+            enabled = powergrad.enable(ALPHA) if variant == "run" else None
+            if enabled is not None:
                 optimizers.install()
             loss_fn = by_hand if variant == "hand" else F.cross_entropy
             seconds = []
@@ -86,7 +86,7 @@ def measure(
                 seconds.append(time.process_time() - begin)
             if number:  # the first round's turns hold the watched steps
                 rounds_of[variant].append(median(seconds[WARM_UP:]))
-            if variant == "run":
+            if enabled is not None:
                 altered += enabled.altered["cross_entropy"]
                 powergrad.disable()
                 optimizers.close()

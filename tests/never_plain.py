@@ -112,6 +112,16 @@ class Way:
             return PowerGrad(ALPHA, strict=True)
         return contextlib.nullcontext()
 
+    @contextlib.contextmanager
+    def enabled(self) -> Iterator[None]:
+        """Around everything, the backward pass too."""
+        if self.by == "enable":
+            powergrad.enable(ALPHA)
+        try:
+            yield
+        finally:
+            powergrad.disable()
+
 
 def _probabilities(z: Tensor, y: Tensor) -> Tensor:
     return torch.zeros_like(z.detach()).scatter(1, y.unsqueeze(1), 1)  # vmap refuses `one_hot`
@@ -439,7 +449,7 @@ EAGER = [
     Context("functionalize(grad)", "eager", gradient=lambda f, z, y: functionalize(grad(f))(z, y)),
     Context("tensor subclass", "eager", _as_subclass),
     Context("make_fx, tensor subclass", "eager", _recorded_subclass),
-    Context("negated view", "eager", lambda f: lambda z, y: f(torch._neg_view(-z), y)),
+    Context("negated view", "eager", lambda f: lambda z, y: f(torch.ops.aten._neg_view(-z), y)),
     Context("threads", "eager", _in_threads),
     Context("scripted program", "eager", _in_scripted_program),
     Context("torch.fx.symbolic_trace", "eager", lambda loss: symbolic_trace(_Program(loss))),
@@ -530,13 +540,10 @@ def outcome(run: Callable[[Way], Tensor], way: Way) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            if way.by == "enable":
-                powergrad.enable(ALPHA)
-            return judge(run(way), way)
+            with way.enabled():
+                return judge(run(way), way)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        finally:
-            powergrad.disable()
 
 
 def kind(text: str) -> str:

@@ -13,8 +13,13 @@ import pytest
 import torch
 
 SOURCE = Path(__file__).parents[1] / "src" / "powergrad"
-# `torch.no_grad()` and `import torch._dynamo` need these.
-NEEDED_BY_PYTORCH = {"_C", "_C._set_grad_enabled", "utils._pytree.tree_map"}
+# `torch.no_grad()`, `backward()` and `import torch._dynamo` need these.
+NEEDED_BY_PYTORCH = {
+    "_C",
+    "_C._set_grad_enabled",
+    "autograd._engine_run_backward",
+    "utils._pytree.tree_map",
+}
 # The classes of convolutions and batch normalisations, in `_head` and `monitor`.
 STILL_NEEDED = {"nn.modules.conv._ConvNd", "nn.modules.batchnorm._NormBase"}
 

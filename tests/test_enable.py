@@ -239,11 +239,11 @@ def test_fx_records_the_loss_by_name(z, enabled):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_traces_and_exports_to_onnx(z):
     powergrad.enable(0.3)
-    traced = torch.jit.trace(loss, z, check_trace=False)
+    traced: Any = torch.jit.trace(loss, z, check_trace=False)
     assert alpha_of(traced(z), z) == 0.3
     pytest.importorskip("onnx")
     file = io.BytesIO()
-    torch.onnx.export(nn.LogSoftmax(1), (z.detach().float(),), file, dynamo=False)
+    torch.onnx.export(nn.LogSoftmax(1), (z.detach().float(),), file, dynamo=False)  # pyright: ignore
     assert b"LogSoftmax" in file.getvalue()
 
 
@@ -284,4 +284,4 @@ def test_old_options_keep_pytorchs_warning(z):
     with pytest.warns(UserWarning, match="Implicit"):
         F.log_softmax(z)
     with pytest.raises(TypeError):
-        F.cross_entropy(z, Y, unknown=1)
+        F.cross_entropy(z, Y, unknown=1)  # pyright: ignore
