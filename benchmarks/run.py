@@ -30,7 +30,6 @@ from torch.nn import functional as F
 import powergrad
 from powergrad.lab.trainer.networks import create_model
 from powergrad.run import Options
-from powergrad.run.altered_losses import Losses
 from powergrad.run.optimizers import ATTEMPTS, Optimizers
 
 ALPHA = 0.3
@@ -69,15 +68,15 @@ def measure(
     def by_hand(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return powergrad.cross_entropy(logits, target, alpha=ALPHA)
 
-    losses = Losses(ALPHA)
+    altered = 0
     optimizers = Optimizers(Options(alpha=ALPHA), lambda: None, refuse)
     rounds_of: dict[str, list[float]] = {"plain": [], "again": [], "hand": [], "run": []}
     order, chance = list(rounds_of), random.Random(0)
     for number in range(rounds + 1):
         chance.shuffle(order)
         for variant in order:
-            if variant == "run":
-                losses.install()
+            enabled = powergrad.enable(ALPHA) if variant == "run" else None
+            if enabled is not None:
                 optimizers.install()
             loss_fn = by_hand if variant == "hand" else F.cross_entropy
             seconds = []
@@ -87,10 +86,11 @@ def measure(
                 seconds.append(time.process_time() - begin)
             if number:  # the first round's turns hold the watched steps
                 rounds_of[variant].append(median(seconds[WARM_UP:]))
-            if variant == "run":
-                losses.remove()
+            if enabled is not None:
+                altered += enabled.altered["cross_entropy"]
+                powergrad.disable()
                 optimizers.close()
-    assert losses.altered == {"cross_entropy": (rounds + 1) * (WARM_UP + TIMED)}
+    assert altered == (rounds + 1) * (WARM_UP + TIMED)
 
     def ratio(variant: str) -> float:
         pairs = zip(rounds_of[variant], rounds_of["plain"], strict=True)

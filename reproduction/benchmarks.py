@@ -158,10 +158,10 @@ def _what_works_where() -> str:
     contexts: dict[tuple[str, ...], list[str]] = {}
     for context, cells in merged.items():
         contexts.setdefault(cells, []).append(context)
-    head = ("context", "functions and modules", "`alter_gradient`", "`PowerGrad` around")
+    head = ("context", "functions and modules", "`alter_gradient`", "`enable`")
     lines = [["; ".join(names), *cells] for cells, names in contexts.items()]
     return (
-        f"{markdown_table((*head, '`PowerGrad` inside'), lines)}\n\n"
+        f"{markdown_table((*head, '`PowerGrad` around', '`PowerGrad` inside'), lines)}\n\n"
         f"({sum(len(o) for o in record['outcomes'].values()):,} combinations, none with the plain "
         f"gradient; torch {record['torch']}, {record['date']}; `python tests/never_plain.py`)"
     )
@@ -169,10 +169,13 @@ def _what_works_where() -> str:
 
 def _cells(outcomes: Mapping[str, str]) -> tuple[str, ...]:
     """The columns, each of several ways to ask for PGT."""
-    columns: dict[str, dict[str, str]] = {"": {}, "alter": {}, "around": {}, "inside": {}}
+    columns: dict[str, dict[str, str]] = {
+        column: {} for column in ("", "alter", "enable", "PowerGrad", "inside")
+    }
     for way, outcome in outcomes.items():
-        if way.startswith("PowerGrad: "):
-            columns["around"][way.removeprefix("PowerGrad: ")] = outcome
+        column, _, name = way.partition(": ")
+        if name:
+            columns[column][name] = outcome
         else:
             column = {"alter_gradient": "alter", "PowerGrad, entered inside": "inside"}.get(way, "")
             columns[column][way] = outcome

@@ -31,12 +31,6 @@ def device() -> torch.device:
     return torch.device(os.environ.get("POWERGRAD_TEST_DEVICE", "cpu"))
 
 
-@pytest.fixture
-def nothing_traced(monkeypatch) -> None:
-    """Each test as in a process of its own, in which compiled code has altered nothing."""
-    monkeypatch.setattr("powergrad.mode._traced_calls", {})
-
-
 @pytest.fixture(scope="session")
 def timm() -> Any:
     declare_torchvision_schemas()

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import io
 import json
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +26,31 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
+from torch.autograd.functional import jacobian
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.parallel.loss import _disable_custom_loss_ops
-from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vjp, vmap
+from torch.func import (
+    functional_call,
+    functionalize,
+    grad,
+    grad_and_value,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    linearize,
+    vjp,
+    vmap,
+)
+from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.spawn import start_processes
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -64,33 +82,45 @@ def onehot() -> Tensor:
 # Ways --------------------------------------------------------------------------------------------
 
 
-def softmax_gradient(alpha: float) -> Tensor:
+def softmax_gradient(alpha: float, z: Tensor) -> Tensor:
     """The equation of the paper."""
-    powered = torch.softmax(logits(), 1) ** alpha
+    powered = torch.softmax(z, 1) ** alpha
     return (powered / powered.sum(1, keepdim=True) - onehot()) / ROWS
 
 
-def sigmoid_gradient(alpha: float) -> Tensor:
-    p = torch.sigmoid(logits())
+def sigmoid_gradient(alpha: float, z: Tensor) -> Tensor:
+    p = torch.sigmoid(z)
     powered = p**alpha
     return (powered / (powered + (1 - p) ** alpha) - onehot()) / (ROWS * CLASSES)
 
 
-def doubled_gradient(alpha: float) -> Tensor:
-    return (1 if alpha == 1 else 2) * softmax_gradient(1.0)
+def doubled_gradient(alpha: float, z: Tensor) -> Tensor:
+    return (1 if alpha == 1 else 2) * softmax_gradient(1.0, z)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A loss of (logits, labels), perhaps inside a context manager, and its gradient."""
+    """A loss of (logits, labels), perhaps altered from outside, and its gradient."""
 
     name: str
     loss: Loss
-    mode: bool = False  # called inside PowerGrad(ALPHA)
-    gradient: Callable[[float], Tensor] = softmax_gradient
+    by: str = ""  # "PowerGrad" around the loss, or "enable"
+    gradient: Callable[[float, Tensor], Tensor] = softmax_gradient
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
-        return PowerGrad(ALPHA) if self.mode else contextlib.nullcontext()
+        if self.by == "PowerGrad":
+            return PowerGrad(ALPHA, strict=True)
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def enabled(self) -> Iterator[None]:
+        """Around everything, the backward pass too."""
+        if self.by == "enable":
+            powergrad.enable(ALPHA)
+        try:
+            yield
+        finally:
+            powergrad.disable()
 
 
 def _probabilities(z: Tensor, y: Tensor) -> Tensor:
@@ -109,6 +139,13 @@ def _by_entering(z: Tensor, y: Tensor) -> Tensor:
     with PowerGrad(ALPHA):
         return F.cross_entropy(z, y)
 
+
+OTHERS: dict[str, Loss] = {
+    "F.cross_entropy": lambda z, y: F.cross_entropy(z, y),
+    "nn.CrossEntropyLoss": lambda z, y: nn.CrossEntropyLoss()(z, y),
+    "log_softmax": lambda z, y: F.nll_loss(z.log_softmax(1), y),
+    "F.linear_cross_entropy": lambda z, y: F.linear_cross_entropy(z, _identity(z), y),
+}
 
 WAYS = [
     Way("cross_entropy", lambda z, y: powergrad.cross_entropy(z, y, alpha=ALPHA)),
@@ -138,13 +175,10 @@ WAYS = [
         lambda z, y: F.cross_entropy(powergrad.alter_gradient(z, lambda g: 2 * g), y),
         gradient=doubled_gradient,
     ),
-    Way("PowerGrad: F.cross_entropy", lambda z, y: F.cross_entropy(z, y), mode=True),
-    Way("PowerGrad: nn.CrossEntropyLoss", lambda z, y: nn.CrossEntropyLoss()(z, y), mode=True),
-    Way("PowerGrad: log_softmax", lambda z, y: F.nll_loss(z.log_softmax(1), y), mode=True),
-    Way(
-        "PowerGrad: F.linear_cross_entropy",
-        lambda z, y: F.linear_cross_entropy(z, _identity(z), y),
-        mode=True,
+    *(
+        Way(f"{by}: {name}", loss, by)
+        for by in ("PowerGrad", "enable")
+        for name, loss in OTHERS.items()
     ),
     Way("PowerGrad, entered inside", _by_entering),
 ]
@@ -161,6 +195,7 @@ class Context:
     group: str
     prepare: Callable[[Loss], Loss] | None = None
     gradient: Gradient | None = None
+    backward: Callable[[Tensor], object] = Tensor.backward
 
     @property
     def key(self) -> str:
@@ -175,7 +210,7 @@ class Context:
             assert self.prepare is not None
             z.requires_grad_()
             loss = self.prepare(way.loss)(z, y)
-        loss.backward()
+        self.backward(loss)
         assert z.grad is not None
         return z.grad
 
@@ -271,6 +306,82 @@ def _per_example(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
     return vmap(grad(one))(z, y) / ROWS  # as the mean divides
 
 
+def _linearized(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
+    _, derivative = linearize(lambda z: loss(z, y), z)
+    return _each_entry(lambda _, tangent: derivative(tangent), z)
+
+
+def _in_forward_mode_counted(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
+    with FlopCounterMode(display=False):
+        return _in_forward_mode(loss, z, y)
+
+
+def _batched(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
+    z.requires_grad_()
+    factors = torch.tensor([1.0, 2.0], dtype=z.dtype)
+    gradients = torch.autograd.grad(loss(z, y), z, factors, is_grads_batched=True)[0]
+    return gradients.sum(0) / 3
+
+
+def _again(loss: Tensor) -> None:
+    """Two backward passes in compiled autograd, which keeps what the first has compiled."""
+    with compiled_autograd._enable(functools.partial(torch.compile, backend="eager")):
+        loss.div(2).backward(retain_graph=True)
+        loss.div(2).backward()
+
+
+def _by_autograd(loss: Loss, z: Tensor, y: Tensor) -> Tensor:
+    """Second derivatives by a second backward pass."""
+    z.requires_grad_()
+    (first,) = torch.autograd.grad(loss(z, y), z, create_graph=True)
+    rows = [torch.autograd.grad(entry, z, retain_graph=True)[0] for entry in first.flatten()]
+    return torch.stack(rows).reshape(*z.shape, *z.shape)
+
+
+class Subclass(Tensor):
+    """With PyTorch's own ``__torch_function__``."""
+
+
+def _as_subclass(loss: Loss) -> Loss:
+    return lambda z, y: loss(z.as_subclass(Subclass), y).as_subclass(Tensor)
+
+
+def _recorded_subclass(loss: Loss) -> Any:
+    return make_fx(loss)(TwoTensor(logits(), logits()).requires_grad_(), labels())
+
+
+def _in_threads(loss: Loss) -> Loss:
+    """Each of two threads has half of the rows, as in ``nn.DataParallel``."""
+
+    def prepared(z: Tensor, y: Tensor) -> Tensor:
+        with ThreadPoolExecutor(2) as pool:
+            return sum(pool.map(loss, z.chunk(2), y.chunk(2))) / 2  # pyright: ignore
+
+    return prepared
+
+
+def _in_scripted_program(loss: Loss) -> Any:
+    """A scripted program that calls the loss in Python."""
+
+    class Program(nn.Module):
+        @torch.jit.ignore  # pyright: ignore
+        def compute(self, z, y):
+            return loss(z, y)
+
+        def forward(self, z, y):
+            return self.compute(z * 1, y)
+
+    return torch.jit.script(Program())
+
+
+SECOND: dict[str, Gradient] = {
+    "hessian": lambda loss, z, y: hessian(loss)(z, y),
+    "jacfwd(jacrev)": lambda loss, z, y: jacfwd(jacrev(loss))(z, y),
+    "jacfwd(jacfwd)": lambda loss, z, y: jacfwd(jacfwd(loss))(z, y),
+    "jacrev(jacrev)": lambda loss, z, y: jacrev(jacrev(loss))(z, y),
+    "autograd, twice": _by_autograd,
+}
+
 TRANSFORMS: dict[str, Gradient] = {
     "grad": lambda loss, z, y: grad(loss)(z, y),
     "grad_and_value": lambda loss, z, y: grad_and_value(loss)(z, y)[0],
@@ -330,6 +441,19 @@ EAGER = [
     Context("selective checkpoint", "eager", _selectively),
     Context("recomputing autograd function", "eager", _once_more),
     Context("dispatch mode", "eager", _counted),
+    Context("torch.func.linearize", "eager", gradient=_linearized),
+    *(Context(f"second derivatives, {n}", "eager", gradient=t) for n, t in SECOND.items()),
+    Context("batched gradients", "eager", gradient=_batched),
+    Context("forward-mode AD, dispatch mode", "eager", gradient=_in_forward_mode_counted),
+    Context("torch.func.functionalize", "eager", lambda loss: functionalize(loss)),
+    Context("functionalize(grad)", "eager", gradient=lambda f, z, y: functionalize(grad(f))(z, y)),
+    Context("tensor subclass", "eager", _as_subclass),
+    Context("make_fx, tensor subclass", "eager", _recorded_subclass),
+    Context("negated view", "eager", lambda f: lambda z, y: f(torch.ops.aten._neg_view(-z), y)),
+    Context("threads", "eager", _in_threads),
+    Context("scripted program", "eager", _in_scripted_program),
+    Context("torch.fx.symbolic_trace", "eager", lambda loss: symbolic_trace(_Program(loss))),
+    Context("compiled autograd", "eager", lambda loss: loss, backward=_again),
     Context("make_fx", "eager", _recorded()),
     Context("make_fx, fake", "eager", _recorded(tracing_mode="fake")),
     Context("make_fx, symbolic", "eager", _recorded(tracing_mode="symbolic")),
@@ -351,18 +475,25 @@ def _compiled_contexts(backend: str) -> Iterator[Context]:
     def at_once(transform: Gradient) -> Gradient:
         return lambda loss, z, y: whole(lambda z, y: transform(loss, z, y))(z, y)
 
-    transforms = {name: at_once(transform) for name, transform in TRANSFORMS.items()}
-    transforms["jvp"] = lambda loss, z, y: _each_entry(whole(_pushed(loss, y)), z)
     yield Context("compile", group, whole)
-    yield Context("compile, dynamic", group, lambda loss: compiled(loss, dynamic=True))
     yield Context("compile, graph breaks", group, lambda loss: compiled(_broken(loss)))
-    for name, transform in transforms.items():
-        yield Context(f"compile(torch.func.{name})", group, gradient=transform)
+    repeated = CHECKPOINTS["non-reentrant"]
+    yield Context("compile(checkpoint), non-reentrant", group, lambda f: whole(repeated(f)))
+    yield Context("compile(torch.func.grad)", group, gradient=at_once(TRANSFORMS["grad"]))
+    if backend != "aot_eager":  # the others differ from it in the last step only
+        return
+    yield Context("compile, dynamic", group, lambda loss: compiled(loss, dynamic=True))
+    for name in ("vmap(grad)", "vjp", "jacrev"):
+        yield Context(f"compile(torch.func.{name})", group, gradient=at_once(TRANSFORMS[name]))
+    yield Context(
+        "compile(torch.func.jvp)",
+        group,
+        gradient=lambda loss, z, y: _each_entry(whole(_pushed(loss, y)), z),
+    )
     for form, inner in CHECKPOINTS.items():
-        yield Context(f"compile(checkpoint), {form}", group, lambda f, inner=inner: whole(inner(f)))
-        yield Context(
-            f"checkpoint(compile), {form}", group, lambda f, inner=inner: inner(compiled(f))
-        )
+        if form != "non-reentrant":
+            yield Context(f"compile(checkpoint), {form}", group, lambda f, i=inner: whole(i(f)))
+        yield Context(f"checkpoint(compile), {form}", group, lambda f, i=inner: i(compiled(f)))
     yield Context("compile(torch.cond)", group, lambda loss: whole(_in_a_branch(loss)))
     yield Context("compile(nested region)", group, lambda loss: whole(_in_a_region(loss)))
     yield Context("compile(autograd function)", group, lambda loss: compiled(_once_more(loss)))
@@ -391,9 +522,14 @@ CONTEXTS = [
 
 
 def judge(gradient: Tensor, way: Way) -> str:
-    """ "right", "plain" or "wrong"."""
+    """ "right", "plain" or "wrong", for a gradient or for second derivatives."""
     for outcome, alpha in (("right", ALPHA), ("plain", 1.0)):
-        if (gradient - way.gradient(alpha)).abs().max() <= TOLERANCE:
+        expected = way.gradient(alpha, logits())
+        if gradient.dim() == 4:
+            expected = jacobian(functools.partial(way.gradient, alpha), logits())
+            if way.gradient is doubled_gradient and alpha != 1:
+                expected = 2 * expected  # `fn` is applied to the second gradient as well
+        if (gradient - expected).abs().max() <= TOLERANCE:
             return outcome
     return "wrong"
 
@@ -404,7 +540,8 @@ def outcome(run: Callable[[Way], Tensor], way: Way) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return judge(run(way), way)
+            with way.enabled():
+                return judge(run(way), way)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
@@ -413,7 +550,8 @@ def kind(text: str) -> str:
     """ "right", "plain", "wrong", "raises" (an error of ours), or "PyTorch raises"."""
     if text in ("right", "plain", "wrong"):
         return text
-    return "raises" if "Expected `" in text else "PyTorch raises"
+    ours = "Expected `" in text or "PowerGrad" in text
+    return "raises" if ours else "PyTorch raises"
 
 
 # Two processes -----------------------------------------------------------------------------------
@@ -506,7 +644,7 @@ RECORD = Path(__file__).parents[1] / "results" / "what_works_where.json"
 
 def main(words: list[str]) -> None:
     """Find the outcomes of the contexts that have one of `words`, or of all; and record them."""
-    record = json.loads(RECORD.read_text())["outcomes"] if RECORD.exists() else {}
+    record = json.loads(RECORD.read_text())["outcomes"] if words else {}
 
     def note(name: str, found: dict[str, str]) -> None:
         record[name] = {way: kind(text) for way, text in found.items()}

@@ -1,4 +1,4 @@
-"""`PowerGrad`: what it reaches, what it leaves alone, and that nothing is ever silently plain."""
+"""`PowerGrad`: what it reaches, counts and refuses, and that nothing is ever silently plain."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ import copy
 import functools
 import inspect
 import itertools
-import subprocess
-import sys
+import pickle
 import threading
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd.graph import save_on_cpu
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    checkpoint_sequential,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from powergrad import CrossEntropyLoss, PowerGrad, cross_entropy
+import powergrad
+from powergrad import CrossEntropyLoss, PowerGrad, cross_entropy, linear_cross_entropy, log_softmax
 
 Y = torch.tensor([0, 2, 4, 1])
+F_CROSS_ENTROPY = F.cross_entropy
+NOTHING = "altered no cross-entropy or log-softmax"
 
 
 def plain(z: Tensor) -> Tensor:
@@ -64,14 +63,23 @@ if hasattr(F, "linear_cross_entropy"):
     )
 
 
-pytestmark = pytest.mark.usefixtures("nothing_traced")
-
-
 @pytest.fixture
 def z(device) -> Tensor:
     g = torch.Generator().manual_seed(0)
     z = 3 * torch.randn(4, 5, generator=g, dtype=torch.float64)
     return z.to(device).requires_grad_()
+
+
+@pytest.fixture
+def y(device) -> Tensor:
+    return Y.to(device)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    yield
+    assert _get_current_function_mode_stack() == []
+    assert F.cross_entropy is F_CROSS_ENTROPY
 
 
 def close(loss: Any, z: Tensor, alpha: float | Tensor, of: Any = torch.clone) -> bool:
@@ -83,33 +91,37 @@ def close(loss: Any, z: Tensor, alpha: float | Tensor, of: Any = torch.clone) ->
     return bool((z.grad - expected).abs().max() <= 1e-14)
 
 
-def close_doubled(loss: Any, z: Tensor, alpha: float | Tensor) -> bool:
-    return close(loss, z, alpha, lambda z: 2 * z.sin())
+# What it reaches ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("way", ["PowerGrad", "enable"])
 @pytest.mark.parametrize("name", CALLS)
-def test_reaches_and_leaves_nothing_behind(z, name):
+def test_reaches_every_form_and_ends(z, name, way):
     call = CALLS[name]
-    plain = call(z)
-    with PowerGrad(alpha=0.3):
+    value = call(z)
+    if way == "enable":
+        powergrad.enable(0.3)
         loss = call(z)
-    assert torch.allclose(loss, plain, rtol=1e-14)
+        powergrad.disable()
+    else:
+        with PowerGrad(alpha=0.3):
+            loss = call(z)
+        assert close(PowerGrad(0.3)(call)(z), z, 0.3)
+    assert torch.allclose(loss, value, rtol=1e-14)
     assert close(loss, z, 0.3)
     assert not close(loss, z, 1.0)
-    assert close(PowerGrad(0.3)(call)(z), z, 0.3)
     assert close(call(z), z, 1.0)
-    assert _get_current_function_mode_stack() == []
 
 
-def test_the_innermost_holds(z):
+def test_the_innermost_applies(z, y):
     with PowerGrad(0.5):
         with PowerGrad(0.3):
             inner = plain(z)
         outer = plain(z)
         with PowerGrad(1.0):
             off = plain(z)
-        explicit = cross_entropy(z, Y.to(z.device), alpha=0.8)
-        module = CrossEntropyLoss(1.0)(z, Y.to(z.device))
+        explicit = cross_entropy(z, y, alpha=0.8)
+        module = CrossEntropyLoss(1.0)(z, y)
     with PowerGrad(0.7) as mode, mode:  # one object may be entered twice
         mode.alpha = 0.6
         twice = plain(z)
@@ -117,8 +129,8 @@ def test_the_innermost_holds(z):
     assert all(close(loss, z, alpha) for alpha, several in losses.items() for loss in several)
 
 
-def test_positional_and_old_options_pass_through(z):
-    y, w = Y.to(z.device), torch.rand(5, dtype=z.dtype, device=z.device)
+def test_positional_and_old_options_pass_through(z, y):
+    w = torch.rand(5, dtype=z.dtype, device=z.device)
     with PowerGrad(0.3):
         positional = F.cross_entropy(z, y, w, None, 2, None, "sum", 0.1)
         with pytest.warns(UserWarning, match="size_average"):
@@ -140,63 +152,35 @@ def test_heads_of_other_shapes_and_blocks(device, rows):
     y = torch.randint(0, 5, rows, generator=g).to(device)
     blocks = nn.LinearCrossEntropyOptions(batch_chunk_size=2, chunking_method=None)
     weight.requires_grad_()
+    options: dict[str, Any] = {"options": blocks} if len(rows) == 1 else {"ignore_index": None}
     with PowerGrad(0.3):
-        loss = F.linear_cross_entropy(
-            x, weight, y, linear_bias=bias, options=blocks if len(rows) == 1 else None
-        )
+        loss = F.linear_cross_entropy(x, weight, y, linear_bias=bias, **options)
     logits = F.linear(x, weight.flatten(0, -2), bias.flatten()).unflatten(-1, bias.shape)
     losses = (loss, cross_entropy(logits, y, alpha=0.3))
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*(torch.autograd.grad(v, weight)[0] for v in losses))
 
 
-def test_an_implicit_dimension_warns_as_pytorch_does(z):
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 3, 4), (2, 3, 4, 5)])
+def test_an_implicit_dimension_is_pytorchs_and_warns(shape, generator):
+    z = torch.randn(shape, generator=generator, requires_grad=True)
+    with pytest.warns(UserWarning, match="Implicit"):
+        expected = F.log_softmax(z)
     with pytest.warns(UserWarning, match="Implicit"), PowerGrad(0.3):
-        log_p = F.log_softmax(z)
-    assert close(F.nll_loss(log_p, Y.to(z.device)), z, 0.3)
+        torch.testing.assert_close(F.log_softmax(z), expected)
 
 
-def test_a_log_softmax_in_the_model_can_be_left_out(z):
+def test_a_log_softmax_in_the_model_can_be_left_out(z, y):
     def model(z: Tensor) -> Tensor:  # attention over the classes, then a loss of its own
         return z * torch.log_softmax(z, 1)
 
-    y = Y.to(z.device)
     (plain_inside,) = torch.autograd.grad(cross_entropy(model(z), y, alpha=0.3), z)
     with PowerGrad(0.3, log_softmax=False):
         loss = F.cross_entropy(model(z), y)
     assert torch.equal(torch.autograd.grad(loss, z)[0], plain_inside)
     with PowerGrad(0.3):
-        with PowerGrad(1.0):
-            out = model(z)
-        loss = F.cross_entropy(out, y)
-    assert torch.equal(torch.autograd.grad(loss, z)[0], plain_inside)
-    with PowerGrad(0.3):
         loss = F.cross_entropy(model(z), y)
     assert not torch.allclose(torch.autograd.grad(loss, z)[0], plain_inside)
-
-
-def test_an_exception_leaves_nothing_behind(z):
-    with pytest.raises(ZeroDivisionError), PowerGrad(0.3), PowerGrad(0.5):
-        _ = 1 / 0
-    assert _get_current_function_mode_stack() == []
-    assert close(plain(z), z, 1.0)
-    with PowerGrad(0.3), pytest.raises(ValueError, match="`target`"):
-        F.cross_entropy(z, Y.to(z.device)[:2])
-
-
-def test_threads_do_not_see_each_other(z):
-    losses = {}
-
-    def work(place: int) -> None:
-        losses[place] = plain(z)
-
-    with PowerGrad(0.3):
-        for function in (work, PowerGrad(0.3)(work)):
-            thread = threading.Thread(target=function, args=(len(losses),))
-            thread.start()
-            thread.join()
-    assert close(losses[0], z, 1.0)  # as documented
-    assert close(losses[1], z, 0.3)
 
 
 def test_integers_are_cast_before_the_log_softmax():
@@ -205,6 +189,236 @@ def test_integers_are_cast_before_the_log_softmax():
         for call in (F.log_softmax, torch.log_softmax, torch.special.log_softmax):
             actual = call(scores, 1, dtype=torch.float32)
             assert torch.equal(actual, torch.ops.aten.log_softmax.int(scores.float(), 1))
+
+
+def test_a_loss_within_the_function_of_a_subclass_is_altered(z, y):
+    """PyTorch hides the mode from what `__torch_function__` of a tensor calls."""
+
+    class Own(Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is F.mse_loss:
+                return F.cross_entropy(args[0].as_subclass(Tensor), y)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    with PowerGrad(0.3):
+        loss = F.mse_loss(z.as_subclass(Own), y)
+    assert close(loss.as_subclass(Tensor), z, 0.3)
+
+
+def test_a_copy_of_a_model_whose_forward_is_decorated_is_a_model_of_its_own():
+    """As an average of weights is: the method must be that of the copy."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 5)
+
+        def forward(self, x: Tensor, *, target: Tensor) -> Tensor:
+            return F.cross_entropy(self.fc(x), target)
+
+    first = Model()
+    first.forward = PowerGrad(0.3)(first.forward)
+    second = copy.deepcopy(first)
+    assert list(inspect.signature(second.forward).parameters) == ["x", "target"]
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    second(x, target=Y).backward()
+    assert first.fc.weight.grad is None
+    loss = cross_entropy(first.fc(x), Y, alpha=0.3)
+    (expected,) = torch.autograd.grad(loss, first.fc.weight)
+    torch.testing.assert_close(second.fc.weight.grad, expected)
+
+
+# Counting -----------------------------------------------------------------------------------------
+
+
+def test_counts_by_kind_over_blocks_and_shows_it(z, y):
+    with PowerGrad(0.3) as mode:
+        for _ in range(3):
+            F.cross_entropy(z, y)
+        nn.LogSoftmax(1)(z)
+    with mode:
+        z.log_softmax(1)
+    assert repr(mode) == "PowerGrad(alpha=0.3, altered={'cross_entropy': 3, 'log_softmax': 2})"
+    strict = PowerGrad(0.0, log_softmax=False, strict=True)
+    assert repr(strict) == "PowerGrad(alpha=0.0, log_softmax=False, strict=True, altered={})"
+
+
+def without_gradients_too(z: Tensor, y: Tensor) -> None:
+    F.cross_entropy(z.detach(), y)
+    torch.no_grad()(F.cross_entropy)(z, y)
+    torch.inference_mode()(F.cross_entropy)(z, y)
+    F.cross_entropy(z, y)
+
+
+def transformed(z: Tensor, y: Tensor) -> None:
+    torch.func.grad(lambda z: F.cross_entropy(z, y))(z.detach())
+    torch.func.vmap(torch.func.grad(F.cross_entropy))(z.detach(), y)
+    torch.func.grad(lambda z: torch.func.vmap(F.cross_entropy)(z, y).sum())(z.detach())
+
+
+@pytest.mark.parametrize(
+    ("call", "counted"),
+    [
+        (without_gradients_too, {"cross_entropy": 1}),
+        (transformed, {"cross_entropy": 3}),
+        (PowerGrad(1.0)(F.cross_entropy), {}),
+    ],
+)
+def test_counts_only_what_is_altered(call, counted, z, y):
+    with PowerGrad(0.3) as mode:
+        call(z, y)
+    assert mode.altered == counted
+
+
+def test_a_decorator_counts_in_recursions_and_threads(z, y):
+    mode = PowerGrad(0.3, strict=True)
+
+    @mode
+    def loss(depth: int) -> Tensor:
+        return F.cross_entropy(z, y) + (loss(depth - 1) if depth else 0)
+
+    threads = [threading.Thread(target=loss, args=(99,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    with mode:
+        F.cross_entropy(z, y)
+    for thread in threads:
+        thread.join()
+    assert mode.altered == {"cross_entropy": 401}
+    mode.alpha = 1.0
+    loss(3)
+    assert mode.altered == {"cross_entropy": 401}
+
+
+def test_a_copy_and_a_pickle_keep_their_own_count(z, y):
+    with PowerGrad(0.3, strict=True) as mode:
+        F.cross_entropy(z, y)
+    for other in (copy.deepcopy(mode), pickle.loads(pickle.dumps(mode))):
+        with other:
+            F.cross_entropy(z, y)
+        assert (other.alpha, other.strict, other.altered) == (0.3, True, {"cross_entropy": 2})
+    assert mode.altered == {"cross_entropy": 1}
+
+
+# A block in which nothing was altered -------------------------------------------------------------
+
+
+class Chunked(torch.autograd.Function):
+    """A loss that computes its gradient in the forward pass, as fused ones do."""
+
+    @staticmethod
+    def forward(ctx, z, y):
+        p = torch.softmax(z, 1)
+        ctx.gradient = p - F.one_hot(y, 5)
+        return -p.gather(1, y[:, None]).log().sum()
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore
+        return grad * ctx.gradient, None
+
+
+def in_a_thread(z: Tensor, y: Tensor) -> Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(F.cross_entropy, z, y).result()
+
+
+def scripted(z: Tensor, y: Tensor) -> Tensor:
+    return torch.jit.script(nn.CrossEntropyLoss())(z * 2, y)
+
+
+INSTEAD: dict[str, tuple[str, Callable[[Tensor, Tensor], object]]] = {
+    "a softmax": ("softmax, F.nll_loss", lambda z, y: F.nll_loss(z.softmax(1).log(), y)),
+    "logsumexp": ("logsumexp", lambda z, y: (z.logsumexp(1) - z.gather(1, y[:, None])[:, 0]).sum()),
+    "squares": ("F.mse_loss", lambda z, y: F.mse_loss(z, F.one_hot(y, 5).to(z))),
+    "an operator": (
+        "torch.ops.aten.cross_entropy_loss",
+        lambda z, y: torch.ops.aten.cross_entropy_loss(z, y),
+    ),
+    "a custom function": ("", lambda z, y: Chunked.apply(z, y)),
+    "another thread": ("", in_a_thread),
+    "TorchScript": ("", scripted),
+}
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_warns_or_raises_and_names_what_was_called(z, y, name):
+    called, loss = INSTEAD[name]
+
+    def in_block(mode: PowerGrad) -> None:
+        with mode:
+            loss(z, y)
+
+    for run in (in_block, lambda mode: mode(loss)(z, y)):
+        with pytest.warns(UserWarning, match=NOTHING) as record:
+            run(PowerGrad(0.3))
+        record = [r for r in record if r.category is not DeprecationWarning]
+        assert [warning.filename for warning in record] == [__file__]
+        assert not called or f"The block called {called}, which" in str(record[0].message)
+        with pytest.raises(RuntimeError, match=NOTHING):
+            run(PowerGrad(0.3, strict=True))
+
+
+def test_log_softmax_that_is_left_alone_is_named(z):
+    with pytest.warns(UserWarning, match=r"called F\.log_softmax, which PowerGrad does not alter"):
+        PowerGrad(0.3, log_softmax=False)(F.log_softmax)(z, 1)
+
+
+def test_a_loss_outside_the_block_warns(z, y):
+    loss = F.cross_entropy(z, y)
+    with pytest.warns(UserWarning, match=NOTHING), PowerGrad(0.3):
+        loss.backward()
+    with pytest.warns(UserWarning, match=NOTHING), PowerGrad(0.3):
+        logits = nn.Identity()(z) * 2
+    F.cross_entropy(logits, y)
+    with PowerGrad(0.3) as mode:
+        loss = F.cross_entropy(z, y)
+    with mode:  # this object has altered the loss
+        loss.backward()
+
+
+def test_warns_once_per_place(z):
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            with PowerGrad(0.3):
+                F.mse_loss(z, z.detach())
+        with ExitStack() as stack:
+            stack.enter_context(PowerGrad(0.3))
+            F.mse_loss(z, z.detach())
+    assert [warning.filename for warning in record] == [__file__] * 2
+
+
+QUIET: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "an empty block": lambda z, y: None,
+    "validation": lambda z, y: torch.no_grad()(lambda: F.mse_loss(z * 2, z))(),
+    "validation with a custom function": lambda z, y: torch.no_grad()(Chunked.apply)(z, y),
+    "inference": lambda z, y: torch.inference_mode()(lambda: F.cross_entropy(z * 2, y))(),
+    "a model is made": lambda z, y: nn.Linear(3, 3),
+    "an optimizer steps": lambda z, y: torch.optim.SGD([z], 0.1).step(),
+}
+INTENDED: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "ours": lambda z, y: cross_entropy(z * 2, y, alpha=0.5),
+    "ours, smoothed": lambda z, y: cross_entropy(z * 2, y, alpha=0.5, label_smoothing=0.1),
+    "our primitive": lambda z, y: log_softmax(z * 2, alpha=0.5),
+    "our linear": lambda z, y: linear_cross_entropy(z * 2, torch.eye(5).to(z), y, alpha=0.5),
+    "a nested block": lambda z, y: PowerGrad(0.5)(F.cross_entropy)(z * 2, y),
+    "switched off": lambda z, y: PowerGrad(1.0)(F.cross_entropy)(z * 2, y),
+}
+
+
+@pytest.mark.parametrize("name", [*QUIET, *INTENDED])
+def test_stays_quiet(z, y, name):
+    with PowerGrad(0.3, strict=name in INTENDED):
+        {**QUIET, **INTENDED}[name](z, y)
+
+
+def test_strict_is_quiet_without_gradients_at_alpha_1_and_after_an_error(z):
+    with torch.no_grad(), PowerGrad(0.3, strict=True):
+        plain(z)
+    PowerGrad(1.0, strict=True)(F.mse_loss)(z, z.detach())
+    with pytest.raises(ZeroDivisionError):
+        PowerGrad(0.3, strict=True)(lambda: F.mse_loss(z, z.detach()) / (1 / 0))()
 
 
 # What a decorator cannot reach --------------------------------------------------------------------
@@ -225,7 +439,6 @@ def batches() -> Iterator[int]:
         (Wrapped, "class"),
         (batches, "generator"),
         (Asynchronous(), "coroutine"),
-        (Asynchronous.__call__, "coroutine"),
         (functools.partial(Asynchronous().__call__), "coroutine"),
         (3, "int"),
     ],
@@ -239,8 +452,6 @@ LAZY: dict[str, Callable[[Tensor], object]] = {
     "generator": lambda z: (F.cross_entropy(r, Y[0]) for r in z),
     "coroutine": lambda z: Asynchronous()(),
     "map": lambda z: map(F.cross_entropy, z, Y),
-    "filter": lambda z: filter(lambda r: r.log_softmax(0).sum(), z),
-    "zip": lambda z: zip(map(F.cross_entropy, z, Y), strict=False),
     "starmap": lambda z: itertools.starmap(F.cross_entropy, zip(z, Y, strict=False)),
 }
 
@@ -249,7 +460,6 @@ LAZY: dict[str, Callable[[Tensor], object]] = {
 def test_what_computes_later_is_refused_when_it_returns(z, name):
     with pytest.raises(TypeError, match="computed"):
         PowerGrad(0.3)(LAZY[name])(z)
-    assert _get_current_function_mode_stack() == []
 
 
 def test_other_results_pass(z):
@@ -257,7 +467,7 @@ def test_other_results_pass(z):
         assert PowerGrad(0.3)(lambda result=result: result)() is result
 
 
-# Coroutines ---------------------------------------------------------------------------------------
+# Where the scope cannot be kept -------------------------------------------------------------------
 
 
 def test_coroutines_with_alphas_of_their_own_are_refused(z):
@@ -285,7 +495,6 @@ def test_coroutines_with_alphas_of_their_own_are_refused(z):
     assert "coroutine" in str(refused)
     assert isinstance(loss, Tensor)
     assert close(loss, z, 0.6)
-    assert _get_current_function_mode_stack() == []
 
 
 def test_tasks_that_a_block_starts_are_inside(z):
@@ -308,174 +517,50 @@ def test_a_block_that_ends_out_of_order_raises_and_leaves_nothing_behind(z):
         first.__exit__(None, None, None)
     assert close(plain(z), z, 0.6)
     second.__exit__(None, None, None)
-    assert _get_current_function_mode_stack() == []
     with pytest.raises(RuntimeError, match="innermost"):
         second.__exit__(None, None, None)
 
 
-# Compiled functions -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["around", "within", "decorated", "another object"])
-def test_alpha_changes_without_another_compilation(z, way):
-    torch.compiler.reset()
-    counter = CompileCounterWithBackend("eager")
-    mode = PowerGrad(0.5)
-
-    def within(z: Tensor) -> Tensor:
-        with mode:
-            return doubled(z)
-
-    functions = {"within": within, "decorated": mode(doubled)}
-    compiled = torch.compile(functions.get(way, doubled), backend=counter, fullgraph=True)
-
-    def check(alpha: float) -> None:
-        mode.alpha = alpha
-        around = {"around": mode, "another object": PowerGrad(alpha)}.get(way, nullcontext())
-        with around:
-            loss = compiled(z)
-        assert close_doubled(loss, z, alpha)
-
-    for step in range(20):
-        check(step / 20)
-    assert counter.frame_count == 1
-    for alpha in (1.0, 0.5, 1.0, 0.0):  # PyTorch's own function is another graph
-        check(alpha)
-    assert counter.frame_count <= 3
-
-
-@pytest.mark.filterwarnings(r"ignore:The \.grad attribute:UserWarning")  # TorchDynamo reads it
-def test_a_graph_break_inside_the_block(z):
-    torch.compiler.reset()
-    log: Any = torch.compiler.disable(lambda loss: None)
-
-    def broken(z: Tensor) -> Tensor:
-        loss = plain(z)
-        log(loss)
-        return loss + plain(z)
-
-    compiled = torch.compile(PowerGrad(0.3)(broken), backend="aot_eager")
-    for _ in range(2):
-        assert close(compiled(z) / 2, z, 0.3)
-        assert _get_current_function_mode_stack() == []
-
-
-def test_a_criterion_made_in_a_function_that_is_compiled_first_inside_the_block():
-    """In a process in which nothing has loaded TorchDynamo before."""
-    program = """
-import sys
-import torch
-from torch import nn
-from powergrad import PowerGrad, cross_entropy
-
-z = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-y = torch.arange(4)
-with PowerGrad(0.3):
-    assert "torch._dynamo" not in sys.modules
-    loss = torch.compile(lambda z: nn.CrossEntropyLoss()(z, y), backend="eager")(z)
-(actual,) = torch.autograd.grad(loss, z)
-(expected,) = torch.autograd.grad(cross_entropy(z, y, alpha=0.3), z)
-assert (actual - expected).abs().max() < 1e-14, (actual - expected).abs().max()
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-# Recomputation ------------------------------------------------------------------------------------
-
-
-def composed(z: Tensor) -> Tensor:
-    """PyTorch's composable checkpoint, which no call of `checkpoint` marks."""
-
-    class Loss(nn.Module):
-        def forward(self, z: Tensor) -> Tensor:
-            return doubled(z)
-
-    from torch.distributed._composable.checkpoint_activation import checkpoint as composable
-
-    return composable(Loss())(z)
-
-
-def saved(context, operator, *args, **kwargs) -> CheckpointPolicy:
-    cheap = operator is torch.ops.aten.sin.default
-    return CheckpointPolicy.MUST_SAVE if cheap else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-selective = functools.partial(create_selective_checkpoint_contexts, saved)
 reentrant = functools.partial(checkpoint, use_reentrant=True)
 non_reentrant = functools.partial(checkpoint, use_reentrant=False)
-
-CHECKPOINTS: dict[str, Callable[[Tensor], object]] = {
-    "reentrant": lambda z: reentrant(doubled, z),
-    "non-reentrant": lambda z: non_reentrant(doubled, z),
-    "without early stop": lambda z: non_reentrant(doubled, z, early_stop=False),
-    "selective": lambda z: non_reentrant(doubled, z, context_fn=selective),
-    "nested": lambda z: non_reentrant(lambda z: non_reentrant(doubled, z), z),
-    "nested, both reentrant": lambda z: reentrant(lambda z: reentrant(doubled, z), z),
-    "sequential, a segment each": lambda z: checkpoint_sequential(
-        [torch.sin, lambda z: 2 * z, lambda z: plain(z), torch.clone],
-        4,
-        z,
-        use_reentrant=False,
-    ),
-    "composable": composed,
+FORMS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "reentrant": reentrant,
+    "non-reentrant": non_reentrant,
+    "without early stop": functools.partial(non_reentrant, early_stop=False),
+    "nested": lambda f, z: non_reentrant(lambda z: non_reentrant(f, z), z),
+    "nested, both reentrant": lambda f, z: reentrant(lambda z: reentrant(f, z), z),
+    "sequential": lambda f, z: checkpoint_sequential([f, torch.clone], 2, z, use_reentrant=False),
 }
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_every_form_of_checkpoint(z, name, inside):
-    call, alphas = CHECKPOINTS[name], (0.3, 0.7, 0.0, 1.0, torch.tensor(0.4))
-    for alpha in alphas:
-        with PowerGrad(alpha) as mode:
-            loss = call(z)
-            assert not inside or close_doubled(loss, z, alpha)
-            mode.alpha = 0.9  # the recomputation has the alpha of its forward pass
-        assert inside or close_doubled(loss, z, alpha)
-        assert mode.altered == ({} if alpha == 1 else {"cross_entropy": 1})
-    assert close_doubled(call(z), z, 1.0)
-    with PowerGrad(0.3):  # another alpha at the time of the backward pass
-        loss = call(z)
-    with PowerGrad(0.8):
-        other = doubled(z)
-        assert close_doubled(loss, z, 0.3)
-    assert close_doubled(other, z, 0.8)
-    assert _get_current_function_mode_stack() == []
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoint_within_a_block_raises_and_a_block_within_a_checkpoint_works(z, form):
+    with pytest.raises(RuntimeError, match=r"checkpoint.*powergrad\.enable"), PowerGrad(0.3):
+        FORMS[form](doubled, z)
+    for outer in (0.6, 1.0):
+        with PowerGrad(outer, strict=True):
+            loss = FORMS[form](PowerGrad(0.3)(doubled), z)
+        assert close(loss, z, 0.3, lambda z: 2 * z.sin())
 
 
-@pytest.mark.parametrize("form", [reentrant, non_reentrant])
-def test_the_innermost_holds_in_a_checkpoint_too(z, form):
-    for inner in (0.6, 1.0):
-        for outer in (nullcontext(), PowerGrad(0.3)):
-            with outer:
-                loss = form(PowerGrad(inner)(doubled), z)
-            assert close_doubled(loss, z, inner)
-        with PowerGrad(0.3), PowerGrad(inner):
-            loss = form(doubled, z)
-        assert close_doubled(loss, z, inner)
-    with PowerGrad(0.3), PowerGrad(0.6, log_softmax=False):
-        loss = form(lambda z: CALLS["F.log_softmax"](2 * z.sin()), z)
-    assert close_doubled(loss, z, 0.3)
-    with PowerGrad(alpha := torch.tensor(0.3)):  # is captured by its value
-        loss = form(doubled, z)
-    alpha.fill_(0.9)
-    assert close_doubled(loss, z, torch.tensor(0.3))
+def on_cpu(z: Tensor) -> Tensor:
+    with save_on_cpu():
+        return doubled(z)
 
 
-@pytest.mark.parametrize("form", [reentrant, non_reentrant])
-def test_an_error_in_a_checkpoint_leaves_nothing_behind(z, form):
-    """In the forward pass, and in the recomputation."""
-    for good in (0, 1):
-        calls = [doubled] * good
-        with pytest.raises(IndexError), PowerGrad(0.3):
-            form(lambda z, calls=calls: calls.pop()(z), z).backward()
-        assert _get_current_function_mode_stack() == []
+def test_other_hooks_of_saved_tensors_are_no_checkpoint(z):
+    for loss in (on_cpu, lambda z: non_reentrant(on_cpu, z)):
+        with PowerGrad(0.3):
+            value = loss(z)
+        assert close(value, z, 0.3, lambda z: 2 * z.sin())
 
 
-def test_where_checkpoints_cannot_be_captured_the_error_stays(z, monkeypatch):
-    monkeypatch.setattr("powergrad._compat._captured", False)
-    for form in (reentrant, non_reentrant):
-        with PowerGrad(0.3), pytest.raises(RuntimeError, match="checkpoints"):
-            form(doubled, z)
+def test_a_checkpoint_that_is_not_seen_is_refused_by_pytorch(z, monkeypatch):
+    monkeypatch.setattr("powergrad.compat._top_hooks", None)
+    with PowerGrad(0.3):
+        loss: Any = non_reentrant(doubled, z, determinism_check="none")
+    with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("form", [reentrant, non_reentrant])
@@ -486,50 +571,31 @@ def test_evaluation_inside_a_checkpoint_does_not_raise(z, form):
     assert torch.equal(value, plain(z.detach()))
 
 
+class Recomputing(torch.autograd.Function):
+    """It enables and disables gradients itself, too."""
+
+    @staticmethod
+    def forward(ctx, z, enabled):
+        with torch.no_grad():
+            z = z * 1
+        with torch.set_grad_enabled(enabled):
+            ctx.loss = plain(z.requires_grad_())
+        with torch.no_grad():
+            return ctx.loss + 0 * plain(z)
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore
+        raise AssertionError
+
+
 def test_a_loss_inside_another_custom_function_raises(z):
-    class Mine(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, z):
-            return plain(z)
-
-    with PowerGrad(0.3), pytest.raises(RuntimeError, match="custom"):
-        Mine.apply(z)
-    with PowerGrad(0.3):  # nothing to alter
-        assert Mine.apply(z.detach()) == plain(z)
-    assert Mine.apply(z) == plain(z)
-
-
-def test_a_copy_of_a_model_whose_forward_is_decorated_is_a_model_of_its_own():
-    """As an average of weights is: the method must be that of the copy."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(3, 5)
-
-        def forward(self, x: Tensor, *, target: Tensor) -> Tensor:
-            return F.cross_entropy(self.fc(x), target)
-
-    first = Model()
-    first.forward = PowerGrad(0.3)(first.forward)
-    second = copy.deepcopy(first)
-    assert second.forward.__name__ == "forward"
-    assert list(inspect.signature(second.forward).parameters) == ["x", "target"]
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    second(x, target=Y).backward()
-    assert first.fc.weight.grad is None
-    loss = cross_entropy(first.fc(x), Y, alpha=0.3)
-    (expected,) = torch.autograd.grad(loss, first.fc.weight)
-    torch.testing.assert_close(second.fc.weight.grad, expected)
-
-
-def test_a_compiled_criterion_takes_names(z):
-    """Also outside of PowerGrad, after it was entered once."""
-
-    def function(z: Tensor) -> Tensor:
-        return nn.CrossEntropyLoss(label_smoothing=0.1)(input=z, target=Y.to(z.device))
-
-    torch.compile(lambda z: z + 1, backend="eager")(z)  # loads TorchDynamo
-    with PowerGrad(0.3):
-        pass
-    torch.testing.assert_close(torch.compile(function, backend="eager")(z), function(z))
+    for enabled in (True, False):
+        with PowerGrad(0.3), pytest.raises(RuntimeError, match="custom"):
+            Recomputing.apply(z, enabled)
+    with PowerGrad(0.3) as mode:
+        with torch.no_grad():  # nothing to recompute
+            Recomputing.apply(z, False)
+            plain(z)
+        loss = plain(z)
+    assert close(loss, z, 0.3)
+    assert mode.altered == {"cross_entropy": 1}

@@ -16,6 +16,7 @@ import torch
 from never_plain import ALPHA, CONTEXTS, DISTRIBUTED, WAYS, Context, Way, kind, outcome
 from torch import nn
 
+import powergrad
 from powergrad import verify
 
 PLAIN = Way("plain", lambda z, y: nn.functional.cross_entropy(z, y))
@@ -85,7 +86,8 @@ def verified(way: Way, context: Context) -> str:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what PyTorch's tracers say
-        result = verify(step, model)
+        with way.enabled():
+            result = verify(step, model)
     if result.verdict == "pgt":
         assert result.alpha == pytest.approx(ALPHA, abs=1e-6)
     return result.verdict
@@ -103,3 +105,35 @@ def test_verify_knows_what_each_cell_does(way: Way, context: Context) -> None:
 
 def test_verify_knows_a_plain_loss() -> None:
     assert verified(PLAIN, CONTEXTS[0]) == "plain"
+
+
+# What a loss keeps for its backward pass ----------------------------------------------------------
+
+
+def tensors_in(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(tensors_in, value))
+    return isinstance(value, torch.Tensor)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if not way.by])
+def test_a_loss_keeps_tensors_only_where_checkpoints_can_drop_them(way: Way) -> None:
+    nodes = [way.loss(never_plain.logits().requires_grad_(), never_plain.labels()).grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None:
+            assert not tensors_in(list(getattr(node, "__dict__", {}).values()))
+            nodes.extend(following for following, _ in node.next_functions)
+
+
+def test_a_tensor_alpha_that_changes_before_the_backward_pass_raises() -> None:
+    alpha = torch.full((never_plain.ROWS,), ALPHA, dtype=torch.float64)
+    z = never_plain.logits().requires_grad_()
+    for loss in (powergrad.cross_entropy, powergrad.linear_cross_entropy):
+        head = [torch.eye(never_plain.CLASSES).double()] * (loss is powergrad.linear_cross_entropy)
+        value: torch.Tensor = loss(  # pyright: ignore
+            z, *head, never_plain.labels(), alpha=alpha, reduction="none"
+        ).sum()
+        alpha.fill_(1.0)
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            value.backward()

@@ -10,7 +10,7 @@ from powergrad.comparing import compare
 from powergrad.identity import equivalent_training
 from powergrad.linear import linear_cross_entropy
 from powergrad.loss import CrossEntropyLoss, binary_cross_entropy_with_logits, cross_entropy
-from powergrad.mode import PowerGrad
+from powergrad.mode import PowerGrad, disable, enable
 from powergrad.monitor import FilterMonitor, census
 from powergrad.reporting import report
 from powergrad.transform import log_softmax, paper_smoothing, power_transform, stationary_threshold
@@ -29,6 +29,8 @@ __all__ = [
     "clip_grads_before_step",
     "compare",
     "cross_entropy",
+    "disable",
+    "enable",
     "equivalent_training",
     "fold_alpha",
     "linear_cross_entropy",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from powergrad._check import check_floating, shape_of
-from powergrad._compat import graph_recorded, in_transform, tree_map
+from powergrad.compat import graph_recorded, in_transform, is_exporting, tree_map
 
 __all__ = ["alter_gradient", "alter_output"]
 
@@ -47,7 +47,7 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     check_floating(tensor, "tensor")
     _check_callable(fn)
     if torch.compiler.is_compiling():
-        traced = in_transform() or torch.compiler.is_exporting()
+        traced = in_transform() or is_exporting() is not False
     else:
         traced = graph_recorded()
     if traced:

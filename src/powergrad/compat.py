@@ -6,6 +6,7 @@ in ordinary operations is used (`powergrad.transform`), which is slower and righ
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -76,6 +77,12 @@ def in_transform() -> bool:
     return _interpreters is None or _interpreters() is not None
 
 
+def gradients_hidden() -> bool:
+    """Whether a tensor may have a gradient or a tangent that ``requires_grad`` does not show."""
+    # Under `vmap` within `torch.func.grad`, and under forward-mode AD.
+    return not _KNOWN or forward_ad._current_level >= 0 or _transforms_active()
+
+
 def is_exporting() -> bool | None:
     """Whether ``torch.export`` traces the caller; None if it may be ``torch.compile``."""
     if not torch.compiler.is_compiling():
@@ -114,3 +121,110 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """
     apply = getattr(super(torch.autograd.Function, function), "apply", None)
     return function.apply if apply is None else apply
+
+
+def graph_recorded() -> bool:
+    """Whether ``make_fx`` or ``torch.jit.trace`` records, or may record, operators in a graph."""
+    # 2.6 to 2.13.
+    proxies = _private("fx.experimental.proxy_tensor.get_proxy_mode")
+    recorded = not nothing_traced() if proxies is None else proxies() is not None
+    return recorded or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
+# PowerGrad and enable -----------------------------------------------------------------------------
+
+# A checkpoint that recomputes its function later installs hooks. 2.6 to 2.13.
+_top_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
+
+
+def saved_tensor_hooks() -> tuple[Any, ...] | None:
+    """The innermost hooks of saved tensors, or None; () if that is not known."""
+    return () if _top_hooks is None else _top_hooks(False)
+
+
+def is_checkpoint_hook(hooks: tuple[Any, ...] | None) -> bool:
+    """Whether ``torch.utils.checkpoint`` has installed `hooks`."""
+    return bool(hooks) and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def is_higher_order(function: Any) -> bool:
+    """Whether TorchDynamo shows `function` to a mode as one call, whose body the mode misses."""
+    return type(function).__module__.startswith("torch._higher_order_ops")  # 2.6 to 2.13
+
+
+def set_cache_key(key: str) -> None:
+    """Add `key` to the keys of compiled code on disk, where functions are known by name only."""
+    config: Any = getattr(torch.compiler, "config", None)  # public, since 2.7
+    tag = getattr(config, "cache_key_tag", None)
+    if tag is not None:
+        config.cache_key_tag = tag.split("|powergrad")[0] + (key and f"|powergrad {key}")
+
+
+def _tree_map(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tree_map(function, item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_tree_map(function, item) for item in value)
+    return function(value)
+
+
+# Maps over a nested output; `torch.utils.pytree` is public only in later versions. 2.6 to 2.13.
+tree_map: Callable[..., Any] = _private("utils._pytree.tree_map") or _tree_map
+
+
+# Only for verify.py and run/ ------------------------------------------------------------
+
+
+def on_first_backward(function: Callable[[Any], None]) -> None:
+    """Call `function` with the root tensors of the first backward pass of the process."""
+    # `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` call this. 2.6 to 2.13.
+    run: Any = getattr(torch.autograd, "_engine_run_backward", None)
+    if run is None:
+        return
+
+    def first(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        torch.autograd._engine_run_backward = run  # pyright: ignore
+        function(roots)
+        return run(roots, *args, **kwargs)
+
+    run_eagerly(first)
+    torch.autograd._engine_run_backward = first  # pyright: ignore
+
+
+def run_eagerly(*owners: Any) -> None:
+    """Keep TorchDynamo from compiling functions, or the methods of a class, on their own."""
+    # `torch.compiler.disable` would turn every call into a graph break. 2.6 to 2.13.
+    c: Any = _private("_C._dynamo.eval_frame")
+    if not all(hasattr(c, name) for name in ("_FrameExecStrategy", "set_code_exec_strategy")):
+        return
+    skip = c._FrameExecStrategy(c._FrameAction.SKIP, c._FrameAction.SKIP)  # also what they call
+    for owner in owners:
+        members = vars(owner).values() if isinstance(owner, type) else (owner,)
+        for member in members:
+            function = member.fset if isinstance(member, property) else member
+            if inspect.isfunction(function):
+                c.set_code_exec_strategy(function.__code__, skip)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` returned `module`, or ``module.compile()`` was called."""
+    # There is no public function for it. 2.6 to 2.13.
+    return "_orig_mod" in module._modules or (
+        getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
+def hook_compiled(module: torch.nn.Module, hook: Callable[[Any], None]) -> Callable[[], None]:
+    """Call `hook` with each output of a compiled module; return a function that removes it."""
+    if "_orig_mod" in module._modules:  # the hooks of the wrapper run outside the compiled code
+        return module.register_forward_hook(lambda _, __, output: hook(output)).remove
+    # The hooks of a module that was compiled in place are compiled with it. 2.6 to 2.13.
+    call: Any = module._compiled_call_impl
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        hook(output)
+        return output
+
+    module._compiled_call_impl = hooked
+    return lambda: setattr(module, "_compiled_call_impl", call)

@@ -25,6 +25,7 @@ from powergrad._check import (
     check_floating,
     check_labels,
     is_plain,
+    note_own_call,
     shape_of,
     values_readable,
     without_autocast,
@@ -189,6 +190,7 @@ def linear_cross_entropy(
         None if token_weight is None else token_weight.reshape(rows),
         zero_empty,
     )
+    note_own_call()
     _, call = check_call(hidden.new_empty(1, 1).expand(rows, classes), call)
     layer = (hidden, linear_weight, linear_bias)
     constants = [t for t in (call.target, weight, call.token_weight) if t is not None]
@@ -305,8 +307,9 @@ class _InBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (grad,), needed = grads, ctx.needs_input_grad[:3]
-        (hidden, head, bias), gradients = ctx.saved_tensors[:3], ctx.saved_tensors[3:6]
-        call, layer = Call.joined(ctx.saved_tensors[6:], ctx.options), (hidden, head, bias)
+        saved = ctx.saved_tensors  # read once: a checkpoint refuses to unpack a tensor again
+        (hidden, head, bias), gradients = saved[:3], saved[3:6]
+        call, layer = Call.joined(saved[6:], ctx.options), (hidden, head, bias)
         if torch.is_grad_enabled() or (ctx.later and not is_plain(grad)):
             return *_by_definition(layer, call, needed, grad), *[None] * 4
         if ctx.later:

@@ -30,6 +30,7 @@ from powergrad._check import (
     check_reduction,
     is_one,
     is_plain,
+    note_own_call,
     shape_of,
     values_readable,
 )
@@ -201,6 +202,7 @@ def gated(call: Call, rows: RowStatistics, gate: Gate) -> Call:
 
 def loss_of(input: Tensor, call: Call) -> Tensor:
     """:func:`cross_entropy` without gate and statistics."""
+    note_own_call()
     if _is_common_case(input, call):
         return _rows_loss(input, call)
     class_dim, call = check_call(input, call)

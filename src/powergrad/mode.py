@@ -1,87 +1,302 @@
-"""`PowerGrad`, a context in which PyTorch's cross-entropy functions use PowerGrad Transform."""
+"""Alters the losses of other people's code: `enable` in the whole process, `PowerGrad` in a block.
+
+`enable` replaces PyTorch's functions by ordinary Python functions, so that whatever calls, traces,
+compiles or recomputes them sees ordinary operations. `PowerGrad` is a mode that PyTorch asks before
+each call; it belongs to one thread and one block of code, and refuses what outlives the block.
+"""
 
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
+import sys
 import threading
+import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
 from contextvars import ContextVar
-from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, MethodType
-from typing import Any, TypeVar, cast
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, MethodType
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from powergrad._check import Call, check_alpha, check_number, is_one
-from powergrad._compat import (
-    capture_in_checkpoints,
-    checkpoints_captured,
-    custom_function,
-    frames_that_recompute,
-    function_modes,
-    functions_traced,
+from powergrad._watch import Watch
+from powergrad.compat import (
     gradients_hidden,
-    legacy_reduction,
-    legacy_softmax_dim,
-    own_modes,
-    pop_mode,
-    prepare_dynamo,
-    push_mode,
-    recomputed_later,
-    recomputes_now,
-    run_eagerly,
+    in_transform,
+    is_checkpoint_hook,
+    is_higher_order,
+    saved_tensor_hooks,
+    set_cache_key,
 )
-from powergrad._watch import OTHERS, Watch, complain
 from powergrad.linear import linear_cross_entropy
-from powergrad.loss import loss_of
+from powergrad.loss import cross_entropy, loss_of
 from powergrad.transform import log_softmax
 
-__all__ = ["PowerGrad"]
+__all__ = ["Enabled", "PowerGrad", "disable", "enable"]
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
+_REMEDY = (
+    " Use `powergrad.enable(alpha)`, which alters the losses of the whole process, or call "
+    "`powergrad.cross_entropy` there."
+)
 
 
-class PowerGrad(TorchFunctionMode):
-    r"""Context manager and decorator: losses computed inside use PowerGrad Transform.
+# The whole process --------------------------------------------------------------------------------
 
-    It alters ``F.cross_entropy``, ``F.linear_cross_entropy``, all forms of log-softmax
-    (``F.log_softmax``, ``torch.log_softmax``, ``torch.special.log_softmax``,
-    ``Tensor.log_softmax``) and the modules that call them, such as ``nn.CrossEntropyLoss``. So it
-    also alters ``F.nll_loss``, ``F.kl_div`` or ``F.ctc_loss`` of a log-softmax computed inside.
-    Values do not change. If contexts are nested, the innermost applies; ``PowerGrad(1.0)`` switches
-    the transform off. Only the loss must be computed inside; ``backward()`` may run outside.
 
-    It does **not** alter: a softmax followed by a logarithm, ``logsumexp``,
-    ``F.binary_cross_entropy_with_logits`` and other losses; calls of ``torch.ops.aten`` operators
-    and of custom kernels that compute a loss; TorchScript; and, since modes are thread-local, calls
-    from threads started inside (``nn.DataParallel`` on several GPUs).
+class Enabled:
+    """What :func:`enable` has altered.
+
+    Attributes:
+        alpha: The exponent.
+        log_softmax: Whether ``log_softmax`` calls are altered too.
+        altered: The altered calls that have a gradient, by kind.
+        compiled: The altered calls in compiled code, by kind; each counts when it is traced.
+        scripted: The functions that ``torch.jit.script`` has compiled, which are not altered.
+    """
+
+    def __init__(self) -> None:
+        self.alpha: float = 1.0
+        self.log_softmax = True
+        self.altered: dict[str, int] = {}
+        self.compiled: dict[str, int] = {}
+        self.scripted: dict[str, int] = {}
+
+    @property
+    def replaced(self) -> list[str]:
+        """The functions that something else has replaced since :func:`enable`."""
+        return [f.name for f in _FUNCTIONS if getattr(f.owner, f.kind) is not f.altered]
+
+    def __repr__(self) -> str:
+        return f"Enabled(alpha={self.alpha}, altered={self.altered}, compiled={self.compiled})"
+
+
+_enabled: Enabled | None = None
+_lock = threading.RLock()
+
+
+def enable(alpha: float, *, log_softmax: bool = True) -> Enabled:
+    """From now on, the cross-entropies and log-softmaxes of this process use PowerGrad Transform.
+
+    It replaces ``F.cross_entropy``, ``F.linear_cross_entropy``, ``F.log_softmax``,
+    ``torch.log_softmax``, ``torch.special.log_softmax`` and ``Tensor.log_softmax``, in every
+    thread, until :func:`disable`: for modules such as ``nn.CrossEntropyLoss``, for names that other
+    modules have imported, and for attributes of objects. It also reaches code that is compiled,
+    checkpointed, transformed or exported. Values do not change.
+
+    It does not reach TorchScript, kernels of other libraries, other processes, and functions stored
+    elsewhere before the call, as in a ``functools.partial``: call it first in a program.
+
+    Call it again to change alpha; compiled functions are then compiled again.
+
+    Args:
+        alpha: A number, at least 0; 1 is plain cross-entropy.
+        log_softmax: Whether ``log_softmax`` calls are altered too, or only cross-entropies.
+
+    Returns:
+        An :class:`Enabled`, which counts the altered calls.
+
+    Raises:
+        ValueError: If ``alpha`` is negative.
+        TypeError: If ``alpha`` is not a number.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0]], requires_grad=True)
+        >>> _ = powergrad.enable(0.25)
+        >>> torch.nn.functional.cross_entropy(logits, torch.tensor([1])).backward()
+        >>> powergrad.disable()
+        >>> logits.grad
+        tensor([[ 0.4810, -0.7082,  0.2272]])
+    """
+    global _enabled
+    alpha = check_number(alpha)
+    with _lock:
+        enabled = _enabled or Enabled()
+        enabled.alpha, enabled.log_softmax = alpha, log_softmax
+        if _enabled is None:
+            _exchange({id(f.original): f.altered for f in _FUNCTIONS})
+            for function in _FUNCTIONS:
+                setattr(function.owner, function.kind, function.altered)
+        _enabled = enabled
+        _forget_compiled(f"powergrad {alpha} {log_softmax}")
+    return enabled
+
+
+def disable() -> None:
+    """Undo :func:`enable`. Without it, nothing happens."""
+    global _enabled
+    with _lock:
+        if _enabled is None:
+            return
+        _enabled = None
+        for function in _FUNCTIONS:
+            if getattr(function.owner, function.kind) is function.altered:
+                setattr(function.owner, function.kind, function.original)
+        _exchange({id(f.altered): f.original for f in _FUNCTIONS})
+        _forget_compiled("")
+
+
+def _exchange(new: dict[int, Callable[..., Any]]) -> None:
+    """Exchange functions in the namespaces of modules and objects, except PyTorch's modules."""
+    functions = [f for pair in _FUNCTIONS for f in (pair.original, pair.altered)]
+    for holder in gc.get_referrers(*functions):
+        names = holder if type(holder) is dict else getattr(holder, "__dict__", None)
+        if type(names) is not dict or "__module__" in names or "__wrapped__" in names:
+            continue  # not a namespace; that of a class; that of a wrapper
+        module = names.get("__name__")
+        if isinstance(module, str) and f"{module}.".startswith("torch."):
+            continue
+        for name, value in list(names.items()):
+            if id(value) in new:
+                names[name] = new[id(value)]
+
+
+def _forget_compiled(key: str) -> None:
+    """Compiled code has the losses of the time when it was compiled, in memory and on disk."""
+    set_cache_key(key)
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+# A block of eager code ----------------------------------------------------------------------------
+
+
+class _Block(TorchFunctionMode):
+    """One entry of a PowerGrad: the mode that PyTorch asks."""
+
+    def __init__(self, owner: PowerGrad) -> None:
+        super().__init__()
+        self.owner = owner
+        self.outer = _context.get()
+        self.closed = False
+        self.altered = False  # a call was altered, here or in a nested block
+        self.watch = Watch()
+        self.hooks = saved_tensor_hooks()
+
+    def refuse(self, name: str) -> None:
+        """Raise if a call of the loss `name` does not belong here, or would be repeated later."""
+        if _context.get() is not self:
+            raise RuntimeError(
+                f"`{name}` was called by another coroutine than the one that entered the innermost "
+                f"PowerGrad of this thread. {_ABOUT_TASKS}"
+            )
+        hooks = saved_tensor_hooks()
+        repeated = is_checkpoint_hook(hooks) and hooks != self.hooks
+        if repeated or self.watch.in_custom_function():
+            self.altered = True  # no warning, because the error says more
+            where = "a checkpoint" if repeated else "a checkpoint or custom autograd function"
+            raise RuntimeError(
+                f"`{name}` was called inside {where} that was entered within PowerGrad. Its "
+                "backward pass repeats or replaces the call after PowerGrad has ended. Enter "
+                f"PowerGrad inside that function.{_REMEDY}"
+            )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_compiled(func)
+            return func(*args, **kwargs)
+        blocks = _thread.blocks
+        if not blocks or blocks[-1] is not self:  # the innermost block has seen it
+            return func(*args, **kwargs)
+        function = _KNOWN.get(func)
+        if function is not None:
+            return self.alter(function, args, kwargs)
+        if func is Tensor.backward:  # what it recomputes was called elsewhere
+            _thread.blocks = []
+        if func is torch._C._set_grad_enabled:  # pyright: ignore[reportPrivateUsage]
+            for block in blocks:
+                block.watch.saw_grad_mode(*args)
+        try:
+            out = _run(func, args, kwargs)
+        finally:
+            _thread.blocks = blocks
+        for block in blocks:
+            if not block.altered:
+                block.watch.saw(func, out)
+        return out
+
+    def alter(self, function: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the altered `function`."""
+        owner = self.owner
+        if function.kind == "log_softmax" and (not owner.log_softmax or "out" in kwargs):
+            out = _run(function.original, args, kwargs)
+            self.watch.saw(function.original, out)
+            return out
+        self.refuse(function.name)
+        if not (torch.is_grad_enabled() or gradients_hidden()):
+            for outer in _thread.blocks:  # a custom function may enter a block again later
+                outer.altered = outer.altered or outer.watch.in_custom_function()
+            return _run(function.original, args, kwargs)
+        out = function.alter(owner.alpha, *args, **kwargs)
+        if saved_tensor_hooks() == () and not gradients_hidden():
+            out = _Marked.apply(out)
+        if out.requires_grad or gradients_hidden():
+            for outer in _thread.blocks:
+                outer.altered = True
+            if not is_one(owner.alpha):
+                _count(owner.altered, function.kind)
+        return out
+
+
+class _Marked(torch.autograd.Function):
+    """Saves so many tensors that a checkpoint sees that its recomputation without it differs."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(*(loss.new_empty(0, 7) for _ in range(9)))
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.blocks: list[_Block] = []
+        self.handling = False  # PyTorch runs a function, and hides it from the mode
+
+
+_thread = _Thread()
+_open: list[_Block] = []  # the blocks of all threads
+# The innermost block of a coroutine; its tasks inherit it. Modes belong to the thread.
+_context: ContextVar[_Block | None] = ContextVar("PowerGrad", default=None)
+_ABOUT_TASKS = (
+    "The coroutines of a thread share its modes: use `with PowerGrad(...)` around code that does "
+    f"not await.{_REMEDY}"
+)
+
+
+class PowerGrad:
+    r"""Context manager and decorator: eager losses computed inside use PowerGrad Transform.
+
+    It alters the functions that :func:`enable` alters, and so also ``F.nll_loss``, ``F.kl_div`` or
+    ``F.ctc_loss`` of a log-softmax computed inside. Values do not change. The innermost context
+    applies, also within :func:`enable`; ``PowerGrad(1.0)`` switches the transform off. Only the
+    loss must be computed inside; ``backward()`` may run outside.
+
+    It does **not** alter other losses, a softmax followed by a logarithm, calls of
+    ``torch.ops.aten`` operators and of custom kernels, TorchScript, and calls from other threads.
+
+    **Where it raises.** A block ends before the backward pass, before a compiled function is used
+    again, and does not reach other coroutines. So it raises an error at a loss that is compiled
+    inside it, recomputed by a checkpoint or custom autograd function that was entered inside it, or
+    called by another coroutine. Use :func:`enable` there, or enter PowerGrad within the
+    checkpointed function.
 
     **Proof.** ``altered`` counts the altered calls that have a gradient, by kind, over all blocks
     of this object: ``{"cross_entropy": 3}``. If gradients were computed in a block but nothing was
-    altered, the block ends with a warning that names the losses it called, or with an error if
-    ``strict``. There is no warning for an empty block, a block without gradients (validation),
-    ``PowerGrad(1.0)``, or a block that calls this package's own functions or contains a nested
-    PowerGrad that altered something.
-
-    **Under ``torch.compile``** calls are altered when the function is traced, and a compiled
-    function does not count its calls in ``altered``. So once anything was altered while tracing, a
-    block around compiled code cannot know whether that code ran in it, and warnings and errors are
-    disabled for the rest of the process. A block *inside* a compiled function is checked once, when
-    it is traced. Changing ``alpha`` does not cause a recompilation, except between 1.0 and other
-    values.
-
-    **Checkpoints.** A loss inside ``torch.utils.checkpoint`` is recomputed with the alpha that it
-    had in the forward pass, and is counted once. A loss in the forward of any other custom autograd
-    function raises an error, because its recomputation cannot be altered.
-
-    **Coroutines** of one thread share its modes, so do not ``await`` inside the block. A loss that
-    is called while another task's PowerGrad is the innermost raises an error, and so does leaving a
-    block that is not the innermost.
+    altered, it ends with a warning that names the losses it called. A ``strict`` block ends with an
+    error if nothing was altered, unless alpha is 1 or it was entered with gradients disabled. Calls
+    of this package's own functions, and of nested PowerGrads, count as altered.
 
     Every torch call inside takes about a microsecond longer, so put the context around the loss,
     not the model. Then a ``log_softmax`` inside the model is not altered either. If the model
@@ -90,12 +305,12 @@ class PowerGrad(TorchFunctionMode):
     Args:
         alpha: As in :func:`powergrad.cross_entropy`. It may be set at any time.
         log_softmax: Whether ``log_softmax`` calls are altered too, or only cross-entropies.
-        strict: Whether a block that altered nothing raises an error instead of warning.
+        strict: Whether a block that altered nothing raises an error.
 
     Raises:
-        ValueError: If ``alpha`` is outside [0, 1] or requires grad.
-        RuntimeError: At a call that would be recomputed as plain cross-entropy, or that belongs to
-            another coroutine; at the end of a ``strict`` block that altered nothing.
+        ValueError: If ``alpha`` is negative or requires grad.
+        RuntimeError: At a loss that PowerGrad cannot alter reliably; at the end of a ``strict``
+            block that altered nothing, or of a block that is not the innermost.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0, -1.0]], requires_grad=True)
@@ -111,7 +326,6 @@ class PowerGrad(TorchFunctionMode):
     def __init__(
         self, alpha: float | Tensor, *, log_softmax: bool = True, strict: bool = False
     ) -> None:
-        super().__init__()
         self.alpha = alpha
         self.log_softmax = log_softmax
         self.strict = strict
@@ -124,17 +338,9 @@ class PowerGrad(TorchFunctionMode):
 
     @alpha.setter
     def alpha(self, value: float | Tensor) -> None:
-        # In a compiled graph a number is a constant, and a tensor is an input. The number 1 stays a
-        # number: for it PyTorch's own functions are called, in a separately compiled graph.
         if isinstance(value, Tensor):
             check_alpha(value, value, None)
-            self._alpha = self._alpha_input = value
-            return
-        self._alpha = self._alpha_input = check_number(value)
-        if not is_compiling() and not is_one(self._alpha):
-            inference = torch.is_inference_mode_enabled()
-            with torch.inference_mode(False) if inference else nullcontext():
-                self._alpha_input = torch.tensor(self._alpha, dtype=torch.float64, device="cpu")
+        self._alpha = value if isinstance(value, Tensor) else check_number(value)
 
     def __repr__(self) -> str:
         options = "" if self.log_softmax else ", log_softmax=False"
@@ -142,22 +348,43 @@ class PowerGrad(TorchFunctionMode):
         return f"PowerGrad(alpha={self._alpha}{options}, altered={self.altered})"
 
     def __enter__(self) -> PowerGrad:
-        _Block(self).__enter__()
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_compiled("PowerGrad")
+        block = _Block(self)
+        _context.set(block)
+        _thread.blocks.append(block)
+        with _lock:
+            _open.append(block)
+            # TorchDynamo looks this up for `nn.CrossEntropyLoss()`, which no mode sees.
+            if F.cross_entropy is _CROSS_ENTROPY.original:
+                F.cross_entropy = _CROSS_ENTROPY.altered
+        block.__enter__()
         return self
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
-        if is_compiling():
-            cast(_Block, pop_mode()).leave_traced(failed=exc_type is not None)
-        else:
-            _innermost_block(self).leave(failed=exc_type is not None)
+        blocks = _thread.blocks
+        mine = [b for b in blocks if b.owner is self and not b.closed][-1:]
+        in_order = mine == blocks[-1:] and mine == [_context.get()]
+        for block in mine:
+            block.closed = True
+            while (current := _context.get()) is not None and current.closed:
+                _context.set(current.outer)
+            with _lock:
+                _open.remove(block)
+                if not _open and _enabled is None and F.cross_entropy is _CROSS_ENTROPY.altered:
+                    F.cross_entropy = _CROSS_ENTROPY.original
+        while blocks and blocks[-1].closed:  # also those that were left too early
+            blocks.pop().__exit__(exc_type, exc, traceback)
+        if not mine or not in_order:
+            raise RuntimeError(
+                "PowerGrad was not left as the innermost mode of its thread, by the coroutine that "
+                f"entered it. {_ABOUT_TASKS}"
+            )
+        if not (exc_type or mine[0].altered or is_one(self._alpha)):
+            alpha = "..." if isinstance(self._alpha, Tensor) else f"alpha={self._alpha}"
+            mine[0].watch.complain(f"PowerGrad({alpha})", self.strict, bool(self.altered))
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        # TorchDynamo pushes a mode from outside the compiled function without entering it.
-        return _Block(self).__torch_function__(func, types, args, kwargs)
-
-    def __call__(self, function: _Function) -> _Function:
+    def __call__(self, function: _Callable) -> _Callable:
         """Decorate `function`: each call runs inside this context and is counted here.
 
         A bound method stays bound. An unpickled object has the undecorated method of its class;
@@ -168,335 +395,157 @@ class PowerGrad(TorchFunctionMode):
                 generator, a coroutine, a lazy iterator. Some of these are detected only when they
                 return.
         """
-        _refuse_what_runs_later(function)
+        if inspect.isclass(function) or not callable(function):
+            _refuse_to_decorate("a class" if inspect.isclass(function) else type(function).__name__)
+        for body in (function, type(function).__call__):
+            if any(is_lazy(body) for is_lazy in _LAZY_FUNCTIONS):
+                _refuse_to_decorate("a generator or coroutine")
         if inspect.ismethod(function):
-            return MethodType(self(function.__func__), function.__self__)  # pyright: ignore
+            return cast(_Callable, MethodType(self(function.__func__), function.__self__))
 
         @functools.wraps(function)
         def decorated(*args: Any, **kwargs: Any) -> Any:
-            with _Block(self):
+            with self:
                 result = function(*args, **kwargs)
-                _refuse_lazy(result)
+                if isinstance(result, _LAZY) or type(result).__module__ == "itertools":
+                    if isinstance(result, CoroutineType):
+                        result.close()  # otherwise Python warns that it was never awaited
+                    _refuse_to_decorate(f"one that returns a {type(result).__name__}")
             return result
 
-        return decorated  # pyright: ignore[reportReturnType]
+        return cast(_Callable, decorated)
 
 
-# One entry of a PowerGrad -------------------------------------------------------------------------
-
-
-class _Block(TorchFunctionMode):
-    """The mode that is pushed onto PyTorch's mode stack.
-
-    Each entry has its own block, so one PowerGrad may be entered recursively and in several
-    threads. TorchDynamo guards on the attributes that it reads while tracing. So only `owner` and
-    `traced` of a block around the compiled function are read then; the others change at every step.
-    """
-
-    def __init__(self, owner: PowerGrad) -> None:
-        super().__init__()
-        self.owner = owner
-        self.traced = is_compiling()  # entered within a compiled function, while that is traced
-        self.altered = False  # here or in a nested block
-        self.watch: Watch | None = None
-        self.counts = False  # False while a checkpoint recomputes calls that were counted before
-        self.outer: set[int] = set()  # frames outside this block whose backward pass recomputes it
-        self.entered = False
-        self.parent: _Block | None = None
-        self.before = _tracing_counts() if self.traced else (0, 0)
-        self.functions = functions_traced() if self.traced else 0
-
-    def __enter__(self) -> _Block:
-        prepare_dynamo()
-        if not self.traced:
-            capture_in_checkpoints(_recomputed_alike)
-            frames = frames_that_recompute()
-            self.outer = {id(frame) for frame in frames}
-            self.counts = not any(map(recomputes_now, frames))
-            if self.counts and not is_one(self.owner.alpha):
-                self.watch = Watch()
-            self.parent, self.entered = _CURRENT.get(), True
-            _CURRENT.set(self)
-        push_mode(self)
-        return self
-
-    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
-        self.owner.__exit__(exc_type, exc, traceback)
-
-    def leave_traced(self, *, failed: bool) -> None:
-        if not failed and not is_one(self.owner._alpha_input):
-            _judge_while_tracing(self.before, self.owner.strict)
-
-    def leave(self, *, failed: bool) -> None:
-        _CURRENT.set(self.parent)
-        if self.altered and self.parent is not None:
-            self.parent.altered, self.parent.watch = True, None
-        watch, owner = self.watch, self.owner
-        if watch is None or failed or watch.ours or _traced_calls.keys() - {"", "off"}:
-            return
-        if watch.gradients or (watch.backward and not owner.altered):
-            alpha = "..." if isinstance(owner.alpha, Tensor) else f"alpha={owner.alpha}"
-            complain(f"PowerGrad({alpha})", watch.names, strict=owner.strict)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        known = _KNOWN.get(func)
-        if is_compiling():
-            return self._trace(known, func, args, kwargs or {})
-        if known is None:
-            out = func(*args, **kwargs) if kwargs else func(*args)
-            if self.watch is not None:
-                self.watch.saw(func, out)
-            return out
-        kind, replacement = known
-        kwargs = kwargs or {}
-        if replacement is not None and not self._leaves_alone(kind, kwargs):
-            return self._alter(func, kind, replacement, args, kwargs)
-        out = func(*args, **kwargs)
-        if self.watch is not None:
-            self.watch.saw_loss(func, out)
-        return out
-
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func`, a function that PowerGrad alters, as if inside this block.
-
-        The block is not pushed onto PyTorch's mode stack, which would take longer than a small
-        loss.
-        """
-        kind, replacement = _KNOWN[func]
-        if replacement is None or self._leaves_alone(kind, kwargs):
-            return func(*args, **kwargs)
-        frames = frames_that_recompute()
-        self.outer = {id(frame) for frame in frames}
-        self.counts = not any(map(recomputes_now, frames))
-        token = _CURRENT.set(self)
-        try:
-            return self._alter(func, kind, replacement, args, kwargs)
-        finally:
-            _CURRENT.reset(token)
-
-    def _alter(
-        self, func: Any, kind: str, replacement: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Tensor:
-        self._refuse_other_tasks(func)
-        recomputed = self._refuse_recomputation(func)
-        alpha = self.owner.alpha
-        out = replacement(alpha, *args, **kwargs)
-        if self.counts and (recomputed or out.requires_grad or gradients_hidden()):
-            block = _CURRENT.get()
-            while block is not None and block is not self:  # inner blocks that did not alter it
-                block.altered, block.watch = True, None
-                block = block.parent
-            self.altered, self.watch = True, None
-            if not is_one(alpha):
-                with _counting:
-                    self.owner.altered[kind] = self.owner.altered.get(kind, 0) + 1
-        return out
-
-    def _trace(self, known: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kind, replacement = known or ("", None)
-        if replacement is None or self._leaves_alone(kind, kwargs):
-            out = func(*args, **kwargs)
-            if self.traced and isinstance(out, Tensor) and out.requires_grad:
-                _note_while_tracing("")
-            return out
-        if functions_traced() > (self.functions if self.traced else 0) or (
-            not self.traced and _recomputed_around_trace()
-        ):
-            raise RuntimeError(_about_recomputation(func, "custom autograd functions"))
-        alpha = self.owner._alpha_input
-        out = replacement(alpha, *args, **kwargs)
-        _note_while_tracing("off" if is_one(alpha) else kind)
-        return out
-
-    def _leaves_alone(self, kind: str, kwargs: dict[str, Any]) -> bool:
-        return kind == "log_softmax" and (not self.owner.log_softmax or "out" in kwargs)
-
-    def _refuse_other_tasks(self, func: Any) -> None:
-        block = _CURRENT.get()
-        while block is not None and block is not self:
-            block = block.parent
-        if block is None and self.entered:
-            raise RuntimeError(
-                f"Expected `{func.__name__}` to be called by the coroutine that entered the "
-                "innermost PowerGrad of this thread, but got a call by another coroutine. "
-                + _ABOUT_TASKS
-            )
-
-    def _refuse_recomputation(self, func: Any) -> bool:
-        """Return whether gradients are disabled only until a backward pass recomputes the call."""
-        recomputed = False
-        for frame in recomputed_later():
-            if self._is_lost(frame):
-                self.watch = None  # the error says more
-                where = "" if checkpoints_captured() else "checkpoints and "
-                raise RuntimeError(_about_recomputation(func, where + "custom autograd functions"))
-            recomputed = not torch.is_grad_enabled()
-        return recomputed
-
-    def _is_lost(self, frame: FrameType) -> bool:
-        """Whether `frame` was entered within this block and would recompute without PowerGrad."""
-        captured = checkpoints_captured() and custom_function(frame) is None
-        return id(frame) not in self.outer and not captured
-
-
-def _about_recomputation(func: Any, where: str) -> str:
-    return (
-        f"Expected `{func.__name__}` under PowerGrad to be called outside {where} entered within "
-        "it, but got a call inside one. Its backward pass recomputes the call after PowerGrad has "
-        "ended. Decorate the function itself, `function = PowerGrad(alpha)(function)`, or call "
-        "`powergrad.cross_entropy` in it."
-    )
-
-
-# The innermost block of the current context. Each task of an event loop has its own context, which
-# it inherits from the block in which it is started; modes belong to the thread.
-_CURRENT: ContextVar[_Block | None] = ContextVar("PowerGrad", default=None)
-_ABOUT_TASKS = (
-    "The coroutines of a thread share its modes: use `with PowerGrad(...)` around code that does "
-    "not await."
+_LAZY_FUNCTIONS = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
 )
-_counting = threading.Lock()
-
-
-def _innermost_block(owner: PowerGrad) -> _Block:
-    """Pop the innermost block, which must belong to `owner`, off the mode stack."""
-    modes, current = function_modes(), _CURRENT.get()
-    top = modes[-1] if modes else None
-    if isinstance(top, _Block) and top.owner is owner and (top is current or not top.entered):
-        pop_mode()
-        return top
-    # Clean up both the chain of this context and the modes of this thread.
-    inner: _Block | None = None
-    while current is not None and current.owner is not owner:
-        inner, current = current, current.parent
-    if current is None:  # entered in another context
-        current = top if isinstance(top, _Block) and top.owner is owner else None
-    elif inner is None:
-        _CURRENT.set(current.parent)
-    else:
-        inner.parent = current.parent
-    if current in modes:
-        position = modes.index(current)
-        for _ in modes[position:]:
-            pop_mode()
-        for mode in modes[position + 1 :]:
-            push_mode(mode)
-    raise RuntimeError(
-        "Expected PowerGrad to be left as the innermost mode of its thread, by the coroutine that "
-        "entered it, but got another order. " + _ABOUT_TASKS
-    )
-
-
-def _recomputed_alike(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` in the PowerGrads that are active now, for a checkpoint to recompute."""
-    if is_compiling():
-        return function
-    captured: list[PowerGrad] = []
-    for mode in function_modes():
-        owner = mode.owner if isinstance(mode, _Block) else mode
-        if isinstance(owner, PowerGrad):
-            alpha = owner.alpha
-            alpha = alpha.detach().clone() if isinstance(alpha, Tensor) else alpha
-            captured.append(PowerGrad(alpha, log_softmax=owner.log_softmax))
-    if not captured:
-        return function
-
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for mode in captured:
-                stack.enter_context(mode)
-            return function(*args, **kwargs)
-
-    return recomputed
-
-
-own_modes.update((PowerGrad, _Block))
-run_eagerly(PowerGrad, _Block, Watch, _innermost_block, _recomputed_alike)
-
-
-# TorchDynamo runs the following functions instead of tracing them. 2.13.0: the attribute is what
-# `torch.compiler.assume_constant_result` sets, without loading TorchDynamo here. The counts are per
-# process: counts per block would be a side effect, which a traced checkpoint must not have.
-
-_traced_calls: dict[str, int] = {}  # by kind; "" are calls with gradients that were not altered
-
-
-def _note_while_tracing(kind: str) -> None:
-    _traced_calls[kind] = _traced_calls.get(kind, 0) + 1
-
-
-def _tracing_counts() -> tuple[int, int]:
-    plain = _traced_calls.get("", 0)
-    return plain, sum(_traced_calls.values()) - plain
-
-
-def _judge_while_tracing(before: tuple[int, int], strict: bool) -> None:
-    plain, altered = _tracing_counts()
-    if plain > before[0] and altered == before[1]:
-        complain("PowerGrad in a compiled function", {}, strict=strict)
-
-
-def _recomputed_around_trace() -> bool:
-    """Whether the compiled function is called by a custom autograd function within the block."""
-    block = _CURRENT.get()
-    return block is not None and any(block._is_lost(frame) for frame in recomputed_later())
-
-
-for _function in (
-    _note_while_tracing,
-    _tracing_counts,
-    _judge_while_tracing,
-    _recomputed_around_trace,
-):
-    _function._dynamo_marked_constant = True  # pyright: ignore
-
-
-# Functions that cannot be decorated ---------------------------------------------------------------
-
-
-def _refuse_what_runs_later(function: Any) -> None:
-    """Raise if the body of `function` is known to run outside the context."""
-    if inspect.isclass(function):
-        raise TypeError(
-            f"Expected a function to decorate, but got the class {function.__name__}, whose "
-            "methods would run outside PowerGrad; decorate the method that computes the loss."
-        )
-    if not callable(function):
-        raise TypeError(f"Expected a function to decorate, but got {type(function).__name__}.")
-    for body in (function, type(function).__call__):
-        if (
-            inspect.isgeneratorfunction(body)
-            or inspect.iscoroutinefunction(body)
-            or inspect.isasyncgenfunction(body)
-        ):
-            raise TypeError(
-                "Expected an ordinary function to decorate, but got a generator or coroutine, "
-                "whose body would run outside PowerGrad; use `with PowerGrad(...)` inside it."
-            )
-
-
 _LAZY = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter, zip, enumerate)
 
 
-def _refuse_lazy(result: Any) -> None:
-    if isinstance(result, Tensor):
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of PyTorch that the mode has seen."""
+    handling, _thread.handling = _thread.handling, True
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _thread.handling = handling
+
+
+def _refuse_to_decorate(got: str) -> NoReturn:
+    raise TypeError(
+        f"Expected a function that computes its result when it is called, but got {got}, whose "
+        "loss would be computed outside PowerGrad; use `with PowerGrad(...)` where it is computed."
+    )
+
+
+def _refuse_compiled(what: Any) -> None:
+    """Raise at a loss that is compiled in a block, or at what may have one in its body."""
+    if what == "PowerGrad":
+        where = "PowerGrad was entered in code that `torch.compile` or `torch.export` compiles"
+    elif what in _KNOWN or is_higher_order(what):
+        name = _KNOWN[what].name if what in _KNOWN else getattr(what, "__name__", what)
+        where = f"`{name}` is compiled within PowerGrad"
+    else:
         return
-    lazy = isinstance(result, _LAZY)
-    if not lazy and not is_compiling():
-        lazy = inspect.isawaitable(result) or type(result).__module__ == "itertools"
-    if lazy:
-        if isinstance(result, CoroutineType):
-            result.close()  # otherwise Python warns that it was never awaited
-        raise TypeError(
-            "Expected a decorated function to return a computed value, but got an object of "
-            f"type {type(result).__name__}, which is computed later, outside PowerGrad; use "
-            "`with PowerGrad(...)` where it is computed."
-        )
+    raise RuntimeError(
+        f"{where}. The compiled function outlives the block, so PowerGrad is for eager code only."
+        + _REMEDY
+    )
 
 
-# Replacements: each takes alpha and the arguments of the original function -----------------------
+# The functions ------------------------------------------------------------------------------------
+
+
+class _Function(NamedTuple):
+    """A function of PyTorch, and the one that replaces it."""
+
+    owner: Any
+    name: str
+    kind: str  # the last part of the name
+    original: Callable[..., Any]
+    alter: Callable[..., Tensor]
+    altered: Callable[..., Any]
+
+
+def _count(counts: dict[str, int], kind: str) -> None:
+    with _lock:
+        counts[kind] = counts.get(kind, 0) + 1
+
+
+def _replacement(original: Any, kind: str, alter: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A function like `original`: altered while `enable` or a hidden block says so."""
+
+    @functools.wraps(original)
+    def altered(*args: Any, **kwargs: Any) -> Any:
+        arguments = (*args, *kwargs.values())
+        if has_torch_function(arguments):
+            return handle_torch_function(altered, arguments, *args, **kwargs)
+        if _thread.blocks:  # a call that the mode does not see
+            if not _thread.handling or torch.compiler.is_compiling():  # TorchDynamo hides it
+                _refuse_compiled(altered)
+            return _thread.blocks[-1].alter(_KNOWN[altered], args, kwargs)
+        enabled = _enabled
+        if enabled is None or not _is_altered(enabled, kind, kwargs):
+            if enabled is None and torch.is_grad_enabled():
+                for block in tuple(_open):  # in other threads
+                    block.watch.elsewhere = True
+            return original(*args, **kwargs)
+        out = alter(enabled.alpha, *args, **kwargs)
+        if type(out).__name__ in ("FakeTensor", "FunctionalTensor"):
+            _count(enabled.compiled, kind)
+        elif out.requires_grad or gradients_hidden():
+            _count(enabled.altered, kind)
+        return out
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        if has_torch_function((*args, *kwargs.values())):
+            return handle_torch_function(altered, (*args, *kwargs.values()), *args, **kwargs)
+        if _alters_traced(kind, torch.is_grad_enabled() or in_transform(), *kwargs):
+            return alter(cast(Enabled, _enabled).alpha, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    def scripted() -> Any:
+        if _enabled is not None:
+            _count(_enabled.scripted, kind)
+        return original if inspect.isfunction(original) else _scripted_log_softmax
+
+    # TorchDynamo inlines the first, and otherwise may see `altered` as one operation, which is
+    # right as well. TorchScript compiles what the second returns.
+    vars(altered).update(_torchdynamo_inline=traced, __prepare_scriptable__=scripted)
+    return altered
+
+
+def _is_altered(enabled: Enabled, kind: str, names: Any) -> bool:
+    if kind == "log_softmax" and (not enabled.log_softmax or "out" in names):
+        return False
+    if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
+        return False
+    return torch.is_grad_enabled() or gradients_hidden()
+
+
+def _alters_traced(kind: str, has_gradient: bool, *names: str) -> bool:
+    """Whether to alter a call that TorchDynamo traces."""
+    if _thread.blocks:
+        _refuse_compiled(next(f.altered for f in _FUNCTIONS if f.kind == kind))
+    enabled = _enabled
+    if enabled is None or not has_gradient or not _is_altered(enabled, kind, names):
+        return False
+    _count(enabled.compiled, kind)
+    return True
+
+
+# TorchDynamo runs these functions instead of tracing them, and errors in them reach the user.
+for _constant in (_refuse_compiled, _alters_traced):
+    _constant._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _scripted_log_softmax(input: Tensor, dim: int, dtype: int | None = None) -> Tensor:
+    return torch.ops.aten.log_softmax(input, dim, dtype)
+
+
+# What they call instead: it takes alpha and the arguments of the original function ----------------
 
 
 def _cross_entropy(
@@ -510,42 +559,29 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    if size_average is not None or reduce is not None:
-        reduction = legacy_reduction(size_average, reduce)
-    arguments = Call(target, weight, alpha, ignore_index, label_smoothing, reduction)
-    return loss_of(input, arguments)
+    if size_average is not None or reduce is not None:  # with PyTorch's warning
+        reduction = torch.nn.L1Loss(size_average, reduce).reduction
+    return loss_of(input, Call(target, weight, alpha, ignore_index, label_smoothing, reduction))
 
 
 def _linear_cross_entropy(
-    alpha: float | Tensor,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    options: Any = None,
+    alpha: float | Tensor, input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
 ) -> Tensor:
-    arguments = Call(
-        target,
-        weight,
-        alpha,
-        -100 if ignore_index is None else ignore_index,
-        label_smoothing,
-        reduction,
-    )
-    if options is not None and linear_weight.dim() == 2:  # the caller asks for blocks
-        loss = linear_cross_entropy(
-            input, linear_weight, linear_bias=linear_bias, **arguments._asdict()
-        )
-        return cast(Tensor, loss)
+    bias, blocks = options.pop("linear_bias", None), options.pop("options", None)
+    if options.get("ignore_index", -100) is None:
+        del options["ignore_index"]
+    if blocks is not None and linear_weight.dim() == 2:  # the caller asks for blocks
+        options.update(alpha=alpha, linear_bias=bias)
+        return linear_cross_entropy(input, linear_weight, target, **options)
     # (..., in) times (C, d1, ..., in) to (..., C, d1, ...), as in PyTorch.
-    bias = None if linear_bias is None else linear_bias.flatten()
+    bias = None if bias is None else bias.flatten()
     logits = F.linear(input, linear_weight.flatten(0, -2), bias)
-    return loss_of(logits.unflatten(-1, linear_weight.shape[:-1]), arguments)
+    return cast(
+        Tensor,
+        cross_entropy(
+            logits.unflatten(-1, linear_weight.shape[:-1]), target, alpha=alpha, **options
+        ),
+    )
 
 
 def _log_softmax(
@@ -563,20 +599,30 @@ def _functional_log_softmax(
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if dim is None:  # deprecated; PyTorch warns
-        dim = legacy_softmax_dim(input.dim(), _stacklevel + 1)
+    if dim is None:  # deprecated; this is PyTorch's choice
+        warnings.warn(
+            "Implicit dimension choice for log_softmax has been deprecated. Change the call to "
+            "include dim=X as an argument.",
+            stacklevel=_stacklevel + 1,
+        )
+        dim = 0 if input.dim() in (0, 1, 3) else 1
     return _log_softmax(alpha, input, dim, dtype)
 
 
-# The kind and the replacement of each function, which `_Block` looks up at each call. Losses that
-# PowerGrad does not alter have no replacement.
-_KNOWN: dict[Any, tuple[str, Callable[..., Tensor] | None]] = {
-    **dict.fromkeys(OTHERS, ("", None)),
-    F.cross_entropy: ("cross_entropy", _cross_entropy),
-    F.log_softmax: ("log_softmax", _functional_log_softmax),
-    torch.log_softmax: ("log_softmax", _log_softmax),
-    torch.special.log_softmax: ("log_softmax", _log_softmax),
-    Tensor.log_softmax: ("log_softmax", _log_softmax),
-}
-if hasattr(F, "linear_cross_entropy"):  # later versions of PyTorch
-    _KNOWN[F.linear_cross_entropy] = ("linear_cross_entropy", _linear_cross_entropy)
+def _function(owner: Any, name: str, alter: Callable[..., Tensor]) -> _Function:
+    original, kind = getattr(owner, name.split(".")[-1]), name.split(".")[-1]
+    altered = _replacement(original, kind, alter)
+    return _Function(owner, name, kind, original, alter, altered)
+
+
+_FUNCTIONS = [
+    _function(F, "F.cross_entropy", _cross_entropy),
+    _function(F, "F.log_softmax", _functional_log_softmax),
+    _function(torch, "torch.log_softmax", _log_softmax),
+    _function(torch.special, "torch.special.log_softmax", _log_softmax),
+    _function(Tensor, "Tensor.log_softmax", _log_softmax),
+]
+if hasattr(F, "linear_cross_entropy"):  # since 2.13
+    _FUNCTIONS.append(_function(F, "F.linear_cross_entropy", _linear_cross_entropy))
+_CROSS_ENTROPY = _FUNCTIONS[0]
+_KNOWN = {f: function for function in _FUNCTIONS for f in (function.original, function.altered)}

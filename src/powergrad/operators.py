@@ -1,8 +1,8 @@
 r"""The operators ``torch.ops.powergrad.*``, registered with ``torch.library``.
 
-An operator is one node of a traced graph with a backward pass of its own, so compiling, exporting
-or transforming the graph cannot replace it by the ordinary one. `powergrad.transform` and
-`powergrad.loss` call them under export, and where a compiled graph is to use the C kernel.
+An operator is one node of a traced graph with a backward pass of its own, so exporting or compiling
+the graph cannot replace it by the ordinary one. `powergrad.transform` calls the first under export,
+`powergrad.loss` the second where a compiled graph is to use the C kernel.
 """
 
 from __future__ import annotations
@@ -16,28 +16,19 @@ from torch import Tensor
 from powergrad._check import Call
 from powergrad.loss import loss_by_definition
 from powergrad.rows import loss_and_gradient
-from powergrad.transform import altered_backward, flattened, plain_log_softmax, scores_to_save
+from powergrad.transform import altered_backward, plain_log_softmax, scores_to_save
 
 __all__: list[str] = []
 
 _LIBRARY = torch.library.Library("powergrad", "DEF")
 
 
-def _define(
-    schema: str,
-    kernel: Callable[..., Any],
-    backward: Any = None,
-    setup_context: Any = None,
-    vmap: Any = None,
-) -> None:
+def _define(schema: str, kernel: Callable[..., Any], backward: Any, setup_context: Any) -> None:
     """Register an operator; its `kernel` may use only operations that support fake tensors."""
     name = f"powergrad::{schema.split('(')[0]}"
     _LIBRARY.define(schema, tags=[torch.Tag.pt2_compliant_tag])
     torch.library.impl(name, "CompositeExplicitAutograd", kernel, lib=_LIBRARY)
-    if backward is not None:
-        torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_LIBRARY)
-    if vmap is not None:
-        torch.library.register_vmap(name, vmap, lib=_LIBRARY)
+    torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_LIBRARY)
 
 
 # The primitive -----------------------------------------------------------------------------------
@@ -55,16 +46,7 @@ def _log_softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 def _log_softmax_grad(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
     scores, alpha = ctx.saved_tensors
-    grad = torch.ops.powergrad.log_softmax_backward(u, scores, alpha, ctx.dim, ctx.input_dtype)
-    return grad, None, None, None
-
-
-def _log_softmax_vmap(
-    info: Any, in_dims: Any, input: Tensor, alpha: Tensor, dim: int, dtype: torch.dtype | None
-) -> tuple[Tensor, int]:
-    z = _batched(input, in_dims[0], info.batch_size)
-    alpha = _batched_alpha(alpha, in_dims[1], z.dim())
-    return torch.ops.powergrad.log_softmax(z, alpha, dim if dim < 0 else dim + 1, dtype), 0
+    return altered_backward(u, scores, alpha, ctx.dim, ctx.input_dtype), None, None, None
 
 
 _define(
@@ -72,51 +54,6 @@ _define(
     _log_softmax,
     _log_softmax_grad,
     _log_softmax_setup,
-    _log_softmax_vmap,
-)
-
-
-# Its backward ------------------------------------------------------------------------------------
-
-
-def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    u, scores, alpha, ctx.dim, _ = inputs
-    ctx.save_for_backward(u, scores, alpha)
-
-
-def _backward_grad(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
-    # With t = v - sum(v p'), the derivative of sum(v * (u - p' sum(u))) is t with respect to u, and
-    # -alpha sum(u) p' t with respect to the scores.
-    u, scores, alpha = ctx.saved_tensors
-    p = flattened(scores, alpha, ctx.dim)
-    t = v.to(p.dtype) - (v.to(p.dtype) * p).sum(ctx.dim, keepdim=True)
-    d_scores = -alpha * u.to(p.dtype).sum(ctx.dim, keepdim=True) * p * t
-    return t.to(u.dtype), d_scores.to(scores.dtype), None, None, None
-
-
-def _backward_vmap(
-    info: Any,
-    in_dims: Any,
-    u: Tensor,
-    scores: Tensor,
-    alpha: Tensor,
-    dim: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, int]:
-    u = _batched(u, in_dims[0], info.batch_size)
-    scores = _batched(scores, in_dims[1], info.batch_size)
-    alpha = _batched_alpha(alpha, in_dims[2], u.dim())
-    dim = dim if dim < 0 else dim + 1
-    return torch.ops.powergrad.log_softmax_backward(u, scores, alpha, dim, dtype), 0
-
-
-_define(
-    "log_softmax_backward(Tensor grad, Tensor scores, Tensor alpha, int dim, ScalarType dtype)"
-    " -> Tensor",
-    altered_backward,
-    _backward_grad,
-    _backward_setup,
-    _backward_vmap,
 )
 
 
@@ -161,38 +98,11 @@ def _cross_entropy_grad(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, 
     return result.to(logits.dtype), *[None] * 6
 
 
-def _cross_entropy_vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, tuple[int, int]]:
-    slices = (
-        [arg if d is None else arg.select(d, i) for arg, d in zip(args, in_dims, strict=True)]
-        for i in range(info.batch_size)
-    )
-    results = [torch.ops.powergrad.cross_entropy(*arguments) for arguments in slices]
-    return tuple(torch.stack(outputs) for outputs in zip(*results, strict=True)), (0, 0)
-
-
 _define(
     "cross_entropy(Tensor input, Tensor target, Tensor? weight, Tensor alpha, int ignore_index,"
     " float label_smoothing, str reduction) -> (Tensor, Tensor)",
     _cross_entropy,
     _cross_entropy_grad,
     _cross_entropy_setup,
-    _cross_entropy_vmap,
 )
 torch.library.register_fake("powergrad::cross_entropy", _cross_entropy_fake, lib=_LIBRARY)
-
-
-# Moving the batch dimension to the front ---------------------------------------------------------
-
-
-def _batched(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    if dim is None:
-        return tensor.expand(size, *tensor.shape)
-    return tensor.movedim(dim, 0)
-
-
-def _batched_alpha(alpha: Tensor, dim: int | None, ndim: int) -> Tensor:
-    """`alpha`, 0-d or with the dimensions of the logits, for logits of `ndim` dimensions."""
-    if dim is None:
-        return alpha.unsqueeze(0) if alpha.dim() else alpha
-    alpha = alpha.movedim(dim, 0)
-    return alpha.reshape(-1, *[1] * (ndim - 1)) if alpha.dim() == 1 else alpha

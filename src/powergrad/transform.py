@@ -42,6 +42,7 @@ from powergrad._check import (
     check_number,
     check_probabilities,
     is_plain,
+    note_own_call,
 )
 from powergrad.compat import in_loss_parallel, in_transform, is_exporting
 
@@ -189,6 +190,7 @@ def log_softmax(
         >>> z.grad  # softmax(0.25 * z) - [1, 0, 0]
         tensor([-0.5190,  0.2918,  0.2272])
     """
+    note_own_call()
     dim = check_dim(check_floating(input, "input"), dim, "input")
     if not isinstance(alpha, Tensor):
         alpha = check_number(alpha)
@@ -330,6 +332,7 @@ def log_sigmoid(input: Tensor, alpha: Tensor) -> Tensor:
 
     `alpha` broadcasts over `input`.
     """
+    note_own_call()
     if needs_operator():
         two = torch.stack([input, torch.zeros_like(input)], -1)
         alpha = alpha.unsqueeze(-1) if alpha.dim() else alpha

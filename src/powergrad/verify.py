@@ -32,8 +32,8 @@ from torch.optim.optimizer import (
 )
 
 from powergrad._check import is_plain, shape_of
-from powergrad._compat import hook_compiled, is_compiled, run_eagerly, tree_map
 from powergrad._slope import Rows, Verification, measure
+from powergrad.compat import hook_compiled, is_compiled, run_eagerly, tree_map
 from powergrad.head import find_head, unwrap
 
 __all__ = ["StepWatcher", "Verification", "verify"]

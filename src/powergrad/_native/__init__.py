@@ -54,7 +54,7 @@ def available() -> bool:
     return library() is not None
 
 
-available._dynamo_marked_constant = True  # pyright: ignore  # see powergrad._compat
+available._dynamo_marked_constant = True  # pyright: ignore  # see powergrad.compat
 
 
 def best_level() -> int:

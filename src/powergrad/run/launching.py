@@ -12,12 +12,12 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from powergrad._compat import on_first_backward
 from powergrad._slope import counted
 from powergrad._version import __version__
+from powergrad.compat import on_first_backward
 from powergrad.head import HEAD_REMEDY
+from powergrad.mode import Enabled, enable
 from powergrad.reporting import write_json
-from powergrad.run.altered_losses import Losses
 from powergrad.run.optimizers import Optimizers
 from powergrad.run.options import Options
 from powergrad.run.program import Program
@@ -70,12 +70,12 @@ class _Session:
     graph: list[str] = field(default_factory=list)  # the first nodes of the first backward pass
 
     def __post_init__(self) -> None:
-        self.losses = Losses(self.options.alpha)
+        self.losses = Enabled()
         self.optimizers = Optimizers(self.options, self._altered, self._refuse)
 
     def install(self) -> None:
         if self.options.alpha != 1:
-            self.losses.install()
+            self.losses = enable(self.options.alpha)
         self.optimizers.install()
         on_first_backward(self._note_backward)
 
@@ -178,6 +178,10 @@ class _Session:
                 f"{count:,} {kind} in compiled code" for kind, count in losses.compiled.items()
             ]
             parts.append(f"alpha {options.alpha:g} altered {', '.join(kinds) or 'nothing'}")
+            if losses.scripted:
+                parts.append("scripted code is not altered")
+            if losses.replaced:
+                parts.append(f"the program has replaced {', '.join(losses.replaced)}")
             if optimizers.verification is not None:
                 parts.append(f"step {optimizers.verified_step}: {optimizers.verification}")
         for name, total in optimizers.clipped.items():
@@ -205,7 +209,9 @@ class _Session:
             "exit_code": code,
             "problems": self.problems,
             "altered": self.losses.altered,
-            "altered_in_compiled_code": self.losses.compiled if options.alpha != 1 else {},
+            "altered_in_compiled_code": self.losses.compiled,
+            "scripted": self.losses.scripted,
+            "replaced": self.losses.replaced if options.alpha != 1 else [],
             "optimizers": [{"class": seen.kind, "steps": seen.steps} for seen in optimizers.seen],
             "steps": sum(seen.steps for seen in optimizers.seen),
             "clipped": {

@@ -18,8 +18,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from powergrad._compat import run_eagerly
 from powergrad.clip import ClipHandle, _stepping_optimizer, clip_grads_before_step
+from powergrad.compat import run_eagerly
 from powergrad.head import unwrap
 from powergrad.monitor import FilterMonitor
 from powergrad.run.options import Options
