@@ -34,7 +34,7 @@ _pre_dispatch = _private("_C.DispatchKey.PreDispatch")
 # has no values that could be read. 2.6 to 2.13.
 is_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")
 is_batched = _private("_C._functorch.is_legacy_batchedtensor")
-_is_tracing = _private("_C._is_tracing") or torch.jit.is_tracing  # pyright: ignore  # faster
+_is_tracing = _private("_C._is_tracing")  # of `torch.jit.trace`
 _log_softmax = _private("_log_softmax")
 # TorchDynamo enters the transforms that it traces. 2.6 to 2.13.
 _interpreters = _private("_C._functorch.peek_interpreter_stack")
@@ -47,6 +47,7 @@ _KNOWN = None not in (
     _pre_dispatch,
     is_wrapped,
     is_batched,
+    _is_tracing,
     getattr(forward_ad, "_current_level", None),
 )
 
@@ -128,7 +129,7 @@ def graph_recorded() -> bool:
     # 2.6 to 2.13.
     proxies = _private("fx.experimental.proxy_tensor.get_proxy_mode")
     recorded = not nothing_traced() if proxies is None else proxies() is not None
-    return recorded or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    return recorded or _is_tracing is None or _is_tracing()
 
 
 # PowerGrad and enable -----------------------------------------------------------------------------
