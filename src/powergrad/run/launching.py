@@ -14,13 +14,13 @@ from torch import Tensor
 
 from powergrad._compat import on_first_backward
 from powergrad._head import _REMEDY
-from powergrad._slope import counted
 from powergrad._version import __version__
 from powergrad.reporting import write_json
 from powergrad.run.altered_losses import Losses
 from powergrad.run.optimizers import Optimizers
 from powergrad.run.options import Options
 from powergrad.run.program import Program
+from powergrad.verify import counted
 
 __all__ = ["NOT_ALTERED", "launch"]
 
