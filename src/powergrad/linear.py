@@ -40,6 +40,7 @@ from powergrad.loss import (
     statistics,
 )
 from powergrad.rows import RowStatistics, coefficients, reduced, write
+from powergrad.transform import LISTENERS, tell
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -170,7 +171,7 @@ def linear_cross_entropy(
             raise ValueError("Expected `target` of shape (..., T) with class indices for `shift`.")
         target = _shifted(target, ignore_index)
         token_weight = None if token_weight is None else _shifted(token_weight, 0)
-    hidden = input.reshape(-1, input.shape[-1])
+    hidden, head = input.reshape(-1, input.shape[-1]), linear_weight
     autocasting = is_autocasting(input.device.type)
     if autocasting:
         dtype = torch.get_autocast_dtype(input.device.type)
@@ -201,6 +202,8 @@ def linear_cross_entropy(
         options: Any = dict(zip(names, call, strict=True), gate=gate)
         loss, found = cross_entropy(F.linear(*layer), **options, return_stats=True)
     else:
+        if LISTENERS:
+            tell("powergrad.linear_cross_entropy", input, call.alpha, None, head)
         plan = _plan(call, classes, hidden.dtype, chunk_rows)
         found = RowStatistics.empty(call) if return_stats else None
         loss = _InBlocks.apply(*layer, call, plan, gate, found)

@@ -36,7 +36,15 @@ from powergrad._check import (
 )
 from powergrad.compat import direct_apply, in_transform, is_autocasting, is_exporting
 from powergrad.rows import RowStatistics, loss_and_gradient, mapped
-from powergrad.transform import log_sigmoid, log_softmax, needs_operator, potential
+from powergrad.transform import (
+    LISTENERS,
+    log_sigmoid,
+    log_softmax,
+    needs_operator,
+    note_traced,
+    potential,
+    tell,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -204,8 +212,12 @@ def loss_of(input: Tensor, call: Call) -> Tensor:
     """:func:`cross_entropy` without gate and statistics."""
     note_own_call()
     if _is_common_case(input, call):
+        if LISTENERS:
+            tell("powergrad.cross_entropy", input, call.alpha, call)
         return _rows_loss(input, call)
     class_dim, call = check_call(input, call)
+    if is_plain(input) and LISTENERS:
+        tell("powergrad.cross_entropy", input, call.alpha, call)
     way = way_of(input, call)
     if way != "rows":
         check_labels(call.target, input.shape[class_dim], call.ignore_index)
@@ -250,15 +262,21 @@ def way_of(input: Tensor, call: Call) -> str:
     return "definition"
 
 
+def _maps_logits(call: Call) -> bool:  # TorchDynamo of PyTorch 2.6 traces no property of a call
+    return call.softcap is not None or call.logit_scale != 1
+
+
 def _has_options(call: Call) -> bool:
-    maps_logits = call.softcap is not None or call.logit_scale != 1
-    return bool(maps_logits or call.z_loss or call.zero_empty) or call.token_weight is not None
+    further = call.z_loss or call.zero_empty or call.token_weight is not None
+    return _maps_logits(call) or bool(further)
 
 
 # The definition: an ordinary loss of log p, right for every option and under every transform ------
 
 
 def loss_by_definition(input: Tensor, call: Call) -> Tensor:
+    if (_maps_logits(call) or call.z_loss) and not is_plain(input):
+        note_traced("softcap, logit_scale or z_loss")
     class_dim = 0 if input.dim() == 1 else 1
     # 16-bit logits are widened here, once: 1/N and the 1/C of smoothing then fit into
     # u = dL/dlog p, and p'/N is rounded to 16 bits only after multiplication by the loss scale.
@@ -367,10 +385,10 @@ def _is_common_case(input: Tensor, call: Call) -> bool:
 _NO_OPTIONS = tuple(Call._field_defaults.values())[3:]
 
 
-def _loss_of_rows(input: Tensor, call: Call) -> Tensor:
-    """The loss of logits of any shape, as rows (N, C)."""
+def as_rows(input: Tensor, call: Call) -> tuple[Tensor, Call]:
+    """Logits of any shape as rows (N, C), and the call for them."""
     if input.dim() == 2:
-        return _rows_loss(input, call)
+        return input, call
     batched = input.unsqueeze(0) if input.dim() == 1 else input
     classes = batched.shape[1]
     logits = batched.movedim(1, -1)
@@ -385,10 +403,14 @@ def _loss_of_rows(input: Tensor, call: Call) -> Tensor:
         alpha=alpha,
         token_weight=None if tokens is None else tokens.reshape(-1),
     )
-    loss = _rows_loss(logits.reshape(-1, classes), call)
+    return logits.reshape(-1, classes), call
+
+
+def _loss_of_rows(input: Tensor, call: Call) -> Tensor:
+    loss = _rows_loss(*as_rows(input, call))
     if call.reduction != "none":
         return loss
-    return loss.reshape(()) if input.dim() == 1 else loss.reshape(positions)
+    return loss.reshape(() if input.dim() == 1 else input.shape[:1] + input.shape[2:])
 
 
 class _Rows(torch.autograd.Function):
@@ -602,6 +624,8 @@ def binary_cross_entropy_with_logits(
     for name, factor in (("weight", weight), ("pos_weight", pos_weight)):
         check_broadcasts(factor, input, name)
     exponent = check_alpha(alpha, input, None)
+    if is_plain(input) and LISTENERS:
+        tell("powergrad.binary_cross_entropy_with_logits", input, alpha)
     if is_one(alpha):
         return F.binary_cross_entropy_with_logits(
             input, target, weight, reduction=reduction, pos_weight=pos_weight

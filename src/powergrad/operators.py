@@ -16,7 +16,13 @@ from torch import Tensor
 from powergrad._check import Call
 from powergrad.loss import loss_by_definition
 from powergrad.rows import loss_and_gradient
-from powergrad.transform import altered_backward, plain_log_softmax, scores_to_save
+from powergrad.transform import (
+    LISTENERS,
+    altered_backward,
+    plain_log_softmax,
+    scores_to_save,
+    tell,
+)
 
 __all__: list[str] = []
 
@@ -72,6 +78,8 @@ def _cross_entropy(
     """The loss of rows of logits, and its gradient at the logits."""
     number = alpha.item() if alpha.numel() == 1 and alpha.is_cpu else alpha
     call = Call(target, weight, number, ignore_index, label_smoothing, reduction)
+    if LISTENERS:
+        tell("torch.ops.powergrad.cross_entropy", input, number)
     return loss_and_gradient(input, call)
 
 

@@ -28,7 +28,8 @@ Convergence*.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from torch.nn.functional import logsigmoid
 
 from powergrad._check import (
     PLAIN,
+    Call,
     check_alpha,
     check_dim,
     check_floating,
@@ -150,6 +152,50 @@ def paper_smoothing(eps: float, num_classes: int) -> float:
     return eps * num_classes / (num_classes - 1)
 
 
+# What the losses tell `powergrad.verify` ----------------------------------------------------------
+
+
+class Notice(NamedTuple):
+    """A call of a loss: its logits, or the hidden states if it has the `weight` of the head."""
+
+    name: str
+    input: Tensor
+    alpha: float | Tensor
+    call: Call | None = None
+    weight: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """The number of rows, of logits or hidden states with the classes in dimension 1."""
+        return self.input.numel() // max(1, self.input.shape[1 if self.weight is None else -1])
+
+    @property
+    def special(self) -> bool:
+        """Whether its gradient at the input is not ``m (p' - q)`` with one alpha for all rows."""
+        call, per_row = self.call, isinstance(self.alpha, Tensor) and self.alpha.numel() > 1
+        maps = call is not None and (call.maps_logits or call.z_loss > 0)
+        return maps or per_row or "binary" in self.name
+
+
+LISTENERS: list[Callable[[Notice], None]] = []
+TRACED: set[str] = set()  # options that traced programs may use, which do not say so when they run
+
+
+def note_traced(option: str) -> None:
+    """Remember that a program with `option` was traced."""
+    TRACED.add(option)
+
+
+# TorchDynamo calls it while it traces, see `compat`.
+note_traced._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def tell(*notice: Any) -> None:
+    """Tell the listeners of a call."""
+    for listener in tuple(LISTENERS):
+        listener(Notice(*notice))
+
+
 # The primitive -----------------------------------------------------------------------------------
 
 
@@ -206,6 +252,8 @@ def log_softmax(
             "`input.redistribute(placements=[Replicate()])`."
         )
     if is_plain(input):
+        if LISTENERS:
+            tell("powergrad.log_softmax", input, alpha)
         return _LogSoftmax.apply(input, exponent, dim, dtype)
     if needs_operator():
         return torch.ops.powergrad.log_softmax(input, exponent, dim, dtype)

@@ -1,45 +1,100 @@
-"""`verify`: does this training step really use PowerGrad Transform?
+r"""`verify`: does this training step really use PowerGrad Transform?
 
-PGT does not change the value of the loss, only the gradient at the logits. A `StepWatcher` collects
-logits and gradients while a step runs; `powergrad._slope` measures alpha on them. The gradient
-comes from one of three places:
+PGT does not change the value of the loss, only the gradient at the logits, so this is measured. If
+losses of powergrad were called with these logits, it must be a multiple of their gradient. For
+other losses, in a row of logits z with the target ``t = (1 - e) q + e / C``, it must be
 
-- a hook on the head, if its module is called: it sees the logits and their gradient;
-- the gradient of the head's weight, ``dW = G^T H``, if the weight is used without calling the
-  module, as chunked losses do. With fewer rows than features it determines ``G``;
-- the output of a compiled model, if the head inside cannot be observed.
+    g = m (p' - t),      p' = softmax(alpha z),
+
+up to a few roundoffs of the two terms, for the same alpha and smoothing e in all rows, and with
+equal factors m, or equal for equal labels (class weights): in a focal loss, or in the paper's
+listing, only the factors are wrong.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import math
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from powergrad._check import is_plain, shape_of
-from powergrad._slope import Rows, Verification, measure
-from powergrad.compat import hook_compiled, is_compiled, run_eagerly, tree_map
+from powergrad._check import Call, is_plain, shape_of
 from powergrad.head import find_head, unwrap
+from powergrad.loss import as_rows, loss_by_definition
+from powergrad.transform import LISTENERS, TRACED, Notice
 
 __all__ = ["StepWatcher", "Verification", "verify"]
 
-ELEMENTS = 1 << 18  # the maximal number of logits that are measured
-FEWEST, MOST = 4, 1024  # limits of the number of rows
+STORED = 1 << 26  # logits that are kept per call; of more, a random sample of rows
+BLOCK = 1 << 18  # logits that are compared at a time
+FITTED = 1 << 16  # logits that alpha is fitted to
+WIDEST = 0.02  # above this uncertainty of alpha the verdict is "cannot tell"
+SAME = 1e-3  # alphas closer than this count as equal
+SCHEDULED = {"params", "lr", "momentum", "betas"}  # what a scheduler changes is not restored
+COARSE = 2.0**-20  # the roundoff of 16 bits is above it
+SIGMAS = 10.0  # standard errors per uncertainty: rounding errors are correlated
+
+
+@dataclass(frozen=True)
+class Verification:
+    r"""The result of :func:`powergrad.verify`. ``str()`` of it is one sentence.
+
+    It has no truth value; compare ``verdict`` with the one that you expect.
+
+    Args:
+        verdict: "pgt"; "plain", cross-entropy without PGT; "neither", some other gradient; or
+            "cannot tell", if the data do not determine the answer.
+        alpha: The effective alpha if the verdict is "pgt" or "plain"; the mean over the rows if
+            each row has its own.
+        uncertainty: How far `alpha` may be from the true value; None if it was not measured.
+        rows: The number of rows of logits that were measured.
+        rows_in_all: The number of rows that had a gradient.
+        reason: Why the verdict is not "pgt" or "plain"; for these, a remark, if there is one.
+
+    Example:
+        >>> print(Verification("pgt", 0.3, 1e-6, 64, 64))
+        PGT at alpha 0.300 (64 of 64 rows)
+    """
+
+    verdict: Literal["pgt", "plain", "neither", "cannot tell"]
+    alpha: float | None = None
+    uncertainty: float | None = None
+    rows: int = 0
+    rows_in_all: int = 0
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "Expected a comparison of `verdict`, such as `verification.verdict == 'pgt'`, but got "
+            f"a Verification used as a bool: {self}"
+        )
+
+    def __str__(self) -> str:
+        if self.alpha is None:
+            return f"{self.verdict}: {self.reason}"
+        text = (
+            "plain cross-entropy" if self.verdict == "plain" else f"PGT at alpha {self.alpha:.3f}"
+        )
+        if self.uncertainty is not None and self.uncertainty > SAME / 2:
+            text += f" ± {self.uncertainty:.3f}"
+        remark = f"; {self.reason}" if self.reason else ""
+        return f"{text} ({self.rows:,} of {counted(self.rows_in_all, 'row')}{remark})"
+
+
+def counted(number: int, noun: str) -> str:
+    """Such as "1 row" or "2,000 rows"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def verify(
@@ -55,20 +110,16 @@ def verify(
     buffers and gradients of `model`, training mode, the state of every ``torch.optim`` optimizer
     that stepped, random state (torch, ``random``, numpy), and hooks. This needs memory for a copy
     of all of these. Other state that `step` advances is not restored: data iterators, learning-rate
-    schedulers, a ``GradScaler``, counters.
-
-    With class indices, labels are not needed, also with label smoothing or class weights. For both
-    together, and for soft targets such as those of mixup, pass `target`.
-
-    Code compiled by ``torch.compile`` is recompiled for this step, and again after it. Under data
-    parallelism, call it on every rank; each rank reports on its own rows.
+    schedulers, a ``GradScaler``, counters. Under data parallelism, call it on every rank; each rank
+    reports on its own rows.
 
     Args:
         step: Runs one training step: forward pass, loss, ``backward()``, and optionally the
             optimizer.
-        model: The network that `step` trains.
+        model: The network that `step` trains. If it is compiled, what ``torch.compile`` returned.
         head: The module whose outputs are the logits, or its name, if it cannot be found.
-        target: Class indices; or class probabilities, of the shape of the logits.
+        target: Class indices, or class probabilities of the shape of the logits. It is only needed
+            for probabilities (such as mixup) in a loss that is not powergrad's.
 
     Returns:
         The :class:`powergrad.verify.Verification`, whose ``verdict`` is "pgt", "plain", "neither"
@@ -92,9 +143,6 @@ def verify(
         raise TypeError(f"Expected `step` to be callable, but got {type(step).__name__}.")
     watcher = StepWatcher(model, head, target=target)
     find_head(unwrap(model), head)  # raises, where the watcher would answer "cannot tell"
-    if "torch._dynamo" in sys.modules:  # compiled code ignores hooks that are added later
-        watcher._traceable = True
-        torch.compiler.reset()
     with _restoring(model), watcher:
         step()
     return watcher.result()
@@ -105,9 +153,8 @@ class StepWatcher:
 
     It is the passive form of :func:`powergrad.verify`, for a step that runs anyway. Its hooks are
     removed when the block ends. If anything goes wrong inside the watcher, the verdict is "cannot
-    tell" with the reason; it never raises in the step. It keeps the logits in memory until their
-    gradient arrives. Code that is already compiled cannot be observed, except for the output of a
-    compiled model.
+    tell" with the reason; it never raises in the step. It copies the logits and their gradient to
+    the CPU when the gradient arrives.
 
     Args:
         model: The network.
@@ -118,7 +165,6 @@ class StepWatcher:
         TypeError: If an argument is of another type.
 
     Example:
-        >>> import powergrad
         >>> model = nn.Linear(8, 10)
         >>> images, labels = torch.randn(64, 8), torch.randint(0, 10, (64,))
         >>> with StepWatcher(model) as watcher:
@@ -140,36 +186,28 @@ class StepWatcher:
             ("head", head, "a module, its name or None", (nn.Module, str, type(None))),
         ):
             if not isinstance(value, kinds):
-                raise TypeError(
-                    f"Expected `{name}` to be {expected}, but got {type(value).__name__}."
-                )
+                got = type(value).__name__
+                raise TypeError(f"Expected `{name}` to be {expected}, but got {got}.")
         self._model, self._target = model, target
-        self._traceable = False  # whether our operator may be inserted into compiled code
-        self._failure = ""
-        self._calls: list[_Call] = []
-        self._outer: list[_Call] = []  # outputs of compiled models
-        self._indirect: list[Rows] = []  # from the gradient of the weight
-        self._why_not_indirect = ""
-        self._without_grad = False
-        self._features: tuple[Tensor, bool] | None = None  # and whether they are in 16 bits
-        self._undo: list[Callable[[], None]] = []
-        self._head: nn.Module | None = None
+        self._reason = ""  # why nothing can be told
+        self._notices: list[Notice] = []
+        self._calls: tuple[list[_Logits], ...] = ([], [], [])  # of head, compiled model and loss
+        self._undo: list[Callable[[], Any]] = []
         self._result: Verification | None = None
         try:
             self._head = find_head(unwrap(model), head)
         except ValueError as error:
-            self._failure = str(error)
+            self._reason = str(error)
 
     def __enter__(self) -> StepWatcher:
-        if self._head is not None:
-            self._guarded(self._attach, self._head)
+        if not self._reason:
+            self._guarded(self._attach)
         return self
 
     def __exit__(self, *exc: Any) -> None:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
-        self._features = None
 
     def result(self) -> Verification:
         """Return the verification of the step; call it after the block.
@@ -180,392 +218,534 @@ class StepWatcher:
         if self._undo:
             return Verification("cannot tell", reason="the watched step has not ended yet")
         if self._result is None:
-            try:
-                self._result = self._conclusion()
-            except Exception as error:
-                reason = f"measuring failed: {type(error).__name__}: {error}"
-                self._result = Verification("cannot tell", reason=reason)
-            self._calls, self._outer, self._indirect = [], [], []
+            if not self._reason:
+                self._guarded(self._conclude)
+            if self._result is None:
+                self._result = Verification("cannot tell", reason=self._reason)
+            self._calls, self._notices = ([], [], []), []
         return self._result
-
-    # Collecting ----------------------------------------------------------------------------------
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
         """Call `function`, and record an exception instead of breaking the user's step."""
         try:
             with torch.no_grad():
                 function(*args)
+        except _UnclearError as error:
+            self._reason = self._reason or str(error)
         except Exception as error:
-            self._fail(f"watching failed: {type(error).__name__}: {error}")
+            self._reason = self._reason or f"watching failed: {type(error).__name__}: {error}"
 
-    def _fail(self, reason: str) -> None:
-        self._failure = self._failure or reason
+    def _attach(self) -> None:
+        def watch(module: nn.Module, calls: list[_Logits]) -> None:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                if not torch.compiler.is_compiling():
+                    self._guarded(self._on_output, output, calls)
 
-    def _attach(self, head: nn.Module) -> None:
-        tag, traceable = next(_TAGS), self._traceable
-        _REPORTS[tag] = functools.partial(self._guarded, self._on_compiled)
-        self._undo.append(lambda: _REPORTS.pop(tag, None) and None)
+            # As the first hook, it sees the gradient after any changes by other hooks.
+            self._undo.append(module.register_forward_hook(hook, prepend=True).remove)
 
-        def on_head(module: nn.Module, args: Any, output: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                self._guarded(self._on_output, output, self._calls)
-            elif traceable and isinstance(output, Tensor):
-                return torch.ops.powergrad.watch_logits(output, tag)
-            return None
+        watch(self._head, self._calls[0])
+        for module in self._model.modules():  # compiled code ignores hooks on what is inside
+            if "_orig_mod" in module._modules and self._head in set(module.modules()):
+                watch(module, self._calls[1])
+        listener = functools.partial(self._guarded, self._on_loss)
+        LISTENERS.append(listener)
+        self._undo.append(lambda: LISTENERS.remove(listener))
 
-        def on_outer(output: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self._guarded(self._on_output, output, self._outer)
+    def _on_output(self, output: Any, calls: list[_Logits]) -> None:
+        logits = output.get("logits") if isinstance(output, dict) else output
+        logits = getattr(logits, "logits", logits)
+        if isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim():
+            linear = isinstance(self._head, nn.Linear) and calls is self._calls[0]
+            dims = [logits.dim() - 1] if linear or logits.dim() < 3 else [1, logits.dim() - 1]
+            self._observe(_Logits(logits, dims), logits, calls)
+        elif calls is self._calls[0]:
+            raise _UnclearError(f"the output of the head is a {type(output).__name__}, not logits")
 
-        # As the first hook, it sees the gradient after any changes by other hooks.
-        self._undo.append(head.register_forward_hook(on_head, prepend=True).remove)
-        compiled = [module for module in self._model.modules() if is_compiled(module)]
-        self._undo += [hook_compiled(module, on_outer) for module in compiled]
-        if isinstance(head, nn.Linear) and (traceable or not compiled):
-            self._watch_weight(head)
+    def _on_loss(self, notice: Notice) -> None:
+        self._notices.append(notice)
+        logits, classes = notice.input, getattr(self._head, "out_features", None)
+        fits = logits.dim() and classes in (None, logits.shape[min(1, logits.dim() - 1)])
+        if notice.call is not None and logits.requires_grad and fits:
+            self._observe(_Logits(logits, [min(1, logits.dim() - 1)]), logits, self._calls[2])
 
-    def _watch_weight(self, head: nn.Linear) -> None:
-        """Observe the gradient of the weight, and the last hidden states before the head."""
-        if not head.weight.requires_grad:
-            self._why_not_indirect = ", and its weight does not require grad"
-            return
-
-        def on_features(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or not isinstance(output, Tensor):
-                return
-            if output.dim() > 1 and output.shape[-1] == head.in_features and is_plain(output):
-                autocast = torch.is_autocast_enabled(output.device.type)
-                self._features = output.detach(), autocast or output.dtype.itemsize < 4
-
-        inside = set(head.modules())
-        for module in self._model.modules():
-            if module not in inside:
-                self._undo.append(module.register_forward_hook(on_features).remove)
-        on_gradient = functools.partial(self._guarded, self._on_weight_gradient, head)
-        self._undo.append(head.weight.register_hook(on_gradient).remove)
-
-    def _on_output(self, output: Any, calls: list[_Call]) -> None:
-        logits = _logits_of(output)
-        if logits is None:
-            kind = type(output).__name__
-            self._fail(f"the output of the head is a {kind}, not a tensor of logits")
-        elif not is_plain(logits):
-            self._fail(
+    def _observe(self, seen: _Logits, logits: Tensor, calls: list[_Logits]) -> None:
+        if not is_plain(logits):
+            raise _UnclearError(
                 f"the logits are a {type(logits).__name__}, or inside a torch.func transform, "
                 "where their gradient cannot be observed"
             )
-        elif not logits.requires_grad:
-            self._without_grad = True
+        calls.append(seen)
+        if not logits.requires_grad:
+            return
+
+        def on_gradient(grad: Tensor | None) -> None:
+            if grad is not None:
+                self._guarded(seen.add, grad, self._notices, self._target)
+
+        arrived: Any = on_gradient
+        if "torch._dynamo" in sys.modules:  # it would compile what runs during a compiled step
+            arrived = torch.compiler.disable(on_gradient)
+        if (node := logits.grad_fn) is None:
+            self._undo.append(logits.register_hook(arrived).remove)
+        else:  # its hook runs after all hooks of the tensor, which may alter the gradient
+            number = logits.output_nr
+            prehook = node.register_prehook(lambda grads: arrived(grads[number]))
+            self._undo.append(prehook.remove)
+
+    def _conclude(self) -> None:
+        for calls in self._calls:
+            if any(seen.arrived for seen in calls):
+                self._result = _measured([seen for seen in calls if seen.count], self._notices)
+                return
+        weight = getattr(self._head, "weight", self)
+        own = [n for n in self._notices if n.weight is weight or n.name.startswith("torch.ops")]
+        alphas = torch.tensor([float(torch.as_tensor(n.alpha).double().mean()) for n in own])
+        if own and bool((alphas == alphas[0]).all()):
+            alpha, rows = float(alphas[0]), sum(notice.rows for notice in own)
+            reason = f"as reported by {own[0].name}"
+            self._result = Verification(_verdict(alpha), alpha, None, rows, rows, reason)
+        elif any(self._calls):
+            raise _UnclearError("no gradient reached the logits; does the step call `backward()`?")
         else:
-            call = _Call(logits)
-            calls.append(call)
-            node, number = logits.grad_fn, logits.output_nr
-            if node is None:
-                on_gradient = functools.partial(self._guarded, call.add)
-                self._undo.append(logits.register_hook(on_gradient).remove)
-            else:  # its hook runs after all hooks of the tensor, which may alter the gradient
-                on_gradients = functools.partial(self._guarded, call.add_one, number)
-                self._undo.append(node.register_prehook(on_gradients).remove)
-
-    def _on_compiled(self, logits: Tensor, grad: Tensor) -> None:
-        self._calls.append(_Call(logits))
-        self._calls[-1].add(grad)
-
-    def _on_weight_gradient(self, head: nn.Linear, grad: Tensor) -> None:
-        if any(call.arrived for call in self._calls):
-            return
-        if self._features is None:
-            self._why_not_indirect = (
-                f", and no module before it returned hidden states of {head.in_features} features"
+            raise _UnclearError(
+                f"the head, a {type(self._head).__name__}, was not called outside compiled code; "
+                "pass the model that the step uses, as `torch.compile` returned it if it is "
+                "compiled; or pass `head`, the module that computes the logits"
             )
-            return
-        hidden, in_16_bits = self._features
-        try:
-            hidden = hidden.reshape(-1, head.in_features)
-            self._indirect.append(_recovered(head, grad, hidden, in_16_bits))
-        except _UndeterminedError as error:
-            self._why_not_indirect = f", and the gradient of its weight {error}"
-
-    # Concluding ----------------------------------------------------------------------------------
-
-    def _conclusion(self) -> Verification:
-        calls = [call for call in self._calls if call.arrived]
-        calls = calls or [call for call in self._outer if call.arrived]
-        for failure in (self._failure, *(call.failure for call in calls)):
-            if failure:
-                return Verification("cannot tell", reason=failure)
-        if not calls and not self._indirect:
-            return Verification("cannot tell", reason=self._why_nothing())
-        for call in calls:
-            if call.neither is not None:
-                return call.neither
-        calls = [call for call in calls if call.rows is not None]
-        rows = [call.rows for call in calls if call.rows is not None] or self._indirect
-        reason = ""
-        if not rows:
-            reason = "the gradient at the logits is zero"
-        elif len({part.logits.shape[1] for part in rows}) > 1:
-            reason = "the calls of the head have different numbers of classes"
-        elif self._target is not None and len(calls) != 1:
-            reason = "`target` needs exactly one call of the head, but got "
-            reason += str(len(calls) or "none")
-        elif self._target is not None:
-            target = calls[0].rows_of(self._target)
-            rows = [replace(rows[0], target=target)]
-            if target is None:
-                reason = f"`target` of shape {shape_of(self._target)} and {self._target.dtype} "
-                reason += f"does not fit logits of shape {calls[0].shape}"
-        if reason:
-            return Verification("cannot tell", reason=reason)
-        return measure(_joined(rows))
-
-    def _why_nothing(self) -> str:
-        if self._calls or self._outer:
-            return "no gradient reached the logits; does the step call `backward()`?"
-        if self._without_grad:
-            return "the head was only called without gradients (`torch.no_grad`, or all is frozen)"
-        if any(is_compiled(module) for module in self._model.modules()):
-            return (
-                "the head runs in compiled code, which ignores new hooks; use `powergrad.verify`, "
-                "or call `torch.compiler.reset()` before"
-            )
-        return (
-            f"the head, a {type(self._head).__name__}, was not called{self._why_not_indirect}; "
-            "check that the step uses this model, or pass `head`, the module that computes the "
-            "logits"
-        )
 
 
-run_eagerly(StepWatcher)  # for compiled steps that call `backward()`
-
-_TAGS = itertools.count()
-_REPORTS: dict[int, Callable[[Tensor, Tensor], None]] = {}
+class _UnclearError(Exception):
+    """Why the verdict is "cannot tell"."""
 
 
-def report(logits: Tensor, grad: Tensor, tag: int) -> None:
-    """Pass logits and gradient from ``torch.ops.powergrad.watch_logits`` to the watcher `tag`."""
-    if tag in _REPORTS:
-        _REPORTS[tag](logits, grad)
+def _verdict(alpha: float, tolerance: float = 0.0) -> Literal["pgt", "plain"]:
+    return "plain" if abs(alpha - 1) <= tolerance else "pgt"
 
 
-def _logits_of(output: Any) -> Tensor | None:
-    """The logits in a module's output: the tensor itself, or its attribute or item `logits`."""
-    if isinstance(output, dict):
-        output = output.get("logits")
-    elif not isinstance(output, Tensor):
-        output = getattr(output, "logits", None)
-    usable = isinstance(output, Tensor) and output.is_floating_point() and output.dim() > 0
-    return output if usable else None
+# The logits of one call ---------------------------------------------------------------------------
 
 
-# One call of the head ----------------------------------------------------------------------------
+class _Logits:
+    """The logits of one call, and what is kept of them when their gradient arrives."""
 
-
-class _Call:
-    """The logits of one call of the head, and their gradient.
-
-    A sample of the rows is copied when the gradient arrives, because other code may change logits
-    and gradient in place later.
-    """
-
-    def __init__(self, logits: Tensor) -> None:
-        self.shape, self.version = shape_of(logits), logits._version
+    def __init__(self, logits: Tensor, dims: list[int]) -> None:
+        self.logits, self.dims, self.version = logits.detach(), dims, logits._version
         self.arrived = False
-        self.failure = ""
-        self.neither: Verification | None = None
-        self.rows: Rows | None = None
-        self._logits: Tensor | None = logits.detach()
-        self._dim = 0
-        self._index: tuple[Tensor, ...] = ()
+        self.told: Verification | None = None  # by losses of powergrad, and confirmed
+        self.count = 0  # rows with a gradient
+        self.z = self.g = torch.empty(0)  # these rows (n, C), or a sample, on the CPU
+        self.t: Tensor | None = None
 
-    def add_one(self, number: int, grads: tuple[Tensor | None, ...]) -> None:
-        """Add gradient number `number` of an autograd node."""
-        if grads[number] is not None:
-            self.add(grads[number])
-
-    def add(self, grad: Any) -> None:
-        """Add a gradient. Several, such as from losses with separate `backward()` calls, sum up."""
-        self.arrived, logits = True, self._logits
-        if self.rows is not None:
-            gradient = self.rows.gradient + _wide(self._classes_last(grad)[self._index])
-            self.rows = replace(self.rows, gradient=gradient)
-            self._check_sum(_zero_sum_dim(gradient, [1], self.rows.logits)[1])
-        elif logits is None or not bool((grad != 0).any()):
-            return  # the verdict is already known, or the gradient is zero
-        elif logits._version != self.version:
-            self.failure = "the logits were changed in place before their gradient arrived"
-        elif not bool(grad.isfinite().all()):
-            self.failure = "the gradient at the logits has NaN or infinite entries"
-        else:
-            dims = {1, len(self.shape) - 1} if len(self.shape) > 1 else {0}
-            dim, excess = _zero_sum_dim(grad, sorted(dims), logits)
-            self._dim = dim or 0
-            self._check_sum(excess)
-            if dim is None:
-                self.failure = (
-                    f"the gradient of the logits, of shape {self.shape}, sums to zero over both "
-                    "dimension 1 and the last dimension, so either may be the class dimension"
-                )
-            elif self.neither is None:
-                self.rows = self._sampled(logits, grad)
-        self._logits = None
-
-    def _sampled(self, logits: Tensor, grad: Tensor) -> Rows:
-        gradient = self._classes_last(grad)
-        present = (gradient != 0).any(-1).nonzero()
-        limit = min(max(FEWEST, ELEMENTS // gradient.shape[-1]), MOST, len(present))
-        chosen = present[torch.linspace(0, len(present) - 1, limit).long().to(present.device)]
-        self._index = tuple(chosen.t())
-        z, g = _wide(self._classes_last(logits)[self._index]), _wide(gradient[self._index])
-        if bool((z.isnan() | (z == torch.inf)).any()):
-            self.failure = "the logits have NaN or infinite entries"
-        formats = [torch.finfo(dtype) for dtype in (logits.dtype, grad.dtype)]
-        # Kernels flush probabilities below float32's normal numbers to 0, before or after scaling.
-        flushed = 16 * torch.finfo(torch.float32).smallest_normal * max(1.0, float(g.abs().max()))
-        return Rows(
-            z,
-            g,
-            max(2.0**-24, *(info.eps / 2 for info in formats)),
-            torch.full_like(g, formats[1].smallest_normal * formats[1].eps + flushed),
-            call=torch.zeros(limit, dtype=torch.int64),
-            example=chosen[:, 0].cpu(),
-        )
-
-    def _classes_last(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.movedim(self._dim, -1)
-        return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor
-
-    def _check_sum(self, excess: float | None) -> None:
-        """Set `neither` if `excess`, the relative sum over the classes, is not None."""
-        if excess is None:
-            self.neither = None
+    def add(self, grad: Tensor, notices: list[Notice], target: Tensor | None) -> None:
+        """Copy the rows that have a gradient: other code may change them in place later."""
+        self.arrived, logits = True, self.logits
+        if not bool((grad != 0).any()):
             return
-        reason = (
-            "the gradient at the logits does not sum to zero over the classes, as it does for "
-            "every softmax cross-entropy; this may be another loss, or the logits may be changed "
-            "after this module (then pass `head`, the module that computes the final logits)"
-        )
-        classes = self.shape[self._dim]
-        rows = math.prod(self.shape) // classes
-        self.neither = Verification("neither", None, None, excess, rows, classes, reason=reason)
-
-    def rows_of(self, target: Tensor) -> Tensor | None:
-        """The target of the rows as probabilities; None if its shape or values do not fit."""
-        index = tuple(part.to(target.device) for part in self._index)
-        without = self.shape[: self._dim] + self.shape[self._dim + 1 :]
-        if target.is_floating_point() and shape_of(target) == self.shape:
-            return _wide(self._classes_last(target)[index])
-        if not target.is_floating_point() and shape_of(target) == without:
-            labels = (target if without else target.unsqueeze(0))[index].long().clamp(min=0).cpu()
-            if int(labels.max()) < self.shape[self._dim]:
-                return nn.functional.one_hot(labels, self.shape[self._dim]).double()
-        return None
-
-
-def _zero_sum_dim(grad: Tensor, dims: list[int], logits: Tensor) -> tuple[int | None, float | None]:
-    """Find the dimension in `dims` over which the gradient sums to zero.
-
-    Returns ``(dim, None)``, ``(None, None)`` if there are several, or if there is none, the closest
-    dimension and its sum relative to the sum of absolute values. If there is none at first, rows
-    that are predicted with certainty are excluded: ``p - 1`` may round to 0 there, while the
-    gradients of the other classes do not.
-    """
-    info = torch.finfo(grad.dtype)
-    limit = 0.05 if info.bits < 32 else 0.02  # a 16-bit loss has an error of a few percent
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    ratios: dict[int, float] = {}
-    for leave_out in (False, True):
-        for dim in dims:
-            total, size = grad.sum(dim, dtype=wide), grad.abs().sum(dim, dtype=wide)
-            size += grad.shape[dim] * info.smallest_normal * info.eps / limit  # what underflows
-            if leave_out:
-                doubt = 1 - logits.to(wide).softmax(dim).amax(dim) > 100 * info.eps
-                total, size = total * doubt, size * doubt
-            ratios[dim] = float(total.norm() / size.norm())  # NaN: no row is left
-        below = [dim for dim in dims if not ratios[dim] > limit]
-        if below:
-            return (below[0] if len(below) == 1 else None), None
-    closest = min(dims, key=lambda dim: ratios[dim])
-    return closest, ratios[closest]
+        if self.count:
+            raise _UnclearError("several backward passes reached the same logits")
+        if logits._version != self.version:
+            raise _UnclearError("the logits were changed in place before their gradient arrived")
+        if not bool(grad.isfinite().all()) or not bool((logits < math.inf).all()):
+            raise _UnclearError("logits or gradient have NaN or infinite entries")
+        sums = [float(grad.sum(dim).norm() / grad.abs().sum(dim).norm()) for dim in self.dims]
+        if len(sums) > 1 and max(sums) < 1e-3:  # the gradient sums to zero over the classes
+            raise _UnclearError(f"logits of {shape_of(logits)} have two possible class dimensions")
+        dim = self.dims[sums.index(min(sums))]
+        z, g = (x.movedim(dim, -1).reshape(-1, x.shape[dim]) for x in (logits, grad))
+        rows = (g != 0).any(1).nonzero().squeeze(1)
+        self.count, limit = len(rows), max(8, STORED // z.shape[1])
+        if z.numel() <= STORED >> 3:
+            self.told = _told(notices, z, g)
+        if limit < len(rows):  # with a generator of its own, to leave the user's alone
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+            rows = rows[order[:limit].sort().values.to(rows.device)]
+        self.z, self.g = z[rows].cpu(), g[rows].cpu()
+        if target is not None:
+            self.t = _probabilities(target, logits, dim)[rows.to(target.device)].cpu()
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """A copy in float64 on the CPU."""
-    return tensor.detach().to("cpu", torch.float64, copy=True)
-
-
-def _joined(parts: list[Rows]) -> Rows:
-    """Concatenate all rows; `call` numbers the call that each row is from."""
-    numbered = [replace(part, call=part.call + number) for number, part in enumerate(parts)]
-    names = ("logits", "gradient", "noise", "call", "example")
-    tensors = {name: torch.cat([getattr(part, name) for part in numbered]) for name in names}
-    return replace(parts[0], precision=max(part.precision for part in parts), **tensors)
-
-
-# The gradient of the head's weight ---------------------------------------------------------------
-
-
-class _UndeterminedError(Exception):
-    """Why the gradient of the weight does not determine the gradient at the logits."""
-
-
-def _recovered(head: nn.Linear, grad: Tensor, hidden: Tensor, in_16_bits: bool) -> Rows:
-    """Recover the gradient at the logits from the gradient of the weight.
-
-    ``dW = G^T H`` with hidden states ``H`` (n, F). If the rows of ``H`` are independent,
-    ``G^T = dW H^+``. With fewer rows than features, ``dW`` must be zero in some directions, which
-    checks that the loss was computed from these hidden states. A relative rounding error ``r`` in
-    ``dW`` causes an error of ``r * |dW_c| * |H^+_i|`` in ``G_ic``.
-    """
-    count, features = hidden.shape
-    if count >= features:
-        raise _UndeterminedError(
-            f"determines the gradient of at most {features - 1} rows (one less than the features), "
-            f"but got {count}; use a smaller batch"
-        )
-    h = _wide(hidden)
-    singular = torch.linalg.svdvals(h)
-    if float(singular[-1]) < 64 * 2.0**-24 * float(singular[0]):
-        raise _UndeterminedError(
-            f"does not determine the rows: the {count} hidden states are linearly dependent"
-        )
-    inverse = torch.linalg.pinv(h)
-    limit = min(max(FEWEST, ELEMENTS // head.out_features), MOST)
-    rows = torch.linspace(0, count - 1, min(2 * limit, count)).long()  # some may be ignored
-    g, z, sizes, left = [], [], [], 0.0
-    some = max(1, (1 << 22) // features)  # classes at a time, as copies are in float64
-    for dw, w in zip(
-        map(_wide, grad.split(some)), map(_wide, head.weight.split(some)), strict=True
-    ):
-        whole = dw @ inverse
-        left += float((dw - whole @ h).square().sum())
-        g.append(whole[:, rows].t())
-        z.append(h[rows] @ w.t())
-        sizes.append(dw.norm(dim=1))
-    g, z, sizes = torch.cat(g, 1), torch.cat(z, 1), torch.cat(sizes)
-    if head.bias is not None:
-        z += _wide(head.bias)
-    precision = 2.0**-9 if in_16_bits or grad.dtype.itemsize < 4 else 2.0**-24
-    noise = 8 * precision * sizes * inverse[:, rows].norm(dim=0).unsqueeze(1)
-    present = (g.abs() > 4 * noise).any(1).nonzero().squeeze(1)[:limit]
-    if not bool(g.isfinite().all()):
-        raise _UndeterminedError("has NaN or infinite entries")
-    if left > float((64 * precision * sizes).square().sum()):
-        raise _UndeterminedError(
-            "does not match the hidden states that the last module before it returned: they are "
-            "changed in between, or the weight is tied"
-        )
-    if not len(present):
-        raise _UndeterminedError("is zero, or not precise enough")
-    return Rows(
-        z[present],
-        g[present],
-        precision,
-        noise[present],
-        call=torch.zeros(len(present), dtype=torch.int64),
-        example=rows[present],
-        indirect=True,
+def _probabilities(target: Tensor, logits: Tensor, dim: int) -> Tensor:
+    """`target` as rows (N, C)."""
+    shape, classes = shape_of(logits), logits.shape[dim]
+    if target.is_floating_point() and shape_of(target) == shape:
+        return target.movedim(dim, -1).reshape(-1, classes)
+    if not target.is_floating_point() and shape_of(target) == shape[:dim] + shape[dim + 1 :]:
+        return one_hot(target.reshape(-1).clamp(min=0), classes)
+    raise _UnclearError(
+        f"`target` of shape {shape_of(target)} and {target.dtype} does not fit logits of {shape}"
     )
+
+
+def _told(notices: list[Notice], z: Tensor, g: Tensor) -> Verification | None:
+    """The verdict, if g is a sum of multiples of the gradients of powergrad's losses of z."""
+    columns, slopes, alphas = [], [], []
+    for notice in notices:
+        if notice.call is None:
+            continue
+        logits, call = as_rows(notice.input, notice.call)
+        if logits.shape == z.shape and torch.equal(logits.to(z.dtype), z):
+            alpha = torch.as_tensor(call.alpha).double()
+            own, more = (_gradient(z, call.replace(alpha=a)) for a in (alpha, alpha + WIDEST))
+            columns.append(own)
+            slopes.append((more - own) / WIDEST)
+            alphas.append(alpha.reshape(-1))
+    if not columns:
+        return None
+    wanted, x = g.cpu().double().reshape(-1, 1), torch.stack(columns, 1)
+    m = torch.linalg.lstsq(x, wanted, driver="gelsd").solution
+    slope, r, unit = torch.stack(slopes, 1) @ m, wanted - x @ m, _unit(z, g)
+    slope -= x @ torch.linalg.lstsq(x, slope, driver="gelsd").solution
+    depth = -z.cpu().double().log_softmax(1).clamp(min=-1e4)
+    error = unit * (1 + max(float(a.max()) for a in alphas) * depth) * float(wanted.abs().max())
+    r, slope = r / error.reshape(-1, 1), slope / error.reshape(-1, 1)
+    # How far alpha may be from what was told, and how far it is.
+    uncertainty = max(SIGMAS * float(1 / slope.norm().clamp(min=1e-300)), unit / 4, 1e-6)
+    apart = float((slope * r).sum().abs() / slope.square().sum().clamp(min=1e-300))
+    limit = 4 if unit > COARSE else 16
+    if (
+        float(m.min()) < -1e-3 * float(m.max())
+        or float(r.abs().max()) > limit
+        or apart > uncertainty
+    ):
+        return None
+    _check_determined(uncertainty / 5)
+    used = [alpha for alpha, factor in zip(alphas, m, strict=True) if factor > 1e-3 * m.max()]
+    alpha = torch.cat(used)
+    low, high = float(alpha.min()), float(alpha.max())
+    span = f"alphas from {low:.3f} to {high:.3f}" if low < high else ""
+    if low < high and (len(used) > 1 or bool((alpha == 1).any())):
+        return Verification("neither", reason=f"losses at {span} were added or mixed")
+    return Verification(_verdict(low), float(alpha.mean()), uncertainty, reason=span)
+
+
+def _gradient(z: Tensor, call: Call) -> Tensor:
+    """The gradient of a loss of powergrad, by its definition in float64."""
+    tensors, rest = call.split()
+    call = Call.joined([None if tensor is None else tensor.cpu() for tensor in tensors], rest)
+    with torch.enable_grad():
+        x = z.detach().cpu().double().requires_grad_()
+        return torch.autograd.grad(loss_by_definition(x, call).sum(), x)[0].flatten()
+
+
+def _unit(*tensors: Tensor) -> float:
+    """The roundoff of tensors, which are not trusted further than float32."""
+    return max(2.0**-24, *(torch.finfo(tensor.dtype).eps / 2 for tensor in tensors))
+
+
+def _check_determined(uncertainty: float) -> None:
+    if not uncertainty <= WIDEST:
+        raise _UnclearError(
+            "the rows do not determine alpha: their logits differ too little for the precision of "
+            "the gradient (all are equal if the head starts at zero), or there are too few rows; "
+            "measure later in training, in float32, or on a larger batch"
+        )
+
+
+# Other losses -------------------------------------------------------------------------------------
+
+
+class _Data(NamedTuple):
+    """The rows of all calls, and the precision of their gradient."""
+
+    z: Tensor  # (n, C)
+    g: Tensor
+    t: Tensor | None  # the target, if the user passed one
+    call: Tensor  # (n, 1), the call that each row is from
+    counts: Tensor  # (n, 1), the rows of that call
+    unit: float  # roundoff
+    lost: float  # underflow
+
+    def part(self, rows: Any) -> _Data:
+        z, g, t, call, counts = (None if x is None else x[rows].double() for x in self[:5])
+        return self._replace(z=z, g=g, t=t, call=call, counts=counts)
+
+    def sample(self) -> _Data:
+        rows = max(4, FITTED // self.z.shape[1])
+        return self.part(torch.linspace(0, len(self.z) - 1, rows).long().unique())
+
+    @property
+    def coarse(self) -> bool:
+        """Whether logits or gradient are in 16 bits."""
+        return self.unit > COARSE
+
+
+def _measured(calls: list[_Logits], notices: list[Notice]) -> Verification:
+    if not calls:
+        raise _UnclearError("the gradient at the logits is zero")
+    counts = torch.tensor([call.count for call in calls])
+    rows = {"rows": sum(len(call.z) for call in calls), "rows_in_all": int(counts.sum())}
+    told = [call.told for call in calls if call.told is not None]
+    if len(told) == len(calls):
+        result = max(told, key=lambda one: one.uncertainty or math.inf)
+        if len({(one.verdict, one.alpha) for one in told}) > 1:
+            result = Verification("neither", reason="the calls of the head have different losses")
+        return replace(result, **rows)
+    if TRACED or any(notice.special for notice in notices):
+        raise _UnclearError(
+            "a loss of powergrad with `softcap`, `logit_scale`, `z_loss` or one alpha per row, or "
+            "for two classes, was called or traced, and the gradient is not that of eager calls "
+            "with these logits alone"
+        )
+    if len({call.z.shape[1] for call in calls}) > 1 or (len(calls) > 1 and calls[0].t is not None):
+        raise _UnclearError("the calls of the head differ in their classes, or `target` is for one")
+    z, g = torch.cat([call.z for call in calls]), torch.cat([call.g for call in calls])
+    call = torch.repeat_interleave(torch.tensor([len(call.z) for call in calls])).unsqueeze(1)
+    # Kernels flush what is below the normal numbers of float32, before or after they scale it.
+    info, flushed = torch.finfo(g.dtype), 16 * torch.finfo(torch.float32).smallest_normal
+    lost = info.smallest_normal * info.eps + flushed * max(1.0, float(g.abs().max()))
+    used = (g != 0).any(0)  # the other classes are padding of the head
+    t = None if calls[0].t is None else calls[0].t[:, used]
+    data = _Data(z[:, used], g[:, used], t, call, counts[call], _unit(z, g), lost)
+    alphas = [float(torch.as_tensor(notice.alpha).mean()) for notice in notices]
+    return replace(_judged(data, alphas), **rows)
+
+
+def _judged(data: _Data, told: list[float]) -> Verification:
+    """The verdict on rows, if losses of powergrad were called with the alphas `told`."""
+    count, classes = data.z.shape
+    if float(data.g.abs().max()) < 1e3 * data.lost:
+        raise _UnclearError("the gradient at the logits underflows in its dtype; use a loss scale")
+    few = data.sample()
+    clear = 1 - few.z.softmax(1).amax(1) > 1e3 * data.unit  # elsewhere p - 1 may round to 0
+    total, size = few.g.sum(1)[clear].norm(), few.g.abs().sum(1)[clear].norm()
+    if float(total) > (0.05 if data.coarse else 0.02) * float(size):
+        reason = "the gradient at the logits does not sum to zero over the classes, as it does for "
+        reason += "every softmax cross-entropy: this is another loss, or the logits are changed "
+        reason += "after this module (then pass `head`, the module that computes the final logits)"
+        return Verification("neither", reason=reason)
+    if int(data.z.isfinite().sum()) - 2 * count - 2 < (10 if data.coarse else 3):
+        reason = f"{counted(count, 'row')} of {classes} classes are too few; use a larger batch"
+        raise _UnclearError(reason)
+    fit = _fitted(few)
+    rows = _compared(data, fit)
+    if bool((rows.miss > 1).any()):
+        return _not_fitted(data, fit, rows)
+    _check_determined(fit.uncertainty)
+    alpha, tolerance = fit.alpha, max(fit.uncertainty, SAME)
+    if alpha < -tolerance:
+        return Verification("neither", reason=f"the effective alpha is {alpha:.3f}")
+    # The factors may be equal, those of a mean over each call, equal in each call, or for labels.
+    call, one = data.call.squeeze(1), torch.zeros_like(rows.label)
+    mean = rows._replace(factor=rows.factor + data.counts.squeeze(1).log())
+    by_label = call * classes + rows.label
+    ways = ((rows, one), (mean, one), (rows, call), (rows, by_label))
+    if not any(equal := [_are_equal(found, groups) for found, groups in ways]):
+        reason = "the factors of the rows differ, as with weights of examples, or in a loss that "
+        reason += "is not a cross-entropy (a focal loss, or the paper's listing)"
+        sizes, error = _sizes(data, rows)
+        if None in equal and not data.coarse and bool((sizes.abs() <= error).any()):
+            reason = ""  # as large as it should be
+        elif None in equal:
+            reason = "there are too few different rows to tell a cross-entropy from another loss"
+        if reason:
+            raise _UnclearError(f"each row fits alpha {alpha:.3f}, but {reason}")
+    if abs(alpha - 1) > tolerance and all(abs(alpha - other) > tolerance for other in told):
+        _check_size(data, max(alpha, 0.0), rows)
+    return Verification(_verdict(alpha, tolerance), max(alpha, 0.0), fit.uncertainty)
+
+
+def _are_equal(rows: _Compared, groups: Tensor) -> bool | None:
+    """Whether the factors in each group are equal; None if that is no evidence.
+
+    It is evidence among rows that differ in the probability of their label, on which the factors
+    of other losses depend.
+    """
+    groups = groups.unique(return_inverse=True)[1]
+
+    def largest(values: Tensor) -> Tensor:
+        start = torch.full((int(groups.max()) + 1,), -math.inf).double()
+        return start.scatter_reduce(0, groups, values, "amax")
+
+    if bool((largest(rows.factor - rows.doubt) + largest(-rows.factor - rows.doubt) > 0).any()):
+        return False
+    sharp = rows.doubt < 0.1
+    low, high = (largest((sign * rows.p).where(sharp, -math.inf)) for sign in (-1, 1))
+    shown = high + low > 5 * largest(rows.doubt.where(sharp, 0.0))
+    return True if 2 * int((shown[groups] & sharp).sum()) >= int(sharp.sum()) > 0 else None
+
+
+def _sizes(data: _Data, rows: _Compared) -> tuple[Tensor, float]:
+    """The binary logarithm of m relative to a sum and to means over rows, and its uncertainty."""
+    m, count = rows.factor.exp(), float(data.counts[0])
+    sizes = (
+        float(m[0]),
+        float(m.mean()) * count,
+        float(m.mean()) * count * float(data.call.max() + 1),
+    )
+    return torch.tensor(sizes).log2(), 2 * float(rows.doubt.median())
+
+
+def _check_size(data: _Data, alpha: float, rows: _Compared) -> None:
+    """Refuse the size of the paper's listing, and of plain cross-entropy of scaled logits."""
+    sizes, tolerance = _sizes(data, rows)
+    scaled = sizes - math.log2(max(alpha, 1e-30))
+
+    def usual(sizes: Tensor) -> bool:
+        """Whether a size is a loss scale (a power of two) over a number of micro-batches."""
+        exponents = sizes.unsqueeze(1) + torch.arange(1, 9).log2()
+        return bool(((exponents - exponents.round()).abs() <= tolerance).any())
+
+    is_one, is_alpha = (bool((x.abs() <= tolerance).any()) for x in (sizes, scaled))
+    if is_alpha or (not is_one and usual(scaled)):
+        raise _UnclearError(
+            f"alpha {alpha:.3f} fits, but so does plain cross-entropy of logits that are scaled by "
+            "it after this module; pass the module that returns the final logits as `head`"
+        )
+    if not is_one and not usual(sizes):
+        raise _UnclearError(
+            f"alpha {alpha:.3f} fits, but the gradient is {2 ** float(sizes[1]):.4g} times that of "
+            "a mean over the rows, which is no usual loss scale (as with the paper's listing)"
+        )
+
+
+def _not_fitted(data: _Data, fit: _Fit, rows: _Compared) -> Verification:
+    """The verdict on rows that no single alpha explains."""
+    plain = _compared(data, _Fit(1.0, 0.0)).miss <= 1
+    if bool(plain.any()) and not bool(plain.all()):
+        other = _fitted(data.part(~plain).sample())
+        fits = _compared(data, other).miss <= 1
+        if other.uncertainty <= WIDEST and bool((plain & ~fits).any() and (plain | fits).all()):
+            number = f"{int(plain.sum()):,} of {counted(len(plain), 'row')}"
+            reason = f"{number} are plain cross-entropy, the others PGT at alpha {other.alpha:.3f}"
+            return Verification("neither", reason=reason)
+    reason = "no alpha explains the gradient for labels that are class indices; pass `target`"
+    if data.t is not None:
+        reason = "no alpha explains the gradient for this target without class weights"
+    if float(rows.miss.max()) * 16 * data.unit <= 4 * 2.0**-9:
+        reason = f"the gradient is close to that of alpha {fit.alpha:.3f}, but deviates by more "
+        reason += "than its dtype explains: the loss may be computed in 16 bits"
+    raise _UnclearError(reason)
+
+
+# The fit of alpha and smoothing -------------------------------------------------------------------
+
+
+class _Fit(NamedTuple):
+    alpha: float
+    smoothing: float
+    uncertainty: float = 0.0
+    scatter: float = 0.0  # the mean squared residual, in rounding errors
+
+
+class _Terms(NamedTuple):
+    """``d = p' - t``, its derivatives, its rounding error in roundoffs, and t."""
+
+    d: Tensor
+    by_alpha: Tensor
+    by_smoothing: Tensor
+    size: Tensor
+    t: Tensor
+
+
+class _Compared(NamedTuple):
+    """What a fit leaves of each row (n)."""
+
+    miss: Tensor  # the largest residual, relative to what rounding explains
+    factor: Tensor  # log m
+    doubt: Tensor  # how uncertain that is
+    label: Tensor
+    p: Tensor  # the probability of the label
+
+
+def _terms(data: _Data, fit: _Fit, q: Tensor) -> _Terms:
+    z, classes = data.z, data.z.shape[1]
+    t = (1 - fit.smoothing) * q + fit.smoothing / classes
+    finite = z.isfinite()
+    shifted = (z - z.amax(1, keepdim=True)).masked_fill_(~finite, 0.0)
+    p = (fit.alpha * shifted).masked_fill_(~finite, -math.inf).softmax(1)
+    by_alpha = p * (shifted - _dot(p, shifted))
+    # exp(x) has a relative error of |x|. Sums over the classes, of exp(x) and of t, add to it.
+    depth = z.logsumexp(1, keepdim=True) - z.amax(1, keepdim=True) - shifted
+    sums = (classes**0.5 / 4 + fit.smoothing * classes / 64) * 2.0**-24 / data.unit
+    size = p * (max(1.0, fit.alpha) * depth + 1 + 8 * sums) + t * (1 + sums)
+    return _Terms(p - t, by_alpha, q - 1 / classes, size, t)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return torch.einsum("ic,ic->i", a, b).unsqueeze(1)
+
+
+def _factors(data: _Data, terms: _Terms) -> tuple[Tensor, Tensor]:
+    """The factor m of each row by least squares, and the rounding errors of its entries."""
+    g, d, error = data.g, terms.d, data.g
+    m = g.abs().sum(1, keepdim=True) / d.abs().sum(1, keepdim=True).clamp(min=1e-300)
+    for _ in range(3):
+        error = (data.unit * m.abs()) * terms.size + data.lost
+        x = d / error
+        m = _dot(x, g / error) / _dot(x, x)
+    return m, error
+
+
+def _explained(data: _Data, fit: _Fit) -> tuple[_Terms, Tensor, Tensor]:
+    """The terms, factors and errors, with the labels that fit best if the target is unknown."""
+    z, g, q = data[:3]
+    if q is None:
+        lowest, label = g.min(1)
+        q = one_hot(label, z.shape[1]).double()
+        if bool((lowest >= 0.5 * g.clamp(max=0).sum(1)).any()):
+            # With smoothing, the gradient of a confident row may be positive at its label.
+            choices, misses = (q, one_hot(z.argmax(1), z.shape[1]).double()), []
+            for choice in choices:
+                terms = _terms(data, fit, choice)
+                m, error = _factors(data, terms)
+                miss = ((g - m * terms.d) / error).square().sum(1, keepdim=True)
+                misses.append(miss.where(m > 0, math.inf))
+            q = torch.where(misses[1] < misses[0], choices[1], q)
+    terms = _terms(data, fit, q)
+    return terms, *_factors(data, terms)
+
+
+def _fitted(data: _Data) -> _Fit:
+    """The best of several descents."""
+    fits = []
+    for start in ((1, 0), (0.3, 0), (1, 0.1), (0.3, 0.1), (3, 0), (1, 0.3), (3, 0.1)):
+        fits.append(_descended(data, _Fit(*start)))
+        if fits[-1].scatter < 4:
+            break
+    return min(fits, key=lambda fit: fit.scatter)
+
+
+def _descended(data: _Data, fit: _Fit) -> _Fit:
+    """Gauss-Newton steps for alpha and smoothing; linear least squares eliminates the factors."""
+    for _ in range(40):
+        terms, m, error = _explained(data, fit)
+        error = error + data.unit * data.g.abs()  # bounds the residuals while alpha is far off
+        d, g = terms.d / error, data.g / error
+        norm = d.square().sum(1, keepdim=True)
+        m = (d * g).sum(1, keepdim=True) / norm
+        x = m * torch.stack([terms.by_alpha, terms.by_smoothing]) / error
+        x = x - d * (x * d).sum(2, keepdim=True) / norm
+        r = g - m * d
+        normal = torch.einsum("kic,lic->kl", x, x)
+        normal += torch.diag(torch.tensor([1e-9, SIGMAS**2]).double())  # e is about 0 to 0.1
+        step = torch.linalg.solve(normal, torch.einsum("kic,ic->k", x, r)).tolist()
+        alpha = fit.alpha + min(max(step[0], -0.5), 0.5)
+        smoothing = min(max(fit.smoothing + step[1], 0.0), 0.9)
+        change = abs(alpha - fit.alpha) + abs(smoothing - fit.smoothing)
+        scatter = max(float(r.square().mean()), 0.01)
+        sigma = (scatter * float(torch.linalg.inv(normal)[0, 0])) ** 0.5
+        floor = max(data.unit / 4, 1e-6 * (1 + abs(alpha)))
+        fit = _Fit(alpha, smoothing, max(SIGMAS * sigma, floor), scatter)
+        if change < 1e-9:
+            break
+    return fit
+
+
+def _compared(data: _Data, fit: _Fit) -> _Compared:
+    """All rows, in blocks."""
+    found, size = [], max(1, BLOCK // data.z.shape[1])
+    for start in range(0, len(data.z), size):
+        block = data.part(slice(start, start + size))
+        terms, m, error = _explained(block, fit)
+        miss = ((block.g - m * terms.d).abs() / error).amax(1) / (4 if data.coarse else 16)
+        m, precision = m.squeeze(1), (terms.d / error).norm(dim=1)
+        doubt = 4 / (precision * m.abs()) + 4 * data.unit + 4 * fit.uncertainty
+        doubt += 2.0**-24 * block.z.shape[1] ** 0.5
+        p = (terms.t * block.z.softmax(1)).sum(1)
+        factor, label = m.clamp(min=1e-300).log(), terms.t.argmax(1)
+        found.append(_Compared(miss.where(m > 0, math.inf), factor, doubt, label, p))
+    return _Compared(*map(torch.cat, zip(*found, strict=True)))
 
 
 # Restoring the state that a step changes ---------------------------------------------------------
@@ -574,9 +754,9 @@ def _recovered(head: nn.Linear, grad: Tensor, hidden: Tensor, in_16_bits: bool) 
 @contextmanager
 def _restoring(model: nn.Module) -> Iterator[None]:
     """Restore model, optimizers and random state after the block."""
-    undo: list[Callable[[], Any]] = [_saved_random_state()]
+    undo: list[Callable[[], Any]] = []
     tensors: dict[int, Tensor] = {}
-    options: dict[Optimizer, list[dict[str, Any]]] = {}  # before the first step
+    stepped: set[Optimizer] = set()
     for module in model.modules():
         undo.append(functools.partial(setattr, module, "training", module.training))
         for members in (module._parameters, module._buffers):
@@ -590,80 +770,55 @@ def _restoring(model: nn.Module) -> Iterator[None]:
             )
         undo.append(_saved(tensor))
         if tensor.is_leaf:
-            undo.append(functools.partial(setattr, tensor, "grad", tensor.grad))
-            undo += [] if tensor.grad is None else [_saved(tensor.grad)]
+            undo += [functools.partial(setattr, tensor, "grad", tensor.grad), _saved(tensor.grad)]
 
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        groups = optimizer.param_groups
-        if optimizer not in options:
-            undo.append(_saved_state(optimizer))
-            parameters = [parameter for group in groups for parameter in group["params"]]
-            undo.extend(_saved(p) for p in parameters if id(p) not in tensors)
-            kept = [{key: group[key] for key in group if key != "params"} for group in groups]
-            options[optimizer] = copy.deepcopy(kept)
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        if optimizer in stepped:
+            return
+        stepped.add(optimizer)
+        for group in optimizer.param_groups:
+            undo.extend(_saved(p) for p in group["params"] if id(p) not in tensors)
+            kept = {key: value for key, value in group.items() if key not in SCHEDULED}
+            undo.append(functools.partial(group.update, copy.deepcopy(kept)))
+        state = {
+            key: {name: _saved(value) for name, value in values.items()}
+            for key, values in optimizer.state.items()
+        }
 
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # Only what the step itself has changed: a scheduler's changes are not undone.
-        for group, previous in zip(optimizer.param_groups, options[optimizer], strict=False):
-            changed = [key for key in previous if not _same(group.get(key), previous[key])]
-            undo.extend(functools.partial(group.__setitem__, k, previous[k]) for k in changed)
+        def restore() -> None:
+            optimizer.state.clear()
+            for key, values in state.items():
+                optimizer.state[key] = {name: value() for name, value in values.items()}
 
-    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        undo.append(restore)
+
+    hook = register_optimizer_step_pre_hook(before)
+    python = random.getstate()
+    numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    numbers = None if numpy is None else numpy.get_state()
     try:
-        yield
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
+        hook.remove()
         for action in reversed(undo):
             action()
+        random.setstate(python)
+        if numpy is not None:
+            numpy.set_state(numbers)
 
 
-def _saved(tensor: Tensor) -> functools.partial[Tensor]:
-    """A function that restores the current values of `tensor`, and returns it."""
-    return functools.partial(_give_back, tensor, tensor.detach().clone())
+def _saved(value: Any) -> Callable[[], Any]:
+    """A function that returns `value` as it is now; a tensor is the same one, restored."""
+    if not isinstance(value, Tensor):
+        kept = copy.deepcopy(value)
+        return lambda: kept
+    kept = value.detach().clone()
 
-
-def _give_back(tensor: Tensor, values: Tensor) -> Tensor:
-    if not _same(tensor, values):  # an unneeded copy would invalidate graphs that saved the tensor
-        with torch.no_grad():
-            tensor.copy_(values)
-    return tensor
-
-
-def _same(a: Any, b: Any) -> bool:
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        return a is b or bool(a == b)
-    try:
-        return a.dtype == b.dtype and torch.equal(a.detach(), b)
-    except (NotImplementedError, RuntimeError):  # such as of sparse tensors
-        return False
-
-
-def _saved_state(optimizer: Optimizer) -> Callable[[], None]:
-    def saved(value: Any) -> Any:
-        return _saved(value) if isinstance(value, Tensor) else copy.deepcopy(value)
-
-    state = tree_map(saved, dict(optimizer.state))
-
-    def restore() -> None:
-        optimizer.state.clear()
-        back = tree_map(lambda v: v() if isinstance(v, functools.partial) else v, state)
-        optimizer.state.update(back)
-
-    return restore
-
-
-def _saved_random_state() -> Callable[[], None]:
-    pairs = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        pairs.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
-    if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"].random
-        pairs.append((numpy.get_state, numpy.set_state))
-    states = [(set_state, get_state()) for get_state, set_state in pairs]
-
-    def restore() -> None:
-        for set_state, state in states:
-            set_state(state)
+    def restore() -> Tensor:
+        # An unneeded copy would invalidate graphs that saved the tensor.
+        if value.layout is not torch.strided or not torch.equal(value.detach(), kept):
+            value.detach().copy_(kept)
+        return value
 
     return restore

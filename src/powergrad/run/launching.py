@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from powergrad._slope import counted
 from powergrad._version import __version__
 from powergrad.compat import on_first_backward
 from powergrad.head import HEAD_REMEDY
@@ -21,6 +20,7 @@ from powergrad.reporting import write_json
 from powergrad.run.optimizers import Optimizers
 from powergrad.run.options import Options
 from powergrad.run.program import Program
+from powergrad.verify import counted
 
 __all__ = ["NOT_ALTERED", "launch"]
 
