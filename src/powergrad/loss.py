@@ -342,6 +342,7 @@ def _is_common_case(input: Tensor, call: Call) -> bool:
         and 0 <= alpha < 1
         and reduction == "mean"
         and label_smoothing == 0
+        and call.token_weight is None  # comparing a tensor would take longer than all the rest
         and rest == _NO_OPTIONS
         and is_plain(input, target)
         and input.dtype == torch.float32
