@@ -36,7 +36,9 @@ from powergrad.compat import log_softmax_of_rows
 # to the last. Tensors below `LARGE` elements are one block: for them, splitting does not pay off.
 BLOCK = 1 << 19
 LARGE = 1 << 21
+SMALL = 1 << 18  # checking the labels first takes several percent below this many elements
 FEW = 16  # classes
+NEVER = -(1 << 62)  # an `ignore_index` that no label has
 
 LOG2_E = math.log2(math.e)
 
@@ -149,7 +151,7 @@ def mapped(x: Tensor, call: Call) -> Tensor:
 # Coefficients -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, which would take a microsecond
 class Coefficients:
     """The weights of all rows, and what their blocks have in common."""
 
@@ -233,14 +235,26 @@ def loss_and_gradient(logits: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     native = _native.cross_entropy(logits, call)
     if native is not None:
         return native
-    all_valid = check_labels(call.target, logits.shape[1], call.ignore_index)
+    checked = call.soft or call.weight is not None or call.label_smoothing or call.z_loss
+    checked = checked or call.token_weight is not None or not call.target.is_cpu
+    n, c = logits.shape
+    if n * c < SMALL and not checked and not 0 <= call.ignore_index < c:
+        try:
+            return _by_operations(logits, call, True)
+        except IndexError:  # of `nll_loss`: the labels are not all valid
+            pass
+    return _by_operations(logits, call, check_labels(call.target, c, call.ignore_index))
+
+
+def _by_operations(logits: Tensor, call: Call, all_valid: bool) -> tuple[Tensor, Tensor]:
     dtype = torch.float32 if logits.dtype == torch.float16 else logits.dtype
     wide = torch.promote_types(dtype, torch.float32)
     common = coefficients(call, wide, all_valid)
     n, c = logits.shape
     if n * c < LARGE:
         losses, gradient = write(logits, call, common)
-        return reduced(losses, call, common), gradient.to(dtype)
+        gradient = gradient if gradient.dtype == dtype else gradient.to(dtype)
+        return reduced(losses, call, common), gradient
     gradient = logits.new_empty(n, c, dtype=dtype)
     losses = logits.new_empty(n, dtype=wide)
     narrow = 2 if dtype.itemsize < 4 or call.maps_logits else 1  # a second buffer
@@ -273,7 +287,7 @@ def write(
         native = _of_kernel(logits, call, block, part, out)
         if native is not None:
             return native
-    z, tanh = logits.to(wide), None
+    z, tanh = logits if logits.dtype == wide else logits.to(wide), None
     buffer = out if out is not None and out.dtype == wide else None
     if call.maps_logits:
         z, tanh = _mapped_with_tanh(z, call, buffer)
@@ -340,10 +354,10 @@ def _of_labels(
         own_w, total = weight[label], weight.sum()
     of_label = own_w * (1 - eps)
     plain = weight is None and not (eps or call.z_loss) and block.empty is False
-    if plain and block.whole and isinstance(g, float):
-        losses = F.nll_loss(log_p, block.labels, reduction=call.reduction)  # of all rows
-    else:
-        losses = (log_p.gather(1, label) * -of_label).squeeze(1)
+    plain = plain and block.whole and isinstance(g, float)  # the losses of all rows count alike
+    reduction = call.reduction if plain else "none"
+    losses = F.nll_loss(log_p, block.labels, weight, ignore_index=NEVER, reduction=reduction)
+    losses = losses * (1 - eps) if eps else losses
     if eps and weight is None:
         losses = losses - log_p.sum(1) * share
     elif eps:
@@ -361,10 +375,11 @@ def _of_labels(
         scale = _quotient(g * mass, sums)
         at_label = (rest * scale).neg_()
     else:
-        losses = losses + block.z_loss * lse.square().squeeze(1)
-        extra = 2 * block.z_loss * (alpha * lse + sums.log())
-        scale = g * (mass + extra) / sums
-        at_label = g * (extra * own - mass * rest) / sums
+        losses = losses + block.z_loss * (lse * lse).squeeze(1)
+        extra = (alpha * lse + sums.log()) * (2 * block.z_loss)
+        unit = _quotient(g, sums)
+        scale = (extra + mass) * unit
+        at_label = (extra * own - rest * mass) * unit
     if eps:
         direct = scale * own - g * (of_label + share * own_w)
         at_label = torch.where(own < rest, direct, at_label + g * share * (total - own_w))

@@ -101,8 +101,8 @@ def cross_entropy(
     kernel = library()
     if kernel is None:
         return None
-    target, weight, alpha, ignore_index, smoothing, reduction, *rest = call
-    softcap, logit_scale, z_loss, tokens, _ = rest
+    target, weight, alpha, ignore_index, smoothing, reduction = call[:6]
+    softcap, logit_scale, z_loss, tokens, zero_empty = call[6:]
     dtype = _DTYPES.get(input.dtype)
     if dtype is None or target.dtype != torch.int64 or not (input.is_cpu and target.is_cpu):
         return None
@@ -162,7 +162,7 @@ def cross_entropy(
         check_labels(target, classes, ignore_index)  # raises
     if status < 0:
         raise MemoryError(f"Could not allocate memory for a copy of a row of {classes} logits.")
-    if call.zero_empty and reduction == "mean" and value.isnan() and not _counted(call):
+    if zero_empty and reduction == "mean" and value.isnan() and not _counted(call):
         value.zero_()
     return value, grad
 

@@ -334,18 +334,18 @@ INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, c
             const double of_row = call->row_weight ? call->row_weight[row[k]] : 1;
             call->losses[row[k]] = (float)(of_row * loss);
 
-            const double g = factor * of_row * logit_scale;
-            const double own = share * (call->total_weight - weight) +
-                               (extra * (total - rest) - mass * rest) / total;
-            const float of_p = (float)(g * (mass + extra) / total), of_w = (float)(g * share);
+            const double g = factor * of_row * logit_scale, unit = g / total;
+            const float own = (float)(g * share * (call->total_weight - weight) +
+                                      (extra * (total - rest) - mass * rest) * unit);
+            const float of_p = (float)((mass + extra) * unit), of_w = (float)(g * share);
             /* Last, because the gradient may go where the logits are. */
             if (cap != 0) {
                 write_grad(x, x, of_p, w, of_w, classes, 0);
-                x[y] = (float)(g * own);
+                x[y] = own;
                 write_capped(grad, x, z, (float)cap, classes, bfloat16);
             } else {
                 write_grad(grad, x, of_p, w, of_w, classes, bfloat16);
-                set_value(grad, y, (float)(g * own), bfloat16);
+                set_value(grad, y, own, bfloat16);
             }
         }
     }
