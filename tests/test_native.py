@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case, size_of_terms
+from cases import Case, Form, build, check_gradient, check_value, size_of_terms
 from hypothesis import given
 from hypothesis import strategies as st
 from references import gradient_of_potential
@@ -176,6 +177,64 @@ def test_bfloat16_is_rounded_to_nearest_even():
         assert grad[0, 1] == (weight / 2).to(torch.bfloat16)
 
 
+# Mapped logits ------------------------------------------------------------------------------------
+
+MAPS = {
+    "cap": Form(softcap=5.0),
+    "cap, scale, masked": Form(softcap=4.0, logit_scale=2.0, masked=True),
+    "scale, masked": Form(logit_scale=0.3, masked=True, weight="random"),
+    "scale, smoothing": Form(logit_scale=3.0, label_smoothing=0.1, ignore_index=-100),
+    "cap, smoothing, weights": Form(softcap=30.0, label_smoothing=0.1, weight="random"),
+    "all of it": Form(
+        softcap=3.0, z_loss=0.1, tokens=True, label_smoothing=0.2, alphas="example", ignore_index=1
+    ),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("shape", [(5, 3), (40, 31), (6, 1000), (2, 5000)])
+@pytest.mark.parametrize("dtype", list(HALF_ULP))
+@pytest.mark.parametrize("name", MAPS)
+def test_maps_logits(name, dtype, shape, level):
+    case = build(replace(MAPS[name], shape=shape, dtype=dtype))
+    options = {"ignore_index": -100, **case.options, **case.extra}
+    call = Call(case.target, alpha=case.alpha, **options)
+    result = _native.cross_entropy(case.logits, call, level=level)
+    assert result is not None
+    check_value(case, result[0].to(dtype))
+    check_gradient(case, (result[1] * case.upstream).to(dtype))
+    again = _native.cross_entropy(case.logits, call, level=level, out=case.logits)
+    assert same(again, result)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_soft_cap_is_relatively_exact(level):
+    # The loss of (x, 0) with the less likely class as its target is |z|, where that is above 20.
+    x = torch.logspace(1.5, 7.5, 3000, dtype=torch.float64).float()
+    z = torch.stack([torch.cat([x, -x]), torch.zeros(2 * len(x))], 1)
+    call = Call((z[:, 0] > 0).long(), None, 0.3, -100, 0.0, "none", softcap=1e6)
+    result = _native.cross_entropy(z, call, level=level)
+    assert result is not None
+    expected = 1e6 * torch.tanh(z[:, 0].double().abs() / 1e6)
+    torch.testing.assert_close(result[0].double(), expected, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_soft_cap_of_special_values_is_tanhs(level):
+    z = torch.tensor([[INF, -INF, 0.0], [1e-40, -1e-40, -0.0], [3.4e38, 1.0, -3.4e38]])
+    z = torch.cat([z, torch.tensor([[NAN, 0.0, 1.0]])])
+    call = Call(torch.tensor([1, 1, 2, 1]), None, 0.3, -100, 0.0, "none", softcap=2.0)
+    result = _native.cross_entropy(z, call, level=level)
+    assert result is not None
+    capped = 2 * torch.tanh(z / 2)
+    slope = 1 - (capped / 2).square()
+    q = F.one_hot(call.target, 3)
+    expected = F.cross_entropy(capped, call.target, reduction="none")
+    torch.testing.assert_close(result[0], expected, equal_nan=True)
+    expected = ((0.3 * capped).softmax(1) - q) * slope
+    torch.testing.assert_close(result[1], expected, equal_nan=True)
+
+
 # Special values -----------------------------------------------------------------------------------
 
 ROWS = {
@@ -259,7 +318,8 @@ def test_threads_change_nothing(dtype, reduction, shape):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("classes", SIZES)
 @pytest.mark.parametrize("dtype", list(HALF_ULP))
-def test_stays_within_its_buffers(dtype, classes, level):
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+def test_stays_within_its_buffers(cap, dtype, classes, level):
     # What surrounds the logits is NaN, and would show; what surrounds the outputs is a mark.
     rows, mark, margin = 5, 777.0, 64
     y = torch.tensor([classes - 1, 0, -100, classes // 2, classes - 1])
@@ -276,7 +336,7 @@ def test_stays_within_its_buffers(dtype, classes, level):
         return library.powergrad_cross_entropy(
             _native._CALL.pack(
                 *(rows, classes, at[0], classes, kind, y.data_ptr(), -100, 0),
-                *(0.1, 0, 0.3, 0, at[1], at[2], 0, 0.0, 1, level),
+                *(0.1, 0, 0.3, 0, at[1], at[2], 0, 0.0, cap, 1.0, 1, level),
             )
         )
 

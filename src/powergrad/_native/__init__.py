@@ -20,10 +20,10 @@ from powergrad._check import REDUCTIONS, Call, check_labels, values_readable
 
 __all__ = ["available", "best_level", "cross_entropy"]
 
-ABI = 3  # as in kernel.c; a library with another number is not used
+ABI = 4  # as in kernel.c; a library with another number is not used
 
-# The arguments in the order of kernel.c, as one struct: passing sixteen by ctypes takes longer.
-_CALL = struct.Struct("=qqqqqqqqdqdqqqqdqq40x")
+# The arguments in the order of kernel.c, as one struct: passing twenty by ctypes takes longer.
+_CALL = struct.Struct("=qqqqqqqqdqdqqqqdddqq40x")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -68,7 +68,7 @@ def cross_entropy(
     call: Call,
     *,
     out: Tensor | None = None,
-    row_weight: float | Tensor | None = None,
+    row_weight: Tensor | None = None,
     threads: int | None = None,
     level: int = 9,
 ) -> tuple[Tensor, Tensor] | None:
@@ -77,9 +77,9 @@ def cross_entropy(
     Args:
         input: Logits of shape (N, C), float32 or bfloat16, with the classes contiguous. Input and
             target must be plain (``_check.is_plain``), which is not checked again here.
-        call: The other arguments, without a map of the logits. The target must be class indices.
+        call: The other arguments. The target must be class indices.
         out: The tensor for the gradient, (N, C) and contiguous; may be `input` itself.
-        row_weight: The weights of the rows, one number or N of them, instead of the token weights.
+        row_weight: The N weights of the rows, instead of the token weights.
         threads: The maximal number of threads, by default PyTorch's. It does not affect the result.
         level: The best instruction set to use; see :func:`best_level`.
 
@@ -94,7 +94,8 @@ def cross_entropy(
     kernel = library()
     if kernel is None:
         return None
-    target, weight, alpha, ignore_index, smoothing, reduction, *_, z_loss, tokens, _ = call
+    target, weight, alpha, ignore_index, smoothing, reduction = call[:6]
+    softcap, logit_scale, z_loss, tokens, zero_empty = call[6:]
     dtype = _DTYPES.get(input.dtype)
     if dtype is None or target.dtype != torch.int64 or not (input.is_cpu and target.is_cpu):
         return None
@@ -114,10 +115,9 @@ def cross_entropy(
         weight = weight.to(torch.float32).resolve_neg().contiguous()
     tokens = tokens if row_weight is None else row_weight
     if tokens is not None:
-        tokens = torch.as_tensor(tokens, dtype=torch.float32)
         if not values_readable(tokens):
             return None
-        tokens = tokens.resolve_neg().reshape(-1).expand(rows).contiguous()
+        tokens = tokens.to(torch.float32).resolve_neg().reshape(-1).contiguous()
     alphas = None
     if isinstance(alpha, Tensor):
         if alpha.numel() not in (1, rows) or not values_readable(alpha):
@@ -145,6 +145,8 @@ def cross_entropy(
         grad.data_ptr(),
         0 if tokens is None else tokens.data_ptr(),
         z_loss,
+        softcap or 0.0,
+        logit_scale,
         torch.get_num_threads() if threads is None else threads,
         level,
     )
@@ -153,7 +155,7 @@ def cross_entropy(
         check_labels(target, classes, ignore_index)  # raises
     if status < 0:
         raise MemoryError(f"Could not allocate memory for a copy of a row of {classes} logits.")
-    if call.zero_empty and reduction == "mean" and value.isnan() and not _counted(call):
+    if zero_empty and reduction == "mean" and value.isnan() and not _counted(call):
         value.zero_()
     return value, grad
 

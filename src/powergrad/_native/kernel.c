@@ -6,7 +6,8 @@
  *     loss = g (-sum(w q log p) + lambda lse(z)^2),  p  = softmax(z)       = exp(d) / sum(exp(d)),
  *     grad = g ((sum(w q) + extra) p' - w q),        p' = softmax(alpha z) ~ exp(alpha d),
  *
- * with extra = 2 lambda lse(alpha z).
+ * with extra = 2 lambda lse(alpha z). With a soft cap c and a scale s, logits x are mapped first, to
+ * z = c tanh(s x / c), and the gradient at x is s (1 - (z / c)^2) times that at z.
  *
  * Plain C11 with the vector extensions of GCC and Clang; it knows nothing of Python or PyTorch. The
  * floating-point model is the standard one, except that a * b + c may be fused: -inf masks a class,
@@ -21,7 +22,7 @@
 
 #include "threads.h"
 
-#define ABI 3               /* raised with every change to an exported signature */
+#define ABI 4               /* raised with every change to an exported signature */
 #define BLOCK 32            /* values that a lane of a vector adds up in float32 */
 #define TILE 16             /* the most rows that are processed together, */
 #define TILE_SIZE 1024      /* and the most values in them */
@@ -47,6 +48,8 @@ typedef struct {
     char *grad;        /* of the value; rows x classes, contiguous; may be `logits` */
     const float *row_weight; /* of the rows, or NULL */
     double z_loss;
+    double softcap; /* 0 for none */
+    double logit_scale;
     int64_t threads;   /* at most */
     int64_t level;     /* of the instruction set, at most */
 
@@ -55,12 +58,12 @@ typedef struct {
     double factor;       /* of the gradient: a mean's divisor is in it */
     float *losses;       /* of the rows */
     float *scratch;      /* of all threads */
-    int64_t room;        /* of one thread in it */
+    int64_t room;        /* of one thread in it; half is for mapped logits */
 } Call;
 
 enum { NONE, MEAN, SUM };
 
-_Static_assert(sizeof(Call) == 23 * 8, "a field of Call is not of 8 bytes");
+_Static_assert(sizeof(Call) == 25 * 8, "a field of Call is not of 8 bytes");
 
 typedef void (*Worker)(const Call *, int64_t begin, int64_t end, float *scratch);
 
@@ -159,6 +162,49 @@ INLINE float copy_row(float *restrict x, const void *restrict row, int64_t class
     return float_of((uint32_t)ordered(largest));
 }
 
+/* 2^r - 1 = r Q(r): Q to a relative 1.1e-8 for |r| < 0.5005, so that it is good at small r, too. */
+#define POWER_LESS_ONE(r)                                                                         \
+    ((r) * (((((0x1.4308fap-13f * (r) + 0x1.5f0878p-10f) * (r) + 0x1.3b2ba0p-7f) * (r) +          \
+              0x1.c6af6ep-5f) * (r) + 0x1.ebfbdep-3f) * (r) + 0x1.62e430p-1f))
+
+/* cap tanh(x / cap), with -2 / (cap ln 2) as the factor: tanh |t| = -m / (2 + m) with
+ * m = exp(-2 |t|) - 1 = 2^n (2^r - 1) + (2^n - 1). Where 2^n < 2^-64, m is -1. A NaN stays one. */
+INLINE float capped(float x, float factor, float cap) {
+    float t = fabsf(x) * factor;
+    t = t < -64 ? -64 : t;
+    const float shifted = t + SHIFT, power = float_of(bits_of(shifted) << 23);
+    const float r = t - (shifted - SHIFT);
+    const float m = power * POWER_LESS_ONE(r) + (power - 1);
+    return copysignf(cap * m / (2 + m), x);
+}
+
+/* Replaces logits by z, and returns the maximum of their copy in `x`. */
+INLINE float map_row(float *restrict z, float *restrict x, double scale, double cap,
+                     int64_t classes) {
+    const float factor = (float)(cap != 0 ? -0x1.71547652b82fep+1 * scale / cap : scale);
+    if (cap != 0) {
+#pragma omp simd
+        for (int64_t c = 0; c < classes; c++)
+            z[c] = capped(z[c], factor, (float)cap);
+    } else {
+#pragma omp simd
+        for (int64_t c = 0; c < classes; c++)
+            z[c] *= factor;
+    }
+    return copy_row(x, z, classes, 0);
+}
+
+/* x (1 - (z / cap)^2) */
+INLINE void write_capped(void *restrict grad, const float *restrict x, const float *restrict z,
+                         float cap, int64_t classes, int bfloat16) {
+    const float inverse = 1 / cap;
+#pragma omp simd
+    for (int64_t c = 0; c < classes; c++) {
+        float tanh = z[c] * inverse;
+        set_value(grad, c, x[c] * (1 - tanh * tanh), bfloat16);
+    }
+}
+
 /* sum(w d): all its terms have one sign, unlike those of sum(w z). */
 INLINE double weighted_sum(const void *row, const float *w, float max, int64_t classes,
                            int bfloat16, int lanes) {
@@ -181,8 +227,8 @@ INLINE double weighted_sum(const void *row, const float *w, float max, int64_t c
 }
 
 /* scale x - share w */
-INLINE void write_grad(void *restrict grad, const float *restrict x, float scale, const float *w,
-                       float share, int64_t classes, int bfloat16) {
+INLINE void write_grad(void *grad, const float *x, float scale, const float *w, float share,
+                       int64_t classes, int bfloat16) {
     if (w && share != 0) {
 #pragma omp simd
         for (int64_t c = 0; c < classes; c++)
@@ -217,6 +263,9 @@ INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, c
     const double kept = 1 - call->smoothing, share = call->smoothing / (double)classes;
     const double factor = call->factor;
     const Scale one = scale_of(1), common = scale_of(call->alpha);
+    const double cap = call->softcap, logit_scale = call->logit_scale;
+    const int maps = cap != 0 || logit_scale != 1;
+    float *mapped = scratch + call->room / 2;
 
     for (int64_t next = begin; next < end;) {
         int64_t row[TILE];
@@ -233,7 +282,10 @@ INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, c
             }
             float *x = scratch + count * width;
             const char *logits = call->logits + next * call->stride * item;
-            const float highest = copy_row(x, logits, classes, bfloat16);
+            float *z = maps ? mapped + count * width : x;
+            float highest = copy_row(z, logits, classes, bfloat16);
+            if (maps)
+                highest = map_row(z, x, logit_scale, cap, classes);
             d[count] = x[y] - highest;
             x[y] = d[count] == 0 ? -INFINITY : x[y];
             for (int64_t c = classes; c < width; c++)
@@ -256,7 +308,8 @@ INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, c
 
         for (int k = 0; k < count; k++) {
             const char *logits = call->logits + row[k] * call->stride * item;
-            const float *x = scratch + k * width;
+            float *x = scratch + k * width;
+            const float *z = mapped + k * width;
             char *grad = call->grad + row[k] * classes * item;
             const int64_t y = call->target[row[k]];
             const int top = d[k] == 0;
@@ -267,7 +320,8 @@ INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, c
             double loss = kept * weight * (log_sum - d[k]);
             if (share != 0)
                 loss += share * (log_sum * call->total_weight -
-                                 weighted_sum(logits, w, max[k], classes, bfloat16, lanes));
+                                 (maps ? weighted_sum(z, w, max[k], classes, 0, lanes)
+                                       : weighted_sum(logits, w, max[k], classes, bfloat16, lanes)));
             const double rest = sums[k].flat - x[y];
             const double total = sums[k].flat + (top ? sums[k].flat_one : 0);
             double extra = 0;
@@ -280,13 +334,19 @@ INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, c
             const double of_row = call->row_weight ? call->row_weight[row[k]] : 1;
             call->losses[row[k]] = (float)(of_row * loss);
 
-            const double g = factor * of_row;
-            const double own = share * (call->total_weight - weight) +
-                               (extra * (total - rest) - mass * rest) / total;
+            const double g = factor * of_row * logit_scale, unit = g / total;
+            const float own = (float)(g * share * (call->total_weight - weight) +
+                                      (extra * (total - rest) - mass * rest) * unit);
+            const float of_p = (float)((mass + extra) * unit), of_w = (float)(g * share);
             /* Last, because the gradient may go where the logits are. */
-            write_grad(grad, x, (float)(g * (mass + extra) / total), w, (float)(g * share), classes,
-                       bfloat16);
-            set_value(grad, y, (float)(g * own), bfloat16);
+            if (cap != 0) {
+                write_grad(x, x, of_p, w, of_w, classes, 0);
+                x[y] = own;
+                write_capped(grad, x, z, (float)cap, classes, bfloat16);
+            } else {
+                write_grad(grad, x, of_p, w, of_w, classes, bfloat16);
+                set_value(grad, y, own, bfloat16);
+            }
         }
     }
 }
@@ -346,7 +406,7 @@ static void work(const void *argument, int64_t part, int64_t parts) {
 static int work_in_threads(Call *call) {
     int64_t threads = threads_for(call->rows * call->classes, call->threads);
     threads = call->rows && call->rows < threads ? call->rows : threads;
-    call->room = padded(TILE_SIZE + call->classes, MAX_LANES);
+    call->room = 2 * padded(TILE_SIZE + call->classes, MAX_LANES);
     call->scratch = aligned_alloc(64, (size_t)(threads * call->room) * sizeof(float));
     if (!call->scratch)
         return 0;
