@@ -201,6 +201,16 @@ def test_target_mass_on_a_masked_class_and_rows_of_masked_classes_are_as_in_pyto
     assert torch.equal(grad.isnan(), plain_grad.isnan())
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_soft_cap_is_relatively_exact(native, sign):
+    # The loss of (x, 0) with the less likely class as its target is |z|, where that is above 20.
+    x = sign * torch.logspace(1.5, 7.5, 3000, dtype=torch.float64).float()
+    z = torch.stack([x, torch.zeros_like(x)], 1).requires_grad_()
+    loss = cross_entropy(z, (x > 0).long(), alpha=0.3, softcap=1e6, reduction="none")
+    expected = 1e6 * torch.tanh(x.double().abs() / 1e6)
+    torch.testing.assert_close(loss.double(), expected, rtol=3e-7, atol=0)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_and_inf_stay_in_their_row(device, native, bad):
     z = torch.zeros(2, 3, device=device)

@@ -36,7 +36,7 @@ from powergrad.compat import log_softmax_of_rows
 # to the last. Tensors below `LARGE` elements are one block: for them, splitting does not pay off.
 BLOCK = 1 << 19
 LARGE = 1 << 21
-SMALL = 1 << 18  # checking the labels first takes several percent below this many elements
+SMALL = 1 << 18  # elements: below, checking the labels takes several percent of the time
 FEW = 16  # classes
 NEVER = -(1 << 62)  # an `ignore_index` that no label has
 
@@ -235,18 +235,24 @@ def loss_and_gradient(logits: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     native = _native.cross_entropy(logits, call)
     if native is not None:
         return native
-    checked = call.soft or call.weight is not None or call.label_smoothing or call.z_loss
-    checked = checked or call.token_weight is not None or not call.target.is_cpu
-    n, c = logits.shape
-    if n * c < SMALL and not checked and not 0 <= call.ignore_index < c:
+    others = (
+        call.soft,
+        call.label_smoothing,
+        call.z_loss,
+        0 <= call.ignore_index < logits.shape[1],
+    )
+    weights = call.weight is not None or call.token_weight is not None
+    if logits.numel() < SMALL and logits.is_cpu and not (weights or any(others)):
         try:
             return _by_operations(logits, call, True)
-        except IndexError:  # of `nll_loss`: the labels are not all valid
+        except IndexError:  # not all labels are valid, says `nll_loss`
             pass
-    return _by_operations(logits, call, check_labels(call.target, c, call.ignore_index))
+    all_valid = check_labels(call.target, logits.shape[1], call.ignore_index)
+    return _by_operations(logits, call, all_valid)
 
 
 def _by_operations(logits: Tensor, call: Call, all_valid: bool) -> tuple[Tensor, Tensor]:
+    """:func:`loss_and_gradient` in PyTorch; `all_valid` states that every label is a class."""
     dtype = torch.float32 if logits.dtype == torch.float16 else logits.dtype
     wide = torch.promote_types(dtype, torch.float32)
     common = coefficients(call, wide, all_valid)
@@ -283,7 +289,7 @@ def write(
     wide = torch.promote_types(logits.dtype, torch.float32)
     if factor is not None:
         block = replace(block, g=block.g * factor.reshape(-1, 1).to(wide))
-    if out is not None and isinstance(block.g, Tensor):  # otherwise the kernel was asked before
+    if out is not None:  # otherwise the kernel was asked before
         native = _of_kernel(logits, call, block, part, out)
         if native is not None:
             return native
@@ -310,18 +316,18 @@ def _mapped_with_tanh(x: Tensor, call: Call, out: Tensor | None) -> tuple[Tensor
     """:func:`mapped`, written to `out` if it is given; and its tanh with a soft cap."""
     if call.softcap is None:
         return torch.mul(x, call.logit_scale, out=out), None
-    tanh = x * (call.logit_scale / call.softcap)
-    if tanh.is_cpu and tanh.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        tanh = tanh.to_mkldnn().tanh_().to_dense()  # a third of the time, and as exact
+    z = torch.mul(x, call.logit_scale / call.softcap, out=out)
+    if z.is_cpu and z.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        tanh = z.to_mkldnn().tanh_().to_dense()  # a third of the time, and as exact
     else:
-        tanh.tanh_()
-    return torch.mul(tanh, call.softcap, out=out), tanh
+        tanh = z.tanh()
+    return torch.mul(tanh, call.softcap, out=z), tanh
 
 
 def _of_kernel(
     logits: Tensor, call: Call, block: Coefficients, part: slice | Tensor | None, out: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    if not logits.is_cpu or not _native.available():
+    if not (isinstance(block.g, Tensor) and logits.is_cpu and _native.available()):
         return None
     target = block.labels
     if block.ignored is not None and part is not None:
