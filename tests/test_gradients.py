@@ -228,8 +228,9 @@ def compare(of: Implementation, case: Case) -> None:
         second = torch.autograd.grad(value, leaf, case.upstream)
         with torch.no_grad():
             again = of(case.logits, case)
-    for result in (value.detach(), again):
-        check_value(case, result)
+    check_value(case, value.detach())
+    if not of.name.startswith("PowerGrad"):  # without gradients it calls PyTorch's own function
+        check_value(case, again)
     for gradient in (*first, *second):
         check_gradient(case, gradient, cancels=of.cancels)
     for tensor, copied in zip(case.tensors, copies, strict=True):
