@@ -266,7 +266,7 @@ class StepWatcher:
         self._notices.append(notice)
         logits, classes = notice.input, getattr(self._head, "out_features", None)
         fits = logits.dim() and classes in (None, logits.shape[min(1, logits.dim() - 1)])
-        if notice.call is not None and logits.requires_grad and fits:
+        if notice.call is not None and logits.requires_grad and fits and not any(self._calls[:2]):
             self._observe(_Logits(logits, [min(1, logits.dim() - 1)]), logits, self._calls[2])
 
     def _observe(self, seen: _Logits, logits: Tensor, calls: list[_Logits]) -> None:
@@ -394,23 +394,19 @@ def _told(notices: list[Notice], z: Tensor, g: Tensor) -> Verification | None:
         return None
     wanted, x = g.cpu().double().reshape(-1, 1), torch.stack(columns, 1)
     m = torch.linalg.lstsq(x, wanted, driver="gelsd").solution
-    slope, r, unit = torch.stack(slopes, 1) @ m, wanted - x @ m, _unit(z, g)
+    slope, unit = torch.stack(slopes, 1) @ m, _unit(z, g)
     slope -= x @ torch.linalg.lstsq(x, slope, driver="gelsd").solution
-    depth = -z.cpu().double().log_softmax(1).clamp(min=-1e4)
+    depth = -z.cpu().double().log_softmax(1).clamp(min=-1e4).reshape(-1, 1)
     error = unit * (1 + max(float(a.max()) for a in alphas) * depth) * float(wanted.abs().max())
-    r, slope = r / error.reshape(-1, 1), slope / error.reshape(-1, 1)
+    r, slope = (wanted - x @ m) / error, slope / error
     # How far alpha may be from what was told, and how far it is.
     uncertainty = max(SIGMAS * float(1 / slope.norm().clamp(min=1e-300)), unit / 4, 1e-6)
     apart = float((slope * r).sum().abs() / slope.square().sum().clamp(min=1e-300))
-    limit = 4 if unit > COARSE else 16
-    if (
-        float(m.min()) < -1e-3 * float(m.max())
-        or float(r.abs().max()) > limit
-        or apart > uncertainty
-    ):
+    fits = float(r.abs().max()) <= (4 if unit > COARSE else 16) and apart <= uncertainty
+    if not fits or float(m.min()) < -1e-3 * float(m.max()):
         return None
     _check_determined(uncertainty / 5)
-    used = [alpha for alpha, factor in zip(alphas, m, strict=True) if factor > 1e-3 * m.max()]
+    used = [alpha for alpha, factor in zip(alphas, m, strict=True) if factor > 16 * unit * m.max()]
     alpha = torch.cat(used)
     low, high = float(alpha.min()), float(alpha.max())
     span = f"alphas from {low:.3f} to {high:.3f}" if low < high else ""
@@ -506,18 +502,10 @@ def _judged(data: _Data, told: list[float]) -> Verification:
     count, classes = data.z.shape
     if float(data.g.abs().max()) < 1e3 * data.lost:
         raise _UnclearError("the gradient at the logits underflows in its dtype; use a loss scale")
-    few = data.sample()
-    clear = 1 - few.z.softmax(1).amax(1) > 1e3 * data.unit  # elsewhere p - 1 may round to 0
-    total, size = few.g.sum(1)[clear].norm(), few.g.abs().sum(1)[clear].norm()
-    if float(total) > (0.05 if data.coarse else 0.02) * float(size):
-        reason = "the gradient at the logits does not sum to zero over the classes, as it does for "
-        reason += "every softmax cross-entropy: this is another loss, or the logits are changed "
-        reason += "after this module (then pass `head`, the module that computes the final logits)"
-        return Verification("neither", reason=reason)
     if int(data.z.isfinite().sum()) - 2 * count - 2 < (10 if data.coarse else 3):
         reason = f"{counted(count, 'row')} of {classes} classes are too few; use a larger batch"
         raise _UnclearError(reason)
-    fit = _fitted(few)
+    fit = _fitted(data.sample())
     rows = _compared(data, fit)
     if bool((rows.miss > 1).any()):
         return _not_fitted(data, fit, rows)
@@ -534,7 +522,7 @@ def _judged(data: _Data, told: list[float]) -> Verification:
         reason = "the factors of the rows differ, as with weights of examples, or in a loss that "
         reason += "is not a cross-entropy (a focal loss, or the paper's listing)"
         sizes, error = _sizes(data, rows)
-        if None in equal and not data.coarse and bool((sizes.abs() <= error).any()):
+        if None in equal[:2] and not data.coarse and bool((sizes.abs() <= error).any()):
             reason = ""  # as large as it should be
         elif None in equal:
             reason = "there are too few different rows to tell a cross-entropy from another loss"
@@ -566,14 +554,11 @@ def _are_equal(rows: _Compared, groups: Tensor) -> bool | None:
 
 
 def _sizes(data: _Data, rows: _Compared) -> tuple[Tensor, float]:
-    """The binary logarithm of m relative to a sum and to means over rows, and its uncertainty."""
-    m, count = rows.factor.exp(), float(data.counts[0])
-    sizes = (
-        float(m[0]),
-        float(m.mean()) * count,
-        float(m.mean()) * count * float(data.call.max() + 1),
-    )
-    return torch.tensor(sizes).log2(), 2 * float(rows.doubt.median())
+    """The binary logarithms of m relative to a sum and to means, and their uncertainty."""
+    m = rows.factor.exp()
+    mean = float(m.mean()) * float(data.counts[0])  # over the rows of a call, or of all calls
+    sizes = torch.tensor([float(m[0]), mean, mean * float(data.call.max() + 1)])
+    return sizes.log2(), 2 * float(rows.doubt.median())
 
 
 def _check_size(data: _Data, alpha: float, rows: _Compared) -> None:
@@ -601,6 +586,14 @@ def _check_size(data: _Data, alpha: float, rows: _Compared) -> None:
 
 def _not_fitted(data: _Data, fit: _Fit, rows: _Compared) -> Verification:
     """The verdict on rows that no single alpha explains."""
+    few = data.sample()
+    clear = 1 - few.z.softmax(1).amax(1) > 1e3 * data.unit  # elsewhere p - 1 may round to 0
+    total, size = few.g.sum(1)[clear].norm(), few.g.abs().sum(1)[clear].norm()
+    if float(total) > (0.05 if data.coarse else 0.02) * float(size):
+        reason = "the gradient at the logits does not sum to zero over the classes, as it does for "
+        reason += "every softmax cross-entropy: this is another loss, or the logits are changed "
+        reason += "after this module (then pass `head`, the module that computes the final logits)"
+        return Verification("neither", reason=reason)
     plain = _compared(data, _Fit(1.0, 0.0)).miss <= 1
     if bool(plain.any()) and not bool(plain.all()):
         other = _fitted(data.part(~plain).sample())
@@ -793,11 +786,12 @@ def _restoring(model: nn.Module) -> Iterator[None]:
         undo.append(restore)
 
     hook = register_optimizer_step_pre_hook(before)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     python = random.getstate()
     numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
     numbers = None if numpy is None else numpy.get_state()
     try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
+        with torch.random.fork_rng(devices):
             yield
     finally:
         hook.remove()
