@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from small_study import small
 from torch import nn
 from torch.nn import functional as F
@@ -23,14 +24,6 @@ __all__ = ["small"]  # a fixture
 
 def inspect(*tokens: object) -> int:
     return powergrad_cli.main(["inspect", *map(str, tokens)])
-
-
-def save_layer(path: Path, norms: list[float]) -> Path:
-    """A checkpoint of one linear layer whose filters have these norms."""
-    torch.manual_seed(0)
-    directions = F.normalize(torch.randn(len(norms), 50))
-    torch.save({"weight": directions * torch.tensor(norms)[:, None]}, path)
-    return path
 
 
 @pytest.fixture
@@ -58,16 +51,18 @@ def test_a_recording_is_printed_and_written(folder: Path, capsys: Any) -> None:
 
 @pytest.mark.parametrize(
     ("options", "dead"),
-    [([], 0), (["--initial", "start.pt"], 1), (["--layer", "0.01"], 1)],
+    [([], 0), (["--initial", "start.safetensors"], 1), (["--layer", "0.01"], 1)],
 )
 def test_a_checkpoint_with_a_start_or_another_threshold(
     options: list[str], dead: int, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save_layer(tmp_path / "start.pt", [1.0, 1.0])
-    save_layer(tmp_path / "now.pt", [1.0, 0.005])
-    assert inspect("now.pt", *options) == 0
-    assert f"{dead} of 2 filters dead." in capsys.readouterr().out
+    weight = F.normalize(torch.randn(2, 50))
+    save_file({"weight": weight}, "start.safetensors")
+    save_file({"weight": weight * torch.tensor([[1.0], [0.005]])}, "model.safetensors")
+    for source in ("model.safetensors", "."):
+        assert inspect(source, *options) == 0
+        assert f"{dead} of 2 filters dead." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -76,10 +71,10 @@ def test_a_checkpoint_with_a_start_or_another_threshold(
         (["nowhere.pt"], "nowhere.pt"),
         (["."], "recording"),
         (["text.pt"], "checkpoint"),
-        (["one.pt", "--start", "2"], "start"),
-        (["one.pt", "--patience", "many"], "many"),
-        (["one.pt", "--initial", "nowhere.pt"], "nowhere.pt"),
-        (["one.pt", "--csv", "no/x.csv"], "no/x.csv"),
+        (["one.safetensors", "--start", "2"], "start"),
+        (["one.safetensors", "--patience", "many"], "many"),
+        (["one.safetensors", "--initial", "nowhere.pt"], "nowhere.pt"),
+        (["one.safetensors", "--csv", "no/x.csv"], "no/x.csv"),
     ],
 )
 def test_errors_name_the_cause(
@@ -87,7 +82,7 @@ def test_errors_name_the_cause(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.pt").write_text("not a checkpoint")
-    save_layer(tmp_path / "one.pt", [1.0])
+    save_file({"weight": torch.ones(1, 50)}, "one.safetensors")
     assert inspect(*tokens) == 2
     printed = capsys.readouterr()
     assert message in printed.err + printed.out
