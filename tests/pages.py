@@ -5,8 +5,6 @@ prints must be that; ``...`` stands for anything. Under ``<!-- needs: NAME -->``
 tests/integrations only, where that library is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import io
@@ -70,9 +68,6 @@ def run(text: str, name: str, needs: str | None = None, **given: Any) -> int:
     namespace = {**a_training(), **given}
     chosen = [b for b in blocks_of(text) if b.language == "python" and b.needs == needs]
     for block in chosen:
-        if block.code.startswith(">>> "):
-            run_session(block, name, namespace)
-            continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile("\n" * block.line + block.code, name, "exec"), namespace)
@@ -83,20 +78,6 @@ def run(text: str, name: str, needs: str | None = None, **given: Any) -> int:
                 f"{printed.getvalue()}"
             )
     return len(chosen)
-
-
-def run_session(block: Block, name: str, namespace: dict[str, Any]) -> None:
-    """A block with prompts, as in a docstring."""
-    test = doctest.DocTestParser().get_doctest(block.code, {}, name, name, block.line)
-    test.globs = namespace
-    runner = doctest.DebugRunner(optionflags=doctest.ELLIPSIS)
-    try:
-        runner.run(test, clear_globs=False)
-    except doctest.DocTestFailure as failure:
-        raise AssertionError(
-            f"{name}, line {block.line}: {failure.example.source}expected {failure.example.want}"
-            f"but got {failure.got}"
-        ) from None
 
 
 def a_training() -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """A folder of JPEGs to train on: scikit-learn's digits, drawn large in two colours."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

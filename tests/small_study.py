@@ -1,7 +1,5 @@
 """A small study for the tests of the page: its runs are written, not trained."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

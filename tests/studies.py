@@ -1,7 +1,5 @@
 """What the tests of studies share: a small recipe, runs in this process, and made-up runs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -43,10 +43,6 @@ def test_a_page_that_is_wrong_fails():
         run(page.format("3 0.25"), "wrong")
     with pytest.raises(ZeroDivisionError):
         run("```python\nx = 1\n```\nand\n```python\nx / 0\n```\n", "wrong")
-    session = "```python\n>>> x = 2\n>>> x\n{}\n```\n```python\nassert x == 2\n```\n"
-    assert run(session.format(2), "right") == 2
-    with pytest.raises(AssertionError, match="expected 3\nbut got 2"):
-        run(session.format(3), "wrong")
     other = "<!-- needs: other -->\n```python\nx = given\n```\n"
     assert run(other, "elsewhere") == 0
     assert run(other, "here", "other", given=1) == 1

@@ -1,7 +1,5 @@
 """The head: found where the model shows it, refused where it does not, proven by an example."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable
@@ -61,8 +59,6 @@ def after(function: Callable[[Tensor], Any]) -> Net:
     """A function of the logits after the head."""
     return Net(lambda net, x: function(net.fc(F.relu(net.body(x)))), body=(3, 8), fc=(8, 5))
 
-
-# Finding the head ---------------------------------------------------------------------------------
 
 TWO = "cls_classifier distillation_classifier"
 
@@ -160,9 +156,6 @@ FOUND: dict[str, tuple[nn.Module, str]] = {
 def test_head_of_common_models_is_found(name: str) -> None:
     model, head = FOUND[name]
     assert find_head(model) is model.get_submodule(head)
-
-
-# Scaling the head must scale the logits -----------------------------------------------------------
 
 
 def network(*after: nn.Module, **config: Any) -> nn.Sequential:

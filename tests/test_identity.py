@@ -1,7 +1,5 @@
 """The identity: PGT's trajectory is that of plain cross-entropy with two parameter groups."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import operator
@@ -151,8 +149,6 @@ def test_gradients_that_are_there_become_those_of_plain_training():
     assert largest_difference(pgt, plain, 0.3) <= 1e-12
 
 
-# Clipping -----------------------------------------------------------------------------------------
-
 CLIPPING = {
     "agc": {"agc": 0.02},
     "agc, head too": {"agc": 0.02, "head": None},
@@ -197,9 +193,6 @@ def test_a_handle_of_clipping_follows_it():
     for optimizer in (first, second, third):
         optimizer.step()
     assert not handle.last_report
-
-
-# The head and the optimizer -----------------------------------------------------------------------
 
 
 def test_the_given_optimizer_is_unchanged_and_names_go_with_their_parameters():

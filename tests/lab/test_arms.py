@@ -1,11 +1,9 @@
 """Arms, grids, search spaces and tuning."""
 
-from __future__ import annotations
-
-import inspect
 import math
-import re
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +13,9 @@ from studies import SMALL, results_of, study_of
 from torch import nn
 
 from powergrad import equivalent_training
-from powergrad.lab.cli.compare import compare
 from powergrad.lab.runs.pool import InlinePool
 from powergrad.lab.study import Execution, Grid
 from powergrad.lab.study.arms import (
-    METHODS,
-    OF_PROGRAMS,
     arms_of,
     command_arms,
     decomposition,
@@ -37,8 +32,6 @@ from powergrad.lab.trainer.recipe import Recipe, RecipeError, flatten
 
 PAIR = {"baseline": {}, "pgt": {"loss.alpha": 0.5}}
 RECIPE_ARMS = partial(arms_of, recipe=SMALL)
-
-# Arms ---------------------------------------------------------------------------------------------
 
 
 def test_named_arms_are_the_papers_methods():
@@ -72,12 +65,6 @@ def test_arms_of_programs_are_options_of_run_and_flags():
     assert command_arms(["head-lr"], [0.5])["head-lr"] == {"--head-lr-scale": 0.25}
 
 
-def test_help_names_every_method():
-    words = inspect.getdoc(compare) or ""
-    assert [name for name in METHODS if not re.search(rf"\b{name}\b", words)] == []
-    assert set(METHODS) - set(OF_PROGRAMS) == {"label-smoothing"}
-
-
 @pytest.mark.parametrize(
     ("parse", "texts", "word"),
     [
@@ -102,15 +89,11 @@ def test_equal_arms_are_refused():
         study_of(SMALL, {"a": {}, "b": {"loss.alpha": 1.0}})
 
 
-def test_agc_clips_above_the_decay():
+def test_agc_and_less_decay_depend_on_the_decay():
     recipe = SMALL.override({"optimizer.weight_decay": 0.02})
     _, changes = parse_arm("agc", recipe, 0.3)
     assert changes == {"clip.agc": 0.16}
     recipe.override(changes)
-
-
-def test_less_decay_is_what_pgt_leaves_the_backbone():
-    recipe = SMALL.override({"optimizer.weight_decay": 0.02})
     assert parse_arm("less-decay", recipe, 0.25)[1] == {"optimizer.weight_decay": 0.005}
     backbone = decomposition(recipe, 0.25)["backbone decay * alpha"]
     assert backbone == {"optimizer.backbone.weight_decay": 0.25}  # the same, for the backbone
@@ -129,20 +112,10 @@ def test_head_lr_is_pgts_ratio_of_rates(name, expected):
     equal = equivalent_training(model, kind(model.parameters(), lr=0.1), alpha=0.25)
     backbone, head = equal.param_groups
     assert expected == pytest.approx(head["lr"] / backbone["lr"], rel=1e-15)
-    assert 0.25 ** head_exponent([kind.__name__]) == expected
-
-
-def test_head_lr_needs_a_known_optimizer():
-    other = SMALL.optimizer.model_copy(update={"name": "lion"})  # which no recipe accepts today
-    with pytest.raises(RecipeError, match="'lion'"):
-        parse_arm("head-lr", SMALL.model_copy(update={"optimizer": other}), 0.25)
+    assert 0.25 ** head_exponent(2 * [kind.__name__]) == expected
     for names in (["Lion"], [], ["SGD", "Adam"]):
         with pytest.raises(RecipeError, match="head-lr"):
             head_exponent(names)
-    assert head_exponent(["SGD", "SGD"]) == 2
-
-
-# The decomposition --------------------------------------------------------------------------------
 
 
 def test_decomposition_has_every_factor_of_the_identity():
@@ -194,9 +167,6 @@ def test_decomposition_names_the_change_that_would_do(gains, conclusion):
     assert explain_decomposition(results_of(values), 0.25).endswith(conclusion)
 
 
-# Grids and search spaces --------------------------------------------------------------------------
-
-
 def test_grid_arms_are_all_points():
     grid = parse_grid(["alpha=1,0.5,0.1", "lr=0.1,0.2"])
     assert len(grid.arms()) == 6
@@ -226,12 +196,13 @@ def test_range_is_logarithmic_and_its_outer_tenths_are_edges(low, factor, place)
         assert axis.is_edge(value) == (not 0.1 <= place <= 0.9)
 
 
-# Tuning -------------------------------------------------------------------------------------------
-
-
 def tuner_of(study, *texts, seeds=1, trials=None, **settings):
     values = dict(flatten(study.base.model_dump()))
     return Tuner(study, Space.parse(texts, values, list(study.arms), trials), seeds, **settings)
+
+
+def tune(tuner: Tuner, folder: Path) -> Any:
+    return tune_once(tuner, Execution(InlinePool(folder), Watch))
 
 
 def test_points_are_shared_by_arms_and_differ_between_repeats():
@@ -271,10 +242,9 @@ def test_identity_map_keeps_the_backbone_of_the_baseline():
 def test_trials_have_seeds_of_their_own_and_the_best_point_wins(made_up, tmp_path):
     made_up.accuracy = lambda recipe: 10 * recipe.optimizer.lr
     tuner = tuner_of(study_of(SMALL, PAIR, first_seed=1000), "lr=0.1,0.4,0.2", seeds=2)
-    tuned, results = tune_once(tuner, Execution(InlinePool(tmp_path), Watch))
+    tuned, results = tune(tuner, tmp_path)
     assert {row.seed for row in results.trials} == {2000, 2001}
     assert tuned.settings("pgt") == {"loss.alpha": 0.5, "optimizer.lr": 0.4}
-    assert results.tuning is not None
     line = results.tuning.describe("pgt")
     assert line == "pgt: lr 0.4 (lr 0.1: 1.00, lr 0.4: 4.00, lr 0.2: 2.00; lr at the edge)"
     many = study_of(SMALL, PAIR, "2000")
@@ -286,12 +256,11 @@ def test_points_that_are_no_recipe_cannot_win(made_up, tmp_path):
     made_up.accuracy = lambda recipe: 90 + 100 * recipe.optimizer.weight_decay
     arms = {"baseline": {}, "clipped": {"clip.agc": 0.05}}
     tuner = tuner_of(study_of(SMALL, arms), "wd=0.001,0.01,0.1")
-    _, results = tune_once(tuner, Execution(InlinePool(tmp_path), Watch))
-    assert results.tuning is not None
+    _, results = tune(tuner, tmp_path)
     clipped = results.tuning.arms["clipped"]
     assert [bool(trial.note) for trial in clipped.trials] == [False, False, True]
     assert math.isnan(clipped.trials[2].mean)
     assert (clipped.chosen, results.tuning.arms["baseline"].chosen) == (1, 2)
     hopeless = tuner_of(study_of(SMALL, arms), "wd=0.1,0.2")
     with pytest.raises(RecipeError, match="'clipped'"):
-        tune_once(hopeless, Execution(InlinePool(tmp_path), Watch))
+        tune(hopeless, tmp_path)

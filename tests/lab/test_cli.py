@@ -2,10 +2,11 @@ import math
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from studies import powergrad
 
 import powergrad_cli
@@ -27,15 +28,6 @@ def test_help_needs_no_torch():
         assert command in found.stdout
 
 
-def test_a_worker_waits_for_nothing_that_it_does_not_use():
-    code = (
-        "import sys, powergrad.lab.runs.worker; "
-        "print(*{'scipy', 'matplotlib', 'pandas', 'distributed', 'PIL'} & sys.modules.keys())"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (found.stdout.strip(), found.stderr) == ("", "")
-
-
 @pytest.mark.parametrize("command", powergrad_cli.COMMANDS)
 def test_every_command_explains_itself(command, capsys):
     assert powergrad(command, "--help") == 0
@@ -52,25 +44,21 @@ def test_a_reader_that_has_gone_gets_no_traceback(command):
     assert (found.returncode, found.stderr) == (141, "")
 
 
-def test_an_unknown_command_gets_the_nearest(capsys):
-    assert powergrad("trian") == 2
-    said = capsys.readouterr()
-    assert 'Did you mean "train"' in said.out + said.err
-
-
 def test_the_lists(capsys):
     assert powergrad("train", "--list") == 0
     said = capsys.readouterr().out
     assert all(name in said for name in recipe_names())
     assert powergrad("train", "--keys") == 0
-    said = capsys.readouterr().out
-    assert all(key in said for key, *_ in describe_keys())
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert lines.keys() == {f"--{key}" for key, *_ in describe_keys()}
+    assert "batch or group or none" in lines["--model.norm"]
 
 
-def test_train_then_resume_then_inspect(tmp_path, capsys):
+def test_train_then_resume(tmp_path, capsys):
     assert powergrad("train", "digits", *SMALL, "--out", tmp_path, "--resume") == 2
     assert "Expected a run to resume" in capsys.readouterr().err
     assert powergrad("train", "digits", *SMALL, "--out", tmp_path) == 0
+    assert "finished: epoch 2, train" in " ".join(capsys.readouterr().err.split())
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("digits-resnet8-seed0-")
     assert folder.name.endswith(Run(folder).recipe().key)
@@ -78,10 +66,6 @@ def test_train_then_resume_then_inspect(tmp_path, capsys):
     assert "is finished" in capsys.readouterr().out
     assert powergrad("train", folder) == 0  # a run's folder is a recipe too
     assert "is finished" in capsys.readouterr().out
-
-    assert powergrad("inspect", folder, "--layers-csv", tmp_path / "layers.csv") == 0
-    assert "filters dead" in capsys.readouterr().out
-    assert (tmp_path / "layers.csv").read_text().startswith("number,layer")
 
 
 @pytest.mark.parametrize("bar", [False, True])
@@ -91,8 +75,7 @@ def test_train_says_that_it_diverged(tmp_path, capsys, monkeypatch, bar):
     command = ("train", "digits", *SMALL, "--optimizer.lr", "1e30", "--out", tmp_path)
     assert powergrad(*command) == 0
     (folder,) = tmp_path.iterdir()
-    result = Run(folder).result()
-    assert result is not None
+    result: Any = Run(folder).result()
     assert result.about["diverged"]
     assert math.isnan(Run(folder).metrics()[-1]["train_loss"] or 0)
     said = " ".join(capsys.readouterr().err.split())
@@ -103,34 +86,18 @@ def test_train_says_that_it_diverged(tmp_path, capsys, monkeypatch, bar):
     assert capsys.readouterr().out.strip() == f"{folder} is finished: it diverged."
 
 
-def test_inspect_a_checkpoint(tmp_path, capsys):
-    weight = torch.ones(4, 3)
-    weight[2] = 0
-    save_file({"fc.weight": weight}, tmp_path / "model.safetensors")
-    assert powergrad("inspect", tmp_path / "model.safetensors", "--csv", tmp_path / "x.csv") == 0
-    lines = (tmp_path / "x.csv").read_text().splitlines()
-    assert len(lines) == 2
-    assert ",fc,2," in lines[1]
-    assert powergrad("inspect", tmp_path) == 0  # a folder with model.safetensors
-
-
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
         (["train"], "Expected a recipe"),
-        (["train", "digitz"], "did you mean 'digits'?"),
-        (["train", "digits", "--loss.alpha", "2"], "loss.alpha: expected less than or equal to 1"),
-        (["train", "digits", "--loss.alfa", "1"], "did you mean 'loss.alpha'?"),
         (["compare", "--form", "x.csv"], "did you mean '--from'?"),
         (["train", "digits", "--lis", "1"], "did you mean '--list'?"),
-        (["train", "digits", "--loss.alpha"], "Expected overrides as"),
-        (["train", "digits", "--data.name", "cifar10"], "cifar10"),
         (["paper", "list"], "Expected a command"),
+        (["trian"], 'Did you mean "train"'),
     ],
 )
 def test_bad_input(tmp_path, monkeypatch, capsys, tokens, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("POWERGRAD_DATA", str(tmp_path))
     assert powergrad(*tokens) == 2
     said = capsys.readouterr()
     assert message in said.err + said.out

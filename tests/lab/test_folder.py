@@ -1,7 +1,5 @@
 """Folders of images: which files, which pixels, bad ones, and worker processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil
@@ -25,9 +23,6 @@ from powergrad.lab.data import Data, Datasets, listing, load_data
 from powergrad.lab.data.folder import begin_worker, centre_box, random_box, read_image
 from powergrad.lab.data.listing import open_folder
 from powergrad.lab.data.streams import Stream, permutation, uniform
-
-# Python 3.12 and later warn of forks beside threads, which is how PyTorch starts its workers.
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 
 MEAN = np.reshape([0.485, 0.456, 0.406], (3, 1, 1))
 STD = np.reshape([0.229, 0.224, 0.225], (3, 1, 1))
@@ -70,9 +65,6 @@ def planes(image: Any) -> np.ndarray:
 
 def paths_of(split: Any) -> list[str]:
     return [os.fsdecode(path) for path in split.listing.paths]
-
-
-# Which files -------------------------------------------------------------------------------------
 
 
 def test_names_may_contain_any_byte(tmp_path):
@@ -255,9 +247,6 @@ def test_unusable_groups_raise(tmp_path):
         load(tmp_path, hold_out=0.2, groups="^[ab]")  # each class is one group
 
 
-# Which pixels ------------------------------------------------------------------------------------
-
-
 @st.composite
 def crops(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[int, int, int, int], int]:
     """The size of an image, a box in it, and the size of the result."""
@@ -431,9 +420,6 @@ def test_content_decides_the_format_among_the_safe_ones(tmp_path):
         read_image(put(tmp_path / "x.tif", nan), whole, 2)
 
 
-# Bad images --------------------------------------------------------------------------------------
-
-
 def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -489,9 +475,6 @@ def test_folder_without_a_readable_image_raises_in_training(tmp_path):
     assert list(data.test.test_batches(2)) == []
     with pytest.raises(ValueError, match=str(tmp_path)):
         list(data.train.train_batches(2, seed=0, epoch=0))
-
-
-# Processes ---------------------------------------------------------------------------------------
 
 
 def all_batches(data: Datasets) -> list[torch.Tensor]:

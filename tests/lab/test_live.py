@@ -1,7 +1,5 @@
 """``powergrad watch``: the page of a study while it runs, over HTTP and without a browser."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re
@@ -23,7 +21,7 @@ import powergrad_cli
 from powergrad.lab.report.content import describe_study
 from powergrad.lab.report.page import as_json
 from powergrad.lab.report.serving import LiveServer, make_live_data, read_progress
-from powergrad.lab.runs import Job, RecipeProgram
+from powergrad.lab.runs import Job
 from powergrad.lab.study import Results, load_study, save
 from powergrad.lab.study.saving import claim
 from powergrad.lab.trainer.run_folder import Run
@@ -39,8 +37,7 @@ class StudyInProgress:
         self.states: dict[str, dict[str, Any]] = {}
 
     def recipe(self, job: Job) -> Any:
-        assert isinstance(self.study.program, RecipeProgram)
-        return self.study.program.recipe(job.changes, job.seed)
+        return RECIPE.override({**job.changes, "seed": job.seed})
 
     def report(self, *names: str, state: str, done: float = 0.0, **others: Any) -> None:
         """Write progress.json, in which some runs have another state."""
@@ -101,9 +98,6 @@ def ask(server: LiveServer, path: str = "/", host: str | None = None, method: st
         return answer, answer.read().decode()
 
 
-# The data -----------------------------------------------------------------------------------------
-
-
 def test_state_of_every_run(running: StudyInProgress) -> None:
     first, second, *others = read_progress(running.folder)["runs"]
     assert (first["state"], first["done"], first["note"]) == ("running", 1 / 3, "")
@@ -118,12 +112,6 @@ def test_state_of_every_run(running: StudyInProgress) -> None:
     # If the pool was killed, nothing runs.
     running.report(state="waiting", updated=time.time() - 3600)
     assert read_progress(running.folder)["runs"][0]["state"] == "waiting"
-
-
-def test_study_before_its_first_run(tmp_path: Path) -> None:
-    data = make_live_data(StudyInProgress(tmp_path / "new").folder)
-    assert (data["live"]["runs"], data["live"]["is_finished"]) == ([], False)
-    assert {run["status"] for run in data["studies"][0]["runs"]} == {"planned"}
 
 
 def test_verdict_is_provisional_until_the_study_is_finished(running: StudyInProgress) -> None:
@@ -155,9 +143,6 @@ def test_fixed_number_of_runs_and_repeats(tmp_path: Path) -> None:
     assert not make_live_data(fixed.folder)["live"]["is_finished"]
 
 
-# The server ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """The server of a study in which nothing happens."""
@@ -179,6 +164,7 @@ def test_server_answers_with_page_data_and_progress(server: LiveServer) -> None:
     assert answer.headers["Content-Type"].startswith("application/json")
     progress = json.loads(ask(server, "/progress.json")[1])
     assert json.loads(text)["live"] == {**progress, "is_finished": False}
+    assert progress["runs"] == []  # the study has not begun
 
 
 @pytest.mark.parametrize(
@@ -222,9 +208,6 @@ def test_half_written_files(running: StudyInProgress) -> None:
             assert (answer.status, answer.headers["Refresh"]) == (503, "2")
             path.write_bytes(whole)
             assert ask(server)[0].status == 200
-
-
-# The command --------------------------------------------------------------------------------------
 
 
 def test_command_serves_until_it_is_interrupted(running: StudyInProgress) -> None:

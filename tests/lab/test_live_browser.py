@@ -1,7 +1,5 @@
 """The live page in a browser, while a study continues."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from test_live import StudyInProgress, running, serving

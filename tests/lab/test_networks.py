@@ -1,7 +1,5 @@
 """The networks: against timm and torchvision with the same weights, and by their definition."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -12,14 +10,10 @@ from torch import Tensor, nn
 
 import powergrad
 from powergrad.lab.trainer import networks
-from powergrad.lab.trainer.networks import create_model, model_names
-from powergrad.monitor.layers import model_weights
+from powergrad.lab.trainer.networks import create_model
 
 IMAGENET = [f"{se}resnet{n}" for se in ("", "se") for n in (18, 34, 50, 101, 152)]
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
-
-
-# timm's networks at any width, stem and normalisation ---------------------------------------------
 
 
 class PaddedShortcut(nn.Module):
@@ -78,8 +72,7 @@ def assert_equal_networks(ours: nn.Module, theirs: nn.Module, x: Tensor, toleran
                 tensor.uniform_(0.5, 1.5) if is_positive else tensor.normal_(0, 0.3)
     ours.load_state_dict(theirs.state_dict(), strict=True)
     assert {k for k, _ in ours.named_parameters()} == {k for k, _ in theirs.named_parameters()}
-    upstream = torch.randn(theirs(x).shape, dtype=x.dtype)
-    ours.load_state_dict(theirs.state_dict(), strict=True)
+    upstream = torch.randn(theirs.eval()(x).shape, dtype=x.dtype)
     for training in (True, False):
         output, expected = ours.train(training)(x), theirs.train(training)(x)
         assert expected.std() > 0
@@ -125,31 +118,6 @@ def test_parameters_have_the_names_and_shapes_of_timm(name, timm):
     assert ours == theirs
 
 
-# What the names mean -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [*model_names(), "resnet26", "seresnet38"])
-def test_network_has_as_many_layers_as_its_name_says(name):
-    with torch.device("meta"):
-        model = create_model(name, num_classes=10, width=1)
-    layers = [n for n, m in model.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
-    counted = [n for n in layers if "downsample" not in n and ".se." not in n]
-    assert len(counted) == int(name.split("resnet")[1])
-    assert any(".se." in n for n in layers) == name.startswith("se")
-
-
-def test_layers_of_resnet18_are_numbered_as_in_the_paper():
-    model = create_model("resnet18", num_classes=1000, norm="none")
-    layers = {weight.column.number: weight.column for weight in model_weights(model)}
-    assert sorted(n for n in layers if n) == list(range(1, 22))
-    assert layers[11].units == 256
-    assert (layers[8].layer, layers[21].layer) == ("layer2.0.downsample.0", "fc")
-    assert powergrad.census(model).units == ()
-
-
-# Initialisation ----------------------------------------------------------------------------------
-
-
 def test_convolutions_start_with_the_deviation_of_he_and_gains_at_one():
     torch.manual_seed(0)
     model = create_model("seresnet18", num_classes=10)
@@ -186,9 +154,6 @@ def test_gradients_can_be_altered_at_every_module(norm):
     assert x.grad.isfinite().all()
 
 
-# Errors, and timm by name ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "suggestion"),
     [
@@ -198,11 +163,9 @@ def test_gradients_can_be_altered_at_every_module(norm):
     ],
 )
 def test_unknown_name_raises_with_a_suggestion(name, suggestion):
-    with pytest.raises(ValueError, match=r"`model\.name`") as error:
+    end = rf"'{name}'; did you mean .*'{suggestion}'" if suggestion else rf"'{name}'\.$"
+    with pytest.raises(ValueError, match=rf"`model\.name`.*{end}"):
         create_model(name, num_classes=10)
-    _, did_you_mean, suggestions = str(error.value).partition(f"{name!r}; did you mean ")
-    assert bool(did_you_mean) == (suggestion is not None)
-    assert f"{suggestion!r}" in suggestions or suggestion is None
 
 
 @pytest.mark.parametrize(

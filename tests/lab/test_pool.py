@@ -1,7 +1,5 @@
 """The pool: runs in processes of their own, executed by Dask on this machine or on a cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -20,8 +18,9 @@ import psutil
 import pytest
 from studies import LONG, is_alive, wait_for
 
+from powergrad.lab.files import write_text
 from powergrad.lab.runs import JobError, RunFailed
-from powergrad.lab.runs.pool import InlinePool, Pool, RunsFailed
+from powergrad.lab.runs.pool import Pool, RunsFailed
 from powergrad.lab.runs.worker import SCRATCH
 from powergrad.lab.signals import Interrupted, watching_signals
 from powergrad.lab.trainer.run_folder import Result, Run
@@ -48,12 +47,12 @@ class Pretended:
                 time.sleep(0.02)
                 if stopped():
                     raise Interrupted("stopped")
-                replace(run.folder / "step.txt", str(step + 1))
+                write_text(run.folder / "step.txt", str(step + 1))
             self._end()
             about = {"threads": os.environ["OMP_NUM_THREADS"]}
             result = Result(metrics={"value": self.steps}, about=about)
             (run.folder / "checkpoint").mkdir(exist_ok=True)
-            replace(run.folder / "checkpoint" / "last.json", "large")
+            write_text(run.folder / "checkpoint" / "last.json", "large")
             run.finish(result)
             with open(run.folder / "ends.txt", "a") as file:
                 file.write("end\n")
@@ -77,12 +76,6 @@ class Pretended:
         return int(count.read_text()) / self.steps if count.exists() else 0.0
 
 
-def replace(path: Path, text: str) -> None:
-    """Write a file that other processes read."""
-    path.with_suffix(".new").write_text(text)
-    path.with_suffix(".new").replace(path)
-
-
 def starts(folder: Path) -> dict[str, list[int]]:
     """The step at each start of every run."""
     texts = {file.parent.name: file.read_text() for file in folder.glob("*/starts.txt")}
@@ -93,9 +86,6 @@ def executing(*folders: Path) -> list[int]:
     """The processes that have begun runs in some folders of studies."""
     texts = [file.read_text() for folder in folders for file in folder.glob("*/starts.txt")]
     return [int(text.split()[-2]) for text in texts if text]
-
-
-# Processes ----------------------------------------------------------------------------------------
 
 
 def workers() -> list[psutil.Process]:
@@ -133,9 +123,6 @@ def nothing_left(tmp_path, monkeypatch) -> Iterator[None]:
                 process.kill()
                 left.append(process)
     assert not left
-
-
-# On this machine ----------------------------------------------------------------------------------
 
 
 @pytest.mark.studies
@@ -256,22 +243,6 @@ def test_a_run_of_another_process_is_waited_for(tmp_path):
     assert starts(tmp_path) == {"run": [0]}
 
 
-def test_runs_in_this_process(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    shown = []
-    with InlinePool(tmp_path) as pool:
-        with pytest.raises(RunsFailed, match="no metric"):
-            pool.run([Pretended("bad", end="no metric"), Pretended("good")], shown.append)
-        with pytest.raises(JobError, match="stops"):
-            pool.run([Pretended("worse", end="stops")])
-        assert (pool.longest or 0) > 0
-    assert shown[-1].results["good"].metrics["value"] == 2
-    state = json.loads((tmp_path / "progress.json").read_text())["runs"]
-    assert [state[name]["state"] for name in ("bad", "good")] == ["failed", "done"]
-
-
-# The client ---------------------------------------------------------------------------------------
-
 CLIENT = """
 import sys
 from pathlib import Path
@@ -316,9 +287,6 @@ def test_interrupted_runs_are_saved_and_continue(tmp_path, way):
         assert starts(study) == {f"run{n}": [0] for n in range(4)} | {
             name: [0, step] for name, step in reached.items()
         }
-
-
-# On a cluster -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -3,8 +3,6 @@
 References: the output and the files that the programs themselves write.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -41,9 +39,6 @@ def script(folder: Path, text: str, name: str = "train.py") -> Path:
     return path
 
 
-# A study of a foreign script ----------------------------------------------------------------------
-
-
 def test_study_of_a_foreign_script(in_process, tmp_path):
     """tests/test_run.py compares each option of `powergrad run` with a change written by hand."""
     status = powergrad(
@@ -64,8 +59,6 @@ def test_study_of_a_foreign_script(in_process, tmp_path):
     # The ratio of rates is that of Adam, which the first run has shown.
     assert results.settings("head-lr") == {"--head-lr-scale": 0.3}
 
-
-# Nothing is compared that was not altered ---------------------------------------------------------
 
 NO_LOSS = """
 import torch
@@ -107,9 +100,6 @@ def test_summary_of_run_decides_whether_a_study_stops(tmp_path, code, problems):
         _check_altered(code, path, is_altered=True)
     assert error.value.stops
     assert pickle.loads(pickle.dumps(error.value)).stops
-
-
-# The command --------------------------------------------------------------------------------------
 
 
 def test_arguments_reach_the_program_as_they_are(in_process, tmp_path, monkeypatch):
@@ -175,7 +165,6 @@ TRAIN = "-- python train.py {seed}"
         ("-- python lost.py {seed}", "'lost.py'"),
         ("-- lost {seed}", "'lost'"),
         ("-- ls {seed}", "'pgt' alters gradients"),
-        (f"--arms baseline,pqt {TRAIN}", "'pgt'"),
         (f"--arms pgt --arm p:pgt {TRAIN}", "'pgt' and 'p'"),
         (f"--metric-regex acc {TRAIN}", "--metric-regex"),
         (f"--metric-regex (.)(.) {TRAIN}", "--metric-regex"),
@@ -209,9 +198,6 @@ def test_bad_input_is_named_before_any_run(tmp_path, monkeypatch, capsys, tokens
     said = capsys.readouterr()
     assert word in " ".join((said.err + said.out).split())
     assert not (tmp_path / "runs").exists()
-
-
-# Metrics ------------------------------------------------------------------------------------------
 
 
 def job_of(path: Path, sources: Sources) -> Job:
@@ -276,7 +262,7 @@ WRITE = "open(sys.argv[2] + '/%s', 'w').write('%s')"
         (WRITE % ("r.json", "{}"), Sources.parse([], ["r.json:a.b"]), "KeyError"),
         (WRITE % ("r.csv", "a,b"), Sources.parse([], ["r.csv:a"]), "IndexError"),
         ("print('acc 1')", ACC.model_copy(update={"wanted": ("f1",)}), "'f1'"),
-        ("print('a\\nb'); sys.exit(7)", Sources(), "exit code 7"),
+        ("print('z' * 5000); sys.exit(7)", Sources(), "exit code 7"),
         ("os.abort()", Sources(), "SIGABRT"),
     ],
 )
@@ -285,18 +271,9 @@ def test_run_without_its_metric_fails_with_the_last_lines(tmp_path, text, source
         metrics_of(tmp_path, "print('one'); print('two', file=sys.stderr)\n" + text, sources)
     assert word in str(error.value)
     assert "    one\n    two" in str(error.value)
+    assert len(str(error.value)) < 1000
     assert not error.value.stops
     assert not list(tmp_path.glob("*/result.json"))
-
-
-def test_last_lines_are_short(tmp_path):
-    text = "for i in range(1000): print('line', i)\nsys.stdout.write('z' * 5000)\n1 / 0"
-    with pytest.raises(RunFailed) as error:
-        metrics_of(tmp_path, text, Sources())
-    lines = str(error.value).splitlines()[1:]
-    assert len(lines) == 20
-    assert lines[-1] == "    ZeroDivisionError: division by zero"
-    assert all(len(line) < 450 for line in lines)
 
 
 def test_metric_is_named_by_the_word_before_its_group():
@@ -310,8 +287,6 @@ def test_metric_is_named_by_the_word_before_its_group():
     with pytest.raises(RecipeError, match="'acc'"):
         Sources.parse(["acc (.)", "(?P<acc>.)"], [])
 
-
-# What the runs show of the program ----------------------------------------------------------------
 
 NOISY = "print('accuracy', 90 + random.Random(str(sys.argv)).gauss(0, 0.4))\n"
 AT = "if seed == 1 and len(sys.argv) > 2: "
@@ -341,9 +316,11 @@ def test_odd_programs_are_noted(in_process, tmp_path, capsys, text, seeds, words
     assert compare_plain(tmp_path, script(tmp_path, text), seeds=seeds) == 0
     assert words in capsys.readouterr().out
     assert not list((tmp_path / "s").glob("*-seed6-*")) or seeds == 8  # constant ones stop early
+    states = json.loads((tmp_path / "s/progress.json").read_text())["runs"].values()
+    assert any(state["state"] == "failed" for state in states) == ("sys.exit(9)" in text)
 
 
-def test_runs_of_a_changed_script_are_repeated(in_process, tmp_path, capsys):
+def test_runs_of_a_changed_script_are_repeated_and_fresh_ones_too(in_process, tmp_path, capsys):
     path = script(tmp_path, NOISY)
     assert compare_plain(tmp_path, path, seeds=2, start=()) == 0
     runs = {folder.name for folder in tmp_path.glob("s/*-seed*")}
@@ -353,13 +330,8 @@ def test_runs_of_a_changed_script_are_repeated(in_process, tmp_path, capsys):
     assert compare_plain(tmp_path, path, seeds=2, start=()) == 0
     assert "changed since" in capsys.readouterr().err
     assert not runs & {row.run for row in load_study(tmp_path / "s").rows}
-
-
-def test_fresh_moves_an_earlier_study_aside(in_process, tmp_path, capsys):
-    path = script(tmp_path, NOISY)
-    assert compare_plain(tmp_path, path, seeds=2) == 0
     earlier = (tmp_path / "s/study.csv").read_bytes()
-    assert compare_plain(tmp_path, path, "--fresh", seeds=2) == 0
+    assert compare_plain(tmp_path, path, "--fresh", seeds=2, start=()) == 0
     (aside,) = (folder for folder in tmp_path.glob("s-*") if folder.is_dir())
     assert (aside / "study.csv").read_bytes() == earlier
     assert str(aside) in capsys.readouterr().err
@@ -394,17 +366,14 @@ json.dump(sys.argv, open(os.environ["POWERGRAD_REPORT"][:-11] + "out/argv.json",
     assert status == 0
     said = capsys.readouterr()
     assert "28 runs, about" in said.err  # 2 arms x (4 points x 2 seeds + 6 seeds)
-    results = load_study(tmp_path / "s")
+    results: Any = load_study(tmp_path / "s")
     for arm, lr in (("baseline", "0.1"), ("b", "0.2")):
         assert f"{arm}: lr {lr} (" in said.out
         argv = json.loads((run_of(tmp_path / "s", arm, 4) / "out/argv.json").read_text())
         assert argv[1:3] == ["4", lr]
         assert results.settings(arm)["lr"] == float(lr)
-    assert results.tuning is not None
     assert results.tuning.metric == "val_loss"
 
-
-# Processes ----------------------------------------------------------------------------------------
 
 STUBBORN = """
 import signal, subprocess, time

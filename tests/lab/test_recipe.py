@@ -1,7 +1,6 @@
 """Recipes: their keys, files and overrides, and the errors of each."""
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,24 +8,11 @@ from powergrad.lab.trainer.recipe import (
     Recipe,
     RecipeError,
     describe_keys,
-    flatten,
     header,
     load_recipe,
     parse_overrides,
     recipe_names,
 )
-
-
-def test_default_is_the_common_recipe_of_the_paper():
-    sgd = {"name": "sgd", "nesterov": True, "momentum": 0.9, "weight_decay": 5e-4, "lr": 0.4}
-    warmup = {"warmup_epochs": 5, "warmup_start": 4e-4}
-    expected = {
-        "optimizer": sgd,
-        "schedule": {**warmup, "milestones": (30, 60, 90), "gamma": 0.1},
-        "train": {"epochs": 100, "batch_size": 1024},
-        "loss": {"alpha": 1},
-    }
-    assert dict(flatten(Recipe().model_dump())).items() >= dict(flatten(expected)).items()
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -51,7 +37,6 @@ def test_recipe_made_for_other_data_raises_unless_only_is_any(tmp_path):
     (tmp_path / "plain.yaml").write_text("base: zeroing-out\ndata: {only: any}")
     assert load_recipe(tmp_path / "plain.yaml").key == load_recipe("zeroing-out").key
     assert "only" not in load_recipe("zeroing-out").to_yaml()
-    assert load_recipe("images", pets).data.scale == (0.08, 1.0)  # the paper's
 
 
 @given(
@@ -81,13 +66,8 @@ def test_key_depends_on_the_training_and_not_on_the_machine():
 
 
 def test_all_errors_are_reported_together():
-    wrong = {
-        "optimizer.lrr": 1,
-        "loss.alpha": 1.3,
-        "model.norm": "layer",
-        "train.epochs": 2.5,
-        "nonsense": 1,
-    }
+    wrong = {"optimizer.lrr": 1, "loss.alpha": 1.3, "model.norm": "layer", "data.size": 2.5}
+    wrong["nonsense"] = 1
     with pytest.raises(RecipeError) as caught:
         load_recipe("digits", wrong)
     first, *lines = str(caught.value).splitlines()
@@ -158,12 +138,6 @@ def test_file_that_is_no_recipe_raises(tmp_path, text):
         load_recipe("digitz")
 
 
-def test_other_format_raises():
-    values = yaml.safe_load(Recipe().to_yaml()) | {"format": 99}
-    with pytest.raises(RecipeError, match="format 99"):
-        Recipe.from_yaml(yaml.safe_dump(values), "config.yaml")
-
-
 def test_overrides_of_a_command_line():
     tokens = ["--optimizer.lr", "1e-3", "--data.name=folder:/a=b", "train.compile=true"]
     tokens += ["--clip.agc", "null", "--schedule.milestones", "[1, 2e1]", "--model.name", "[x"]
@@ -186,16 +160,7 @@ def test_every_key_is_described_and_can_be_set_to_its_default():
     assert all(meaning and allowed for _, meaning, allowed, _ in keys)
     assert Recipe().override({key: default for key, *_, default in keys}) == Recipe()
     allowed = {key: text for key, _, text, _ in keys}
-    assert allowed["data.hold_out"] == "a number from 0 below 1"
-    assert allowed["data.scale"] == "2 of: a number above 0 up to 1"
     assert allowed["train.ema"] == "a number above 0 below 1 or null"
     assert Recipe().value("optimizer.head.lr") == 1.0
     with pytest.raises(RecipeError, match=r"did you mean 'optimizer.lr'"):
         Recipe().value("optimizer.lrr")
-
-
-def test_shared_recipe_has_no_paths():
-    changes = {"data.name": "folder:/home/ann/photos/", "machine.data_dir": "/home/ann"}
-    shared = Recipe().override(changes).without_paths()
-    assert (shared.data.name, shared.data.title) == ("folder:photos", "photos")
-    assert "home" not in shared.to_yaml()

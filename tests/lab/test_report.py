@@ -4,8 +4,6 @@ References: study.json; the calibration of all logits at once; a census; numpy f
 does to unpack norms.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math
@@ -21,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from small_study import RECIPE, run_of, small, spoiled, study_of, write_run, write_study
 
@@ -46,9 +44,6 @@ def shown(*sources: Path | Results) -> dict[str, Any]:
     return study
 
 
-# The file ----------------------------------------------------------------------------------------
-
-
 def test_page_is_one_file_that_may_request_nothing(small: Path, tmp_path: Path) -> None:
     """The browser, which is the other half of this test, runs no script with another hash."""
     text = write_report([small], tmp_path / "deep" / "report.html").read_text(encoding="utf-8")
@@ -62,25 +57,15 @@ def test_page_is_one_file_that_may_request_nothing(small: Path, tmp_path: Path) 
     assert re.findall(r"https?://", outside) == []
 
 
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-        max_leaves=8,
-    )
-)
+VALUES = st.none() | st.booleans() | st.integers() | st.text()
+VALUES |= st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(st.recursive(VALUES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_json_keeps_every_value_and_cannot_end_its_element(value: Any) -> None:
     text = as_json(value)
     assert not set("<>&\u2028\u2029") & set(text)
-
-    def finite(item: Any) -> Any:
-        if isinstance(item, float) and math.isinf(item):
-            return None
-        if isinstance(item, list):
-            return [finite(part) for part in item]
-        return {k: finite(v) for k, v in item.items()} if isinstance(item, dict) else item
-
-    assert json.loads(text) == finite(value)
+    assert json.loads(text) == value
 
 
 def test_folder_name_that_is_not_unicode(small: Path, tmp_path: Path) -> None:
@@ -95,9 +80,6 @@ def test_glossary_of_the_docs_is_that_of_the_page() -> None:
     assert (ROOT / "docs" / "glossary.md").read_text("utf-8").splitlines()[5:] == listed
     words = [word.lower() for term in terms for word in (term["name"], *term["words"])]
     assert len(words) == len(set(words))
-
-
-# Content -----------------------------------------------------------------------------------------
 
 
 def test_content_is_that_of_the_study(small: Path) -> None:
@@ -136,16 +118,12 @@ def test_examples_are_of_the_test_set(small: Path) -> None:
     examples = shown(small)["examples"]
     assert {example["arm"] for example in examples} == {"baseline", "pgt"}
     for shown_example in examples:
-        outputs = Run(run_of(small, shown_example["arm"], 0)).test_outputs()
-        assert outputs is not None
+        outputs: Any = Run(run_of(small, shown_example["arm"], 0)).test_outputs()
         place, logits = shown_example["index"], shown_example["logits"]
         assert shown_example["label"] == outputs["labels"][place]
         assert logits == pytest.approx(outputs["logits"][place].tolist(), rel=1e-5)
         is_right = max(logits) == logits[shown_example["label"]]
         assert is_right == ("correct" in shown_example["words"])
-
-
-# Runs that are not complete -----------------------------------------------------------------------
 
 
 def test_missing_and_unfinished_runs_are_listed(spoiled: Path) -> None:
@@ -213,8 +191,7 @@ def test_runs_on_a_folder_of_images_are_found_without_its_path(tmp_path: Path) -
         row.run for row in results.rows
     }
     save(replace(results, rows=[]), tmp_path / "study")  # no row tells their names
-    found = load_study(tmp_path / "study")
-    assert found.study is not None
+    found: Any = load_study(tmp_path / "study")
     assert str(tmp_path) not in found.study.base.data.name
     assert {row.run for row in found.rows} == {row.run for row in results.rows}
 
@@ -225,15 +202,11 @@ def test_folder_of_nothing_raises(tmp_path: Path) -> None:
     assert not (tmp_path / "report.html").exists()
 
 
-# Runs and folders ---------------------------------------------------------------------------------
-
-
 def test_one_run_has_a_page(small: Path) -> None:
     folder = run_of(small, "pgt", 0)
-    page, result = shown(folder), Run(folder).result()
-    assert result is not None
+    page = shown(folder)
     assert (page["kind"], page["name"], page["comparisons"]) == ("run", folder.name, [])
-    accuracy = result.metrics["test_accuracy"]
+    accuracy = json.loads((folder / "result.json").read_text())["metrics"]["test_accuracy"]
     assert page["headline"] == f"Test accuracy {accuracy:.2f}% after 3 epochs at alpha 0.25."
     assert page["runs"][0]["norms"] is not None
     assert page["arms"][0]["reliability"] is not None
@@ -252,31 +225,6 @@ def test_studies_and_runs_below_a_folder_are_found(small: Path, tmp_path: Path) 
     write_run(tmp_path / "alone", RECIPE, 90)
     studies = describe_sources([small, tmp_path])
     assert [study["kind"] for study in studies] == ["compare", "compare", "run"]
-
-
-# Norms --------------------------------------------------------------------------------------------
-
-
-@given(
-    st.lists(
-        st.floats(0, 1e6, width=32) | st.sampled_from([0.0, math.nan, math.inf, 1e-30]),
-        min_size=1,
-        max_size=30,
-    )
-)
-@example([1.0, 2e-4, 1.1e-4, 0.9e-4, 0.0])
-def test_norm_is_kept_to_half_a_step(values: list[float]) -> None:
-    norm = np.array(values, dtype=np.float32)
-    codes, low, high = filters.quantise(norm)
-    for value, code in zip(norm.tolist(), codes.tolist(), strict=True):
-        if not math.isfinite(value):
-            assert code == 255
-        elif value <= 1e-4 * high:
-            assert code == 0
-        else:
-            step = math.log(high / low) / 253 if high > low else 0.0
-            decoded = low * math.exp((code - 1) * step)
-            assert abs(math.log(decoded / value)) <= step / 2 + 1e-5  # low is a float32
 
 
 def unpack(text: str) -> bytes:
@@ -298,6 +246,8 @@ def test_norms_and_events_survive_the_packing(small: Path) -> None:
         close = pytest.approx(recorded.T.numpy(), rel=math.log(ratio) / 253, abs=1e-4 * ratio)
         assert decoded == close
     assert start == len(body)
+    odd = np.array([math.nan, math.inf, 0, 1e-30, 1, 2], np.float32)
+    assert filters.quantise(odd)[0].tolist() == [255, 255, 0, 0, 1, 254]
 
     events, found = json.loads(unpack(packed["events"])), census(folder)
     names = {0: "died", 1: "revived", 2: "born"}

@@ -134,9 +134,6 @@ def screenshot(page: Page, name: str) -> None:
     page.screenshot(path=ARTIFACTS / name, full_page=True)
 
 
-# The sections -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("width", "scheme"), [(360, "light"), (360, "dark"), (768, "light"), (1280, "dark")]
 )
@@ -257,17 +254,13 @@ def test_alpha_and_reliability(page: Page) -> None:
     assert alpha.locator("svg").first.inner_html() != before
 
 
-# The playground -----------------------------------------------------------------------------------
-
 CASES = [
     *[([2.0, 1.0, 0.0], label, alpha) for label, alpha in ((0, 0.25), (2, 0.0), (1, 1.0))],
     ([2.0, 1.0, 0.0], 1, 0.999999),
     ([0.0, -110.0], 1, 0.05),
     ([1e4, 1e4 - 1, 1e4 - 3], 2, 0.3),
-    ([700.0, -700.0, 0.0], 1, 0.1),
     ([1.0, 2.0, -math.inf, 0.5], 1, 0.25),
     ([1.0, 2.0, -math.inf, 0.5], 3, 0.0),
-    ([0.0] * 7, 3, 0.5),
     *[
         (torch.randn(n, generator=torch.Generator().manual_seed(n)).mul(s).tolist(), n // 2, a)
         for n, s, a in ((2, 1, 0.9), (5, 10, 0.01), (10, 4, 0.33), (20, 30, 0.75))
@@ -316,9 +309,6 @@ def test_playground_takes_examples_and_rejects_other_input(page: Page) -> None:
     assert "from 0 to 1" in page.inner_text("#playground .error")
 
 
-# The rest -----------------------------------------------------------------------------------------
-
-
 def test_provenance_and_downloads(page: Page, small: Path) -> None:
     saved = json.loads((small / "study.json").read_text())
     assert page.inner_text("#command") == saved["environment"]["command"]
@@ -360,22 +350,6 @@ def test_theme_can_be_switched_and_paper_is_white(visit: Visit, report: Path) ->
     assert page.pdf(path=ARTIFACTS / "report.pdf", format="A4").startswith(b"%PDF")
 
 
-def test_everything_is_reached_by_the_keyboard(page: Page) -> None:
-    wanted, reached = set(SECTIONS) - {"glossary"}, set()  # which is text, reached by its terms
-    for _ in range(200):
-        page.keyboard.press("Tab")
-        reached.add(page.evaluate("document.activeElement.closest('section, body')?.id || ''"))
-        if wanted <= reached:
-            break
-    assert wanted <= reached
-    unnamed = page.evaluate(
-        """() => [...document.querySelectorAll('button, input, select, canvas, svg[role=img]')]
-        .filter((e) => !(e.textContent || e.getAttribute('aria-label') || e.labels?.length)
-            && e.getAttribute('aria-hidden') !== 'true').map((e) => e.outerHTML)"""
-    )
-    assert unnamed == []
-
-
 def test_terms_are_explained_on_hover_and_focus(page: Page) -> None:
     meanings = {term["name"]: term["meaning"] for term in make_data([])["glossary"]}
     tip = page.locator("#tip")
@@ -394,8 +368,6 @@ def test_terms_are_explained_on_hover_and_focus(page: Page) -> None:
     marked = page.eval_on_selector_all("#table a.term", "(all) => all.map((a) => a.dataset.term)")
     assert len(marked) == len(set(marked))  # each term once per section
 
-
-# Other studies ------------------------------------------------------------------------------------
 
 NASTY = "<script>document.title='owned'</script>"
 NAMES = [NASTY, "\"'`<img src=x onerror=alert(1)>", "🙂 مرحبا بالعالم \u202e!"]

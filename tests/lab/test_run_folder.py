@@ -16,9 +16,6 @@ from powergrad.lab.files import FileError
 from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.run_folder import COLUMNS, FORMAT, Result, Run, RunError
 
-# Python 3.12 and later warn of forks beside threads.
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-
 STATE = {"step": 5, "model": {"weight": torch.arange(6.0)}}
 
 
@@ -122,16 +119,6 @@ def test_full_disk_keeps_the_last_good_checkpoint(run, full_disk):
     assert run.load_checkpoint()["step"] == 5
 
 
-def test_folder_without_permission_raises(tmp_path, monkeypatch):
-    # Root may write everywhere, so the system's answer is given by hand.
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
-    with pytest.raises(RunError, match="Permission denied"), Run(tmp_path / "x").open(Recipe()):
-        pass
-
-
 def test_metrics_are_cut_at_the_step_to_resume_from(run):
     run.cut_metrics(0)
     for epoch in (1, 2, 3):
@@ -152,7 +139,6 @@ def test_run_is_finished_when_it_has_a_result(run):
     result = Result(metrics={"nll": math.nan, "top5": None, "ece": 1e-17}, about={"classes": 10})
     run.finish(result)
     stored = run.result()
-    assert stored is not None
     assert math.isnan(stored.metrics.pop("nll") or 0)
     assert (stored.metrics, stored.about) == ({"top5": None, "ece": 1e-17}, {"classes": 10})
 
@@ -167,9 +153,10 @@ def test_result_of_another_version_raises(run, text):
 def test_folder_without_a_readable_recipe_raises(tmp_path):
     with pytest.raises(RunError, match=r"config\.yaml"):
         Run(tmp_path).recipe()
-    (tmp_path / "config.yaml").write_text("format: 1\nnonsense: 3\n")
-    with pytest.raises(RunError, match="nonsense"):
-        Run(tmp_path).recipe()
+    for text, word in (("format: 1\nnonsense: 3\n", "nonsense"), ("format: 99\n", "format 99")):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(RunError, match=word):
+            Run(tmp_path).recipe()
 
 
 @pytest.mark.parametrize("program", ["/somewhere/bin/powergrad", "/lib/powergrad/__main__.py"])

@@ -19,8 +19,6 @@ from powergrad.lab.stats import (
     compare,
     error_of_looks,
     estimate_noise,
-    format_interval,
-    format_signed,
     parse_runs,
     plan,
     t_interval,
@@ -44,20 +42,13 @@ def one(arm, baseline, **options):
     return found
 
 
-# Looks --------------------------------------------------------------------------------------------
-
-
-def inside(looks, bounds):
-    """The chance that every look stays within its bound, by the joint normal distribution."""
+def inside(looks, levels):
+    """The chance that no look rejects at its level, by the joint normal distribution."""
     n = np.array(looks, float)
     correlation = np.sqrt(np.minimum.outer(n, n) / np.maximum.outer(n, n))
     joint = stats.multivariate_normal(np.zeros(len(n)), correlation, abseps=1e-6)
-    bounds = np.array(bounds)
+    bounds = stats.norm.isf(np.array(levels) / 2)
     return joint.cdf(bounds, lower_limit=-bounds, rng=np.random.default_rng(0))
-
-
-def bounds_of(levels):
-    return [stats.norm.isf(level / 2) for level in levels]
 
 
 @pytest.mark.parametrize("looks", [(8, 12, 16, 20, 24), (8, 24), (6, 7, 40)])
@@ -67,7 +58,7 @@ def test_each_look_spends_its_share_of_the_error(looks, comparisons):
     each = 1 - 0.95 ** (1 / comparisons)
     levels = [design.nominal(look, comparisons) for look in range(len(looks))]
     for k, n in enumerate(looks, start=1):
-        spent = 1 - inside(looks[:k], bounds_of(levels[:k]))
+        spent = 1 - inside(looks[:k], levels[:k])
         assert spent == pytest.approx(each * n / looks[-1], abs=2e-5)
 
 
@@ -86,7 +77,7 @@ def test_the_corrected_p_is_below_the_level_where_the_look_rejects(p, look, comp
 @pytest.mark.parametrize(("looks", "comparisons"), [((8, 16), 1), ((8, 16), 3), ((6, 8, 12), 2)])
 def test_the_error_of_unplanned_looks_is_that_of_all_of_them_together(looks, comparisons):
     each = 1 - 0.95 ** (1 / comparisons)
-    crossed = 1 - inside(looks, bounds_of([each] * len(looks)))
+    crossed = 1 - inside(looks, [each] * len(looks))
     expected = 1 - (1 - crossed) ** comparisons
     assert error_of_looks(looks, comparisons) == pytest.approx(expected, abs=1e-4)
     assert error_of_looks(looks[:1], comparisons) == pytest.approx(0.05)
@@ -106,9 +97,6 @@ def test_a_design_that_is_none(text):
         parse_runs(text)
 
 
-# Tests of two samples -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("n", "k"), [(2, 2), (8, 8), (8, 5), (30, 24)])
 def test_welch_is_scipys(n, k):
     rng = np.random.default_rng(n)
@@ -120,14 +108,6 @@ def test_welch_is_scipys(n, k):
     interval = expected.confidence_interval(0.9)
     np.testing.assert_allclose(found.mean - found.reach(0.1), interval.low, rtol=1e-10)
     np.testing.assert_allclose(found.mean + found.reach(0.1), interval.high, rtol=1e-10)
-
-
-def test_a_metric_in_steps_is_not_taken_to_vary_less_than_its_rounding():
-    same = [98.0] * 8
-    assert welch(same, same).error == 0
-    step = 100 / 360
-    found = welch(same, same, step=step)
-    assert found.error == pytest.approx(math.sqrt(2 * step**2 / 12 / 8))
 
 
 @given(
@@ -159,8 +139,10 @@ def test_metrics_in_steps_are_noticed():
     values = 100 * rng.integers(330, 360, 40) / 360
     assert step_of(values.tolist()) == pytest.approx(100 / 360)
     assert step_of(rng.normal(size=40).tolist()) == 0
-    assert step_of([98.0, 98.0]) == 0
-    assert step_of([]) == 0
+    assert step_of([98.0, 98.0]) == step_of([]) == 0
+    same, step = [98.0] * 8, 100 / 360  # it is not taken to vary less than by its rounding
+    assert welch(same, same).error == 0
+    assert welch(same, same, step=step).error == pytest.approx(math.sqrt(2 * step**2 / 12 / 8))
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 30])
@@ -168,9 +150,6 @@ def test_t_interval_is_scipys(n):
     values = np.random.default_rng(n).normal(size=n)
     expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     assert t_interval(values) == pytest.approx((expected.low, expected.high))
-
-
-# Verdicts -----------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -207,13 +186,14 @@ def test_interval_p_and_verdict_never_contradict_each_other(
         assert found.sentence
 
 
-def test_one_fixed_look_is_welchs_test_with_sidaks_correction():
+def test_without_a_design_it_is_welchs_test_of_all_runs_with_sidaks_correction():
     rng = np.random.default_rng(3)
-    values = {name: seeded(rng.normal(m, 0.4, 8)) for name, m in (("b", 0), ("x", 0.4), ("y", 1))}
+    values = {name: seeded(rng.normal(m, 0.4, n)) for name, m, n in (("x", 0.4, 9), ("y", 1, 8))}
+    values["b"] = dict(enumerate(rng.normal(0, 0.4, 16), start=20))  # no seed is shared
     for found in compare(values, "b", margin=MARGIN):
-        test = stats.ttest_ind(
-            [*values[found.arm].values()], [*values["b"].values()], equal_var=False
-        )
+        samples = [[*values[arm].values()] for arm in (found.arm, "b")]
+        assert (found.n, found.n_baseline) == tuple(map(len, samples))
+        test = stats.ttest_ind(*samples, equal_var=False)
         assert found.p_alone == pytest.approx(test.pvalue)
         assert found.p == pytest.approx(1 - (1 - test.pvalue) ** 2)
         interval = test.confidence_interval(math.sqrt(0.95))
@@ -250,24 +230,6 @@ def test_the_runs_of_a_look_are_those_of_the_smallest_seeds():
         {"base": seeded(base), "arm": shuffled}, "base", margin=MARGIN, design=Design((8, 20))
     )
     assert found.difference == pytest.approx(arm[:8].mean() - base[:8].mean())
-
-
-def test_every_run_counts_without_a_design():
-    rng = np.random.default_rng(2)
-    arm, base = rng.normal(98.3, 0.3, 9), rng.normal(98, 0.3, 16)
-    values = {"base": dict(zip(range(14, 30), base, strict=True)), "arm": seeded(arm)}
-    (found,) = compare(values, "base", margin=MARGIN)  # no seed is shared
-    assert (found.n, found.n_baseline) == (9, 16)
-    assert found.p == pytest.approx(stats.ttest_ind(arm, base, equal_var=False).pvalue)
-    assert "9 and 16 runs" in found.sentence
-
-
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_few_runs_have_no_verdict_whatever_they_show(n):
-    rng = np.random.default_rng(0)
-    found = one(99 + rng.normal(0, 0.001, n), 90 + rng.normal(0, 0.001, n))
-    assert found.verdict == "not settled"
-    assert f"{n} runs per arm cannot tell" in found.sentence
 
 
 def test_runs_without_any_spread_have_no_verdict():
@@ -314,41 +276,9 @@ def test_tests_with_other_assumptions_are_named_where_they_disagree():
     assert "would find a difference" in found.sentence
     clear = one([value + 1 for value in base], base)
     assert clear.doubt == ""
+    shown = "+1.000 (95% interval +0.935 to +1.065, p < 0.001, 8 runs per arm)."
+    assert clear.sentence == f"arm is better than base: {shown}"
 
-
-def test_sentences():
-    base = [97.2, 97.5, 96.9, 97.4, 97.1, 97.3]
-    arm = [97.8, 97.7, 97.5, 97.6, 97.9, 97.7]
-    better = one(arm, base, margin=0.2, unit="points of accuracy")
-    assert better.sentence == (
-        "arm is better than base: +0.47 points of accuracy (95% interval +0.23 to +0.71, "
-        "p = 0.0018, 6 runs per arm)."
-    )
-    small = one(arm, base, margin=2)
-    assert small.sentence.endswith("The difference is smaller than the margin of 2.")
-    assert "equivalent to base within 0.5: -0.0" in one(np.array(base) - 0.01, base).sentence
-
-
-@pytest.mark.parametrize(
-    ("values", "baseline", "options", "message"),
-    [
-        ({"base": {0: 1.0}}, "base", {}, "at least one other arm, but got 'base'"),
-        ({"a": {0: 1.0}, "b": {0: 1.0}}, "base", {}, "one of 'a', 'b', but got 'base'"),
-        ({"base": {0: 1.0}, "b": {}}, "base", {}, "runs of every arm, but got none of 'b'"),
-        ({"base": {0: 1.0}, "b": {0: 1.0}}, "base", {"margin": 0}, "`margin` to be positive"),
-    ],
-)
-def test_bad_comparisons(values, baseline, options, message):
-    with pytest.raises(ValueError, match=message):
-        compare(values, baseline, **{"margin": 0.5, **options})
-
-
-def test_numbers_for_people():
-    assert format_signed(-0.004) == "+0.00"
-    assert format_interval((-0.003, 2.01)) == "-0.00 to +2.01"
-
-
-# Simulated studies --------------------------------------------------------------------------------
 
 KINDS = {
     "normal": lambda rng, shape: 0.4 * rng.standard_normal(shape),
@@ -438,21 +368,6 @@ def test_what_would_settle_settles():
     assert runs_to_settle(0.0, 0.5) == LEAST
 
 
-@pytest.mark.parametrize("difference", [0.09, 0.14, 0.30])
-def test_seeds_of_known_noise_are_the_textbooks(difference):
-    """The noncentral t of two samples at sigma 0.118; Welch's degrees of freedom are no more."""
-
-    def power(n):
-        shift, df = difference / (0.118 * math.sqrt(2 / n)), 2 * n - 2
-        return stats.nct.sf(stats.t.isf(0.025, df), df, shift)
-
-    seeds = next(n for n in range(LEAST, 100) if power(n) >= 0.8)
-    planned = plan(difference, "imagenet-resnet18", seconds=3600, workers=2)
-    assert seeds <= planned.seeds <= seeds + 1
-    assert planned.time == 3600 * planned.seeds
-    assert f"{planned.runs} runs" in planned.sentence
-
-
 def test_a_small_study_plans_with_its_uncertainty():
     noise = estimate_noise([[97.2, 97.5, 96.9, 97.4], [98.0, 98.3, 97.9], [99.0]])
     parts = [np.var([97.2, 97.5, 96.9, 97.4], ddof=1) * 3, np.var([98.0, 98.3, 97.9], ddof=1) * 2]
@@ -481,10 +396,13 @@ def test_the_interval_of_sigma_covers():
         (lambda: plan(1, "cifar"), "one of 'imagenet-resnet18', 'cifar10-resnet', but got 'cifar'"),
         (lambda: plan(1, 1, power=1), "`power` to be between 0 and 1"),
         (lambda: plan(1, 1, images=1), "`images` to be at least 2"),
-        (lambda: plan(1, 1, workers=0), "`workers` to be positive"),
         (lambda: plan(1e-4, 1), "3,000 runs per arm can find"),
         (lambda: plan(1, 1, comparisons=0), "`comparisons` to be at least 1"),
         (lambda: Design((8,), level=0), "`level` to be between 0 and 1"),
+        (lambda: compare({"a": {0: 1.0}}, "a", margin=1), "one other arm, but got 'a'"),
+        (lambda: compare({"a": {}, "b": {}}, "c", margin=1), "one of 'a', 'b', but got 'c'"),
+        (lambda: compare({"a": {0: 1.0}, "b": {}}, "a", margin=1), "got none of 'b'"),
+        (lambda: one([1.0], [1.0], margin=0), "`margin` to be positive"),
     ],
 )
 def test_bad_arguments(call, message):

@@ -3,8 +3,6 @@
 Oracles: the numbers that the tests write, and Python's own csv module.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re
@@ -60,9 +58,6 @@ def numbers(path: Path, metric: str | None = None, **options: Any) -> list[tuple
     return [(row.arm, row.seed, row.metrics[table.metric]) for row in table.rows]
 
 
-# Which file it is ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -74,10 +69,11 @@ def numbers(path: Path, metric: str | None = None, **options: Any) -> list[tuple
         PLAIN.replace("\n", "\r\n") + ",,\r\n\r\n",
         PLAIN.replace(",", ", "),
         ",".join(("", PLAIN)).replace("\n", "\n1,").removesuffix("1,"),  # an index without a name
+        lines("method,group,seed,random_seed,acc", "sgd,{arm},{seed},{seed},{value}"),
     ],
-    ids=["plain", "semicolons", "decimal commas", "tabs", "sep=", "windows", "spaces", "index"],
+    ids=["plain", "semicolons", "commas", "tabs", "sep=", "windows", "spaces", "index", "method"],
 )
-def test_delimiters(tmp_path, text):
+def test_tables_that_need_no_help(tmp_path, text):
     assert numbers(write(tmp_path / "r.csv", text)) == RUNS
 
 
@@ -109,9 +105,6 @@ def test_seeds_are_whole_numbers(tmp_path):
     assert numbers(write(tmp_path / "r.csv", text)) == [("a", large, 1.0), ("a", 3, 2.0)]
     with pytest.raises(RecipeError, match=r"'3\.5'"):
         numbers(write(tmp_path / "r.csv", "arm,seed,metric\na,3.5,1\n"))
-
-
-# Which column is which ----------------------------------------------------------------------------
 
 
 def test_an_export_of_wandb(tmp_path, capsys):
@@ -168,12 +161,9 @@ def test_columns_by_name(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "options", "word"),
     [
-        (lines("group,method,seed,acc", "{arm},{arm}{seed},{seed},{value}"), (),
-         "group, method"),
-        (lines("arm,a/seed,args.seed,acc", "{arm},{seed},1{seed},{value}"), (),
-         "a/seed, args.seed"),
-        (lines("Name,seed,acc", "{arm}{seed},{seed},{value}"), (),
-         "--columns arm=COLUMN"),
+        (lines("group,method,seed,acc", "{arm},{arm}{seed},{seed},{value}"), (), "group, method"),
+        (lines("arm,a/seed,b.seed,acc", "{arm},{seed},1{seed},{value}"), (), "a/seed, b.seed"),
+        (lines("Name,seed,acc", "{arm}{seed},{seed},{value}"), (), "--columns arm=COLUMN"),
         (PLAIN, ("--columns", "arm=arms"), "'arm'"),
         (PLAIN, ("--columns", "metric=x"), "--metric x"),
         (PLAIN, ("--columns", "seeds=x"), "--columns"),
@@ -183,20 +173,12 @@ def test_columns_by_name(tmp_path, capsys):
         (PLAIN, ("--tune", "lr"), "--from only with"),
         (PLAIN, ("--seeds", "8"), "--from only with"),
     ],
-)  # fmt: skip
+)
 def test_ambiguous_tables_raise(tmp_path, capsys, text, options, word):
     path = write(tmp_path / "r.csv", text)
     assert compare(path, *options) == 2
     assert word in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["r.csv"]
-
-
-def test_a_column_with_one_value_is_not_the_arm(tmp_path):
-    text = lines("method,group,seed,random_seed,acc", "sgd,{arm},{seed},{seed},{value}")
-    assert numbers(write(tmp_path / "r.csv", text)) == RUNS
-
-
-# Runs without a number ----------------------------------------------------------------------------
 
 
 def test_runs_without_a_number_are_left_out_or_diverged(tmp_path, capsys):
@@ -223,9 +205,6 @@ def test_own_runs_need_every_number(tmp_path):
         read_rows(write(tmp_path / "r.csv", PLAIN.replace("90.4", "")))
 
 
-# Metrics ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("column", ["loss", "val_err", "nll", "perplexity"])
 def test_more_of_a_loss_is_worse(tmp_path, column):
     path = write(tmp_path / "r.csv", PLAIN.replace("metric", column))
@@ -246,9 +225,6 @@ def test_more_of_a_loss_is_worse(tmp_path, column):
 def test_tables_that_cannot_be_compared_raise(tmp_path, text, word):
     with pytest.raises(ValueError, match=word):
         compare_rows(write(tmp_path / "r.csv", text))
-
-
-# What it leaves -----------------------------------------------------------------------------------
 
 
 def test_table_leaves_the_same_files_as_a_study(tmp_path, capsys):
