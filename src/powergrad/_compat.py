@@ -66,10 +66,8 @@ __all__ = [
     "functions_traced",
     "gradients_hidden",
     "graph_recorded",
-    "hook_compiled",
     "in_loss_parallel",
     "in_transform",
-    "is_compiled",
     "is_functorch_wrapped_tensor",
     "is_legacy_batchedtensor",
     "legacy_reduction",
@@ -433,32 +431,6 @@ def run_eagerly(*owners: Any) -> None:
             function = member.fset if isinstance(member, property) else member
             if inspect.isfunction(function):
                 c.set_code_exec_strategy(function.__code__, skip)
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether ``torch.compile`` returned `module`, or ``module.compile()`` was called."""
-    # 2.13.0: there is no public function for it.
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
-
-
-def hook_compiled(module: torch.nn.Module, hook: Callable[[Any], None]) -> Callable[[], None]:
-    """Call `hook` with each output of a compiled module, outside the compiled code.
-
-    Returns:
-        A function that removes the hook.
-    """
-    if "_orig_mod" in module._modules:  # the hooks of the wrapper run outside the compiled code
-        return module.register_forward_hook(lambda _, __, output: hook(output)).remove
-    # 2.13.0: the hooks of a module that was compiled in place are compiled with it.
-    call: Any = module._compiled_call_impl
-
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        output = call(*args, **kwargs)
-        hook(output)
-        return output
-
-    module._compiled_call_impl = hooked
-    return lambda: setattr(module, "_compiled_call_impl", call)
 
 
 class _PatchWhenLoaded(MetaPathFinder):
