@@ -124,7 +124,7 @@ def test_the_options_are_those_of_the_run():
 @pytest.mark.parametrize(
     ("tokens", "named"),
     [
-        ("--alpha 1.3 -- {script}", "`--alpha`"),
+        ("--alpha -0.1 -- {script}", "`--alpha`"),
         ("--alpha much -- {script}", "`--alpha`, but got 'much'"),
         ("--alpha -- {script}", "`--alpha`, but got none"),
         ("--agc 0 -- {script}", "`--agc`"),

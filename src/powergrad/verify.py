@@ -36,6 +36,8 @@ from powergrad.transform import LISTENERS, TRACED, Notice
 
 __all__ = ["StepWatcher", "Verification", "verify"]
 
+Verdict = Literal["pgt", "plain", "neither", "cannot tell"]
+
 STORED = 1 << 26  # logits that are kept per call; of more, a random sample of rows
 BLOCK = 1 << 18  # logits that are compared at a time
 FITTED = 1 << 16  # logits that alpha is fitted to
@@ -67,7 +69,7 @@ class Verification:
         PGT at alpha 0.300 (64 of 64 rows)
     """
 
-    verdict: Literal["pgt", "plain", "neither", "cannot tell"]
+    verdict: Verdict
     alpha: float | None = None
     uncertainty: float | None = None
     rows: int = 0
@@ -294,13 +296,16 @@ class StepWatcher:
             self._undo.append(prehook.remove)
 
     def _conclude(self) -> None:
-        for calls in self._calls:
-            if any(seen.arrived for seen in calls):
-                self._result = _measured([seen for seen in calls if seen.count], self._notices)
-                return
         weight = getattr(self._head, "weight", self)
         own = [n for n in self._notices if n.weight is weight or n.name.startswith("torch.ops")]
         alphas = torch.tensor([float(torch.as_tensor(n.alpha).double().mean()) for n in own])
+        for calls in self._calls:
+            if any(seen.arrived for seen in calls):
+                result = _measured([seen for seen in calls if seen.count], self._notices)
+                if result.alpha is not None and bool(((alphas - result.alpha).abs() > SAME).any()):
+                    raise _UnclearError("the head is used in two ways, at different alphas")
+                self._result = result
+                return
         if own and bool((alphas == alphas[0]).all()):
             alpha, rows = float(alphas[0]), sum(notice.rows for notice in own)
             reason = f"as reported by {own[0].name}"
@@ -319,7 +324,7 @@ class _UnclearError(Exception):
     """Why the verdict is "cannot tell"."""
 
 
-def _verdict(alpha: float, tolerance: float = 0.0) -> Literal["pgt", "plain"]:
+def _verdict(alpha: float, tolerance: float = 0.0) -> Verdict:
     return "plain" if abs(alpha - 1) <= tolerance else "pgt"
 
 
@@ -400,7 +405,7 @@ def _told(notices: list[Notice], z: Tensor, g: Tensor) -> Verification | None:
     error = unit * (1 + max(float(a.max()) for a in alphas) * depth) * float(wanted.abs().max())
     r, slope = (wanted - x @ m) / error, slope / error
     # How far alpha may be from what was told, and how far it is.
-    uncertainty = max(SIGMAS * float(1 / slope.norm().clamp(min=1e-300)), unit / 4, 1e-6)
+    uncertainty = max(SIGMAS * float(1 / slope.norm().clamp(min=1e-300)), unit, 1e-6)
     apart = float((slope * r).sum().abs() / slope.square().sum().clamp(min=1e-300))
     fits = float(r.abs().max()) <= (4 if unit > COARSE else 16) and apart <= uncertainty
     if not fits or float(m.min()) < -1e-3 * float(m.max()):
@@ -718,7 +723,7 @@ def _descended(data: _Data, fit: _Fit) -> _Fit:
         change = abs(alpha - fit.alpha) + abs(smoothing - fit.smoothing)
         scatter = max(float(r.square().mean()), 0.01)
         sigma = (scatter * float(torch.linalg.inv(normal)[0, 0])) ** 0.5
-        floor = max(data.unit / 4, 1e-6 * (1 + abs(alpha)))
+        floor = max(data.unit, 1e-6 * (1 + abs(alpha)))
         fit = _Fit(alpha, smoothing, max(SIGMAS * sigma, floor), scatter)
         if change < 1e-9:
             break

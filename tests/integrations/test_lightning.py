@@ -174,7 +174,7 @@ def test_an_error_leaves_nothing_behind(tmp_path):
     assert module.seen == [[]] * 6
 
 
-@pytest.mark.parametrize("options", [{"alpha": 1.3}, {"alpha": 0.3, "agc": 0.0}])
+@pytest.mark.parametrize("options", [{"alpha": -0.1}, {"alpha": 0.3, "agc": 0.0}])
 def test_ranges_are_checked_at_once(options):
     with pytest.raises(ValueError, match="Expected `a"):
         PowerGradCallback(**options)
