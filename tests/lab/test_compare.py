@@ -305,7 +305,6 @@ def test_decomposition_tunes_cross_entropy_for_all_arms(made_up, tmp_path, capsy
         (["--threads", "0"], "`threads`"),
         (["--tune", "lr", "--tune-seeds", "0"], "--tune-seeds"),
         (["--repeats", "8"], "--repeats only with --tune"),
-        (["--trials", "4"], "--trials only with --tune"),
         (["--tune", "lr", "--repeats", "few"], "--repeats"),
         (["--tune", "lr", "--repeats", "8", "--seeds", "8..24"], "seeds per repeat"),
         (["--tune", "lr=0.1:1", "--trials", "1"], "--trials"),

@@ -65,7 +65,6 @@ def test_a_checkpoint_with_a_start_or_another_threshold(
         (["nowhere.pt"], "nowhere.pt"),
         (["."], "recording"),
         (["text.pt"], "checkpoint"),
-        (["one.safetensors", "--patience", "many"], "many"),
         (["one.safetensors", "--initial", "nowhere.pt"], "nowhere.pt"),
         (["one.safetensors", "--csv", "no/x.csv"], "no/x.csv"),
     ],
