@@ -245,7 +245,7 @@ def test_comparison_with_worker_processes(tmp_path, capsys):
     tokens = ["compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--seeds", 2, "--workers", 2,
               "--out", tmp_path, "--name", "s"]  # fmt: skip
     assert powergrad(*tokens) == 0
-    assert "4 runs, about" in capsys.readouterr().err
+    assert "4 runs, 2 at a time" in capsys.readouterr().err
     results = load_study(tmp_path / "s")
     for row in results.rows:
         result: Any = Run(tmp_path / "s" / row.run).result()
