@@ -77,16 +77,12 @@ def test_arms_of_programs_are_options_of_run_and_flags():
         (command_arms, ["a:"], "--flag value"),
         (command_arms, ["pgt", "pgt"], "twice"),
         (partial(command_arms, agc=0.1), ["pgt"], "--agc only with an agc arm"),
+        (lambda _, alphas: study_of(SMALL, {"a": {}, "b": {"loss.alpha": 1.0}}), [], "'a' and 'b'"),
     ],
 )
 def test_bad_arms_raise(parse, texts, word):
     with pytest.raises(RecipeError, match=word):
         parse(texts, alphas=[0.3])
-
-
-def test_equal_arms_are_refused():
-    with pytest.raises(RecipeError, match="'a' and 'b'"):
-        study_of(SMALL, {"a": {}, "b": {"loss.alpha": 1.0}})
 
 
 def test_agc_and_less_decay_depend_on_the_decay():

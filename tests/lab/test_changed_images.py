@@ -64,5 +64,5 @@ def test_training_on_changed_images_starts_anew(photos, capsys):
     with pytest.raises(RunError, match="other"):
         train(recipe(photos), photos.parent / "other")
     assert main(command) == 0
-    assert str(folder) in capsys.readouterr().out
+    assert str(folder) in capsys.readouterr().err
     assert len(list(photos.parent.glob("run*/result.json"))) == 2

@@ -245,7 +245,7 @@ def test_comparison_with_worker_processes(tmp_path, capsys):
     tokens = ["compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--seeds", 2, "--workers", 2,
               "--out", tmp_path, "--name", "s"]  # fmt: skip
     assert powergrad(*tokens) == 0
-    assert "4 runs, about" in capsys.readouterr().err
+    assert "4 runs, 2 at a time" in capsys.readouterr().err
     results = load_study(tmp_path / "s")
     for row in results.rows:
         result: Any = Run(tmp_path / "s" / row.run).result()
@@ -305,7 +305,6 @@ def test_decomposition_tunes_cross_entropy_for_all_arms(made_up, tmp_path, capsy
         (["--threads", "0"], "`threads`"),
         (["--tune", "lr", "--tune-seeds", "0"], "--tune-seeds"),
         (["--repeats", "8"], "--repeats only with --tune"),
-        (["--trials", "4"], "--trials only with --tune"),
         (["--tune", "lr", "--repeats", "few"], "--repeats"),
         (["--tune", "lr", "--repeats", "8", "--seeds", "8..24"], "seeds per repeat"),
         (["--tune", "lr=0.1:1", "--trials", "1"], "--trials"),

@@ -106,9 +106,8 @@ def test_what_another_process_can_find(monkeypatch):
     assert place_of(inner()) is None
     assert place_of(lambda seed, arm: 1.0) is None
     assert place_of(SimpleNamespace) is None
-    assert (
-        FunctionProgram.of(noisy, "x").fingerprint != FunctionProgram.of(inner(), "x").fingerprint
-    )
+    programs = [FunctionProgram.of(function, "x") for function in (noisy, inner())]
+    assert programs[0].fingerprint != programs[1].fingerprint
     main = SimpleNamespace(__name__="__main__", __file__="/a/train.py")
 
     def train(seed, arm):

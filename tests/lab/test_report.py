@@ -66,6 +66,7 @@ def test_json_keeps_every_value_and_cannot_end_its_element(value: Any) -> None:
     text = as_json(value)
     assert not set("<>&\u2028\u2029") & set(text)
     assert json.loads(text) == value
+    assert as_json([math.inf, math.nan]) == "[null,null]"
 
 
 def test_folder_name_that_is_not_unicode(small: Path, tmp_path: Path) -> None:

@@ -199,6 +199,12 @@ def test_finished_run_is_returned_and_one_without_result_finishes(tiny_run, tmp_
     assert_same_run(tiny_run, train(TINY, tmp_path))
 
 
+def test_initial_weights_depend_on_the_seed():
+    data = load_data(TINY.data)
+    first, other = (Session(TINY.override({"seed": s}), data, ALONE) for s in (0, 1))
+    assert not torch.equal(first.initial["fc.weight"], other.initial["fc.weight"])
+
+
 def test_rows_with_nan_are_wrong_answers():
     logits, labels = 2 * torch.eye(7)[:4], torch.tensor([0, 1, 6, 3])
     logits[0] = math.nan

@@ -15,7 +15,7 @@ from torch import Tensor
 from powergrad._version import __version__
 from powergrad.compat import on_first_backward
 from powergrad.head import HEAD_REMEDY
-from powergrad.mode import Enabled, enable
+from powergrad.mode import Enabled, disable, enable
 from powergrad.reporting import write_json
 from powergrad.run.optimizers import Optimizers
 from powergrad.run.options import Options
@@ -90,6 +90,7 @@ class _Session:
         print(*lines, sep="\n", end="\n" if lines else "", file=sys.__stderr__, flush=True)
         if self.options.json is not None and rank == "0":
             write_json(self.options.json, self._summary(code, program))
+        disable()
         return code
 
     def _altered(self) -> int | None:
