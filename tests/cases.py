@@ -277,9 +277,6 @@ def forms(draw: st.DrawFn) -> Form:
     )
 
 
-# The check ----------------------------------------------------------------------------------------
-
-
 def check_value(case: Case, value: Tensor) -> None:
     """It is that of plain cross-entropy."""
     logits, dtype = case.logits.detach(), case.logits.dtype

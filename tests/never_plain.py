@@ -79,9 +79,6 @@ def onehot() -> Tensor:
     return F.one_hot(labels(), CLASSES).double()
 
 
-# Ways --------------------------------------------------------------------------------------------
-
-
 def softmax_gradient(alpha: float, z: Tensor) -> Tensor:
     """The equation of the paper."""
     powered = torch.softmax(z, 1) ** alpha
@@ -182,9 +179,6 @@ WAYS = [
     ),
     Way("PowerGrad, entered inside", _by_entering),
 ]
-
-
-# Contexts ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -518,9 +512,6 @@ CONTEXTS = [
 ]
 
 
-# Outcomes ----------------------------------------------------------------------------------------
-
-
 def judge(gradient: Tensor, way: Way) -> str:
     """ "right", "plain" or "wrong", for a gradient or for second derivatives."""
     for outcome, alpha in (("right", ALPHA), ("plain", 1.0)):
@@ -552,9 +543,6 @@ def kind(text: str) -> str:
         return text
     ours = "Expected `" in text or "PowerGrad" in text
     return "raises" if ours else "PyTorch raises"
-
-
-# Two processes -----------------------------------------------------------------------------------
 
 
 def _in_half(wrap: Callable[[nn.Module], Any]) -> Callable[[Way], Tensor]:
@@ -636,8 +624,6 @@ def distributed_outcomes(folder: Path) -> dict[tuple[str, str], str]:
     found = json.loads(file.read_text())
     return {tuple(key.split("|")): value for key, value in found.items()}  # pyright: ignore
 
-
-# The record of all outcomes ----------------------------------------------------------------------
 
 RECORD = Path(__file__).parents[1] / "results" / "what_works_where.json"
 

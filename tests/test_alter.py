@@ -59,9 +59,6 @@ def test_a_bad_argument_is_named(call, error, name):
         call(torch.zeros(2, requires_grad=True))
 
 
-# At a module's output -----------------------------------------------------------------------------
-
-
 def network(device) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().to(device)

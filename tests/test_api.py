@@ -41,9 +41,6 @@ If that was not meant, mend it. If it was, announce it:
 """
 
 
-# What the API is ----------------------------------------------------------------------------------
-
-
 @functools.cache
 def public_api(source: Path = ROOT / "src") -> list[str]:
     """A line for every public function, class, method, attribute and command."""
@@ -111,9 +108,6 @@ def _commands(package: Any) -> list[str]:
     ]
 
 
-# How it is announced ------------------------------------------------------------------------------
-
-
 def difference(recorded: list[str], current: list[str]) -> list[str]:
     """The lines that went (-) and came (+)."""
     changes = difflib.ndiff(recorded, current)
@@ -149,9 +143,6 @@ def announce() -> int:
     RECORD.write_text("\n".join([*current, ""]))
     print(*changes or ["Nothing has changed."], sep="\n")
     return 0
-
-
-# Tests --------------------------------------------------------------------------------------------
 
 
 def test_api_is_as_announced():

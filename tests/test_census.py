@@ -23,9 +23,6 @@ from powergrad.monitor.layers import model_weights
 Units = set[tuple[str, int]]  # names of layers, and places in them
 
 
-# Small networks of every kind: they need not run --------------------------------------------------
-
-
 def normalised() -> nn.Sequential:
     torch.manual_seed(1)
     first, second, third = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 8, 1), nn.Linear(8, 9)
@@ -83,9 +80,6 @@ def places(units: Iterable[Unit]) -> Units:
 def filters(result: Census) -> Units:
     """The units of convolutions and linear layers that were found, in whatever state."""
     return places(unit for unit in result.units if unit.number is not None)
-
-
-# Planted units ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -158,9 +152,6 @@ def test_revived_and_killed_again(network: str, data: st.DataObject, tmp_path_fa
         assert unit.since == own[-1][0]
         assert unit.revivals == sum(what == "revived" for _, what in own)
     assert result.steps == (0, 10 * rows)
-
-
-# Where the line is --------------------------------------------------------------------------------
 
 
 def scaled(factors: list[float], inputs: int = 50) -> nn.Linear:
@@ -258,9 +249,6 @@ def test_vanished_gains_are_dead_and_gains_that_start_at_zero_unborn() -> None:
     assert census(model, initial=model).dead == ()
 
 
-# In a recording -----------------------------------------------------------------------------------
-
-
 def test_zero_features_and_gradients_of_a_recording(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(first := nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
@@ -337,9 +325,6 @@ def test_default_device_does_not_matter(tmp_path: Path) -> None:
     expected = str(census(model)), str(census(tmp_path))
     with torch.device("meta"):
         assert (str(census(model)), str(census(tmp_path))) == expected
-
-
-# Checkpoints --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -446,9 +431,6 @@ def test_pickle_is_not_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
-# What comes out -----------------------------------------------------------------------------------
-
-
 def test_table_of_the_affected_layers(tmp_path: Path) -> None:
     """In a run's folder: a unit of the last layer dies and revives, and one of the first dies."""
     model = plain()
@@ -470,9 +452,6 @@ def test_table_of_the_affected_layers(tmp_path: Path) -> None:
         "Over steps 0 to 2:",
         "  weight: 2 deaths, 1 revivals, 0 births.",
     ]
-
-
-# Errors -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

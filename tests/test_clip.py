@@ -30,9 +30,6 @@ METHODS = {"agc": 0.01, "norm": 0.5, "tensor_norm": 0.05, "value": 0.01}
 SEVERAL = [*([m] for m in METHODS), ["agc", "norm"], ["value", "tensor_norm", "agc", "norm"]]
 
 
-# Models and gradients -----------------------------------------------------------------------------
-
-
 def grad_of(p: Tensor) -> Tensor:
     assert p.grad is not None
     return p.grad
@@ -97,9 +94,6 @@ def clip_once(parameters: Any, method: str, threshold: float, eps: float = 1e-3)
     with clip_grads_before_step(optimizer, head=None, eps=eps, **more) as handle:  # type: ignore
         optimizer.step()
     return handle.last_report[method]
-
-
-# The equations ------------------------------------------------------------------------------------
 
 
 def norm_of(x: Tensor) -> float:
@@ -196,8 +190,6 @@ def test_without_eps_weights_at_zero_do_not_change() -> None:
     assert float(grad_of(w).abs().max()) < 1e-37
 
 
-# Units --------------------------------------------------------------------------------------------
-
 OUTPUTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(5, 4), (3, 5)),
     "conv1d": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 7)),
@@ -274,9 +266,6 @@ def test_sparse_gradients_are_clipped_as_dense_ones(kind: Any, method: str) -> N
     assert [report.units for report in reports] == ([9, 3] if method == "agc" else [1, 1])
 
 
-# What is not clipped ------------------------------------------------------------------------------
-
-
 def two_heads() -> nn.Module:
     """As timm's distilled transformers."""
     model: Any = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("body", "head", "head_dist")})
@@ -331,8 +320,6 @@ def test_parameter_given_twice_is_clipped_once() -> None:
         torch.testing.assert_close(grad_of(w), torch.full((2, 2), 0.01))
 
 
-# Errors -------------------------------------------------------------------------------------------
-
 W = nn.Parameter(torch.ones(2))
 OPTIMIZER = torch.optim.SGD([W], lr=0.1)
 FLATTENED = with_grad(torch.ones(4), _fsdp_flattened=True)
@@ -384,9 +371,6 @@ def test_dtensors_raise(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-# timm ---------------------------------------------------------------------------------------------
-
-
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     **{name: make for name, (make, _) in OUTPUTS.items() if "transposed" not in name},
     "attention": lambda: nn.MultiheadAttention(8, 2),
@@ -416,9 +400,6 @@ def test_gradients_are_clipped_as_by_timm(name: str, timm, device: torch.device)
         torch.testing.assert_close(ours, other, rtol=2e-2 * half, atol=1e-7 * half)
     changed = [not torch.equal(g, b) for g, b in zip(gradients(theirs), before, strict=True)]
     assert any(changed)
-
-
-# On an optimizer, and under a scaler --------------------------------------------------------------
 
 
 BY_HAND: dict[str, Callable[[nn.Module], object]] = {
@@ -567,9 +548,6 @@ def test_parameters_of_one_name_are_clipped_each_by_its_own_norm() -> None:
     assert [float(grad_of(p).norm()) for p in (w, alone)] == pytest.approx([1, 1])
 
 
-# Devices ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("devices", [("cuda:0",), ("cuda:0", "cuda:1")], ids=len)
 def test_host_never_waits_for_an_accelerator(devices: tuple[str, ...], scaled: bool) -> None:
@@ -601,9 +579,6 @@ def test_default_device_does_not_matter() -> None:
         assert not adaptive_clip_grad_([])
     assert grad_of(model.weight).is_cpu
     assert report.clipped > 0
-
-
-# Optimizers in wrappers ---------------------------------------------------------------------------
 
 
 class Unhooked(torch.optim.Optimizer):

@@ -25,9 +25,6 @@ from powergrad.lab.trainer.recipe import describe_keys, parse_overrides
 DOCS = ROOT / "docs"
 
 
-# Code ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -46,9 +43,6 @@ def test_a_page_that_is_wrong_fails():
     other = "<!-- needs: other -->\n```python\nx = given\n```\n"
     assert run(other, "elsewhere") == 0
     assert run(other, "here", "other", given=1) == 1
-
-
-# Commands -----------------------------------------------------------------------------------------
 
 
 def commands() -> Iterator[Any]:
@@ -105,9 +99,6 @@ def test_a_command_that_is_wrong_fails(line):
         parse(line)
 
 
-# The site -----------------------------------------------------------------------------------------
-
-
 def leaves(tree: Any) -> Iterator[str]:
     if isinstance(tree, str):
         yield tree
@@ -162,8 +153,6 @@ def test_the_reference_has_every_public_name():
             full = {f"powergrad.{name}", f"{module.__name__}.{name}", f"{home}.{name}"}
             assert name == "__version__" or full & set(shown), name
 
-
-# Figures ------------------------------------------------------------------------------------------
 
 README, CHOOSING = ROOT / "README.md", DOCS / "choosing-alpha.md"
 DECAY, NORMALISED = "compare_fashion_decay", "compare_fashion_decay_normalised"

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.fx import symbolic_trace
-from torch.utils.checkpoint import checkpoint
 
 import powergrad
 from powergrad import PowerGrad, cross_entropy
@@ -134,9 +133,6 @@ def test_other_threads_are_altered_also_while_another_compiles(z):
     assert [alpha_of(x, z) for x in (*losses, loss(z))] == [0.3, 0.3]
 
 
-# Compiled code ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("function", [loss, criterion], ids=["function", "module made inside"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_code_is_never_stale(z, function, backend):
@@ -203,9 +199,6 @@ def test_compiled_code_without_a_loss_works_within_a_powergrad(z):
     assert alpha_of(value, z) == 0.3
 
 
-# Programs that work without it --------------------------------------------------------------------
-
-
 class Model(nn.Module):
     def forward(self, z, y):
         return (
@@ -266,22 +259,3 @@ def test_modes_and_devices_see_the_function(z):
     with Recorder():
         assert alpha_of(loss(z), z) == 0.3
     assert F.cross_entropy in seen
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_recomputes_with_it(z, reentrant):
-    powergrad.enable(0.3)
-    value: Any = checkpoint(lambda z: loss(2 * z.sin()), z, use_reentrant=reentrant)
-    value.backward()
-    (expected,) = torch.autograd.grad(cross_entropy(2 * z.sin(), Y, alpha=0.3), z)
-    torch.testing.assert_close(z.grad, expected)
-
-
-def test_old_options_keep_pytorchs_warning(z):
-    powergrad.enable(0.3)
-    with pytest.warns(UserWarning, match="size_average"):
-        F.cross_entropy(z, Y, size_average=False)
-    with pytest.warns(UserWarning, match="Implicit"):
-        F.log_softmax(z)
-    with pytest.raises(TypeError):
-        F.cross_entropy(z, Y, unknown=1)  # pyright: ignore

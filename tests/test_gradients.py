@@ -27,9 +27,6 @@ from powergrad import loss as loss_module
 OPERATORS = torch.ops.powergrad
 
 
-# Implementations ----------------------------------------------------------------------------------
-
-
 def everything(form: Form) -> bool:
     return True
 
@@ -206,8 +203,6 @@ if hasattr(F, "linear_cross_entropy"):
 every_implementation = pytest.mark.parametrize("of", IMPLEMENTATIONS, ids=lambda of: of.name)
 
 
-# The table ---------------------------------------------------------------------------------------
-
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TABLE = [
     pytest.param(of, replace(form, dtype=dtype), id=f"{of.name}: {name} [{str(dtype)[6:]}]")
@@ -269,8 +264,6 @@ def test_gradient_is_the_papers_equation(
     scale = torch.ones(1, 1) if of.cancels else None
     assert row_error(actual, expected, 1, scale) <= 1e-12
 
-
-# Other derivatives --------------------------------------------------------------------------------
 
 SOME = [
     *("none", "weights", "smoothing, weights", "a class ignored, sum", "images, none"),
@@ -348,8 +341,6 @@ def test_no_value_is_read_where_there_is_none(name: str) -> None:
     (gradient,) = torch.autograd.grad(cross_entropy(z, case), z, case.upstream)
     assert gradient.shape == z.shape
 
-
-# Bits ---------------------------------------------------------------------------------------------
 
 FUNCTIONS = IMPLEMENTATIONS[:3]
 

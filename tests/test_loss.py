@@ -28,8 +28,6 @@ from powergrad import (
     log_softmax,
 )
 
-# Sizes and precisions ----------------------------------------------------------------------------
-
 
 @pytest.fixture(params=[True, False], ids=["kernel", "no kernel"])
 def native(request, monkeypatch) -> bool:
@@ -50,8 +48,6 @@ def test_a_vocabulary_of_128_000(device, generator, native, options):
     oracle = gradient_of_potential(z, y, 0.3, torch.tensor(1.0), **options)
     assert row_error(actual, oracle, 1) <= 2e-7
 
-
-# Derivatives of other kinds -----------------------------------------------------------------------
 
 LABELS = torch.tensor([0, 2, 4, 1])
 
@@ -87,9 +83,6 @@ def test_soft_targets_and_weights_get_their_ordinary_gradient(generator):
             grads.append(torch.autograd.grad(function(z, q, w, label_smoothing=eps), (q, w)))
         for a, b in zip(*grads, strict=True):
             assert (a - b).abs().max() <= 1e-14
-
-
-# Training machinery -------------------------------------------------------------------------------
 
 
 def test_compiled_with_two_alphas_of_the_same_logits(generator):
@@ -171,9 +164,6 @@ def test_the_module_can_be_copied_pickled_and_cast(device, generator):
     assert "alpha=0.3" in repr(module)
 
 
-# Edges --------------------------------------------------------------------------------------------
-
-
 def gradients_of(function, z: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
     leaf = z.clone().requires_grad_()
     value = function(leaf, *args, **kwargs)
@@ -222,9 +212,6 @@ def test_nan_and_inf_stay_in_their_row(device, native, bad):
     assert grad[0].isnan().all()
     assert grad[1].tolist() == pytest.approx([1 / 3, -2 / 3, 1 / 3], rel=1e-6)
     assert plain_grad[0].isnan().all()
-
-
-# Methods of other papers that are options ---------------------------------------------------------
 
 
 def method(generator, n: int = 12, c: int = 7) -> tuple[Tensor, Tensor]:
@@ -294,9 +281,6 @@ def test_z_loss_is_that_of_its_papers(generator, weighted):
     (expected,) = torch.autograd.grad(plain, u)
     (actual,) = torch.autograd.grad(cross_entropy(z, y, w, alpha=0.25, z_loss=1e-2), z)
     torch.testing.assert_close(actual, expected)
-
-
-# Options ------------------------------------------------------------------------------------------
 
 
 def test_statistics_of_rows_add_up(generator):
@@ -372,9 +356,6 @@ def test_the_module_takes_every_option(generator):
     assert "softcap=5.0" in repr(module)
 
 
-# What was wrong before ----------------------------------------------------------------------------
-
-
 def test_lazily_negated_logits_and_weights(generator, native):
     z = logits(generator, 4, 5).float()
     lazy = torch.ops.aten._neg_view(-z).requires_grad_()
@@ -410,9 +391,6 @@ def test_checkpointed_losses_keep_no_memory(generator):
         assert not held
         (actual,) = torch.autograd.grad(value.sum(), z)
         torch.testing.assert_close(actual, torch.autograd.grad(loss(z).sum(), z)[0])
-
-
-# Multi-label --------------------------------------------------------------------------------------
 
 
 @settings(max_examples=4 * settings().max_examples)
@@ -475,9 +453,6 @@ def test_binary_at_alpha_one_is_pytorch_bit_for_bit(device, generator):
     ours = gradients_of(binary_cross_entropy_with_logits, z, y, alpha=1.0)
     plain = gradients_of(F.binary_cross_entropy_with_logits, z, y)
     assert all(map(torch.equal, ours, plain))
-
-
-# What calls in the field had wrong ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])

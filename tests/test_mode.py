@@ -91,9 +91,6 @@ def close(loss: Any, z: Tensor, alpha: float | Tensor, of: Any = torch.clone) ->
     return bool((z.grad - expected).abs().max() <= 1e-14)
 
 
-# What it reaches ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", ["PowerGrad", "enable"])
 @pytest.mark.parametrize("name", CALLS)
 def test_reaches_every_form_and_ends(z, name, way):
@@ -229,9 +226,6 @@ def test_a_copy_of_a_model_whose_forward_is_decorated_is_a_model_of_its_own():
     torch.testing.assert_close(second.fc.weight.grad, expected)
 
 
-# Counting -----------------------------------------------------------------------------------------
-
-
 def test_counts_by_kind_over_blocks_and_shows_it(z, y):
     with PowerGrad(0.3) as mode:
         for _ in range(3):
@@ -299,9 +293,6 @@ def test_a_copy_and_a_pickle_keep_their_own_count(z, y):
             F.cross_entropy(z, y)
         assert (other.alpha, other.strict, other.altered) == (0.3, True, {"cross_entropy": 2})
     assert mode.altered == {"cross_entropy": 1}
-
-
-# A block in which nothing was altered -------------------------------------------------------------
 
 
 class Chunked(torch.autograd.Function):
@@ -421,9 +412,6 @@ def test_strict_is_quiet_without_gradients_at_alpha_1_and_after_an_error(z):
         PowerGrad(0.3, strict=True)(lambda: F.mse_loss(z, z.detach()) / (1 / 0))()
 
 
-# What a decorator cannot reach --------------------------------------------------------------------
-
-
 class Asynchronous:
     async def __call__(self) -> None:
         pass
@@ -465,9 +453,6 @@ def test_what_computes_later_is_refused_when_it_returns(z, name):
 def test_other_results_pass(z):
     for result in ((z, 1), {"loss": z}, [z], None, iter([z]), range(3), Wrapped()):
         assert PowerGrad(0.3)(lambda result=result: result)() is result
-
-
-# Where the scope cannot be kept -------------------------------------------------------------------
 
 
 def test_coroutines_with_alphas_of_their_own_are_refused(z):

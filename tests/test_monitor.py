@@ -46,9 +46,6 @@ def record(model: Any, folder: Path, steps: Iterable[int] = (0,), **options: Any
     return Recording(folder)
 
 
-# What is recorded ---------------------------------------------------------------------------------
-
-
 def reference_norms(module: Any) -> list[float]:
     """The norm of each filter, by loops over numpy arrays and groups, in float64."""
     wide = torch.complex128 if module.weight.is_complex() else torch.float64
@@ -209,9 +206,6 @@ def test_features_of_a_compiled_model_and_not_of_its_copy(tmp_path: Path) -> Non
             monitor.step(step)
             _, values = Recording(tmp_path).read(2, "feature")
             torch.testing.assert_close(values[step], root_mean_square(model.features(batch)))
-
-
-# The file, whole and cut --------------------------------------------------------------------------
 
 
 def write_rows(folder: Path, steps: list[int], resume: int | None = None) -> None:
@@ -378,9 +372,6 @@ def test_features_seen_before_a_stop_are_not_lost(stop: int, tmp_path: Path) -> 
     torch.testing.assert_close(values[1:], torch.stack(expected))
 
 
-# Several processes --------------------------------------------------------------------------------
-
-
 def train_rank(rank: int, folder: str) -> None:
     """Train and monitor as one of two processes, and keep the norms of the last layer."""
     store, limit = f"file://{folder}/store", datetime.timedelta(seconds=100)
@@ -410,9 +401,6 @@ def test_rank_0_writes_under_distributed_data_parallel(tmp_path: Path, monkeypat
     torch.testing.assert_close(norms[-1], torch.load(tmp_path / "final.pt"))
     for quantity in ("gradient", "feature"):
         assert recording.read("last", quantity)[1][1:].isfinite().all()
-
-
-# Errors -------------------------------------------------------------------------------------------
 
 
 def test_steps_must_increase(tmp_path: Path) -> None:

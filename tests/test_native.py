@@ -105,9 +105,6 @@ def check(
     assert bool((error <= bound).all())
 
 
-# Values and gradients -----------------------------------------------------------------------------
-
-
 @given(st.data())
 def test_matches_oracles(data):
     rows = data.draw(st.sampled_from([0, 1, 2, 3, 15, 16, 17, 33]), "rows")
@@ -177,8 +174,6 @@ def test_bfloat16_is_rounded_to_nearest_even():
         assert grad[0, 1] == (weight / 2).to(torch.bfloat16)
 
 
-# Mapped logits ------------------------------------------------------------------------------------
-
 MAPS = {
     "cap": Form(softcap=5.0),
     "cap, scale, masked": Form(softcap=4.0, logit_scale=2.0, masked=True),
@@ -234,8 +229,6 @@ def test_soft_cap_of_special_values_is_tanhs(level):
     expected = ((0.3 * capped).softmax(1) - q) * slope
     torch.testing.assert_close(result[1], expected, equal_nan=True)
 
-
-# Special values -----------------------------------------------------------------------------------
 
 ROWS = {
     "masked": [1.0, -INF, 2.0, 0.0],
@@ -295,9 +288,6 @@ def test_ignored_rows_are_zero_whatever_they_hold():
     value, grad = kernel(z, torch.tensor([7, 7, 1]), None, 0.5, 7, 0.0, "mean")
     torch.testing.assert_close(value, torch.tensor(2.0).log())
     torch.testing.assert_close(grad, torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.5, -0.5]]))
-
-
-# Memory and threads -------------------------------------------------------------------------------
 
 
 def same(a: Any, b: Any) -> bool:
@@ -377,9 +367,6 @@ def test_gradient_in_place_of_the_logits(shape, eps, dtype):
         assert serve(z, y, w, 0.3, -100, eps, "none", out=out) is None
 
 
-# What it does not take ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wrong", [-1, 10, 11, 2**40, -(2**40)])
 @pytest.mark.parametrize("threads", [1, 4])
 def test_targets_out_of_range(wrong, threads):
@@ -408,9 +395,6 @@ def test_serves_or_says_not():
         assert not serves(*refused)
     with pytest.raises(RuntimeError, match="storage"):  # callers ask `is_plain` first
         torch.vmap(lambda z: torch.full((), serves(z)))(z[None])
-
-
-# The loader ---------------------------------------------------------------------------------------
 
 
 def run(script: str, **environment: str) -> None:

@@ -66,8 +66,6 @@ def test_the_matrix_sees_plain_and_wrong_gradients() -> None:
     assert outcome(CONTEXTS[0].run, wrong) == "wrong"
 
 
-# What `verify` says of each cell that has a model and a backward pass -----------------------------
-
 SOFTMAX = [way for way in WAYS if way.gradient is never_plain.softmax_gradient]
 
 
@@ -100,14 +98,13 @@ WITH_A_STEP = [context for context in CONTEXTS if context.prepare is not None]
 def test_verify_knows_what_each_cell_does(way: Way, context: Context) -> None:
     if RECORDED[context.key][way.name] != "right":
         pytest.skip("raises")
-    assert verified(way, context) == "pgt"
+    # One alpha per row is confirmed for the logits of the head as a whole, not for parts of them.
+    in_parts = context.name == "threads" and "tensor alpha" in way.name
+    assert verified(way, context) == ("cannot tell" if in_parts else "pgt")
 
 
 def test_verify_knows_a_plain_loss() -> None:
     assert verified(PLAIN, CONTEXTS[0]) == "plain"
-
-
-# What a loss keeps for its backward pass ----------------------------------------------------------
 
 
 def tensors_in(value: object) -> bool:

@@ -45,8 +45,6 @@ def summary(file: Path) -> dict:
     return json.loads(file.read_text())
 
 
-# A run equals the change written in by hand -------------------------------------------------------
-
 STEP = "scaler.step(optimizer)"
 LOSS = "F.cross_entropy(network(x.double()), y)"
 PGT = (LOSS, "powergrad.cross_entropy(network(x.double()), y, alpha=0.3)")
@@ -152,8 +150,6 @@ def test_monitor_records_the_trained_model_and_overwrites_nothing(launcher, tmp_
     assert (again.code, again.out) == (2, "")
     assert "`--monitor`" in again.err
 
-
-# A requested change that did not happen is an error -----------------------------------------------
 
 START = """
 import torch, torch.nn.functional as F
@@ -263,8 +259,6 @@ def test_a_change_that_did_not_happen_is_an_error(case, launcher, tmp_path):
     assert [f"powergrad run: error: {problem}" for problem in summary(file)["problems"]] == [line]
     assert summary(file)["exit_code"] == 3
 
-
-# Other programs -----------------------------------------------------------------------------------
 
 OTHERS = {
     "two optimizers": """

@@ -27,8 +27,6 @@ def without_summary(run: Ended) -> str:
     return re.sub(r"^powergrad run: .*\n", "", run.err, flags=re.MULTILINE)
 
 
-# As python ----------------------------------------------------------------------------------------
-
 WHO_AM_I = """
 import inspect, pickle, sys
 
@@ -113,9 +111,6 @@ def test_a_missing_module_ends_as_in_python(launcher):
     assert (ours.code, without_summary(ours)) == (theirs.code, theirs.err)
 
 
-# The command line ---------------------------------------------------------------------------------
-
-
 def test_the_options_are_those_of_the_run():
     names = {name.removeprefix("--").replace("-", "_") for name in powergrad_cli.RUN_OPTIONS}
     assert names - {"help"} == {field.name for field in fields(Options)}
@@ -175,9 +170,6 @@ sys.exit(code)
     assert run.code == 0, run.err
     assert "`powergrad compare` needs the workbench: pip install 'powergrad[lab]'" in run.err
     assert json.loads((tmp_path / "x.json").read_text())["verification"]["verdict"] == "pgt"
-
-
-# Other processes and compiled code ----------------------------------------------------------------
 
 
 @pytest.mark.studies

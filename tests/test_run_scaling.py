@@ -162,9 +162,6 @@ def test_a_step_that_raises_does_not_affect_the_next():
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-# Optimizers inside of others ----------------------------------------------------------------------
-
-
 class Sharing(optim.Optimizer):
     """Like SAM: a wrapper with hooks of its own, over the groups of the optimizer inside."""
 
@@ -241,9 +238,6 @@ def test_an_optimizer_that_cannot_be_scaled_is_refused(kind, message):
     model = network()
     with attached(lr_scale=0.5), pytest.raises(RefusedError, match=message):
         train(model, kind(model.parameters(), lr=0.5))
-
-
-# The model ----------------------------------------------------------------------------------------
 
 
 def test_the_model_is_the_outermost_module_around_the_parameters():

@@ -85,9 +85,6 @@ def test_paper_smoothing_spreads_over_the_wrong_classes():
             paper_smoothing(**{"eps": 0.1, "num_classes": 7, **bad})
 
 
-# The primitive ------------------------------------------------------------------------------------
-
-
 @given(
     seed=st.integers(0, 2**32),
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),

@@ -95,9 +95,6 @@ def assert_cannot_tell(verification: Verification, reason: str = "") -> None:
     assert reason in verification.reason, str(verification)
 
 
-# The verdict on losses ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
 )
@@ -289,9 +286,6 @@ def test_two_classes_are_enough_for_a_loss_that_says_its_target():
     assert_cannot_tell(measured(foreign, classes=2), "too few")
 
 
-# Answers that were wrong --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("loss", [focal, listing])
 def test_one_row_twice_is_no_evidence(loss):
     model = Net().eval()
@@ -324,9 +318,6 @@ def test_a_sample_of_the_rows_is_stated(monkeypatch):
     monkeypatch.setattr(importlib.import_module("powergrad.verify"), "STORED", 320)
     verification = measured(foreign)
     assert str(verification) == "PGT at alpha 0.300 (32 of 48 rows)"
-
-
-# Where the logits are -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", [foreign, lambda z, y: cross_entropy(z, y, alpha=0.3)])
@@ -496,9 +487,6 @@ def test_the_gradient_wins_over_what_a_loss_says():
     assert_alpha(verify(step, model), 1.0)
 
 
-# Compiled code ------------------------------------------------------------------------------------
-
-
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # TorchDynamo's own
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
@@ -523,8 +511,6 @@ def test_compiled_models_and_steps_are_right_or_cannot_be_told(alpha):
     assert_alpha(verify(lambda: criterion(model(X), Y).backward(), model), 0.3, 1e-5)
     torch.compiler.reset()
 
-
-# Nothing is left behind ---------------------------------------------------------------------------
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

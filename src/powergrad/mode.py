@@ -106,6 +106,7 @@ def enable(alpha: float, *, log_softmax: bool = True) -> Enabled:
         TypeError: If ``alpha`` is not a number.
 
     Example:
+        >>> import powergrad
         >>> logits = torch.tensor([[2.0, 0.0, -1.0]], requires_grad=True)
         >>> _ = powergrad.enable(0.25)
         >>> torch.nn.functional.cross_entropy(logits, torch.tensor([1])).backward()

@@ -23,10 +23,9 @@ def watching_signals(*, second_interrupts: bool) -> Iterator[Callable[[], bool]]
             raise KeyboardInterrupt
         came = True
 
-    try:
+    before = {}
+    with contextlib.suppress(ValueError):  # only the main thread can handle signals
         before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # only the main thread can handle signals
-        before = {}
     try:
         yield lambda: came
     finally:

@@ -51,11 +51,8 @@ def inspect(
             raise ValueError(f"{wanted}, but got neither.")
     counts = census(path, initial=initial)
     print(counts)
-    for path, kind, rows in (
-        (units_csv, Unit, counts.units),
-        (layers_csv, LayerCount, counts.layers),
-        (events_csv, Event, counts.events),
-    ):
+    tables = (Unit, counts.units), (LayerCount, counts.layers), (Event, counts.events)
+    for path, (kind, rows) in zip((units_csv, layers_csv, events_csv), tables, strict=True):
         if path is not None:
             columns = [field.name for field in fields(kind)]
             write_text(path, csv_text(columns, [_cells(vars(row)) for row in rows]))
@@ -64,12 +61,10 @@ def inspect(
 
 def _cells(row: dict[str, Any]) -> dict[str, Any]:
     """A row for CSV, with ways to be dead as ``weight+gradient``, or ``weight=3 gradient=1``."""
-    how = row.get("how")
-    if isinstance(how, tuple):
-        return {**row, "how": "+".join(how)}
+    how = row.get("how", ())
     if isinstance(how, dict):
         return {**row, "how": " ".join(f"{way}={count}" for way, count in how.items())}
-    return row
+    return {**row, "how": "+".join(how)} if how else row
 
 
 def report(*paths: Path, out: Path | None = None) -> int:

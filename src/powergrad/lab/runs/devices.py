@@ -26,6 +26,5 @@ def worker_environments(
             raise ValueError(f"Expected `{name}` to be at least 1, but got {value}.")
     count = workers or usual or len(devices) or max(1, (os.cpu_count() or 1) // threads)
     shared = {"OMP_NUM_THREADS": str(threads)}
-    if not devices:
-        return [shared] * count
-    return [shared | {"CUDA_VISIBLE_DEVICES": devices[i % len(devices)]} for i in range(count)]
+    own = [{"CUDA_VISIBLE_DEVICES": device} for device in devices] or [{}]
+    return [shared | own[i % len(own)] for i in range(count)]
