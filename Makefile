@@ -78,12 +78,13 @@ OTHER := build/torch-$(VERSION)
 
 $(OTHER)/.installed:
 	$(PYTHON) -m venv $(OTHER)
-	$(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(VERSION) hypothesis mpmath numpy pytest pytest-xdist safetensors scipy
+	$(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(VERSION) hypothesis mpmath numpy pytest pytest-xdist safetensors
 	touch $@
 
-# What needs the workbench, JAX or the newest TorchDynamo is left out: see tests/conftest.py.
-test-torch: setup $(OTHER)/.installed ## the core and its eager and compiled contexts with another torch: VERSION=2.6.0, 5 GB
-	PYTHONPATH=src $(OTHER)/bin/python -m pytest $(TWO) $(wildcard tests/test_*.py) -m 'not deep and not studies'
+LOSSES := gradients loss linear transform native arguments operators
+
+test-torch: setup $(OTHER)/.installed ## the losses, eager and compiled, with another torch: VERSION=2.6.0 (5 GB)
+	PYTHONPATH=src $(OTHER)/bin/python -m pytest $(TWO) $(LOSSES:%=tests/test_%.py) -m 'not deep'
 
 test-gpu: setup ## like test, on CUDA
 	POWERGRAD_TEST_DEVICE=cuda $(PYTEST) $(WITHOUT_OTHERS) -m '$(QUICK)'

@@ -171,6 +171,7 @@ torch.testing.assert_close(z.grad, torch.autograd.grad(loss, z)[0])
 """
 
 
+@pytest.mark.matrix
 def test_compiled_code_on_disk_is_not_mixed_up(tmp_path, monkeypatch):
     """PyTorch's cache knows a function of a graph by its name."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

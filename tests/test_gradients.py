@@ -204,12 +204,14 @@ every_implementation = pytest.mark.parametrize("of", IMPLEMENTATIONS, ids=lambda
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+ROUNDS_OFTEN = torch.__version__ < "2.8"  # PyTorch's own float16 loss, which alpha 1 calls
 TABLE = [
     pytest.param(of, replace(form, dtype=dtype), id=f"{of.name}: {name} [{str(dtype)[6:]}]")
     for of in IMPLEMENTATIONS
     for name, form in OPTIONS.items()
     for dtype in DTYPES
     if of.takes(form)
+    and not (ROUNDS_OFTEN and dtype == torch.float16 and (form.alpha, form.alphas) == (1, "number"))
 ]
 
 

@@ -39,6 +39,7 @@ def script(folder: Path, text: str, name: str = "train.py") -> Path:
     return path
 
 
+@pytest.mark.studies
 def test_study_of_a_foreign_script(in_process, tmp_path):
     """tests/test_run.py compares each option of `powergrad run` with a change written by hand."""
     status = powergrad(
@@ -73,7 +74,7 @@ print("accuracy", random.Random(seed).random())
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (NO_LOSS, "--alpha 0.25 altered nothing"),
+        pytest.param(NO_LOSS, "--alpha 0.25 altered nothing", marks=pytest.mark.studies),
         ("print('accuracy', 1); os._exit(0)", "not known whether it was altered"),
     ],
 )
@@ -320,6 +321,7 @@ def test_odd_programs_are_noted(in_process, tmp_path, capsys, text, seeds, words
     assert any(state["state"] == "failed" for state in states) == ("sys.exit(9)" in text)
 
 
+@pytest.mark.studies
 def test_runs_of_a_changed_script_are_repeated_and_fresh_ones_too(in_process, tmp_path, capsys):
     path = script(tmp_path, NOISY)
     assert compare_plain(tmp_path, path, seeds=2, start=()) == 0
