@@ -482,7 +482,7 @@ def clip_grads_before_step(
         3
         >>> handle.remove()
     """
-    optimizer = _stepping_optimizer(optimizer)
+    optimizer = stepping_optimizer(optimizer)
     known = ClipThresholds.__annotations__
     if not thresholds or thresholds.keys() - known.keys():
         got = ", ".join(f"`{method}`" for method in thresholds) or "none"
@@ -504,7 +504,7 @@ def clip_grads_before_step(
     return ClippingHook(methods, eps, spared, in_model).attach(optimizer)
 
 
-def _stepping_optimizer(optimizer: object) -> Optimizer:
+def stepping_optimizer(optimizer: object) -> Optimizer:
     """The innermost optimizer inside any wrappers; an error if it does not run step hooks."""
     # The wrappers are timm's Lookahead, accelerate's and Lightning's optimizers, and SAM. A wrapper
     # need not run hooks, and those of the inner optimizer run closest to the step.

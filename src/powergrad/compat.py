@@ -173,7 +173,7 @@ def _tree_map(function: Callable[[Any], Any], value: Any) -> Any:
 tree_map: Callable[..., Any] = _private("utils._pytree.tree_map") or _tree_map
 
 
-# Only for verify.py and run/ ------------------------------------------------------------
+# Only for run/ ----------------------------------------------------------------------
 
 
 def on_first_backward(function: Callable[[Any], None]) -> None:
@@ -205,27 +205,3 @@ def run_eagerly(*owners: Any) -> None:
             function = member.fset if isinstance(member, property) else member
             if inspect.isfunction(function):
                 c.set_code_exec_strategy(function.__code__, skip)
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether ``torch.compile`` returned `module`, or ``module.compile()`` was called."""
-    # There is no public function for it. 2.6 to 2.13.
-    return "_orig_mod" in module._modules or (
-        getattr(module, "_compiled_call_impl", None) is not None
-    )
-
-
-def hook_compiled(module: torch.nn.Module, hook: Callable[[Any], None]) -> Callable[[], None]:
-    """Call `hook` with each output of a compiled module; return a function that removes it."""
-    if "_orig_mod" in module._modules:  # the hooks of the wrapper run outside the compiled code
-        return module.register_forward_hook(lambda _, __, output: hook(output)).remove
-    # The hooks of a module that was compiled in place are compiled with it. 2.6 to 2.13.
-    call: Any = module._compiled_call_impl
-
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        output = call(*args, **kwargs)
-        hook(output)
-        return output
-
-    module._compiled_call_impl = hooked
-    return lambda: setattr(module, "_compiled_call_impl", call)

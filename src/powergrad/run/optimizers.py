@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from powergrad.clip import ClipHandle, _stepping_optimizer, clip_grads_before_step
+from powergrad.clip import ClipHandle, clip_grads_before_step, stepping_optimizer
 from powergrad.compat import run_eagerly
 from powergrad.head import unwrap
 from powergrad.monitor import FilterMonitor
@@ -163,7 +163,7 @@ class Optimizers:
     def _meet(self, optimizer: Optimizer) -> Seen:
         """Attach to an optimizer at its first step."""
         options, seen = self.options, Seen(type(optimizer).__name__)
-        if _stepping_optimizer(optimizer) is optimizer:
+        if stepping_optimizer(optimizer) is optimizer:
             self.seen.append(seen)
             if options.thresholds:
                 module = unwrap(find_model(optimizer)) if options.agc is not None else None
