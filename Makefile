@@ -12,7 +12,7 @@ help: ## this list
 
 setup: $(VENV)/.installed ## create .venv and install powergrad with what its tests need
 
-KERNEL := setup.py $(wildcard src/powergrad/_native/*.[ch])
+KERNEL := setup.py $(wildcard src/powergrad/kernels/*.[ch])
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(KERNEL)
 	$(PYTHON) -m venv $(VENV)

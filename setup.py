@@ -7,7 +7,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-KERNEL = "src/powergrad/_native"
+KERNEL = "src/powergrad/kernels"
 
 
 class BuildLibrary(build_ext):
@@ -30,7 +30,7 @@ setup(
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
     ext_modules=[
         Extension(
-            "powergrad._native.kernel",
+            "powergrad.kernels.kernel",
             sources=[f"{KERNEL}/kernel.c"],
             depends=[f"{KERNEL}/{name}.h" for name in ("exponentiate", "threads")],
             extra_compile_args=[

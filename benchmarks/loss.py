@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import powergrad
-from powergrad import _native
+from powergrad import kernels
 
 ALPHA = 0.3
 SIZES = [
@@ -45,14 +45,14 @@ GROWTH = [1 << 20, 1 << 22, 1 << 24, 1 << 26]  # elements: 1M to 64M
 
 def without_kernel(run: Callable[[], Any]) -> Callable[[], Any]:
     """`run`, as it is where the C kernel was not built."""
-    library = _native.library
+    library = kernels.library
 
     def eager() -> Any:
-        _native.library = lambda: None
+        kernels.library = lambda: None
         try:
             return run()
         finally:
-            _native.library = library
+            kernels.library = library
 
     return eager
 
@@ -86,7 +86,7 @@ def variants(
         "plain": training(lambda: F.cross_entropy(z, target, **options)),
         "eager": without_kernel(training(ours)),
     }
-    if _native.available() and not target.is_floating_point():
+    if kernels.available() and not target.is_floating_point():
         runs["native"] = training(ours)
     if not options and not target.is_floating_point() and scale == 1:
         runs["hook"] = training(lambda: hooked(z, target))

@@ -21,7 +21,7 @@ from references import literal_gradient, potential, row_error
 from torch import Tensor, nn
 
 import powergrad
-from powergrad import PowerGrad, _native, rows, transform
+from powergrad import PowerGrad, kernels, rows, transform
 from powergrad import loss as loss_module
 
 OPERATORS = torch.ops.powergrad
@@ -51,7 +51,7 @@ def what_nll_loss_takes(form: Form) -> bool:
 
 @contextlib.contextmanager
 def without_kernel() -> Iterator[None]:
-    with patch.object(_native, "library", lambda: None):
+    with patch.object(kernels, "library", lambda: None):
         yield
 
 
@@ -383,13 +383,13 @@ def test_alpha_one_is_pytorch_bit_for_bit(
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.skipif(not _native.available(), reason="needs the C kernel")
+@pytest.mark.skipif(not kernels.available(), reason="needs the C kernel")
 @every_implementation
 def test_the_kernel_serves_where_it_is_not_switched_off(of: Implementation, monkeypatch) -> None:
     results = []
-    kernel = _native.cross_entropy
+    kernel = kernels.cross_entropy
     monkeypatch.setattr(
-        _native, "cross_entropy", lambda *a, **k: results.append(kernel(*a, **k)) or results[-1]
+        kernels, "cross_entropy", lambda *a, **k: results.append(kernel(*a, **k)) or results[-1]
     )
     case = build(Form())
     of(case.logits.requires_grad_(), case)

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from powergrad import (
     CrossEntropyLoss,
-    _native,
     binary_cross_entropy_with_logits,
     cross_entropy,
+    kernels,
     log_softmax,
 )
 
@@ -32,10 +32,10 @@ from powergrad import (
 @pytest.fixture(params=[True, False], ids=["kernel", "no kernel"])
 def native(request, monkeypatch) -> bool:
     """With and without the C kernel."""
-    if request.param and not _native.available():
+    if request.param and not kernels.available():
         pytest.skip("needs the C kernel")
     if not request.param:
-        monkeypatch.setattr(_native, "library", lambda: None)
+        monkeypatch.setattr(kernels, "library", lambda: None)
     return request.param
 
 

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from references import gradient_of_potential
 from torch import Tensor
 
-from powergrad import _native
-from powergrad._check import Call
+from powergrad import kernels
+from powergrad.checks import Call
 
-pytestmark = pytest.mark.skipif(not _native.available(), reason="needs the C kernel")
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="needs the C kernel")
 
 INF, NAN = float("inf"), float("nan")
-LEVELS = range(_native.best_level() + 1)
+LEVELS = range(kernels.best_level() + 1)
 SIZES = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 100, 1000, 5000]
 ALPHAS = [0.0, 1e-3, 0.05, 0.25, 0.3, 0.5, 1.0]
 
@@ -38,7 +38,7 @@ TINY = 1e-37
 
 
 def serve(z: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor] | None:
-    return _native.cross_entropy(z, Call(*arguments), **options)
+    return kernels.cross_entropy(z, Call(*arguments), **options)
 
 
 def kernel(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -194,11 +194,11 @@ def test_maps_logits(name, dtype, shape, level):
     case = build(replace(MAPS[name], shape=shape, dtype=dtype))
     options = {"ignore_index": -100, **case.options, **case.extra}
     call = Call(case.target, alpha=case.alpha, **options)
-    result = _native.cross_entropy(case.logits, call, level=level)
+    result = kernels.cross_entropy(case.logits, call, level=level)
     assert result is not None
     check_value(case, result[0].to(dtype))
     check_gradient(case, (result[1] * case.upstream).to(dtype))
-    again = _native.cross_entropy(case.logits, call, level=level, out=case.logits)
+    again = kernels.cross_entropy(case.logits, call, level=level, out=case.logits)
     assert same(again, result)
 
 
@@ -208,7 +208,7 @@ def test_soft_cap_is_relatively_exact(level):
     x = torch.logspace(1.5, 7.5, 3000, dtype=torch.float64).float()
     z = torch.stack([torch.cat([x, -x]), torch.zeros(2 * len(x))], 1)
     call = Call((z[:, 0] > 0).long(), None, 0.3, -100, 0.0, "none", softcap=1e6)
-    result = _native.cross_entropy(z, call, level=level)
+    result = kernels.cross_entropy(z, call, level=level)
     assert result is not None
     expected = 1e6 * torch.tanh(z[:, 0].double().abs() / 1e6)
     torch.testing.assert_close(result[0].double(), expected, rtol=3e-7, atol=0)
@@ -219,7 +219,7 @@ def test_soft_cap_of_special_values_is_tanhs(level):
     z = torch.tensor([[INF, -INF, 0.0], [1e-40, -1e-40, -0.0], [3.4e38, 1.0, -3.4e38]])
     z = torch.cat([z, torch.tensor([[NAN, 0.0, 1.0]])])
     call = Call(torch.tensor([1, 1, 2, 1]), None, 0.3, -100, 0.0, "none", softcap=2.0)
-    result = _native.cross_entropy(z, call, level=level)
+    result = kernels.cross_entropy(z, call, level=level)
     assert result is not None
     capped = 2 * torch.tanh(z / 2)
     slope = 1 - (capped / 2).square()
@@ -321,10 +321,10 @@ def test_stays_within_its_buffers(cap, dtype, classes, level):
     def call(y: Tensor) -> int:
         at = [t.data_ptr() + margin * t.element_size() for t in (z, value, grad)]
         kind = int(dtype == torch.bfloat16)
-        library = _native.library()
+        library = kernels.library()
         assert library is not None
         return library.powergrad_cross_entropy(
-            _native._CALL.pack(
+            kernels._CALL.pack(
                 *(rows, classes, at[0], classes, kind, y.data_ptr(), -100, 0),
                 *(0.1, 0, 0.3, 0, at[1], at[2], 0, 0.0, cap, 1.0, 1, level),
             )
@@ -409,13 +409,13 @@ def test_can_be_turned_off_and_is_loaded_late():
     run(
         """
         import torch
-        from powergrad import _native
-        from powergrad._check import Call
-        assert _native.library.cache_info().currsize == 0
-        assert not _native.available()
-        assert _native.best_level() == 0
+        from powergrad import kernels
+        from powergrad.checks import Call
+        assert kernels.library.cache_info().currsize == 0
+        assert not kernels.available()
+        assert kernels.best_level() == 0
         z, y = torch.randn(2, 3), torch.tensor([0, 1])
-        assert _native.cross_entropy(z, Call(y, None, 0.3)) is None
+        assert kernels.cross_entropy(z, Call(y, None, 0.3)) is None
         """,
         POWERGRAD_NATIVE="0",
     )
@@ -437,8 +437,8 @@ def test_a_foreign_or_stale_library_is_left_alone(tmp_path, monkeypatch):
     text = tmp_path / "kernel.so"
     text.write_text("not a library")
     for path in (tmp_path / "absent.so", text, Path(torch._C.__file__)):
-        assert _native.load(path) is None
-    ours = Path(getattr(_native.library(), "_name"))  # noqa: B009
-    assert _native.load(ours) is not None
-    monkeypatch.setattr(_native, "ABI", _native.ABI + 1)
-    assert _native.load(ours) is None
+        assert kernels.load(path) is None
+    ours = Path(getattr(kernels.library(), "_name"))  # noqa: B009
+    assert kernels.load(ours) is not None
+    monkeypatch.setattr(kernels, "ABI", kernels.ABI + 1)
+    assert kernels.load(ours) is None

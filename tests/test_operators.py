@@ -10,7 +10,7 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.library import opcheck
 
 import powergrad
-from powergrad import _native
+from powergrad import kernels
 from powergrad import loss as loss_module
 
 OPS = torch.ops.powergrad
@@ -40,7 +40,7 @@ def test_log_softmax_passes_opcheck(alpha, dtype, generator):
 @pytest.mark.parametrize("native", [True, False])
 def test_cross_entropy_passes_opcheck(alpha, reduction, dtype, native, generator, monkeypatch):
     if not native:
-        monkeypatch.setattr(_native, "library", lambda: None)
+        monkeypatch.setattr(kernels, "library", lambda: None)
     z = logits(generator, dtype).requires_grad_()
     weight = torch.rand(4, generator=generator).to(dtype)
     for w, eps in ((None, 0.0), (weight, 0.1)):

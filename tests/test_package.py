@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 MODULES = [  # the kernel is a library for ctypes, `__main__` a command
     name
     for _, name, _ in pkgutil.walk_packages(powergrad.__path__, "powergrad.")
-    if not name.endswith(("._native.kernel", ".__main__"))
+    if not name.endswith((".kernels.kernel", ".__main__"))
     and name != "powergrad.lightning"  # tested with Lightning, in tests/integrations
 ] + ["powergrad_cli"]
 CALLABLES = [n for n in powergrad.__all__ if callable(getattr(powergrad, n))]

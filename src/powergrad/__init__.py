@@ -1,13 +1,13 @@
 """PowerGrad Transform: altered gradients in the backward pass of softmax cross-entropy."""
 
 from powergrad import operators as _operators  # noqa: F401  # registers them
-from powergrad._native import available as native_available
 from powergrad._version import __version__
 from powergrad.alter import alter_gradient, alter_output
 from powergrad.calibration import fold_alpha
 from powergrad.clip import adaptive_clip_grad_, clip_grads_before_step
 from powergrad.comparing import compare
 from powergrad.identity import equivalent_training
+from powergrad.kernels import available as native_available
 from powergrad.linear import linear_cross_entropy
 from powergrad.loss import CrossEntropyLoss, binary_cross_entropy_with_logits, cross_entropy
 from powergrad.mode import PowerGrad, disable, enable

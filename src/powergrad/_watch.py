@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powergrad._check import own_calls
+from powergrad.checks import own_calls
 
 __all__ = ["Watch"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from powergrad._check import check_floating, shape_of
+from powergrad.checks import check_floating, shape_of
 from powergrad.compat import graph_recorded, in_transform, is_exporting, tree_map
 
 __all__ = ["alter_gradient", "alter_output"]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from powergrad._check import check_floating, check_number, extremes, shape_of
+from powergrad.checks import check_floating, check_number, extremes, shape_of
 from powergrad.head import check_linear, scalable_heads, scale
 
 __all__ = [

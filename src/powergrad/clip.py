@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from powergrad._check import check_eps, check_threshold
+from powergrad.checks import check_eps, check_threshold
 from powergrad.head import find_head, find_heads
 from powergrad.units import HALF, Gradient, Parameter, gradients_of, parameters_of, unit_norms
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from powergrad._check import check_number
+from powergrad.checks import check_number
 from powergrad.clip import ClippingHook
 from powergrad.head import scalable_heads, scale
 

@@ -14,7 +14,7 @@ except ModuleNotFoundError as error:
     ) from error
 from torch import Tensor
 
-from powergrad._check import check_number, check_threshold
+from powergrad.checks import check_number, check_threshold
 from powergrad.clip import ClipHandle, clip_grads_before_step
 from powergrad.mode import PowerGrad
 from powergrad.monitor import FilterMonitor

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powergrad._check import (
+from powergrad.checks import (
     Call,
     check_call,
     check_floating,

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from powergrad import _native
-from powergrad._check import (
+from powergrad import kernels
+from powergrad.checks import (
     PLAIN,
     REDUCTIONS,
     Call,
@@ -475,7 +475,7 @@ def _has_operator(input: Tensor, call: Call) -> bool:
         and input.numel() >= OPERATOR
         and is_exporting() is not True
         and not in_transform()
-        and _native.available()
+        and kernels.available()
     )
 
 

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from powergrad._check import Call, check_alpha, check_number, is_one
 from powergrad._watch import Watch
+from powergrad.checks import Call, check_alpha, check_number, is_one
 from powergrad.compat import (
     gradients_hidden,
     in_transform,

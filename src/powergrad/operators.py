@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powergrad._check import Call
+from powergrad.checks import Call
 from powergrad.loss import loss_by_definition
 from powergrad.rows import loss_and_gradient
 from powergrad.transform import (

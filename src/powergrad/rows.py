@@ -28,8 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powergrad import _native
-from powergrad._check import Call, check_labels, without_autocast
+from powergrad import kernels
+from powergrad.checks import Call, check_labels, without_autocast
 from powergrad.compat import log_softmax_of_rows
 
 # Rows are processed in blocks of `BLOCK` elements, which stay in the cache from the first operation
@@ -232,7 +232,7 @@ def loss_and_gradient(logits: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     A tensor alpha has 1 or N elements. The gradient of float16 logits is float32, so that neither
     1/N nor a loss scale can make it underflow; otherwise it has the dtype of the logits.
     """
-    native = _native.cross_entropy(logits, call)
+    native = kernels.cross_entropy(logits, call)
     if native is not None:
         return native
     others = (
@@ -327,7 +327,7 @@ def _mapped_with_tanh(x: Tensor, call: Call, out: Tensor | None) -> tuple[Tensor
 def _of_kernel(
     logits: Tensor, call: Call, block: Coefficients, part: slice | Tensor | None, out: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    if not (isinstance(block.g, Tensor) and logits.is_cpu and _native.available()):
+    if not (isinstance(block.g, Tensor) and logits.is_cpu and kernels.available()):
         return None
     target = block.labels
     if block.ignored is not None and part is not None:
@@ -337,7 +337,7 @@ def _of_kernel(
     call = call.replace(
         target=target, alpha=block.alpha, z_loss=float(block.z_loss), reduction="none"
     )
-    return _native.cross_entropy(logits, call, out=out, row_weight=block.g)
+    return kernels.cross_entropy(logits, call, out=out, row_weight=block.g)
 
 
 def _of_labels(

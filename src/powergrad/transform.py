@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from powergrad._check import (
+from powergrad.checks import (
     PLAIN,
     Call,
     check_alpha,

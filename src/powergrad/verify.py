@@ -29,7 +29,7 @@ from torch.nn.functional import one_hot
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from powergrad._check import Call, is_plain, shape_of
+from powergrad.checks import Call, is_plain, shape_of
 from powergrad.head import find_head, unwrap
 from powergrad.loss import as_rows, loss_by_definition
 from powergrad.transform import LISTENERS, TRACED, Notice

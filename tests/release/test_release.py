@@ -136,7 +136,7 @@ def test_wheel_holds_the_package_and_nothing_else(contents):
     files = {name for name in contents if ".dist-info/" not in name}
     source = {p.relative_to(ROOT / "src").as_posix() for p in ROOT.glob("src/**/*")}
     expected = {name for name in source if any(fnmatch(name, each) for each in ALLOWED)}
-    assert files == expected | {"powergrad/_native/kernel.so"}
+    assert files == expected | {"powergrad/kernels/kernel.so"}
 
 
 def test_wheel_is_for_any_python_3_on_this_platform(wheel, contents):
@@ -152,9 +152,9 @@ def test_sdist_holds_what_builds_the_package(sdist, contents):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     built = {f"src/{name}" for name in contents if ".dist-info/" not in name}
-    kernel = {p.relative_to(ROOT).as_posix() for p in ROOT.glob("src/powergrad/_native/*.[ch]")}
+    kernel = {p.relative_to(ROOT).as_posix() for p in ROOT.glob("src/powergrad/kernels/*.[ch]")}
     others = {"LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "pyproject.toml", "setup.py"}
-    assert built - {"src/powergrad/_native/kernel.so"} | kernel | others <= names
+    assert built - {"src/powergrad/kernels/kernel.so"} | kernel | others <= names
     places = {name.split("/")[0] for name in names}
     assert places <= others | {"", "src", "MANIFEST.in", "PKG-INFO", "setup.cfg"}
     assert not [name for name in names if name.endswith((".so", ".pyc", ".o"))]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from powergrad._check import check_number, check_threshold
+from powergrad.checks import check_number, check_threshold
 from powergrad.clip import ClipThresholds
 from powergrad.monitor import Recording
 from powergrad.run.scaling import Scales

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from powergrad._check import REDUCTIONS, Call, check_labels, values_readable
+from powergrad.checks import REDUCTIONS, Call, check_labels, values_readable
 
 __all__ = ["available", "best_level", "cross_entropy"]
 
@@ -76,7 +76,7 @@ def cross_entropy(
 
     Args:
         input: Logits of shape (N, C), float32 or bfloat16, with the classes contiguous. Input and
-            target must be plain (``_check.is_plain``), which is not checked again here.
+            target must be plain (``checks.is_plain``), which is not checked again here.
         call: The other arguments. The target must be class indices.
         out: The tensor for the gradient, (N, C) and contiguous; may be `input` itself.
         row_weight: The N weights of the rows, instead of the token weights.
