@@ -55,6 +55,7 @@ def worker(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.matrix
 def test_verify_answers_for_the_rows_of_its_process(tmp_path):
     multiprocessing.set_forkserver_preload([__name__])  # imported once for all processes
     start_processes(worker, (str(tmp_path),), WORLD, start_method="forkserver")

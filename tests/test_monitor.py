@@ -392,6 +392,7 @@ def train_rank(rank: int, folder: str) -> None:
     distributed.destroy_process_group()
 
 
+@pytest.mark.matrix
 def test_rank_0_writes_under_distributed_data_parallel(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     start_processes(train_rank, (str(tmp_path),), 2, start_method="spawn")

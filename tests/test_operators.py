@@ -34,8 +34,9 @@ def test_log_softmax_passes_opcheck(alpha, dtype, generator):
         opcheck(OPS.log_softmax.default, (z, alpha, 1, wider))
 
 
-@pytest.mark.parametrize("alpha", alphas())
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    ("alpha", "reduction"), zip(alphas(), ["mean", "sum", "none"], strict=True)
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("native", [True, False])
 def test_cross_entropy_passes_opcheck(alpha, reduction, dtype, native, generator, monkeypatch):

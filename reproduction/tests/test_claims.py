@@ -301,6 +301,7 @@ def test_dead_filters_are_compared_by_the_same_tests(tmp_path, count, decay, cel
     assert trial.arms[0].exponent == pytest.approx(1000 * 0.05 * decay / 0.1, rel=0.3)
 
 
+@pytest.mark.studies
 def test_withdrawn_studies_are_listed_and_not_counted(monkeypatch):
     def counted():
         cells = glance(RESULTS, "PGT raises accuracy without normalisation")[:4]

@@ -98,6 +98,7 @@ def test_the_four_verdicts(norm, plain, verdict):
     assert interval(norm) == pytest.approx((low, high))
 
 
+@pytest.mark.studies
 def test_false_verdicts_are_as_rare_as_the_two_looks_allow():
     found = power(0.0, [0.3, 0.8], studies=400)
     assert found.get("helps", 0) + found.get("hurts", 0) <= 0.07

@@ -315,6 +315,7 @@ def test_a_curve_is_of_the_study_that_was_tested_most(measured, tmp_path):
     assert both.most_tested(use).trial.label == few.label
 
 
+@pytest.mark.studies
 def test_all_figures_are_drawn_from_the_results_and_each_opens(tmp_path, capsys):
     assert main(["figure", "all", "--out", str(tmp_path), "--formats", "png"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 17

@@ -141,15 +141,23 @@ class StopAt(Progress):
 
 
 OPTIONS = {
-    "adamw": {"optimizer.name": "adamw", "optimizer.lr": 1e-3, "optimizer.decay_all": False},
-    "adam": {"optimizer.name": "adam", "optimizer.head.eps": 2.0, "model.head_scale": 0.5},
-    "agc, average, accumulation": {"clip.agc": 0.01, "train.ema": 0.9, "train.accumulate": 2},
-    "batch norm, bfloat16": {"model.norm": "batch", "train.precision": "bfloat16"},
-    "float16, clipped": {"train.precision": "float16", "clip.value": 0.1},
-    "mixup, schedule of alpha": {"data.mixup": 0.2, "loss.alpha_schedule": "cosine"},
-    "smoothing": {"loss.label_smoothing": 0.1, "loss.smoothing": "paper", "schedule.name": "step"},
-    "cutmix, crops": {"data.cutmix": 1.0, "data.crop_padding": 1, "train.channels_last": True},
-    "records": {"monitor.every": 3, "monitor.gradients": True, "monitor.features": True},
+    "adamw, batch norm, bfloat16, records": {
+        **{"optimizer.name": "adamw", "optimizer.lr": 1e-3, "optimizer.decay_all": False},
+        **{"model.norm": "batch", "train.precision": "bfloat16"},
+        **{"monitor.every": 3, "monitor.gradients": True, "monitor.features": True},
+    },
+    "adam, mixup, schedule of alpha": {
+        **{"optimizer.name": "adam", "optimizer.head.eps": 2.0, "model.head_scale": 0.5},
+        **{"data.mixup": 0.2, "loss.alpha_schedule": "cosine"},
+    },
+    "agc, average, accumulation, smoothing": {
+        **{"clip.agc": 0.01, "train.ema": 0.9, "train.accumulate": 2},
+        **{"loss.label_smoothing": 0.1, "loss.smoothing": "paper", "schedule.name": "step"},
+    },
+    "float16, clipped, cutmix, crops": {
+        **{"train.precision": "float16", "clip.value": 0.1},
+        **{"data.cutmix": 1.0, "data.crop_padding": 1, "train.channels_last": True},
+    },
 }
 
 

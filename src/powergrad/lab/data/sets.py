@@ -60,7 +60,8 @@ class StoredSet(NamedTuple):
         """The files of the first complete version; none if the set needs no files."""
         if self.versions == ((),):
             return []
-        places = [root / folder for root in roots(data_dir) for folder in self.folders]
+        inside = [folder for folder in self.folders if not os.path.isabs(folder)]
+        places = [root / folder for root in roots(data_dir) for folder in inside]
         places += [Path(folder) for folder in self.folders if os.path.isabs(folder)]
         places = list(dict.fromkeys(places))
         for place, names in itertools.product(places, self.versions):
