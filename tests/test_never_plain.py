@@ -1,8 +1,8 @@
 """No way to ask for PGT is silently plain: each cell of the matrix is right, or raises.
 
-The eager contexts of most ways run in `make test`; the other cells, of which many compile, export or
-start processes, run in `make test-matrix`. What each cell does is recorded in results/what_works_where.json, from which the
-table in docs/what-works-where.md is made.
+The eager contexts of most ways run in `make test`; the other cells, of which many compile, export
+or start processes, run in `make test-matrix`. What each cell does is recorded in
+results/what_works_where.json, from which the table in docs/what-works-where.md is made.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def test_log_softmax_passes_opcheck(alpha, dtype, generator):
 
 
 @pytest.mark.parametrize(
-    ("alpha", "reduction"), zip(alphas(), ["mean", "sum", "none"], strict=True)
+    ("alpha", "reduction"), [*zip(alphas(), ["mean", "sum", "none"], strict=True)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("native", [True, False])
