@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from powergrad.checks import check_number
-from powergrad.clip import ClippingHook
+from powergrad.clip import Clipping
 from powergrad.head import scalable_heads, scale
 
 __all__ = ["equivalent_training"]
@@ -131,12 +131,12 @@ def _scaled(options: Mapping[str, Any], powers: Mapping[str, int], alpha: float)
     return {**options, **{key: options[key] * alpha**power for key, power in known.items()}}
 
 
-def _attached_clippings(optimizer: Optimizer) -> list[ClippingHook]:
+def _attached_clippings(optimizer: Optimizer) -> list[Clipping]:
     """The clipping hooks of `optimizer`; any other step hook is an error."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     hooks: list[Any] = [*before.values(), *after.values()]
     for hook in hooks:
-        clips = isinstance(hook, ClippingHook)
+        clips = isinstance(hook, Clipping)
         if not clips or "norm" in hook.thresholds:
             other = getattr(hook, "__qualname__", hook)
             raise ValueError(
