@@ -39,11 +39,9 @@ _HEADER_SIZE, _STEP_SIZE = 192, 8
 class FilterMonitor:
     r"""Record the L2 norm of every filter of every convolution and linear layer during training.
 
-    A filter is the part of a weight that computes one output channel; its norm is
-    :math:`\sqrt{\sum w^2}` over its weights. Layers are numbered from 1 in registration order. Each
-    record takes ``8 + 4 * units`` bytes in a file (23,208 for a ResNet-18 with 1,000 classes; twice
-    the units with `gradients`). A run of ``S`` steps writes ``S / every`` records, and keeps only
-    one in memory.
+    A filter is the part of a weight that computes one output channel. Layers are numbered from 1 in
+    registration order. Each record takes ``8 + 4 * units`` bytes in a file (23,208 for a ResNet-18
+    with 1,000 classes; twice the units with `gradients`).
 
     Under DistributedDataParallel every rank may create and call the monitor; only rank 0 writes.
     Models wrapped by it or by ``torch.compile`` record the same names as the plain model.
@@ -63,8 +61,8 @@ class FilterMonitor:
             are dropped, and new ones are appended.
 
     Raises:
-        ValueError: If `every` is not positive, `model` has no layer, the folder holds another
-            recording, or its records do not fit `model` and the requested quantities.
+        ValueError: If `every` is not positive, `model` has no layer, or the folder holds another
+            recording, or one that does not fit `model` and the requested quantities.
         TypeError: If an argument has another type.
 
     Example:
@@ -128,14 +126,12 @@ class FilterMonitor:
         self._records = _open(self.directory, columns, resume)
         self._file = FileIO(self.directory / _RECORDS, "r+")
         if head is not None:
-            self._hook = head.register_forward_pre_hook(
-                lambda module, args, kwargs: (
+
+            def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+                if module is head and module.training:  # not a copy of it
                     self._add_features(module, args[0] if args else kwargs["input"])
-                    if module is head and module.training  # not a copy of it
-                    else None
-                ),
-                with_kwargs=True,
-            )
+
+            self._hook = head.register_forward_pre_hook(look, with_kwargs=True)
 
     def step(self, step: int) -> None:
         """Record the norms if `step` is divisible by `every`, or if this is the first record.
