@@ -1,15 +1,9 @@
 """The census: which units of a network are dead, how, since when, and whether they came back.
 
 A unit is an output channel of a convolution or a linear layer, a gain of a normalisation, or a
-feature that enters the classifier. The ways to be dead are
-
-    weight      the norm of its filter has vanished
-    gain        the gain of its normalisation has vanished
-    gradient    its filter gets no gradient (in a recording)
-    feature     it is zero where it enters the classifier (in a recording)
-    nonfinite   its weights are NaN or infinite
-
-A model or a checkpoint is examined like a recording of one record.
+feature that enters the classifier. It is dead if its norm or gain has vanished or is not finite; in
+a recording, also if its gradient or feature is zero. A model or a checkpoint is examined like a
+recording of one record.
 """
 
 from __future__ import annotations
@@ -39,10 +33,12 @@ ZERO = 1e-8
 # Each record covers few examples, so gradients and features must be zero in so many in a row.
 PATIENCE = 10
 
-Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
-
-def census(source: Source, *, initial: Source | None = None) -> Census:
+def census(
+    source: nn.Module | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    initial: nn.Module | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> Census:
     """Find the dead units in a model, a checkpoint or a recording.
 
     A norm or gain is dead at or below 1% of its initial value; if that is not known, 0.1% of the
@@ -74,8 +70,11 @@ def census(source: Source, *, initial: Source | None = None) -> Census:
         [('0', 2, ('weight',))]
     """
     with torch.device("cpu"), torch.no_grad():
-        if isinstance(source, (str, os.PathLike)) and Path(source).is_dir():
-            return _of_recording(Recording(source), initial)
+        name = type(unwrap(source)).__name__  # type: ignore[arg-type]
+        if isinstance(source, (str, os.PathLike)):
+            if Path(source).is_dir():
+                return _of_recording(Recording(source), initial)
+            name = str(source)
         weights = _read(source, "source")
         columns = arrange([weight.column for weight in weights])
         norms = _norms(weights)
@@ -85,15 +84,12 @@ def census(source: Source, *, initial: Source | None = None) -> Census:
             for column in columns:
                 got = known[column.layer].column.units if column.layer in known else "none"
                 if got != column.units:
-                    raise ValueError(
-                        f"Expected `initial` to have {column.units} units in {column.layer!r}, but "
-                        f"got {got}."
-                    )
+                    wanted = f"{column.units} units in {column.layer!r}"
+                    raise ValueError(f"Expected `initial` to have {wanted}, but got {got}.")
             starts = _norms([known[column.layer] for column in columns])
         lives = _Lives(columns, starts, 0)
         lives.add_record(0, norms)
-        is_path = isinstance(source, (str, os.PathLike))
-        return lives.count(str(source) if is_path else type(unwrap(source)).__name__)  # type: ignore
+        return lives.count(name)
 
 
 def _read(source: Any, argument: str) -> list[Weight]:

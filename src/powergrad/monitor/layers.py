@@ -27,42 +27,29 @@ NORMALISATIONS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 @dataclass(frozen=True)
 class Column:
-    """A quantity of the units of one layer, and where it is in a record.
+    """A quantity of the units of one layer, and where it is in a record."""
 
-    Attributes:
-        quantity: ``"weight"``, ``"gradient"``, ``"feature"`` (at the input of the layer) or
-            ``"gain"`` (of a normalisation with one gain per channel).
-        layer: The name of the layer in the model.
-        number: Its position among the convolutions and linear layers, from 1; None for a
-            normalisation, or if a file does not keep the order.
-        kind: The class of the module, or the kind inferred from the shape of a stored weight.
-        units: The number of values.
-        weights: The number of weights per filter; 1 for a gain.
-        normalised: Whether a normalisation with the same number of channels is registered directly
-            after the layer, which cancels the common scale of its filters.
-        start: The position of the first value.
-    """
-
-    quantity: str
+    quantity: str  # weight, gradient, feature (that enters the layer) or gain (of a normalisation)
     layer: str
-    number: int | None
-    kind: str
+    number: int | None  # None for a normalisation, or if a file does not keep the order
+    kind: str  # the class of the module, or what the shape of a stored weight shows
     units: int
-    weights: int = 1
+    weights: int = 1  # of one unit
+    # Whether a normalisation with the same number of channels is registered directly after the
+    # layer, which cancels the common scale of its filters.
     normalised: bool = False
     start: int = 0
 
     @property
     def place(self) -> slice:
-        """The positions of the values."""
+        """The positions of its values."""
         return slice(self.start, self.start + self.units)
 
 
 def arrange(columns: Sequence[Column]) -> tuple[Column, ...]:
     """Place the columns one after the other."""
     starts = itertools.accumulate((column.units for column in columns), initial=0)
-    places = zip(columns, starts, strict=False)
-    return tuple(replace(column, start=start) for column, start in places)
+    return tuple(map(lambda column, start: replace(column, start=start), columns, starts))
 
 
 @dataclass(frozen=True)
@@ -79,7 +66,7 @@ class Weight:
 
     @property
     def gradient(self) -> Tensor | None:
-        """That of a weight that is a parameter of its module; None for one that is computed."""
+        """None for a weight that is computed from other parameters."""
         own = self.source._parameters if isinstance(self.source, nn.Module) else {}
         return getattr(own.get("weight"), "grad", None)
 

@@ -1,14 +1,9 @@
 r"""FilterMonitor writes the norm of every filter to disk while training; Recording reads it.
 
-A recording is a folder of two files. ``records.npy`` has one record per recorded step: the step,
-then one float32 per unit. ``index.json`` maps the floats to layers and quantities. With numpy::
-
-    rows = np.load("norms/records.npy", mmap_mode="r")  # fields "step" and "values"
-    for column in json.load(open("norms/index.json"))["columns"]:
-        values = rows["values"][:, column["start"] :][:, : column["units"]]
-
-Records are only appended. The header of ``records.npy`` counts a record only after it has been
-written, so the file can be read at any time, also after a kill.
+A recording is a folder of two files. ``records.npy``, which numpy reads, has one record per
+recorded step: the step, then one float32 per unit. ``index.json`` maps the floats to layers and
+quantities. Records are only appended. The header counts a record only after it has been written, so
+the file can be read at any time, also after a kill.
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from io import FileIO
 from pathlib import Path
@@ -121,7 +116,7 @@ class FilterMonitor:
             self._sums = torch.zeros(entering + 1, device="cpu")
         columns = arrange(columns + [weight.column for weight in self._gains])
         # The bytes of one record, and a view of its floats.
-        self._record = bytearray(_record_size(columns))
+        self._record = bytearray(_STEP_SIZE + 4 * columns[-1].place.stop)
         self._values = torch.frombuffer(self._record, dtype=torch.float32, offset=_STEP_SIZE)
         self._records = _open(self.directory, columns, resume)
         self._file = FileIO(self.directory / _RECORDS, "r+")
@@ -147,16 +142,14 @@ class FilterMonitor:
             raise ValueError("This FilterMonitor is closed.")
         if not self._writes:
             return
-        step = _integer(step, "step", least=0)
-        if step <= self._step:
-            raise ValueError(f"Expected `step` to be larger than {self._step}, but got {step}.")
+        step = _integer(step, "step", least=self._step + 1)
         if not self._records or step % self.every == 0:
             values = self._measure(step)
             device = values[0].device
             self._record[:_STEP_SIZE] = step.to_bytes(_STEP_SIZE, sys.byteorder)
             self._values.copy_(torch.cat([x.to(device, torch.float32) for x in values]))
             self._write(_HEADER_SIZE + self._records * len(self._record), self._record)
-            self._write(0, _header(self._records + 1, len(self._record)))
+            self._write(0, _header(self._records + 1, len(self._values)))
             self._records += 1
         self._step = step
 
@@ -248,14 +241,9 @@ def _find_classifier(model: nn.Module, name: str | None) -> Any:
 # The files ----------------------------------------------------------------------------------------
 
 
-def _record_size(columns: Sequence[Column]) -> int:
-    return _STEP_SIZE + 4 * columns[-1].place.stop
-
-
-def _header(records: int, size: int) -> bytes:
-    """The header of the .npy file: of the same length for any number of records of `size` bytes."""
+def _header(records: int, width: int) -> bytes:
+    """The header of the .npy file: of the same size for any number of records."""
     order = "<" if sys.byteorder == "little" else ">"
-    width = (size - _STEP_SIZE) // 4
     dtype = f"[('step', '{order}i8'), ('values', '{order}f4', ({width},))]"
     text = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': ({records:>16},), }}"
     start = b"\x93NUMPY\x01\x00" + (_HEADER_SIZE - 10).to_bytes(2, "little")
@@ -265,9 +253,9 @@ def _header(records: int, size: int) -> bytes:
 def _open(directory: Path, columns: tuple[Column, ...], resume: int | None) -> int:
     """Begin a recording, or drop the records after the step `resume`; the number of records."""
     directory.mkdir(parents=True, exist_ok=True)
-    path, size, kept = directory / _RECORDS, _record_size(columns), 0
+    path, width, kept = directory / _RECORDS, columns[-1].place.stop, 0
     if not (directory / _INDEX).exists():
-        path.write_bytes(_header(0, size))
+        path.write_bytes(_header(0, width))
         index = {"format": FORMAT, "columns": [asdict(column) for column in columns]}
         fresh = directory / (_INDEX + ".new")
         fresh.write_text(json.dumps(index, indent=1) + "\n")
@@ -285,7 +273,7 @@ def _open(directory: Path, columns: tuple[Column, ...], resume: int | None) -> i
     else:
         kept = int((recording._load()[0] <= resume).sum())
         with open(path, "r+b") as file:  # which is never cut, since readers map it into memory
-            file.write(_header(kept, size))
+            file.write(_header(kept, width))
     return kept
 
 
@@ -307,9 +295,8 @@ class Recording:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         if not self.exists(directory):
-            raise ValueError(
-                f"Expected {str(directory)!r} to hold a recording ({_INDEX}), but got none."
-            )
+            name = str(directory)
+            raise ValueError(f"Expected {name!r} to hold a recording ({_INDEX}), but got none.")
         path = Path(directory)
         self.directory = path if (path / _INDEX).exists() else path / "norms"
         index = json.loads((self.directory / _INDEX).read_text())
@@ -361,15 +348,16 @@ class Recording:
 
     def _load(self) -> tuple[Tensor, Tensor]:
         """All steps and values, mapped into memory; steps that do not increase end the file."""
-        path, size, start = self.directory / _RECORDS, _record_size(self.columns), _HEADER_SIZE // 4
+        path, width = self.directory / _RECORDS, self.columns[-1].place.stop
         words = path.stat().st_size // 4
         data = torch.from_file(str(path), size=words, dtype=torch.int32, device="cpu")
+        start, row = _HEADER_SIZE // 4, _STEP_SIZE // 4 + width
         header = bytes(data[:start].view(torch.uint8).tolist())
         found = re.search(rb"\( *(\d+),\), }", header)
-        if not found or header != _header(int(found[1]), size):
+        if not found or header != _header(int(found[1]), width):
             raise ValueError(f"Expected {str(path)!r} to fit its {_INDEX}, but it does not.")
-        count = min(int(found[1]), (words - start) * 4 // size)
-        table = data[start : start + count * size // 4].view(count, size // 4)
+        count = min(int(found[1]), (words - start) // row)
+        table = data[start : start + count * row].view(count, row)
         steps = table[:, :2].flatten().view(torch.int64)
         rising = steps.diff(prepend=steps.new_tensor([-1])) > 0  # zeros follow after a power cut
         count = int(rising.cumprod(0).sum())
