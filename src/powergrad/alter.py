@@ -47,9 +47,9 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     compiling = torch.compiler.is_compiling()
     if (in_transform() or is_exporting() is not False) if compiling else graph_recorded():
         raise RuntimeError(
-            "Expected `alter_gradient` to be called where `fn` can become part of the backward "
-            "pass, but got a call traced by `torch.export`, `make_fx`, or `torch.compile` of a "
-            "`torch.func` transform; use `torch.compile` and `torch.func` one without the other."
+            "Expected `fn` to become part of the backward pass, but got a call traced by "
+            "`torch.export`, `make_fx`, or `torch.compile` of a `torch.func` transform; use "
+            "`torch.compile` and `torch.func` one without the other."
         )
     return _Alter.apply(tensor, fn)
 
@@ -64,8 +64,7 @@ def alter_output(model: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) ->
             also in nested tuples, lists and dictionaries.
 
     Returns:
-        The handle, with ``remove()``, also a context manager. Outputs that were computed before it
-        is removed keep their altered backward pass.
+        A context manager with ``remove()``. Outputs from before its removal stay altered.
 
     Raises:
         ValueError: If no module has that name.
@@ -83,15 +82,12 @@ def alter_output(model: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) ->
     modules = dict(model.named_modules())
     if name not in modules:
         known = ", ".join(map(repr, modules))
-        raise ValueError(
-            f"Expected `name` to be a module of `model`, but got {name!r}, not {known}."
-        )
+        raise ValueError(f"Expected `name` to be a module, but got {name!r}, not {known}.")
 
     def alter(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
         # PyTorch does not allow in-place operations, such as a ReLU, on alter_gradient's view.
-        return alter_gradient(value, fn).clone()
+        altered = isinstance(value, Tensor) and value.is_floating_point()
+        return alter_gradient(value, fn).clone() if altered else value
 
     return modules[name].register_forward_hook(lambda _, __, output: tree_map(alter, output))
 
@@ -114,10 +110,10 @@ class _Alter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        altered = ctx.fn(*grads)
+        (grad,) = grads
+        altered = ctx.fn(grad)
         if not isinstance(altered, Tensor):
             raise TypeError(f"Expected `fn` to return a tensor, but got {type(altered).__name__}.")
-        (grad,) = grads
         if altered.shape != grad.shape or altered.dtype != grad.dtype:
             wanted, got = (f"shape {shape_of(x)} and {x.dtype}" for x in (grad, altered))
             raise ValueError(f"Expected `fn` to return {wanted}, but got {got}.")

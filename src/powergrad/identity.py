@@ -140,10 +140,9 @@ def _split(
     """The groups of the new optimizer."""
     groups = []
     for group in optimizer.param_groups:
-        if foreign := [tuple(p.shape) for p in group["params"] if p not in known]:
+        if not known.issuperset(group["params"]):
             raise ValueError(
-                "Expected `optimizer` to hold only parameters of `model`, but got others, of shape "
-                f"{foreign[0]}."
+                "Expected `optimizer` to hold only parameters of `model`, but got others."
             )
         kind = AdamW if group.get("decoupled_weight_decay") else type(optimizer)
         for powers, is_head in ((_BACKBONE[kind], False), (_HEAD, True)):
