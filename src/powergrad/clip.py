@@ -137,9 +137,6 @@ class ClipReport(Mapping[str, LayerClip]):
         )
 
 
-# The arithmetic -----------------------------------------------------------------------------------
-
-
 class _Part(NamedTuple):
     """Gradients, and of each of their units the size and what the threshold is multiplied by."""
 
@@ -217,12 +214,9 @@ class Clipping:
 
     @torch.no_grad()
     def clip(
-        self,
-        parameters: list[Parameter],
-        loss_scale: Tensor | None = None,
-        finite: Tensor | None = None,
+        self, parameters: list[Parameter], scale: Tensor | None = None, finite: Tensor | None = None
     ) -> dict[str, ClipReport]:
-        """Clip unless a gradient is not finite. `loss_scale` is a factor that gradients have."""
+        """Clip unless a gradient is not finite; `scale` is a factor of all gradients."""
         reports = {}
         for method, threshold in self.thresholds.items():
             batches: dict[object, list[Gradient]] = defaultdict(list)  # what is measured together
@@ -232,13 +226,13 @@ class Clipping:
                 spared = method == "agc" and g.parameter in self.spared
                 batches["spared" if spared else "total" if method == "norm" else same].append(g)
             norms = [unit_norms(g.tensor, None) for g in batches.pop("spared", [])]
-            parts = [self._measure(method, batch, loss_scale) for batch in batches.values()]
+            parts = [self._measure(method, batch, scale) for batch in batches.values()]
             norms += [part.sizes for part in parts]
             if finite is None:
                 finite = _are_finite(gradients, norms)
-            if math.isfinite(threshold) and not (finite.is_cpu and not finite):
-                for part in parts:
-                    part.clip(method, threshold, finite)
+            known_bad = finite.is_cpu and not finite
+            for part in parts if math.isfinite(threshold) and not known_bad else ():
+                part.clip(method, threshold, finite)
             units = [
                 ("total" if method == "norm" else g.name, shape.numel())
                 for part in parts
@@ -248,7 +242,7 @@ class Clipping:
             reports[method] = ClipReport(threshold, units, ratios, finite)
         return reports
 
-    def _measure(self, method: str, batch: list[Gradient], loss_scale: Tensor | None) -> _Part:
+    def _measure(self, method: str, batch: list[Gradient], scale: Tensor | None) -> _Part:
         weights: Tensor | int = 1
         in_head = batch[0].parameter in self.heads
         if method == "agc":  # first, so that the gradients, to be read again, are in the cache
@@ -263,7 +257,7 @@ class Clipping:
             sizes = [unit_norms(g.tensor, g.unit) for g in batch]
         shapes = [size.shape for size in sizes]
         sizes = torch.cat([size.flatten() for size in sizes])
-        scale = sizes.new_ones(()) if loss_scale is None else loss_scale.to(sizes.device)
+        scale = sizes.new_ones(()) if scale is None else scale.to(sizes.device)
         scale = scale if in_head else scale * self.alpha
         return _Part(batch, shapes, sizes, weights * scale.expand_as(sizes))
 
@@ -293,16 +287,12 @@ class Clipping:
         return args[:1], {**kwargs, "closure": closure_then_clip}
 
     def _clip_gradients_of(self, optimizer: Optimizer) -> None:
+        parameters = [self.in_model.get(p.tensor, p) for p in parameters_of(optimizer)]
         # A fused optimizer unscales and skips by itself, so its gradients are still scaled. For any
         # other one the scaler has already unscaled them, or there is no scaler.
-        parameters = [self.in_model.get(p.tensor, p) for p in parameters_of(optimizer)]
-        found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+        scale, found_inf = (getattr(optimizer, x, None) for x in ("grad_scale", "found_inf"))
         finite = None if found_inf is None else found_inf == 0
-        reports = self.clip(parameters, getattr(optimizer, "grad_scale", None), finite)
-        self.handle.last_report.update(reports)
-
-
-# The functions ------------------------------------------------------------------------------------
+        self.handle.last_report.update(self.clip(parameters, scale, finite))
 
 
 def adaptive_clip_grad_(
@@ -314,11 +304,8 @@ def adaptive_clip_grad_(
 ) -> ClipReport:
     r"""Adaptive gradient clipping (AGC): clip each unit relative to its weight, in place.
 
-    With Frobenius norms, the gradient of each unit ``i`` becomes
-
-        g_i * clip * max(|w_i|, eps) / |g_i|    where |g_i| > clip * max(|w_i|, eps).
-
-    A unit is the part of a weight that computes one output: a row of ``Linear`` and of attention
+    Where the norm of a unit's gradient is above ``clip * max(|w|, eps)``, it is scaled to that. A
+    unit is the part of a weight that computes one output: a row of ``Linear`` and of attention
     projections, a filter of ``ConvNd`` and ``ConvTransposeNd``, a row of ``Embedding``. A gain, a
     bias or a scalar is a single unit. Other parameters have one unit per entry of their first
     dimension. If any of the gradients to be clipped is not finite, none is changed.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from powergrad.head import unwrap
 from powergrad.monitor.checkpoint import load_checkpoint, state_weights
 from powergrad.monitor.counts import HOW, Census, Event, LayerCount, State, Unit
-from powergrad.monitor.layers import Column, Weight, arrange, model_weights
+from powergrad.monitor.layers import Column, arrange, model_weights
 from powergrad.monitor.recording import Recording
 
 # A norm or gain has vanished at or below this fraction of its initial value. Weight decay alone
@@ -75,25 +75,25 @@ def census(
             if Path(source).is_dir():
                 return _of_recording(Recording(source), initial)
             name = str(source)
-        weights = _read(source, "source")
-        columns = arrange([weight.column for weight in weights])
-        norms = _norms(weights)
-        starts = torch.full_like(norms, torch.nan)
+        columns, values = _read(source, "source")
+        starts = [torch.full_like(norms, torch.nan) for norms in values]
         if initial is not None:
-            known = {weight.column.layer: weight for weight in _read(initial, "initial")}
-            for column in columns:
-                got = known[column.layer].column.units if column.layer in known else "none"
-                if got != column.units:
+            known = {
+                column.layer: norms
+                for column, norms in zip(*_read(initial, "initial"), strict=True)
+            }
+            starts = [known.get(column.layer, torch.empty(0)) for column in columns]
+            for column, start in zip(columns, starts, strict=True):
+                if len(start) != column.units:
                     wanted = f"{column.units} units in {column.layer!r}"
-                    raise ValueError(f"Expected `initial` to have {wanted}, but got {got}.")
-            starts = _norms([known[column.layer] for column in columns])
-        lives = _Lives(columns, starts, 0)
-        lives.add_record(0, norms)
+                    raise ValueError(f"Expected `initial` to have {wanted}, but got {len(start)}.")
+        lives = _Lives(columns, torch.cat(starts), 0)
+        lives.add_record(0, torch.cat(values))
         return lives.count(name)
 
 
-def _read(source: Any, argument: str) -> list[Weight]:
-    """The weights in a model, a state dict or a checkpoint; the gains come last."""
+def _read(source: Any, argument: str) -> tuple[tuple[Column, ...], list[Tensor]]:
+    """The norms in a model, a state dict or a checkpoint; the gains come last."""
     if isinstance(source, (str, os.PathLike)):
         if not Path(source).is_file():
             raise ValueError(f"Expected {os.fspath(source)!r} to exist, but got no such file.")
@@ -109,11 +109,8 @@ def _read(source: Any, argument: str) -> list[Weight]:
         raise ValueError(
             "Expected a model or a state dict with a convolution or a linear layer, but got none."
         )
-    return weights
-
-
-def _norms(weights: list[Weight]) -> Tensor:
-    return torch.cat([weight.norms().to("cpu", torch.float64) for weight in weights])
+    norms = [weight.norms().to("cpu", torch.float64) for weight in weights]
+    return arrange([weight.column for weight in weights]), norms
 
 
 def _of_recording(recording: Recording, initial: object) -> Census:

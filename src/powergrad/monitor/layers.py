@@ -81,7 +81,7 @@ class Weight:
 def weight_of(module: nn.Module) -> Tensor:
     """The current, unsharded weight of a layer."""
     if "weight" in module._parameters:
-        weight = module.weight
+        weight = module._parameters["weight"]
     else:  # it is computed from others: by a parametrization, or by hooks before the next call
         with evaluating(module), torch.no_grad():  # no power iteration
             for hook in module._forward_pre_hooks.values():

@@ -231,10 +231,8 @@ def _find_classifier(model: nn.Module, name: str | None) -> Any:
     except ValueError as error:
         raise ValueError(str(error).replace("`head`", "`features`")) from None
     if not isinstance(head, LAYERS):
-        raise ValueError(
-            "Expected `features` to name a convolution or a linear layer, but got a "
-            f"{type(head).__name__}."
-        )
+        got = type(head).__name__
+        raise ValueError(f"Expected `features` to name a layer with filters, but got a {got}.")
     return head
 
 
