@@ -70,11 +70,17 @@ class Weight:
         own = self.source._parameters if isinstance(self.source, nn.Module) else {}
         return getattr(own.get("weight"), "grad", None)
 
-    def norms(self, tensor: Tensor | None = None) -> Tensor:
-        """The norms of the filters, or the absolute gains; of `tensor`, if it is given."""
-        tensor = self.tensor if tensor is None else tensor
-        if self.column.quantity == "gain":
-            return tensor.abs()
+    def norms(self) -> Tensor:
+        """The norms of the filters, or the absolute gains."""
+        return self.tensor.abs() if self.column.quantity == "gain" else self._norms_of(self.tensor)
+
+    def gradient_norms(self) -> Tensor:
+        """The norms of the filters' gradients; NaN without a gradient."""
+        if self.gradient is None:
+            return torch.full((self.column.units,), torch.nan, device=self.tensor.device)
+        return self._norms_of(self.gradient)
+
+    def _norms_of(self, tensor: Tensor) -> Tensor:
         return unit_norms(*by_unit(tensor, self.source)).flatten()
 
 

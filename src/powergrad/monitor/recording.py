@@ -95,26 +95,29 @@ class FilterMonitor:
         if not self._writes:
             return
         self.directory = Path(directory)
-        self._gradients = gradients
         weights = model_weights(model)
-        self._layers = [weight for weight in weights if weight.column.quantity == "weight"]
-        self._gains = [weight for weight in weights if weight.column.quantity == "gain" and gains]
-        if not self._layers:
+        layers = [weight for weight in weights if weight.column.quantity == "weight"]
+        if not layers:
             raise ValueError(
                 "Expected `model` to have a convolution or a linear layer, but got a "
                 f"{type(model).__name__} with none."
             )
+        self._learning = layers if gradients else []
+        measured = [(layer.column, layer.norms) for layer in layers]
+        for layer in self._learning:
+            measured.append((replace(layer.column, quantity="gradient"), layer.gradient_norms))
         name = None if features is True else features
         head = None if name is False else _find_classifier(model, name)
-        columns = [weight.column for weight in self._layers]
-        if gradients:
-            columns += [replace(column, quantity="gradient") for column in columns]
         if head is not None:
-            (column,) = [weight.column for weight in self._layers if weight.source is head]
+            (column,) = [layer.column for layer in layers if layer.source is head]
             entering = head.in_features if isinstance(head, nn.Linear) else head.in_channels
-            columns.append(replace(column, quantity="feature", kind="features", units=entering))
+            column = replace(column, quantity="feature", kind="features", units=entering)
+            measured.append((column, self._mean_features))
             self._sums = torch.zeros(entering + 1, device="cpu")
-        columns = arrange(columns + [weight.column for weight in self._gains])
+        if gains:
+            measured += [(w.column, w.norms) for w in weights if w.column.quantity == "gain"]
+        columns = arrange([column for column, _ in measured])
+        self._measures = [measure for _, measure in measured]
         # The bytes of one record, and a view of its floats.
         self._record = bytearray(_STEP_SIZE + 4 * columns[-1].place.stop)
         self._values = torch.frombuffer(self._record, dtype=torch.float32, offset=_STEP_SIZE)
@@ -144,7 +147,15 @@ class FilterMonitor:
             return
         step = _integer(step, "step", least=self._step + 1)
         if not self._records or step % self.every == 0:
-            values = self._measure(step)
+            # At the first record, no gradient has been computed yet.
+            missing = [layer.gradient is None for layer in self._learning if self._records]
+            if missing and all(missing):
+                raise RuntimeError(
+                    f"Expected gradients at step {step}, but got none on any layer; call step() "
+                    "after backward() and before zero_grad()."
+                )
+            with torch.no_grad():
+                values = [measure() for measure in self._measures]
             device = values[0].device
             self._record[:_STEP_SIZE] = step.to_bytes(_STEP_SIZE, sys.byteorder)
             self._values.copy_(torch.cat([x.to(device, torch.float32) for x in values]))
@@ -153,27 +164,11 @@ class FilterMonitor:
             self._records += 1
         self._step = step
 
-    @torch.no_grad()
-    def _measure(self, step: int) -> list[Tensor]:
-        """The values of all columns."""
-        values = [layer.norms() for layer in self._layers]
-        if self._gradients:
-            gradients = [layer.gradient for layer in self._layers]
-            # At the first record, no gradient has been computed yet.
-            if self._records and all(gradient is None for gradient in gradients):
-                raise RuntimeError(
-                    f"Expected gradients at step {step}, but got none on any layer; call step() "
-                    "after backward() and before zero_grad()."
-                )
-            values += [
-                torch.full_like(norms, torch.nan) if gradient is None else layer.norms(gradient)
-                for norms, gradient, layer in zip(values, gradients, self._layers, strict=True)
-            ]
-        if self._hook is not None:
-            # Without examples since the last record this is 0 / 0 = NaN, as for any missing value.
-            values.append((self._sums[:-1] / self._sums[-1]).sqrt())
-            self._sums.zero_()
-        return values + [gain.norms() for gain in self._gains]
+    def _mean_features(self) -> Tensor:
+        # Without examples since the last record this is 0 / 0 = NaN, as for any missing value.
+        values = (self._sums[:-1] / self._sums[-1]).sqrt()
+        self._sums.zero_()
+        return values
 
     def _add_features(self, module: Any, features: Tensor) -> None:
         """Add the squares of the classifier's inputs, and their number, to the sums."""
