@@ -19,8 +19,7 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     r"""Return `tensor` unchanged, and apply `fn` to its gradient in the backward pass.
 
     Everything before this point of the graph receives ``fn(grad)`` instead of ``grad``; other uses
-    of `tensor` are not affected. PowerGrad Transform is such an alteration at the logits, see
-    :func:`powergrad.cross_entropy`.
+    of `tensor` are not affected.
 
     Args:
         tensor: A floating-point tensor of any shape.
@@ -31,11 +30,10 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
         A view of `tensor`. PyTorch does not allow in-place changes to it; ``clone()`` it first.
 
     Raises:
-        TypeError: If `tensor` is not floating-point or `fn` is not callable; in the backward pass,
-            if `fn` does not return a tensor.
+        TypeError: If `tensor` is not floating-point, `fn` not callable, or its result not a tensor.
+        ValueError: In the backward pass, if `fn` returns another shape or dtype.
         RuntimeError: In a graph that cannot contain `fn`: ``torch.export``, ``make_fx``, and
             ``torch.compile`` of a ``torch.func`` transform.
-        ValueError: In the backward pass, if `fn` returns another shape or dtype.
 
     Example:
         >>> x = torch.tensor([1.0, -2.0], requires_grad=True)
@@ -46,25 +44,18 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     """
     check_floating(tensor, "tensor")
     _check_callable(fn)
-    if torch.compiler.is_compiling():
-        traced = in_transform() or is_exporting() is not False
-    else:
-        traced = graph_recorded()
-    if traced:
+    compiling = torch.compiler.is_compiling()
+    if (in_transform() or is_exporting() is not False) if compiling else graph_recorded():
         raise RuntimeError(
-            "Expected `alter_gradient` to be called where `fn` can become part of the backward "
-            "pass, but got a call traced by `torch.export`, `make_fx`, or `torch.compile` of a "
-            "`torch.func` transform, which would have the ordinary gradient. Use `torch.compile` "
-            "without `torch.func`, or `torch.func` without `torch.compile`."
+            "Expected `fn` to become part of the backward pass, but got a call traced by "
+            "`torch.export`, `make_fx`, or `torch.compile` of a `torch.func` transform; use "
+            "`torch.compile` and `torch.func` one without the other."
         )
     return _Alter.apply(tensor, fn)
 
 
 def alter_output(model: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> RemovableHandle:
     r"""Alter the gradient at the output of the module `name` of a model.
-
-    The returned handle is a context manager and has ``remove()``. Outputs that were computed before
-    it is removed keep their altered backward pass.
 
     Args:
         model: The network.
@@ -73,7 +64,7 @@ def alter_output(model: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) ->
             also in nested tuples, lists and dictionaries.
 
     Returns:
-        The handle.
+        A context manager with ``remove()``. Outputs from before its removal stay altered.
 
     Raises:
         ValueError: If no module has that name.
@@ -90,16 +81,13 @@ def alter_output(model: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) ->
     _check_callable(fn)
     modules = dict(model.named_modules())
     if name not in modules:
-        raise ValueError(
-            f"Expected `name` to be a module of `model`, but got {name!r}; "
-            f"the modules are: {', '.join(map(repr, modules))}."
-        )
+        known = ", ".join(map(repr, modules))
+        raise ValueError(f"Expected `name` to be a module, but got {name!r}, not {known}.")
 
     def alter(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
         # PyTorch does not allow in-place operations, such as a ReLU, on alter_gradient's view.
-        return alter_gradient(value, fn).clone()
+        altered = isinstance(value, Tensor) and value.is_floating_point()
+        return alter_gradient(value, fn).clone() if altered else value
 
     return modules[name].register_forward_hook(lambda _, __, output: tree_map(alter, output))
 
@@ -127,8 +115,6 @@ class _Alter(torch.autograd.Function):
         if not isinstance(altered, Tensor):
             raise TypeError(f"Expected `fn` to return a tensor, but got {type(altered).__name__}.")
         if altered.shape != grad.shape or altered.dtype != grad.dtype:
-            raise ValueError(
-                f"Expected `fn` to return shape {shape_of(grad)} and {grad.dtype}, "
-                f"but got {shape_of(altered)} and {altered.dtype}."
-            )
+            wanted, got = (f"shape {shape_of(x)} and {x.dtype}" for x in (grad, altered))
+            raise ValueError(f"Expected `fn` to return {wanted}, but got {got}.")
         return altered, None

@@ -39,20 +39,16 @@ Binning = Literal["width", "mass"]
 
 
 def negative_log_likelihood(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> float:
-    r"""The mean of ``-log p[label]`` with ``p = softmax(logits / temperature)``.
+    r"""The mean of ``-log p[label]`` with ``p = softmax(logits / temperature)``, in nats.
 
     Args:
         logits: ``(N, C)``. Classes may be masked with ``-inf``.
         labels: Class indices, ``(N,)``.
         temperature: The divisor of the logits, above 0.
 
-    Returns:
-        The mean over the examples, in nats.
-
     Raises:
         ValueError: If a shape or value is out of range, or there are no examples.
-        TypeError: If the logits are not floating-point, the labels not integers, or the temperature
-            not a number.
+        TypeError: If an argument has another type, or the labels are not integers.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
@@ -67,19 +63,8 @@ def brier_score(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> 
     r"""The mean squared distance from ``p = softmax(logits / temperature)`` to the label.
 
     The score of an example is ``sum_c (p_c - [c is the label])^2``, from 0 to 2 as Brier defines
-    it. (For two classes, some definitions use one class only, which gives half of this.)
-
-    Args:
-        logits: ``(N, C)``, as in :func:`negative_log_likelihood`.
-        labels: Class indices, ``(N,)``.
-        temperature: The divisor of the logits, above 0.
-
-    Returns:
-        The mean over the examples.
-
-    Raises:
-        ValueError: As :func:`negative_log_likelihood`.
-        TypeError: As :func:`negative_log_likelihood`.
+    it. (For two classes, some definitions use one class only, which gives half of this.) The rest
+    is as in :func:`negative_log_likelihood`.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
@@ -100,24 +85,10 @@ def expected_calibration_error(
 ) -> float:
     r"""The mean of ``|accuracy - confidence|`` over bins, weighted by their numbers of examples.
 
-    The confidence of an example is its largest probability. With few examples per bin, the error is
-    above 0 even for a calibrated classifier.
-
-    Args:
-        logits: ``(N, C)``, as in :func:`negative_log_likelihood`.
-        labels: Class indices, ``(N,)``.
-        bins: The number of bins.
-        temperature: The divisor of the logits, above 0.
-        binning: ``"width"`` splits [0, 1] into bins of equal width (Guo et al.); ``"mass"`` sorts
-            the examples by confidence and puts the same number into each bin (the adaptive error of
-            Nixon et al.).
-
-    Returns:
-        The error, in [0, 1].
-
-    Raises:
-        ValueError: As :func:`negative_log_likelihood`; also if `bins` or `binning` is invalid.
-        TypeError: As :func:`negative_log_likelihood`.
+    The confidence of an example is its largest probability. `bins` by ``"width"`` split [0, 1]
+    equally (Guo et al.); by ``"mass"``, each has the same number of examples (the adaptive error of
+    Nixon et al.). With few examples per bin, the error is above 0 even for a calibrated classifier.
+    The rest is as in :func:`negative_log_likelihood`.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
@@ -155,28 +126,12 @@ def reliability(
     r"""The reliability diagram: how often predictions of each confidence are correct.
 
     Bins of equal width are ``[k / bins, (k + 1) / bins)``; the last one includes 1. Bins of equal
-    mass hold the same number of examples, plus or minus one; equal confidences share a bin.
-
-    Args:
-        logits: ``(N, C)``, as in :func:`expected_calibration_error`.
-        labels: Class indices, ``(N,)``.
-        bins: As in :func:`expected_calibration_error`.
-        temperature: The divisor of the logits, above 0.
-        binning: As in :func:`expected_calibration_error`.
-
-    Returns:
-        Mean confidence, accuracy and number of examples per bin.
-
-    Raises:
-        ValueError: As :func:`expected_calibration_error`.
-        TypeError: As :func:`expected_calibration_error`.
+    mass hold the same number of examples, plus or minus one; equal confidences share a bin. The
+    rest is as in :func:`expected_calibration_error`.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
-        >>> diagram = reliability(logits, torch.tensor([0, 0]), bins=4)
-        >>> diagram.count
-        tensor([0, 0, 1, 1])
-        >>> diagram.accuracy
+        >>> reliability(logits, torch.tensor([0, 0]), bins=4).accuracy
         tensor([nan, nan, 0., 1.], dtype=torch.float64)
     """
     if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
@@ -205,20 +160,12 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     r"""The temperature that minimises the negative log-likelihood.
 
     Fit it on examples that were not used for training, and evaluate it on others. After training
-    with PGT, compare it with ``1 / alpha``.
-
-    Args:
-        logits: ``(N, C)``.
-        labels: Class indices, ``(N,)``.
-
-    Returns:
-        The temperature, to about 12 digits.
+    with PGT, compare it with ``1 / alpha``. The rest is as in :func:`negative_log_likelihood`.
 
     Raises:
-        ValueError: As :func:`negative_log_likelihood`; also if there is no best temperature: if
-            every prediction is correct (the lower, the better), or if the labels' logits are on
-            average no larger than the mean logit (the higher, the better).
-        TypeError: As :func:`negative_log_likelihood`.
+        ValueError: Also if there is no best temperature: if every prediction is correct (the lower,
+            the better), or if the labels' logits are on average no larger than the mean logit (the
+            higher, the better).
 
     Example:
         >>> logits = torch.tensor([[3.0, 0.0], [3.0, 0.0], [0.0, 3.0]])
@@ -230,30 +177,28 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     # f' = mean(E[z] - z_label) under softmax(beta z) increases, from its value at 0 to its limit at
     # infinity, where E[z] is the largest z, here 0. Its derivative is mean(Var[z]).
     z, labels, _ = _prepare(logits, labels, 1.0)
-    at_label = z.gather(1, labels[:, None]).squeeze(1)
+    mask = z.masked_fill(z.isfinite(), 0.0)
+    z = z.nan_to_num(neginf=0.0)
+    scale = float(z.abs().mean()) or 1.0
+    z = z / scale
+    at_label = (z + mask).gather(1, labels[:, None])
     if at_label.isinf().any():
         raise ValueError("Expected `logits` of the labels to be finite, but got -inf.")
-    masked = z.isinf()
-    z = z.masked_fill(masked, 0.0)
-    scale = float(z.abs().mean()) or 1.0
-    z, at_label = z / scale, at_label / scale
 
     def derivatives(beta: float) -> tuple[float, float]:
-        p = (beta * z).masked_fill(masked, -torch.inf).softmax(1)
-        mean = (p * z).sum(1)
-        variance = (p * (z - mean[:, None]).square()).sum(1)
+        p = (beta * z + mask).softmax(1)
+        mean = (p * z).sum(1, keepdim=True)
+        variance = (p * (z - mean).square()).sum(1)
         return float((mean - at_label).mean()), float(variance.mean())
 
-    if float(at_label.mean()) >= 0:
-        raise ValueError(
-            "Expected at least one wrong prediction in `logits`, but got only correct ones: every "
-            "lower temperature is better."
+    only_right = float(at_label.mean()) >= 0
+    if only_right or derivatives(0.0)[0] >= 0:
+        got = (
+            "only right predictions: every lower"
+            if only_right
+            else "worse than uniform: every higher"
         )
-    if derivatives(0.0)[0] >= 0:
-        raise ValueError(
-            "Expected the `logits` of the labels to be larger than the mean logit, but got smaller "
-            "or equal ones: every higher temperature is better."
-        )
+        raise ValueError(f"Expected `logits` with a best temperature, but got {got} one is better.")
     low, high, beta = 0.0, math.inf, 1.0
     for _ in range(200):
         slope, curvature = derivatives(beta)
@@ -276,34 +221,27 @@ def fold_alpha(
 ) -> nn.Module:
     r"""Scale a trained head by alpha, in place: the network's softmax becomes ``softmax(alpha z)``.
 
-    Weight and bias are multiplied by alpha, and so are the logits; predicted classes do not change
-    (except for ties up to rounding). After training with PGT at ``alpha``, the network is then
-    calibrated about as well as one trained without PGT. To fold in any other temperature ``T``,
-    pass ``1 / T``. Call it once, after training.
-
-    A ``softcap`` of the loss must be multiplied by alpha too: this is done for each
-    :class:`CrossEntropyLoss` that is a module of `model`, and left to you elsewhere.
+    Weight and bias are multiplied by alpha; predicted classes do not change. After training with
+    PGT at ``alpha``, the network is then calibrated about as well as one trained without PGT. To
+    fold in another temperature ``T``, pass ``1 / T``. Call it once, after training. The ``softcap``
+    of a :class:`CrossEntropyLoss` that is a module of `model` is multiplied too; elsewhere, do it.
 
     Args:
         head: The last layer, linear or a convolution; with `model`, its name, or None to find it.
         alpha: The factor, above 0.
-        model: The network that `head` belongs to. Pass it if the head might be tied: this cannot be
-            seen from the head alone.
+        model: The network that `head` belongs to; without it, a tied head cannot be seen.
         example_inputs: The arguments of `model`: a tensor, a tuple of positional arguments, or a
-            dict of keyword arguments. `model` is run in evaluation mode to find the head (if it is
-            None), or to check that the logits scale with it (up to a constant per example, such as
-            a log-softmax adds), and restored.
+            dict of keyword arguments. `model` is run in evaluation mode to find the head, or to
+            check that the logits scale with it, and restored.
 
     Returns:
         The head; a ``ModuleList`` if the model has several, which are scaled together.
 
     Raises:
-        ValueError: If alpha is out of range; if the head is not linear, or its weight is
-            parametrised; if several layers of `model` could be the head; if `model` also uses the
-            head's parameters elsewhere (a tied head), or caps its logits (for example by
-            ``config.final_logit_softcapping``); or if the example shows that scaling the head does
-            not scale the logits.
-        TypeError: If alpha is not a number; if `head` is not a module and there is no `model`.
+        ValueError: If alpha is out of range; the head is not found, not linear, tied or
+            parametrised; or the model's configuration or the example shows that the logits do not
+            scale with it.
+        TypeError: If alpha is not a number, or `head` is not a module and there is no `model`.
 
     Example:
         >>> head = nn.Linear(4, 3)
@@ -332,21 +270,17 @@ def _prepare(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor
     divisor = _positive(temperature, "temperature")
     logits = check_floating(logits, "logits").detach()
     if logits.dim() != 2 or not logits.numel():
-        raise ValueError(
-            "Expected `logits` to have shape (examples, classes), at least one of each, but got "
-            f"{shape_of(logits)}."
-        )
+        got = shape_of(logits)
+        raise ValueError(f"Expected `logits` to have shape (examples, classes), but got {got}.")
     got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
     if isinstance(got, str) or got.is_floating_point or got.is_complex or got == torch.bool:
         raise TypeError(f"Expected `labels` to be a tensor of class indices, but got {got}.")
-    if shape_of(labels) != shape_of(logits)[:1]:
-        raise ValueError(
-            f"Expected `labels` to have shape {shape_of(logits)[:1]}, but got {shape_of(labels)}."
-        )
-    if labels.min() < 0 or labels.max() >= logits.shape[1]:
-        raise ValueError(
-            f"Expected `labels` to be in [0, {logits.shape[1] - 1}], but got {extremes(labels)}."
-        )
+    examples, classes = logits.shape
+    matched = shape_of(labels) == (examples,)
+    if not matched or labels.min() < 0 or labels.max() >= classes:
+        got = extremes(labels) if matched else f"shape {shape_of(labels)}"
+        expected = f"{examples} class indices in [0, {classes - 1}]"
+        raise ValueError(f"Expected `labels` to hold {expected}, but got {got}.")
     top, predicted = logits.max(1, keepdim=True)
     if not top.isfinite().all():
         raise ValueError(

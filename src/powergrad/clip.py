@@ -7,10 +7,8 @@ For a gradient ``g``, its weight ``w`` and a threshold ``t``, the methods bound 
     value         each element               -t <= g <= t
     agc           each unit, say a filter    |g| <= t * max(|w|, eps)
 
-References:
-    Pascanu, Mikolov, Bengio, *On the difficulty of training recurrent neural networks*, 2013.
-    Brock, De, Smith, Simonyan, *High-Performance Large-Scale Image Recognition Without
-    Normalization*, 2021.
+References: Pascanu et al., *On the difficulty of training recurrent neural networks*, 2013. Brock
+et al., *High-Performance Large-Scale Image Recognition Without Normalization*, 2021.
 """
 
 from __future__ import annotations
@@ -56,9 +54,6 @@ class ClipThresholds(TypedDict, total=False):
     value: float
 
 
-# Reports ------------------------------------------------------------------------------------------
-
-
 class LayerClip(NamedTuple):
     """What clipping did to one parameter.
 
@@ -98,13 +93,13 @@ class ClipReport(Mapping[str, LayerClip]):
 
     @cached_property
     def _layers(self) -> dict[str, LayerClip]:
-        if not self._units:
-            return {}
-        ratios = torch.cat([ratios.cpu() for ratios in self._ratios])
-        parts = ratios.split([units for _, units in self._units])
-        over = [0 if self.skipped else int((part > self.threshold).sum()) for part in parts]
-        rows = zip(self._units, over, parts, strict=True)
-        return {name: LayerClip(n, clipped, part.max().item()) for (name, n), clipped, part in rows}
+        ratios = torch.cat([torch.empty(0, device="cpu"), *(part.cpu() for part in self._ratios)])
+        limit = math.inf if self.skipped else self.threshold
+        parts = zip(self._units, ratios.split([count for _, count in self._units]), strict=True)
+        return {
+            name: LayerClip(count, int((part > limit).sum()), part.max().item())
+            for (name, count), part in parts
+        }
 
     def __getitem__(self, name: str) -> LayerClip:
         return self._layers[name]
@@ -118,7 +113,7 @@ class ClipReport(Mapping[str, LayerClip]):
     @property
     def units(self) -> int:
         """The number of units in all layers."""
-        return sum(units for _, units in self._units)
+        return sum(count for _, count in self._units)
 
     @property
     def clipped(self) -> int:
@@ -142,9 +137,6 @@ class ClipReport(Mapping[str, LayerClip]):
         )
 
 
-# The arithmetic -----------------------------------------------------------------------------------
-
-
 class _Part(NamedTuple):
     """Gradients, and of each of their units the size and what the threshold is multiplied by."""
 
@@ -154,211 +146,34 @@ class _Part(NamedTuple):
     floors: Tensor
 
     def clip(self, method: str, threshold: float, finite: Tensor) -> None:
-        limits = self.floors * threshold
+        finite, limits = finite.to(self.sizes.device), self.floors * threshold
         over = self.sizes > limits
-        if over.is_cpu and not over.any():
+        if method == "norm":
+            total = (
+                (self.sizes / self.floors).amax().where(finite, -1e-6)
+            )  # for which the factor is 1
+            clip_grads_with_norm_([g.parameter for g in self.gradients], threshold, total)
+        elif over.is_cpu and not over.any():
             return
-        if method == "value":
+        elif method == "value":
             limit = limits.amax().where(finite, math.inf)  # they are all the same
             for g in self.gradients:
                 g.tensor.clamp_(-limit, limit)
-            return
-        factors = (limits / self.sizes).clamp_(max=1).where(finite, 1)
-        counts = [shape.numel() for shape in self.shapes]
-        columns = self.gradients, self.shapes, factors.split(counts), over.split(counts)
-        for g, shape, factor, clipped in zip(*columns, strict=True):
-            if not clipped.is_cpu or clipped.any():
-                g.tensor.mul_(factor.view(shape))
-
-
-@dataclass
-class _Step:
-    """What the gradients of a step are multiplied by, and whether they are finite (None: unknown).
-
-    A fused optimizer unscales and skips by itself, so its gradients are still scaled. For any other
-    optimizer the scaler has already unscaled them, or there is no scaler.
-    """
-
-    loss_scale: Tensor | None = None
-    finite: Tensor | None = None
-    # After `equivalent_training`, the backbone's gradients and the weights of the heads are alpha
-    # times what they would be with PGT.
-    alpha: float = 1.0
-    heads: Collection[Tensor] = ()
-
-    def batches(self, gradients: Iterable[Gradient]) -> list[list[Gradient]]:
-        """The gradients that are measured together: of one device, dtype and scale."""
-        batches: dict[object, list[Gradient]] = defaultdict(list)
-        for g in gradients:
-            batches[g.tensor.device, g.tensor.dtype, g.parameter in self.heads].append(g)
-        return list(batches.values())
-
-    def measure(self, method: str, batch: list[Gradient], eps: float) -> _Part:
-        in_head = batch[0].parameter in self.heads
-        weights = None
-        if method == "agc":  # first, so that the gradients, to be read again, are in the cache
-            weights = torch.cat([unit_norms(g.weight, g.unit).flatten() for g in batch])
-            weights = (weights / self.alpha if in_head else weights).clamp_(min=max(eps, TINY))
-        if method == "value":  # not vector_norm(inf), which takes 14 times as long on CPU
-            by_tensor = [torch.stack(g.tensor.aminmax()).abs().amax() for g in batch]
         else:
-            by_tensor = [unit_norms(g.tensor, g.unit) for g in batch]
-        sizes = torch.cat([size.flatten() for size in by_tensor])
-        scale = self.scale_at(sizes) if in_head else self.scale_at(sizes) * self.alpha
-        floors = scale.expand_as(sizes) if weights is None else weights * scale
-        return _Part(batch, [size.shape for size in by_tensor], sizes, floors)
-
-    def check(self, gradients: list[Gradient], norms: list[Tensor]) -> Tensor:
-        """Whether all gradients are finite; finite norms show it, others may have overflowed."""
-        # On an accelerator, reading the norms would be a synchronisation.
-        if self.finite is None and all(norm.is_cpu and norm.isfinite().all() for norm in norms):
-            self.finite = torch.tensor(True, device="cpu")
-        if self.finite is None:
-            self.finite = get_total_norm([g.tensor for g in gradients], math.inf).isfinite()
-        return self.finite
-
-    def scale_at(self, size: Tensor) -> Tensor:
-        return size.new_ones(()) if self.loss_scale is None else self.loss_scale.to(size.device)
+            factors = (limits / self.sizes).clamp_(max=1).where(finite, 1)
+            counts = [shape.numel() for shape in self.shapes]
+            columns = self.gradients, self.shapes, factors.split(counts), over.split(counts)
+            for g, shape, factor, clipped in zip(*columns, strict=True):
+                if not clipped.is_cpu or clipped.any():
+                    g.tensor.mul_(factor.view(shape))
 
 
-def _clip(
-    method: str,
-    gradients: list[Gradient],
-    threshold: float,
-    step: _Step,
-    eps: float = 0.0,
-    others: Collection[Gradient] = (),
-) -> ClipReport:
-    """Clip by one method, if `gradients` and `others`, which are not clipped, are finite."""
-    if method == "norm" and gradients:
-        return _clip_total(gradients, threshold, step)
-    parts = [step.measure(method, batch, eps) for batch in step.batches(gradients)]
-    norms = [part.sizes for part in parts] + [unit_norms(g.tensor, None) for g in others]
-    finite = step.check([*gradients, *others], norms)
-    if math.isfinite(threshold) and not (finite.is_cpu and not finite):
-        for part in parts:
-            part.clip(method, threshold, finite.to(part.sizes.device))
-    units = [
-        (g.name, shape.numel())
-        for part in parts
-        for g, shape in zip(part.gradients, part.shapes, strict=True)
-    ]
-    return ClipReport(threshold, units, [part.sizes / part.floors for part in parts], finite)
-
-
-def _clip_total(gradients: list[Gradient], threshold: float, step: _Step) -> ClipReport:
-    tensors = (g.tensor for g in gradients)
-    total = get_total_norm(unit_norms(t, None) if t.dtype in HALF else t for t in tensors)
-    total = total / step.scale_at(total)
-    finite = step.check(gradients, [total])
-    if math.isfinite(threshold) and not (finite.is_cpu and not finite):
-        known = total.where(finite.to(total.device), -1e-6)  # for which the factor is 1
-        clip_grads_with_norm_([g.parameter for g in gradients], threshold, known)
-    return ClipReport(threshold, [("total", 1)], [total.view(1)], finite)
-
-
-# The functions ------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def adaptive_clip_grad_(
-    module_or_parameters: nn.Module | Tensor | Iterable[Tensor],
-    clip: float = 0.01,
-    eps: float = 1e-3,
-    *,
-    head: Head = "auto",
-) -> ClipReport:
-    r"""Adaptive gradient clipping (AGC): clip each unit relative to its weight, in place.
-
-    With Frobenius norms, the gradient of each unit ``i`` becomes
-
-        g_i * clip * max(|w_i|, eps) / |g_i|    where |g_i| > clip * max(|w_i|, eps).
-
-    A unit is the part of a weight that computes one output: a row of ``Linear`` and of attention
-    projections, a filter of ``ConvNd`` and of ``ConvTransposeNd`` (whose outputs are in the second
-    dimension of its weight, by group), a row of ``Embedding`` and ``EmbeddingBag``. A gain, a bias
-    or a scalar is a single unit. Other parameters have one unit per entry of their first dimension.
-
-    If any of the gradients to be clipped is not finite, none is changed, so that a later check for
-    non-finite gradients still finds it.
-
-    Args:
-        module_or_parameters: The model, whose modules determine the units and the head. Or
-            parameters: then all are clipped, and their shapes determine the units, as in timm.
-        clip: The largest ratio of gradient norm to weight norm, positive; infinity clips nothing.
-        eps: The lower bound of the weight norm, so that weights at 0 can change.
-        head: The classifier, which is not clipped. ``"auto"`` finds it: the model's
-            ``get_classifier()``, otherwise its last layer if no other could be the head. Or the
-            module, or its name, or None to clip it too.
-
-    Returns:
-        The report, by parameter; parameters without a gradient are not included.
-
-    Raises:
-        ValueError: If ``clip`` or ``eps`` is out of range, if the head is not found or several
-            layers could be the head, or if a gradient is sparse in a way other than by rows.
-        TypeError: If a parameter is not a tensor, or its gradient is a ``DTensor``.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
-        >>> model(torch.ones(1, 4)).sum().mul(1e6).backward()
-        >>> adaptive_clip_grad_(model)["0.weight"].clipped
-        3
-    """
-    check_threshold(clip, "clip")
-    check_eps(eps)
-    spared = _head_parameters(module_or_parameters, head)
-    parameters = [p for p in parameters_of(module_or_parameters) if p.tensor not in spared]
-    return _clip("agc", gradients_of(parameters), clip, _Step(), eps)
-
-
-@torch.no_grad()
-def clip_grad_norm_per_tensor_(
-    module_or_parameters: nn.Module | Tensor | Iterable[Tensor], max_norm: float
-) -> ClipReport:
-    r"""Clip each gradient tensor by its own norm, in place: the paper's equation for clipping.
-
-    Each tensor ``g`` becomes ``max_norm * g / |g|`` where ``|g| > max_norm``. If any gradient is
-    not finite, none is changed.
-
-    Args:
-        module_or_parameters: The model, or parameters.
-        max_norm: The largest norm, positive; infinity clips nothing.
-
-    Returns:
-        The report, by parameter; each parameter is one unit.
-
-    Raises:
-        ValueError: If ``max_norm`` is not positive.
-        TypeError: If a parameter is not a tensor, or its gradient is a ``DTensor``.
-
-    Example:
-        >>> w = torch.nn.Parameter(torch.zeros(2))
-        >>> w.grad = torch.tensor([3.0, 4.0])
-        >>> clip_grad_norm_per_tensor_([w], 1.0)
-        ClipReport(1 of 1 units clipped at 1, largest 5, in 1 layers)
-    """
-    check_threshold(max_norm, "max_norm")
-    gradients = gradients_of(parameters_of(module_or_parameters), whole=True)
-    return _clip("tensor_norm", gradients, max_norm, _Step())
-
-
-def _head_parameters(source: object, head: Head) -> set[Tensor]:
-    if head is None or (head == "auto" and not isinstance(source, nn.Module)):
-        return set()
-    if isinstance(source, nn.Module):
-        try:
-            heads = find_heads(source) if head == "auto" else [find_head(source, head)]
-        except ValueError as error:
-            raise ValueError(f"{error} Pass `head=None` to clip every layer.") from None
-    elif isinstance(head, nn.Module):
-        heads = [head]
-    else:
-        raise ValueError(f"Expected a module in which to find `head` {head!r}, but got parameters.")
-    return {parameter for module in heads for parameter in module.parameters()}
-
-
-# Before each step ---------------------------------------------------------------------------------
+def _are_finite(gradients: list[Gradient], norms: list[Tensor]) -> Tensor:
+    """Whether all gradients are finite; finite norms show it, others may have overflowed."""
+    # On an accelerator, reading the norms would be a synchronisation.
+    if all(norm.is_cpu and norm.isfinite().all() for norm in norms):
+        return torch.tensor(True, device="cpu")
+    return get_total_norm([g.tensor for g in gradients], math.inf).isfinite()
 
 
 class ClipHandle:
@@ -384,35 +199,72 @@ class ClipHandle:
 
 
 @dataclass
-class ClippingHook:
-    """Clips the gradients of the optimizer it is attached to, before each step."""
+class Clipping:
+    """Clips gradients by one or more methods; as a hook, before each step of an optimizer."""
 
-    thresholds: dict[str, float]
-    eps: float
-    spared: set[Tensor]  # parameters that AGC does not clip
-    in_model: dict[Tensor, Parameter]
+    thresholds: Mapping[str, float]
+    eps: float = 0.0
+    spared: Collection[Tensor] = ()  # parameters that AGC does not clip
+    in_model: Mapping[Tensor, Parameter] = field(default_factory=dict)
+    # After `equivalent_training`, the backbone's gradients and the weights of the heads are alpha
+    # times what they would be with PGT.
+    alpha: float = 1.0
+    heads: Collection[Tensor] = ()
     handle: ClipHandle = field(default_factory=ClipHandle)
-    alpha: float = 1.0  # this and `heads` are set by `equivalent_training`, see `_Step`
-    heads: set[Tensor] = field(default_factory=set)
+
+    @torch.no_grad()
+    def clip(
+        self, parameters: list[Parameter], scale: Tensor | None = None, finite: Tensor | None = None
+    ) -> dict[str, ClipReport]:
+        """Clip unless a gradient is not finite; `scale` is a factor of all gradients."""
+        reports = {}
+        for method, threshold in self.thresholds.items():
+            batches: dict[object, list[Gradient]] = defaultdict(list)  # what is measured together
+            gradients = gradients_of(parameters, whole=method != "agc")
+            for g in gradients:
+                same = g.tensor.device, g.tensor.dtype, g.parameter in self.heads
+                spared = method == "agc" and g.parameter in self.spared
+                batches["spared" if spared else "total" if method == "norm" else same].append(g)
+            norms = [unit_norms(g.tensor, None) for g in batches.pop("spared", [])]
+            parts = [self._measure(method, batch, scale) for batch in batches.values()]
+            norms += [part.sizes for part in parts]
+            if finite is None:
+                finite = _are_finite(gradients, norms)
+            known_bad = finite.is_cpu and not finite
+            for part in parts if math.isfinite(threshold) and not known_bad else ():
+                part.clip(method, threshold, finite)
+            units = [
+                ("total" if method == "norm" else g.name, shape.numel())
+                for part in parts
+                for g, shape in zip(part.gradients, part.shapes, strict=False)
+            ]
+            ratios = [part.sizes / part.floors for part in parts]
+            reports[method] = ClipReport(threshold, units, ratios, finite)
+        return reports
+
+    def _measure(self, method: str, batch: list[Gradient], scale: Tensor | None) -> _Part:
+        weights: Tensor | int = 1
+        in_head = batch[0].parameter in self.heads
+        if method == "agc":  # first, so that the gradients, to be read again, are in the cache
+            weights = torch.cat([unit_norms(g.weight, g.unit).flatten() for g in batch])
+            weights = (weights / (self.alpha if in_head else 1)).clamp_(min=max(self.eps, TINY))
+        if method == "norm":
+            tensors = (g.tensor for g in batch)
+            sizes = [get_total_norm(unit_norms(t, None) if t.dtype in HALF else t for t in tensors)]
+        elif method == "value":  # not vector_norm(inf), which takes 14 times as long on CPU
+            sizes = [torch.stack(g.tensor.aminmax()).abs().amax() for g in batch]
+        else:
+            sizes = [unit_norms(g.tensor, g.unit) for g in batch]
+        shapes = [size.shape for size in sizes]
+        sizes = torch.cat([size.flatten() for size in sizes])
+        scale = sizes.new_ones(()) if scale is None else scale.to(sizes.device)
+        scale = scale if in_head else scale * self.alpha
+        return _Part(batch, shapes, sizes, weights * scale.expand_as(sizes))
 
     def attach(self, optimizer: Optimizer) -> ClipHandle:
         self.handle.remove()
         self.handle._detach = optimizer.register_step_pre_hook(self).remove
         return self.handle
-
-    @torch.no_grad()
-    def clip(self, optimizer: Optimizer) -> None:
-        parameters = [self.in_model.get(p.tensor, p) for p in parameters_of(optimizer)]
-        found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
-        finite = None if found_inf is None else found_inf == 0
-        step = _Step(getattr(optimizer, "grad_scale", None), finite, self.alpha, self.heads)
-        for method, threshold in self.thresholds.items():
-            gradients = gradients_of(parameters, whole=method != "agc")
-            spared = self.spared if method == "agc" else ()
-            others = [g for g in gradients if g.parameter in spared]
-            gradients = [g for g in gradients if g.parameter not in spared]
-            report = _clip(method, gradients, threshold, step, self.eps, others)
-            self.handle.last_report[method] = report
 
     def __call__(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -425,14 +277,103 @@ class ClippingHook:
             )
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            return self.clip(optimizer)
+            return self._clip_gradients_of(optimizer)
 
         def closure_then_clip() -> Any:
             loss = closure()
-            self.clip(optimizer)
+            self._clip_gradients_of(optimizer)
             return loss
 
         return args[:1], {**kwargs, "closure": closure_then_clip}
+
+    def _clip_gradients_of(self, optimizer: Optimizer) -> None:
+        parameters = [self.in_model.get(p.tensor, p) for p in parameters_of(optimizer)]
+        # A fused optimizer unscales and skips by itself, so its gradients are still scaled. For any
+        # other one the scaler has already unscaled them, or there is no scaler.
+        scale, found_inf = (getattr(optimizer, x, None) for x in ("grad_scale", "found_inf"))
+        finite = None if found_inf is None else found_inf == 0
+        self.handle.last_report.update(self.clip(parameters, scale, finite))
+
+
+def adaptive_clip_grad_(
+    module_or_parameters: nn.Module | Tensor | Iterable[Tensor],
+    clip: float = 0.01,
+    eps: float = 1e-3,
+    *,
+    head: Head = "auto",
+) -> ClipReport:
+    r"""Adaptive gradient clipping (AGC): clip each unit relative to its weight, in place.
+
+    Where the norm of a unit's gradient is above ``clip * max(|w|, eps)``, it is scaled to that. A
+    unit is the part of a weight that computes one output: a row of ``Linear`` and of attention
+    projections, a filter of ``ConvNd`` and ``ConvTransposeNd``, a row of ``Embedding``. A gain, a
+    bias or a scalar is a single unit. Other parameters have one unit per entry of their first
+    dimension. If any of the gradients to be clipped is not finite, none is changed.
+
+    Args:
+        module_or_parameters: The model, whose modules determine the units and the head. Or
+            parameters: then all are clipped, and their shapes determine the units, as in timm.
+        clip: The largest ratio of gradient norm to weight norm, positive; infinity clips nothing.
+        eps: The lower bound of the weight norm, so that weights at 0 can change.
+        head: The classifier, which is not clipped: the module, its name, or ``"auto"`` to find it
+            in the model. None clips it too.
+
+    Returns:
+        The report, by parameter; parameters without a gradient are not included.
+
+    Raises:
+        ValueError: If ``clip`` or ``eps`` is out of range, there is not one layer that could be the
+            head, or a gradient is sparse in a way other than by rows.
+        TypeError: If a parameter is not a tensor, or its gradient is a ``DTensor``.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+        >>> model(torch.ones(1, 4)).sum().mul(1e6).backward()
+        >>> adaptive_clip_grad_(model)["0.weight"].clipped
+        3
+    """
+    check_threshold(clip, "clip")
+    check_eps(eps)
+    alone = head == "auto" and not isinstance(module_or_parameters, nn.Module)
+    spared = _head_parameters(module_or_parameters, None if alone else head)
+    parameters = [p for p in parameters_of(module_or_parameters) if p.tensor not in spared]
+    return Clipping({"agc": clip}, eps).clip(parameters)["agc"]
+
+
+def clip_grad_norm_per_tensor_(
+    module_or_parameters: nn.Module | Tensor | Iterable[Tensor], max_norm: float
+) -> ClipReport:
+    r"""Clip each gradient tensor by its own norm, in place: the paper's equation for clipping.
+
+    Each tensor ``g`` becomes ``max_norm * g / |g|`` where ``|g| > max_norm``, which is positive. If
+    any gradient is not finite, none is changed. Each parameter is one unit of the report. Errors
+    are as in :func:`adaptive_clip_grad_`.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.zeros(2))
+        >>> w.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grad_norm_per_tensor_([w], 1.0)
+        ClipReport(1 of 1 units clipped at 1, largest 5, in 1 layers)
+    """
+    check_threshold(max_norm, "max_norm")
+    clipping = Clipping({"tensor_norm": max_norm})
+    return clipping.clip(parameters_of(module_or_parameters))["tensor_norm"]
+
+
+def _head_parameters(source: object, head: Head) -> set[Tensor]:
+    try:
+        if isinstance(source, nn.Module) and head is not None:
+            heads = find_heads(source) if head == "auto" else [find_head(source, head)]
+        elif isinstance(head, str):
+            raise ValueError(
+                f"Expected `module`, the model in which to find `head` {head!r}, but got none; "
+                "pass the model."
+            )
+        else:
+            heads = [] if head is None else [head]
+    except ValueError as error:
+        raise ValueError(f"{error} Pass `head=None` to clip every layer.") from None
+    return {parameter for module in heads for parameter in module.parameters()}
 
 
 def clip_grads_before_step(
@@ -449,14 +390,12 @@ def clip_grads_before_step(
     ``torch.nn.utils.clip_grad_norm_``, ``tensor_norm=1.0`` like :func:`clip_grad_norm_per_tensor_`,
     ``value=0.5`` like ``torch.nn.utils.clip_grad_value_``. Several are applied in the given order.
 
-    Under a ``GradScaler`` the result is the same as without one, also with a fused optimizer, whose
-    gradients are still scaled when it steps. If any gradient of the optimizer is not finite, none
-    is changed, and the scaler skips the step; on an accelerator this check does not synchronise.
-    With a closure, gradients are clipped after each evaluation.
+    Under a ``GradScaler`` the result is the same as without one, also with a fused optimizer. If a
+    gradient of the optimizer is not finite, none is changed. With a closure, gradients are clipped
+    after each evaluation. On an accelerator, nothing waits for the device.
 
     Args:
-        optimizer: Any ``torch.optim.Optimizer``, also inside a wrapper such as timm's Lookahead or
-            accelerate's ``AcceleratedOptimizer``: the hook is attached to the inner optimizer.
+        optimizer: Any ``torch.optim.Optimizer``, also inside a wrapper such as timm's Lookahead.
         module: The model, for ``agc``: its modules determine the units and the head.
         eps: For ``agc``, the lower bound of the weight norm.
         head: For ``agc``, the layer that is not clipped, as in :func:`adaptive_clip_grad_`.
@@ -467,10 +406,8 @@ def clip_grads_before_step(
         A handle: ``remove()`` detaches the hook, ``last_report`` holds the last reports.
 
     Raises:
-        ValueError: If a threshold or ``eps`` is out of range, if the head is not found or several
-            layers could be the head, or if ``optimizer`` has no parameter of ``module``.
-        TypeError: If ``optimizer`` is not an optimizer or does not run step hooks, or if there is
-            no threshold or an unknown one.
+        ValueError: As :func:`adaptive_clip_grad_`, or ``optimizer`` has no parameter of ``module``.
+        TypeError: If ``optimizer`` does not run step hooks, or a threshold is missing or unknown.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
@@ -489,11 +426,6 @@ def clip_grads_before_step(
         raise TypeError(f"Expected one or more thresholds for {', '.join(known)}, but got {got}.")
     methods = {name: check_threshold(value, name) for name, value in thresholds.items()}
     check_eps(eps)
-    if module is None and head is not None and "agc" in methods:
-        raise ValueError(
-            "Expected `module`, the model in which `agc` finds the head, but got None; pass the "
-            "model, or `head=None` to clip every parameter with units by shape."
-        )
     spared = _head_parameters(module, head) if "agc" in methods else set()
     in_model = {} if module is None else {p.tensor: p for p in parameters_of(module)}
     if in_model and all(p.tensor not in in_model for p in parameters_of(optimizer)):
@@ -501,7 +433,7 @@ def clip_grads_before_step(
             "Expected `optimizer` to hold parameters of `module`, but got none of them; pass the "
             "model that the optimizer trains."
         )
-    return ClippingHook(methods, eps, spared, in_model).attach(optimizer)
+    return Clipping(methods, eps, spared, in_model).attach(optimizer)
 
 
 def stepping_optimizer(optimizer: object) -> Optimizer:
@@ -510,16 +442,15 @@ def stepping_optimizer(optimizer: object) -> Optimizer:
     # need not run hooks, and those of the inner optimizer run closest to the step.
     names = ("optimizer", "base_optimizer", "_optimizer", "_base_optimizer")
     while isinstance(optimizer, Optimizer):
-        inside = (getattr(optimizer, name, None) for name in names)
-        inner = next((wrapped for wrapped in inside if hasattr(wrapped, "step")), None)
-        if inner is None:
-            break
-        optimizer = inner
-    # Optimizer.__init__ sets `hooked`. ZeroRedundancyOptimizer can step before its own step().
-    hooked = getattr(getattr(type(optimizer), "step", None), "hooked", False)
-    hooked = hooked and not getattr(optimizer, "_overlap_with_ddp", False)
-    if isinstance(optimizer, Optimizer) and hooked:
-        return optimizer
+        inside = [getattr(optimizer, name, None) for name in names]
+        inner = [wrapped for wrapped in inside if hasattr(wrapped, "step")]
+        if not inner:
+            # Optimizer.__init__ sets `hooked`. ZeroRedundancyOptimizer can step before its step().
+            hooked = getattr(getattr(type(optimizer), "step", None), "hooked", False)
+            if not hooked or getattr(optimizer, "_overlap_with_ddp", False):
+                break
+            return optimizer
+        optimizer = inner[0]
     raise TypeError(
         "Expected `optimizer` to be a torch.optim.Optimizer that runs step hooks, or a wrapper of "
         f"one, but got {type(optimizer).__name__}; clip before each step with "

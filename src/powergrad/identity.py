@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from itertools import compress
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from powergrad.checks import check_number
-from powergrad.clip import ClippingHook
+from powergrad.clip import Clipping
 from powergrad.head import scalable_heads, scale
 
 __all__ = ["equivalent_training"]
@@ -48,12 +47,11 @@ def equivalent_training(
 
     The equivalence holds for a linear last layer with unshared parameters, a single loss term (an
     auxiliary head adds another), and a constant alpha. Clipping by the norm of all gradients breaks
-    it. The other methods of :func:`clip_grads_before_step`, if attached to `optimizer`, move to the
-    returned optimizer, and clip and report as they would with PGT; if you clip with your own code,
-    multiply the backbone's threshold by alpha. A schedule must act on the returned optimizer and
-    scale each group, including its warm-up start and its minimum. A ``softcap`` of the loss must be
-    multiplied by alpha: this is done for each :class:`CrossEntropyLoss` that is a module of
-    `model`, and left to you elsewhere. The derivation is in `docs/theory.md`.
+    it; other methods of :func:`clip_grads_before_step` that are attached move to the returned
+    optimizer, and clip and report as they would with PGT. In clipping of your own, multiply the
+    backbone's threshold by alpha. A schedule must act on the returned optimizer and scale each
+    group, including its warm-up start and its minimum. A ``softcap`` of the loss is multiplied as
+    by :func:`fold_alpha`. The derivation is in `docs/theory.md`.
 
     Args:
         model: The network; its last layer computes the logits.
@@ -61,19 +59,15 @@ def equivalent_training(
             state is carried over. Do not use it afterwards.
         alpha: The exponent, above 0; the paper recommends at most 1.
         head: The last layer or its name, if it cannot be found automatically.
-        example_inputs: The arguments of `model`: a tensor, a tuple of positional arguments, or a
-            dict of keyword arguments. `model` is run in evaluation mode to find the head or to
-            check that the logits scale with it, and restored.
+        example_inputs: The arguments of `model`, with which the head is found or checked, as in
+            :func:`fold_alpha`.
 
     Returns:
-        A new optimizer of the same class. Each group becomes two, the backbone's and the head's (or
-        one, if it holds only parameters of one kind).
+        A new optimizer of the same class, in which the backbone and the head have their own groups.
 
     Raises:
-        ValueError: If the head is not found, not linear, tied or parametrised; if the model's
-            configuration or the example shows that the logits do not scale with it; if alpha is
-            not above 0; if the optimizer holds parameters that are not the model's, clips by the
-            norm of all gradients, or has other hooks.
+        ValueError: As :func:`fold_alpha`; or if the optimizer holds parameters that are not the
+            model's, clips by the norm of all gradients, or has other hooks.
         TypeError: If the optimizer is of another class.
 
     Example:
@@ -83,34 +77,27 @@ def equivalent_training(
         >>> [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
         [(0.4, 0.00025), (0.025, 0.004)]
     """
-    alpha = check_number(alpha)
-    if alpha == 0:
-        raise ValueError(
-            "Expected `alpha` to be above 0, but got 0, which equals no plain training."
-        )
+    if (alpha := check_number(alpha)) == 0:
+        raise ValueError("Expected `alpha` to be above 0 to equal a plain training, but got 0.")
     if type(optimizer) not in _BACKBONE:
-        raise TypeError(
-            "Expected `optimizer` to be torch.optim.SGD, Adam or AdamW, "
-            f"but got {type(optimizer).__name__}."
-        )
+        kind = type(optimizer).__name__
+        raise TypeError(f"Expected `optimizer` to be SGD, Adam or AdamW of torch, but got {kind}.")
     heads = scalable_heads(model, head, example_inputs)
     own = {parameter for layer in heads for parameter in layer.parameters()}
     clippings = _attached_clippings(optimizer)
     groups = _split(optimizer, own, set(model.parameters()), alpha)
     scale(heads, alpha, model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None and parameter not in own:
-                parameter.grad.mul_(alpha)
+    for parameter in set(model.parameters()) - own:
+        if parameter.grad is not None:
+            parameter.grad.detach().mul_(alpha)
     accepted = inspect.signature(type(optimizer)).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     result = type(optimizer)(groups, **defaults)
     for parameter, state in optimizer.state.items():
-        powers = {} if parameter in own else _MOMENTS
-        result.state[parameter] = _scaled(state, powers, alpha)
+        result.state[parameter] = _scaled(state, {} if parameter in own else _MOMENTS, alpha)
     for clipping in clippings:
         clipping.alpha *= alpha
-        clipping.heads = set(own)
+        clipping.heads = own
         clipping.attach(result)
     return result
 
@@ -131,18 +118,18 @@ def _scaled(options: Mapping[str, Any], powers: Mapping[str, int], alpha: float)
     return {**options, **{key: options[key] * alpha**power for key, power in known.items()}}
 
 
-def _attached_clippings(optimizer: Optimizer) -> list[ClippingHook]:
-    """The clipping hooks of `optimizer`; any other step hook is an error."""
+def _attached_clippings(optimizer: Optimizer) -> list[Clipping]:
+    """The clippings of `optimizer`; any other step hook is an error."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     hooks: list[Any] = [*before.values(), *after.values()]
     for hook in hooks:
-        clips = isinstance(hook, ClippingHook)
-        if not clips or "norm" in hook.thresholds:
-            other = getattr(hook, "__qualname__", hook)
+        got = getattr(hook, "__qualname__", hook)
+        if isinstance(hook, Clipping):
+            got = "the norm of all gradients" if "norm" in hook.thresholds else None
+        if got is not None:
             raise ValueError(
                 "Expected `optimizer` to have no hooks except `clip_grads_before_step` by unit, "
-                f"tensor or value, but got {'the norm of all gradients' if clips else other}; "
-                "remove it first."
+                f"tensor or value, but got {got}; remove it first."
             )
     return hooks
 
@@ -153,16 +140,15 @@ def _split(
     """The groups of the new optimizer."""
     groups = []
     for group in optimizer.param_groups:
-        if foreign := [p for p in group["params"] if p not in known]:
+        if not known.issuperset(group["params"]):
             raise ValueError(
-                "Expected `optimizer` to hold only parameters of `model`, but got another one, of "
-                f"shape {tuple(foreign[0].shape)}."
+                "Expected `optimizer` to hold only parameters of `model`, but got others."
             )
         kind = AdamW if group.get("decoupled_weight_decay") else type(optimizer)
-        for is_head in (False, True):
+        for powers, is_head in ((_BACKBONE[kind], False), (_HEAD, True)):
             chosen = [(p in own) == is_head for p in group["params"]]
             if any(chosen):
-                part = _scaled(group, _HEAD if is_head else _BACKBONE[kind], alpha)
+                part = _scaled(group, powers, alpha)
                 for key in part.keys() & {"params", "param_names"}:
                     part[key] = list(compress(group[key], chosen))
                 groups.append(part)

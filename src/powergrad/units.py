@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -11,20 +11,10 @@ from torch.linalg import vector_norm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
-__all__ = [
-    "HALF",
-    "Gradient",
-    "Parameter",
-    "by_unit",
-    "gradients_of",
-    "parameters_of",
-    "transposed_groups",
-    "unit_norms",
-]
-
 Dims = tuple[int, ...]
 HALF = (torch.float16, torch.bfloat16)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+WHOLE = (nn.LayerNorm, nn.RMSNorm)  # whose weight is one unit, of any dimension
 
 
 class Parameter(NamedTuple):
@@ -45,21 +35,13 @@ class Gradient(NamedTuple):
     unit: Dims | None  # the dimensions of `tensor` that one unit spans; None: the whole tensor
 
 
-# Units --------------------------------------------------------------------------------------------
-
-
-def transposed_groups(module: nn.Module | None) -> int | None:
-    """The number of groups of a transposed convolution; None for any other module."""
-    return module.groups if isinstance(module, TRANSPOSED) else None
-
-
-def by_unit(tensor: Tensor, groups: int | None = None) -> tuple[Tensor, Dims]:
+def by_unit(tensor: Tensor, owner: object) -> tuple[Tensor, Dims]:
     """A view of a weight or its gradient, and the dimensions of that view that one unit spans."""
-    if groups is None:  # (out, in / groups, *kernel), or (out, in)
+    if not isinstance(owner, TRANSPOSED):  # (out, in / groups, *kernel), or (out, in)
         return tensor, tuple(range(1, tensor.dim()))
     # A transposed convolution has (in, out / groups, *kernel), viewed as
     # (groups, in / groups, out / groups, *kernel): dimensions 0 and 2 index the outputs.
-    tensor = tensor.unflatten(0, (groups, -1))
+    tensor = tensor.unflatten(0, (owner.groups, -1))
     return tensor, (1, *range(3, tensor.dim()))
 
 
@@ -69,18 +51,19 @@ def unit_norms(tensor: Tensor, unit: Dims | None) -> Tensor:
     return vector_norm(tensor, dim=unit, keepdim=unit is not None, dtype=dtype)
 
 
-# Parameters ---------------------------------------------------------------------------------------
-
-
 def parameters_of(source: nn.Module | Optimizer | Tensor | Iterable[Tensor]) -> list[Parameter]:
     """The parameters of a model, of an optimizer, or of an iterable, without duplicates."""
     if isinstance(source, nn.Module):
-        found = _module_parameters(source)
+        modules = dict(source.named_modules())
+        found = [Parameter(n, p, _owner(n, modules)) for n, p in source.named_parameters()]
     elif isinstance(source, Optimizer):
-        found = _optimizer_parameters(source)
+        found = []
+        for i, group in enumerate(source.param_groups):
+            names = group.get("param_names") or [f"{i}.{j}" for j in range(len(group["params"]))]
+            found += map(Parameter, names, group["params"])
     else:
         tensors = [source] if isinstance(source, Tensor) else source
-        found = (Parameter(str(i), tensor) for i, tensor in enumerate(tensors))
+        found = [Parameter(str(i), tensor) for i, tensor in enumerate(tensors)]
     once: dict[Tensor, Parameter] = {}
     for parameter in found:
         if not isinstance(parameter.tensor, Tensor):
@@ -90,20 +73,12 @@ def parameters_of(source: nn.Module | Optimizer | Tensor | Iterable[Tensor]) -> 
     return list(once.values())
 
 
-def _module_parameters(model: nn.Module) -> Iterator[Parameter]:
-    modules = dict(model.named_modules())
-    for name, tensor in model.named_parameters():
-        path = name.rpartition(".")[0]
-        if isinstance(modules[path], ParametrizationList):  # of weight_norm, for example
-            path = path.rpartition("parametrizations.")[0].rstrip(".")
-        yield Parameter(name, tensor, modules[path])
-
-
-def _optimizer_parameters(optimizer: Optimizer) -> Iterator[Parameter]:
-    for i, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [f"{i}.{j}" for j in range(len(group["params"]))]
-        for name, tensor in zip(names, group["params"], strict=True):
-            yield Parameter(name, tensor)
+def _owner(name: str, modules: dict[str, nn.Module]) -> nn.Module:
+    """The module of a parameter; of one under `weight_norm`, for example, the one it is for."""
+    path = name.rpartition(".")[0]
+    if isinstance(modules[path], ParametrizationList):
+        path = path.rpartition("parametrizations.")[0].rstrip(".")
+    return modules[path]
 
 
 def gradients_of(parameters: Iterable[Parameter], *, whole: bool = False) -> list[Gradient]:
@@ -113,32 +88,24 @@ def gradients_of(parameters: Iterable[Parameter], *, whole: bool = False) -> lis
         grad, weight = parameter.grad, parameter
         if grad is None:
             continue
-        _check_whole(name, parameter, grad)
+        if hasattr(grad, "placements") or getattr(parameter, "_fsdp_flattened", False):
+            raise TypeError(
+                f"Expected the gradient of `{name}` to be a whole tensor, but got a DTensor or a "
+                "shard of FullyShardedDataParallel; use torch.nn.utils.clip_grad_norm_, or the "
+                "model's own."
+            )
         if grad.layout is not torch.strided:
+            rows = grad.layout is torch.sparse_coo and grad.sparse_dim() == 1 and grad.dense_dim()
+            if not rows:
+                raise ValueError(
+                    f"Expected the gradient of `{name}` to be dense, or sparse by rows as for an "
+                    f"embedding, but got {grad.layout} of shape {tuple(grad.shape)}."
+                )
             parameter.grad = grad = grad.coalesce()  # a row may occur several times
             weight, grad = parameter[grad.indices()[0]], grad.values()
         unit = None
-        if not (whole or weight.dim() < 2 or isinstance(owner, (nn.LayerNorm, nn.RMSNorm))):
-            groups = transposed_groups(owner)
-            (weight, unit), (grad, _) = by_unit(weight, groups), by_unit(grad, groups)
+        if not (whole or weight.dim() < 2 or isinstance(owner, WHOLE)):
+            (weight, unit), (grad, _) = by_unit(weight, owner), by_unit(grad, owner)
         if grad.numel() > 0:
             gradients.append(Gradient(name, parameter, weight, grad, unit))
     return gradients
-
-
-def _check_whole(name: str, parameter: Tensor, grad: Tensor) -> None:
-    """Refuse gradients whose units are spread over processes, and those that have no units."""
-    sharded = "a DTensor" if hasattr(grad, "placements") else ""
-    if getattr(parameter, "_fsdp_flattened", False):
-        sharded = "a shard of a parameter that FullyShardedDataParallel flattened"
-    if sharded:
-        raise TypeError(
-            f"Expected the gradient of `{name}` to be a whole tensor, but got {sharded}; use "
-            "torch.nn.utils.clip_grad_norm_ or, with FullyShardedDataParallel, the model's own."
-        )
-    rows = grad.layout is torch.sparse_coo and grad.sparse_dim() == 1 and grad.dense_dim() > 0
-    if grad.layout is not torch.strided and not rows:
-        raise ValueError(
-            f"Expected the gradient of `{name}` to be dense, or sparse by rows as for an "
-            f"embedding, but got {grad.layout} of shape {tuple(grad.shape)}."
-        )

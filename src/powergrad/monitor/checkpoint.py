@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from powergrad.monitor.layers import ROOT, Column, Weight, number_layers, plain_name
+from powergrad.monitor.layers import Weight, number_layers, plain_name
 
-_COMPUTED = ("weight_g", "weight_orig", "parametrizations.weight.")
+_COMPUTED = re.compile(r"((?:.*\.)?)(weight_g|weight_orig|parametrizations\.weight\..+)")
 
 
 def state_weights(state: Mapping[str, Any]) -> list[Weight]:
@@ -26,39 +27,31 @@ def state_weights(state: Mapping[str, Any]) -> list[Weight]:
         for key, value in state.items()
         if isinstance(value, Tensor) and value.is_floating_point()
     }
-    weights = []
+    found = []
     for key, tensor in tensors.items():
-        for part in _COMPUTED:
-            name, found, _ = key.rpartition(part)
-            if found and (not name or name.endswith(".")) and f"{name}weight" not in tensors:
-                raise _ambiguous(name, "a weight that is computed from other tensors")
+        if (computed := _COMPUTED.fullmatch(key)) and f"{computed[1]}weight" not in tensors:
+            raise _unclear(computed[1], "a weight that is computed from other tensors")
         name, _, leaf = key.rpartition(".")
         if leaf != "weight" or tensor.numel() == 0 or tensor.dim() == 0:
             continue
-        bias, mean = (
-            tensors.get(key.removesuffix("weight") + part) for part in ("bias", "running_mean")
-        )
-        units, is_gain = len(tensor), tensor.dim() == 1
+        beside = key.removesuffix("weight")
+        bias, mean = (tensors.get(beside + part) for part in ("bias", "running_mean"))
+        is_gain = any(t is not None and t.shape == tensor.shape for t in (bias, mean))
+        if is_gain != (tensor.dim() == 1):  # a vector of another kind, or gains of several axes
+            continue
+        kind = "linear" if tensor.dim() == 2 else f"conv{tensor.dim() - 2}d"
         if is_gain:
-            if not any(t is not None and t.shape == tensor.shape for t in (bias, mean)):
-                continue
             kind = "norm" if mean is None else "batch norm"
-        else:
-            if bias is not None and bias.shape == tensor.shape:  # a normalisation of several axes
-                continue
-            kind = "linear" if tensor.dim() == 2 else f"conv{tensor.dim() - 2}d"
-            if bias is not None and bias.numel() != units:  # as of a transposed convolution
-                raise _ambiguous(name, f"{bias.numel()} biases beside {units} filters")
-        quantity, size = "gain" if is_gain else "weight", tensor.numel() // units
-        column = Column(quantity, name or ROOT, None, kind, units, size)
-        weights.append(Weight(column, tensor))
-    return number_layers(weights, ordered=list(tensors) != sorted(tensors))
+        elif bias is not None and bias.numel() != len(tensor):  # as of a transposed convolution
+            raise _unclear(name, f"{bias.numel()} biases beside {len(tensor)} filters")
+        found.append((name, kind, tensor, tensor))
+    return number_layers(found, ordered=list(tensors) != sorted(tensors))
 
 
-def _ambiguous(name: str, got: str) -> ValueError:
+def _unclear(name: str, got: str) -> ValueError:
     return ValueError(
         "Expected a state dict whose tensors show the units of every layer, but got "
-        f"{got} in {name.removesuffix('.') or ROOT!r}; pass the model."
+        f"{got} in {plain_name(name.removesuffix('.'))!r}; pass the model."
     )
 
 
@@ -82,15 +75,13 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
         ) from error
     if _is_state_dict(loaded):
         return loaded
-    entries = loaded.items() if isinstance(loaded, Mapping) else ()
-    states = {key: value for key, value in entries if _is_state_dict(value)}
-    for key in ("model", "state_dict", "model_state_dict"):
-        if key in states:
-            return states[key]
-    if len(states) == 1:
-        return next(iter(states.values()))
-    got = f"dictionaries {sorted(map(str, states))}" if states else f"a {type(loaded).__name__}"
-    raise ValueError(f"Expected {path!r} to hold one state dict, but got {got}.")
+    inside = loaded.items() if isinstance(loaded, Mapping) else ()
+    states = {key: value for key, value in inside if _is_state_dict(value)}
+    known = [key for key in ("model", "state_dict", "model_state_dict") if key in states]
+    if not known and len(states) != 1:
+        got = f"dictionaries {sorted(map(str, states))}" if states else type(loaded).__name__
+        raise ValueError(f"Expected {path!r} to hold one state dict, but got {got}.")
+    return states[[*known, *states][0]]
 
 
 def _is_state_dict(value: object) -> bool:

@@ -56,16 +56,12 @@ class Event:
 
 @dataclass(frozen=True)
 class LayerCount:
-    """The counts of one layer.
+    """The number of `units` of one layer, and how many of them are dead, recoverable and unborn.
 
     Attributes:
         number: Its number, if it has one.
         layer: Its name.
         kind: The kind of layer, such as ``"Conv2d"``.
-        units: The number of units.
-        dead: The number of dead units.
-        recoverable: The number of recoverable units: they would count as dead, but get a gradient.
-        unborn: The number of units that were zero at the start and never grew.
         how: The number of units per way of being dead; a way that is missing was not measured.
         died: The number of units that died at some time in a recording.
         revived: The number of those that revived at some time.
@@ -115,45 +111,37 @@ class Census:
         return "\n".join([self.source, *_table(self), *_totals(self)])
 
 
-def _table(census: Census) -> list[str]:
+_COUNTS = ("units", "dead", "recoverable", "unborn")
+
+
+def _table(census: Census) -> Iterator[str]:
     """The layers in which something is or was dead, in aligned columns."""
     affected = [c for c in census.layers if c.dead or c.recoverable or c.unborn or c.died]
-    if not affected:
-        return []
-    counts = ["units", "dead", "recoverable", "unborn"]
     ways = [way for way in HOW if any(layer.how.get(way) for layer in affected)]
-    changes = ["died", "revived"] if census.steps else []
-    rows: list[list[Any]] = [["#", "layer", "kind", *counts, *ways, *changes]]
+    names = ["layer", "kind", *_COUNTS, *ways, *(["died", "revived"] if census.steps else [])]
+    rows: list[list[Any]] = [["#", *names]] if affected else []
     for layer in affected:
-        row = ["" if layer.number is None else layer.number, layer.layer, layer.kind]
-        row += [getattr(layer, count) for count in counts]
-        row += [layer.how.get(way, "-") for way in ways]
-        rows.append(row + [getattr(layer, change) for change in changes])
+        cells = {**vars(layer), **layer.how}
+        rows.append([layer.number or "", *(cells.get(name, "-") for name in names)])
     widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
-    sides = [">", "<", "<"] + [">"] * len(rows[0])  # names are aligned at the left
-    lines = [zip(row, sides, widths, strict=False) for row in rows]
-    return ["  ".join(f"{cell!s:{side}{width}}" for cell, side, width in line) for line in lines]
+    for row in rows:
+        cells = zip([">", "<", "<"] + [">"] * len(row), row, widths, strict=False)
+        yield "  ".join(f"{cell!s:{side}{width}}" for side, cell, width in cells)
 
 
 def _totals(census: Census) -> Iterator[str]:
     for way, what in (("weight", "filters"), ("gain", "gains"), ("feature", "features")):
-        layers = [layer for layer in census.layers if way in layer.how]
-        if layers:
-            states = ("units", "dead", "recoverable", "unborn")
-            units, dead, *more = (sum(getattr(x, state) for x in layers) for state in states)
-            line = f"{dead:,} of {units:,} {what} dead"
-            for count, state in zip(more, states[2:], strict=True):
-                line += f", {count:,} {state}" if count else ""
-            yield f"{line}."
+        if layers := [layer for layer in census.layers if way in layer.how]:
+            totals = {count: sum(getattr(layer, count) for layer in layers) for count in _COUNTS}
+            more = [f", {totals[x]:,} {x}" for x in ("recoverable", "unborn") if totals[x]]
+            yield f"{totals['dead']:,} of {totals['units']:,} {what} dead{''.join(more)}."
     if census.whole_layers:
         yield f"Dead as a whole: {', '.join(census.whole_layers)}."
     if census.steps:
         yield f"Over steps {census.steps[0]:,} to {census.steps[1]:,}:"
         changes = Counter((event.quantity, event.what) for event in census.events)
-        for quantity in (way for way in HOW if any(way == changed for changed, _ in changes)):
-            deaths, revivals, births = (
-                changes[quantity, what] for what in ("died", "revived", "born")
-            )
-            yield f"  {quantity}: {deaths:,} deaths, {revivals:,} revivals, {births:,} births."
+        for quantity in [way for way in HOW if any(way == changed for changed, _ in changes)]:
+            died, revived, born = (changes[quantity, x] for x in ("died", "revived", "born"))
+            yield f"  {quantity}: {died:,} deaths, {revived:,} revivals, {born:,} births."
         if not changes:
             yield "  nothing died, nothing came back."

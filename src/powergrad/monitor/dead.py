@@ -1,20 +1,15 @@
 """The census: which units of a network are dead, how, since when, and whether they came back.
 
 A unit is an output channel of a convolution or a linear layer, a gain of a normalisation, or a
-feature that enters the classifier. The ways to be dead are
-
-    weight      the norm of its filter has vanished
-    gain        the gain of its normalisation has vanished
-    gradient    its filter gets no gradient (in a recording)
-    feature     it is zero where it enters the classifier (in a recording)
-    nonfinite   its weights are NaN or infinite
-
-A model or a checkpoint is examined like a recording of one record.
+feature that enters the classifier. It is dead if its norm or gain has vanished or is not finite; in
+a recording, also if its gradient or feature is zero. A model or a checkpoint is examined like a
+recording of one record.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +20,8 @@ from torch import Tensor, nn
 from powergrad.head import unwrap
 from powergrad.monitor.checkpoint import load_checkpoint, state_weights
 from powergrad.monitor.counts import HOW, Census, Event, LayerCount, State, Unit
-from powergrad.monitor.layers import Column, Weight, arrange, model_weights
+from powergrad.monitor.layers import Column, arrange, model_weights
 from powergrad.monitor.recording import Recording
-
-__all__ = ["census"]
 
 # A norm or gain has vanished at or below this fraction of its initial value. Weight decay alone
 # takes a filter without gradient there once `sum(lr * wd) / (1 - momentum)` exceeds 4.6.
@@ -76,59 +69,56 @@ def census(
         >>> [(unit.layer, unit.unit, unit.how) for unit in census(model).dead]
         [('0', 2, ('weight',))]
     """
-    is_path = isinstance(source, (str, os.PathLike))
-    if is_path and Path(source).is_dir():
+    with torch.device("cpu"), torch.no_grad():
+        name = type(unwrap(source)).__name__  # type: ignore[arg-type]
+        if isinstance(source, (str, os.PathLike)):
+            if Path(source).is_dir():
+                return _of_recording(Recording(source), initial)
+            name = str(source)
+        columns, values = _read(source, "source")
+        starts = [torch.full_like(norms, torch.nan) for norms in values]
         if initial is not None:
-            raise ValueError(
-                "Expected no `initial` for a recording, but got one; the first record is its "
-                "initial state."
-            )
-        with torch.device("cpu"):
-            return _of_recording(Recording(source))
-    weights = _read(source, "source")
-    columns = arrange([weight.column for weight in weights])
-    values = [weight.values() for weight in weights]
-    starts = [torch.full_like(norms, torch.nan) for norms in values]
-    if initial is not None:
-        known = {weight.column.layer: weight.values() for weight in _read(initial, "initial")}
-        for column in columns:
-            got = len(known[column.layer]) if column.layer in known else "none"
-            if got != column.units:
-                raise ValueError(
-                    f"Expected `initial` to have {column.units} units in {column.layer!r}, but got "
-                    f"{got}."
-                )
-        starts = [known[column.layer] for column in columns]
-    with torch.device("cpu"):
+            known = {
+                column.layer: norms
+                for column, norms in zip(*_read(initial, "initial"), strict=True)
+            }
+            starts = [known.get(column.layer, torch.empty(0)) for column in columns]
+            for column, start in zip(columns, starts, strict=True):
+                if len(start) != column.units:
+                    wanted = f"{column.units} units in {column.layer!r}"
+                    raise ValueError(f"Expected `initial` to have {wanted}, but got {len(start)}.")
         lives = _Lives(columns, torch.cat(starts), 0)
         lives.add_record(0, torch.cat(values))
-        name = str(source) if is_path else type(unwrap(source)).__name__  # type: ignore[arg-type]
         return lives.count(name)
 
 
-def _read(source: Any, argument: str) -> list[Weight]:
-    """The weights in a model, a state dict or a checkpoint; the gains come last."""
+def _read(source: Any, argument: str) -> tuple[tuple[Column, ...], list[Tensor]]:
+    """The norms in a model, a state dict or a checkpoint; the gains come last."""
     if isinstance(source, (str, os.PathLike)):
         if not Path(source).is_file():
             raise ValueError(f"Expected {os.fspath(source)!r} to exist, but got no such file.")
         source = load_checkpoint(source)
-    if isinstance(source, nn.Module):
-        weights = model_weights(source)
-    elif isinstance(source, Mapping):
-        weights = state_weights(source)
-    else:
+    if not isinstance(source, (nn.Module, Mapping)):
         raise TypeError(
             f"Expected `{argument}` to be a model, a state dict or a path, but got "
             f"{type(source).__name__}."
         )
-    if all(weight.is_gain for weight in weights):
+    weights = model_weights(source) if isinstance(source, nn.Module) else state_weights(source)
+    weights.sort(key=lambda weight: weight.column.quantity, reverse=True)
+    if not weights or weights[0].column.quantity == "gain":
         raise ValueError(
             "Expected a model or a state dict with a convolution or a linear layer, but got none."
         )
-    return sorted(weights, key=lambda weight: weight.is_gain)
+    norms = [weight.norms().to("cpu", torch.float64) for weight in weights]
+    return arrange([weight.column for weight in weights]), norms
 
 
-def _of_recording(recording: Recording) -> Census:
+def _of_recording(recording: Recording, initial: object) -> Census:
+    if initial is not None:
+        raise ValueError(
+            "Expected no `initial` for a recording, but got one; the first record is its initial "
+            "state."
+        )
     lives, steps = None, []
     for step, record in recording:
         record = record.double()
@@ -155,10 +145,9 @@ class _Lives:
         is_norm = self._spread([column.quantity in ("weight", "gain") for column in columns])
         # A living filter of d weights is below a fraction e with a probability of about e^d. So
         # that this is no likelier for one or two weights than for three, their fractions are less.
-        by_chance = [START ** (3 / max(column.weights, 1)) for column in columns]
+        by_chance = self._spread([START ** (3 / max(column.weights, 1)) for column in columns])
         self.by_start, self.by_layer = (
-            self._spread([min(limit, chance) for chance in by_chance]) * is_norm
-            for limit in (START, LAYER)
+            by_chance.clamp(max=fraction) * is_norm for fraction in (START, LAYER)
         )
         self.floor = ZERO * is_norm
         self.patience = torch.where(is_norm > 0, 1, PATIENCE)
@@ -166,10 +155,8 @@ class _Lives:
         self.starts = torch.where(is_norm > 0, starts, torch.nan)
         self.dead = self.starts <= ZERO
         self.lived = ~self.dead
-        self.over = self.lived
         self.since = torch.full_like(self.column_of, step)
         self.rows_under, self.deaths, self.revivals = torch.zeros(3, len(starts)).long()
-        self.values = starts
         self.events: list[Event] = []
 
     def _spread(self, values: list[Any]) -> Tensor:
@@ -212,36 +199,35 @@ class _Lives:
     def count(self, source: str, steps: tuple[int, int] | None = None) -> Census:
         """Count the units that are dead in the last record; `steps` are of a recording."""
         gradients = {c.layer: c.place for c in self.columns if c.quantity == "gradient"}
-        order = ("weight", "gain", "feature")
         layers: list[LayerCount] = []
         units: list[Unit] = []
-        for column in (c for quantity in order for c in self.columns if c.quantity == quantity):
+        counted = [column for column in self.columns if column.quantity != "gradient"]
+        for column in sorted(counted, key=lambda column: column.quantity, reverse=True):
             own, number, layer = column.place, column.number, column.layer
-            how = {column.quantity: self.dead[own]}
+            how = {column.quantity: self.dead[own], "nonfinite": ~self.values[own].isfinite()}
             since, learns = self.since[own], torch.zeros(column.units)
             if column.quantity == "feature":
                 number, layer = None, f"input of {layer}"
-            else:
-                how["nonfinite"] = ~self.values[own].isfinite()
-            if column.quantity == "weight" and layer in gradients:
-                how["gradient"] = self.dead[gradients[layer]]
-                since = torch.where(how["weight"], since, self.since[gradients[layer]])
-                learns = self.over[gradients[layer]]
-            states: list[State] = []
+                del how["nonfinite"]
+            elif column.quantity == "weight" and layer in gradients:
+                place = gradients[layer]
+                how["gradient"], learns = self.dead[place], self.over[place]
+                since = torch.where(how["weight"], since, self.since[place])
+            how = {way: how[way] for way in HOW if way in how}
+            states: Counter[State] = Counter()
             for unit in torch.stack(list(how.values())).any(0).nonzero().flatten().tolist():
                 place = own.start + unit
                 unborn = self.dead[place] and not self.lived[place]
-                states.append("unborn" if unborn else "recoverable" if learns[unit] else "dead")
-                ways = tuple(way for way in HOW if way in how and how[way][unit])
-                life = (int(since[unit]), int(self.revivals[place])) if steps else ()
+                state: State = "unborn" if unborn else "recoverable" if learns[unit] else "dead"
+                ways = tuple(way for way in how if how[way][unit])
                 value = float(self.values[place])
-                units.append(Unit(number, layer, unit, ways, states[-1], value, *life))
-            counts = (states.count("dead"), states.count("recoverable"), states.count("unborn"))
-            totals = {way: int(how[way].sum()) for way in HOW if way in how}
-            changes = [
-                int((x[own] > 0).sum()) if steps else 0 for x in (self.deaths, self.revivals)
-            ]
-            found = LayerCount(number, layer, column.kind, column.units, *counts, totals, *changes)
-            layers.append(found)
+                life = (int(since[unit]), int(self.revivals[place])) if steps else ()
+                units.append(Unit(number, layer, unit, ways, state, value, *life))
+                states[state] += 1
+            counts = states["dead"], states["recoverable"], states["unborn"]
+            totals = {way: int(is_dead.sum()) for way, is_dead in how.items()}
+            changes = [int((x[own] > 0).sum()) for x in (self.deaths, self.revivals) if steps]
+            count = LayerCount(number, layer, column.kind, column.units, *counts, totals, *changes)
+            layers.append(count)
         events = sorted(self.events, key=lambda event: event.step) if steps else ()
         return Census(source, tuple(layers), tuple(units), tuple(events), steps)

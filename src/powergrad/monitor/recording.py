@@ -1,24 +1,17 @@
 r"""FilterMonitor writes the norm of every filter to disk while training; Recording reads it.
 
-A recording is a folder of two files. ``records.npy`` has one record per recorded step: the step,
-then one float32 per unit. ``index.json`` maps the floats to layers and quantities. With numpy::
-
-    rows = np.load("norms/records.npy", mmap_mode="r")  # fields "step" and "values"
-    for column in json.load(open("norms/index.json"))["columns"]:
-        values = rows["values"][:, column["start"] :][:, : column["units"]]
-
-Records are only appended. The header of ``records.npy`` counts a record only after it has been
-written, so the file can be read at any time, also after a kill.
+A recording is a folder of two files. ``records.npy``, which numpy reads, has one record per
+recorded step: the step, then one float32 per unit. ``index.json`` maps the floats to layers and
+quantities. Records are only appended. The header counts a record only after it has been written, so
+the file can be read at any time, also after a kill.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import operator
 import os
 import re
-import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -28,36 +21,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from powergrad.head import find_head, unwrap
-from powergrad.monitor.layers import (
-    LAYERS,
-    Column,
-    arrange,
-    channel_dim,
-    filter_norms,
-    model_weights,
-    weight_of,
-)
-
-__all__ = ["FilterMonitor", "Recording"]
+from powergrad.monitor.layers import LAYERS, Column, arrange, model_weights
 
 FORMAT = 2
 _INDEX, _RECORDS = "index.json", "records.npy"
-_STEP = struct.Struct("=q")
-_HEADER_SIZE = 192
+_HEADER_SIZE, _STEP_SIZE = 192, 8
 
 
 class FilterMonitor:
     r"""Record the L2 norm of every filter of every convolution and linear layer during training.
 
-    A filter is the part of a weight that computes one output channel; its norm is
-    :math:`\sqrt{\sum w^2}` over its weights. Layers are numbered from 1 in registration order. Each
-    record takes ``8 + 4 * units`` bytes in a file (23,208 for a ResNet-18 with 1,000 classes; twice
-    the units with `gradients`). A run of ``S`` steps writes ``S / every`` records, and keeps only
-    one in memory.
+    A filter is the part of a weight that computes one output channel. Layers are numbered from 1 in
+    registration order. Each record takes ``8 + 4 * units`` bytes in a file (23,208 for a ResNet-18
+    with 1,000 classes; twice the units with `gradients`).
 
     Under DistributedDataParallel every rank may create and call the monitor; only rank 0 writes.
     Models wrapped by it or by ``torch.compile`` record the same names as the plain model.
@@ -77,8 +56,8 @@ class FilterMonitor:
             are dropped, and new ones are appended.
 
     Raises:
-        ValueError: If `every` is not positive, `model` has no layer, the folder holds another
-            recording, or its records do not fit `model` and the requested quantities.
+        ValueError: If `every` is not positive, `model` has no layer, or the folder holds another
+            recording, or one that does not fit `model` and the requested quantities.
         TypeError: If an argument has another type.
 
     Example:
@@ -116,33 +95,41 @@ class FilterMonitor:
         if not self._writes:
             return
         self.directory = Path(directory)
-        self._gradients = gradients
         weights = model_weights(model)
-        self._layers = [weight for weight in weights if not weight.is_gain]
-        self._gains = [weight for weight in weights if weight.is_gain and gains]
-        if not self._layers:
+        layers = [weight for weight in weights if weight.column.quantity == "weight"]
+        if not layers:
             raise ValueError(
                 "Expected `model` to have a convolution or a linear layer, but got a "
                 f"{type(model).__name__} with none."
             )
-        head = _find_classifier(model, features)
-        columns = [weight.column for weight in self._layers]
-        if gradients:
-            columns += [replace(column, quantity="gradient") for column in columns]
+        self._learning = layers if gradients else []
+        measured = [(layer.column, layer.norms) for layer in layers]
+        for layer in self._learning:
+            measured.append((replace(layer.column, quantity="gradient"), layer.gradient_norms))
+        name = None if features is True else features
+        head = None if name is False else _find_classifier(model, name)
         if head is not None:
-            (column,) = [weight.column for weight in self._layers if weight.module is head]
+            (column,) = [layer.column for layer in layers if layer.source is head]
             entering = head.in_features if isinstance(head, nn.Linear) else head.in_channels
-            columns.append(replace(column, quantity="feature", kind="features", units=entering))
+            column = replace(column, quantity="feature", kind="features", units=entering)
+            measured.append((column, self._mean_features))
             self._sums = torch.zeros(entering + 1, device="cpu")
-        columns = arrange(columns + [weight.column for weight in self._gains])
-        width = columns[-1].place.stop
+        if gains:
+            measured += [(w.column, w.norms) for w in weights if w.column.quantity == "gain"]
+        columns = arrange([column for column, _ in measured])
+        self._measures = [measure for _, measure in measured]
         # The bytes of one record, and a view of its floats.
-        self._record = bytearray(_STEP.size + 4 * width)
-        self._values = torch.frombuffer(self._record, dtype=torch.float32, offset=_STEP.size)
+        self._record = bytearray(_STEP_SIZE + 4 * columns[-1].place.stop)
+        self._values = torch.frombuffer(self._record, dtype=torch.float32, offset=_STEP_SIZE)
         self._records = _open(self.directory, columns, resume)
         self._file = FileIO(self.directory / _RECORDS, "r+")
         if head is not None:
-            self._hook = self._watch_inputs(head)
+
+            def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+                if module is head and module.training:  # not a copy of it
+                    self._add_features(module, args[0] if args else kwargs["input"])
+
+            self._hook = head.register_forward_pre_hook(look, with_kwargs=True)
 
     def step(self, step: int) -> None:
         """Record the norms if `step` is divisible by `every`, or if this is the first record.
@@ -158,54 +145,35 @@ class FilterMonitor:
             raise ValueError("This FilterMonitor is closed.")
         if not self._writes:
             return
-        step = _integer(step, "step", least=0)
-        if step <= self._step:
-            raise ValueError(f"Expected `step` to be larger than {self._step}, but got {step}.")
+        step = _integer(step, "step", least=self._step + 1)
         if not self._records or step % self.every == 0:
-            values = self._measure(step)
+            # At the first record, no gradient has been computed yet.
+            missing = [layer.gradient is None for layer in self._learning if self._records]
+            if missing and all(missing):
+                raise RuntimeError(
+                    f"Expected gradients at step {step}, but got none on any layer; call step() "
+                    "after backward() and before zero_grad()."
+                )
+            with torch.no_grad():
+                values = [measure() for measure in self._measures]
             device = values[0].device
-            _STEP.pack_into(self._record, 0, step)
+            self._record[:_STEP_SIZE] = step.to_bytes(_STEP_SIZE, sys.byteorder)
             self._values.copy_(torch.cat([x.to(device, torch.float32) for x in values]))
             self._write(_HEADER_SIZE + self._records * len(self._record), self._record)
             self._write(0, _header(self._records + 1, len(self._values)))
             self._records += 1
         self._step = step
 
-    @torch.no_grad()
-    def _measure(self, step: int) -> list[Tensor]:
-        """The values of all columns."""
-        weights = [weight_of(layer.module) for layer in self._layers]
-        values = [filter_norms(w, x.groups) for w, x in zip(weights, self._layers, strict=True)]
-        if self._gradients:
-            gradients = [weight.grad if weight.is_leaf else None for weight in weights]
-            # At the first record, no gradient has been computed yet.
-            if self._records and all(gradient is None for gradient in gradients):
-                raise RuntimeError(
-                    f"Expected gradients at step {step}, but got none on any layer; call step() "
-                    "after backward() and before zero_grad()."
-                )
-            values += [
-                norms.new_full(norms.shape, torch.nan)
-                if gradient is None
-                else filter_norms(gradient, layer.groups)
-                for norms, gradient, layer in zip(values, gradients, self._layers, strict=True)
-            ]
-        if self._hook is not None:
-            # Without examples since the last record this is 0 / 0 = NaN, as for any missing value.
-            values.append((self._sums[:-1] / self._sums[-1]).sqrt())
-            self._sums.zero_()
-        return values + [weight_of(gain.module).abs() for gain in self._gains]
+    def _mean_features(self) -> Tensor:
+        # Without examples since the last record this is 0 / 0 = NaN, as for any missing value.
+        values = (self._sums[:-1] / self._sums[-1]).sqrt()
+        self._sums.zero_()
+        return values
 
-    def _watch_inputs(self, head: nn.Module) -> RemovableHandle:
-        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is head and module.training:  # not a copy of it
-                self._add_features(module, args[0] if args else kwargs["input"])
-
-        return head.register_forward_pre_hook(look, with_kwargs=True)
-
-    def _add_features(self, module: nn.Module, features: Tensor) -> None:
+    def _add_features(self, module: Any, features: Tensor) -> None:
         """Add the squares of the classifier's inputs, and their number, to the sums."""
-        features = features.detach().movedim(channel_dim(module), -1).float()
+        channel = -1 if isinstance(module, nn.Linear) else -1 - len(module.kernel_size)
+        features = features.detach().movedim(channel, -1).float()
         features = features.reshape(-1, features.shape[-1])
         self._sums = self._sums.to(features.device)
         self._sums[:-1] += features.square().sum(0)
@@ -252,18 +220,14 @@ def _integer(value: int, name: str, least: int) -> int:
     return number
 
 
-def _find_classifier(model: nn.Module, features: bool | str) -> _ConvNd | nn.Linear | None:
-    if features is False:
-        return None
+def _find_classifier(model: nn.Module, name: str | None) -> Any:
     try:
-        head = find_head(unwrap(model), None if features is True else features)
+        head = find_head(unwrap(model), name)
     except ValueError as error:
         raise ValueError(str(error).replace("`head`", "`features`")) from None
     if not isinstance(head, LAYERS):
-        raise ValueError(
-            "Expected `features` to name a convolution or a linear layer, but got a "
-            f"{type(head).__name__}."
-        )
+        got = type(head).__name__
+        raise ValueError(f"Expected `features` to name a layer with filters, but got a {got}.")
     return head
 
 
@@ -275,15 +239,14 @@ def _header(records: int, width: int) -> bytes:
     order = "<" if sys.byteorder == "little" else ">"
     dtype = f"[('step', '{order}i8'), ('values', '{order}f4', ({width},))]"
     text = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': ({records:>16},), }}"
-    start = b"\x93NUMPY\x01\x00" + struct.pack("<H", _HEADER_SIZE - 10)
+    start = b"\x93NUMPY\x01\x00" + (_HEADER_SIZE - 10).to_bytes(2, "little")
     return start + text.encode().ljust(_HEADER_SIZE - 11) + b"\n"
 
 
 def _open(directory: Path, columns: tuple[Column, ...], resume: int | None) -> int:
     """Begin a recording, or drop the records after the step `resume`; the number of records."""
     directory.mkdir(parents=True, exist_ok=True)
-    path, kept = directory / _RECORDS, 0
-    width = columns[-1].place.stop
+    path, width, kept = directory / _RECORDS, columns[-1].place.stop, 0
     if not (directory / _INDEX).exists():
         path.write_bytes(_header(0, width))
         index = {"format": FORMAT, "columns": [asdict(column) for column in columns]}
@@ -325,9 +288,8 @@ class Recording:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         if not self.exists(directory):
-            raise ValueError(
-                f"Expected {str(directory)!r} to hold a recording ({_INDEX}), but got none."
-            )
+            name = str(directory)
+            raise ValueError(f"Expected {name!r} to hold a recording ({_INDEX}), but got none.")
         path = Path(directory)
         self.directory = path if (path / _INDEX).exists() else path / "norms"
         index = json.loads((self.directory / _INDEX).read_text())
@@ -342,8 +304,7 @@ class Recording:
     @staticmethod
     def exists(directory: str | os.PathLike[str]) -> bool:
         """Whether `directory`, or its folder ``norms``, holds a recording."""
-        path = Path(directory)
-        return (path / _INDEX).exists() or (path / "norms" / _INDEX).exists()
+        return any((Path(directory) / inside / _INDEX).exists() for inside in ("", "norms"))
 
     def __len__(self) -> int:
         """The number of complete records so far."""
@@ -381,22 +342,16 @@ class Recording:
     def _load(self) -> tuple[Tensor, Tensor]:
         """All steps and values, mapped into memory; steps that do not increase end the file."""
         path, width = self.directory / _RECORDS, self.columns[-1].place.stop
-        size = _STEP.size + 4 * width
-        with open(path, "rb") as file:
-            header = file.read(_HEADER_SIZE)
-            found = re.search(rb"\( *(\d+),\), }", header)
-            count = int(found[1]) if found else 0
-            if header != _header(count, width):
-                raise ValueError(f"Expected {str(path)!r} to fit its {_INDEX}, but it does not.")
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        count = min(count, (len(mapped) - _HEADER_SIZE) // size)
-        words = (_HEADER_SIZE + count * size) // 4
-        data = torch.frombuffer(mapped, dtype=torch.int32, count=words)
-        table = data[_HEADER_SIZE // 4 :].view(count, size // 4)
+        words = path.stat().st_size // 4
+        data = torch.from_file(str(path), size=words, dtype=torch.int32, device="cpu")
+        start, row = _HEADER_SIZE // 4, _STEP_SIZE // 4 + width
+        header = bytes(data[:start].view(torch.uint8).tolist())
+        found = re.search(rb"\( *(\d+),\), }", header)
+        if not found or header != _header(int(found[1]), width):
+            raise ValueError(f"Expected {str(path)!r} to fit its {_INDEX}, but it does not.")
+        count = min(int(found[1]), (words - start) // row)
+        table = data[start : start + count * row].view(count, row)
         steps = table[:, :2].flatten().view(torch.int64)
-        last = -1
-        for count, step in enumerate(steps.tolist()):
-            if step <= last:  # zeros after a power cut
-                return steps[:count], table[:count, 2:].view(torch.float32)
-            last = step
-        return steps, table[:, 2:].view(torch.float32)
+        rising = steps.diff(prepend=steps.new_tensor([-1])) > 0  # zeros follow after a power cut
+        count = int(rising.cumprod(0).sum())
+        return steps[:count], table[:count, 2:].view(torch.float32)
