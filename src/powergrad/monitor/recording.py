@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from io import FileIO
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any
 
@@ -342,8 +343,10 @@ class Recording:
     def _load(self) -> tuple[Tensor, Tensor]:
         """All steps and values, mapped into memory; steps that do not increase end the file."""
         path, width = self.directory / _RECORDS, self.columns[-1].place.stop
-        words = path.stat().st_size // 4
-        data = torch.from_file(str(path), size=words, dtype=torch.int32, device="cpu")
+        with open(path, "rb") as file:  # a private copy, since torch takes no read-only memory
+            mapped = mmap(file.fileno(), 0, access=ACCESS_COPY)
+        words = len(mapped) // 4
+        data = torch.frombuffer(mapped, dtype=torch.int32, count=words)
         start, row = _HEADER_SIZE // 4, _STEP_SIZE // 4 + width
         header = bytes(data[:start].view(torch.uint8).tolist())
         found = re.search(rb"\( *(\d+),\), }", header)
