@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from powergrad.head import evaluating, unwrap
-from powergrad.units import by_unit, unit_norms
+from powergrad.units import unit_norms, by_unit
 
 LAYERS = (_ConvNd, nn.Linear)
 NORMALISATIONS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -81,7 +81,7 @@ class Weight:
         return self._norms_of(self.gradient)
 
     def _norms_of(self, tensor: Tensor) -> Tensor:
-        return unit_norms(*by_unit(tensor, self.source)).flatten()
+        return unit_norms([by_unit(tensor, self.source)])[0].flatten()
 
 
 def weight_of(module: nn.Module) -> Tensor:
@@ -134,7 +134,11 @@ def number_layers(
     numbers, weights = itertools.count(1), []
     for place, (name, kind, tensor, source) in enumerate(found):
         view, spanned = by_unit(tensor, source)
-        units = math.prod(size for dim, size in enumerate(view.shape) if dim not in spanned)
+        units = (
+            math.prod(size for dim, size in enumerate(view.shape) if spanned and dim not in spanned)
+            if spanned
+            else len(tensor)
+        )
         number, normalised, quantity = None, False, "gain"
         if gains[place] is None:
             followers = gains[place + 1 : place + 2] if ordered else gains
