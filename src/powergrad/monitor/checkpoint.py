@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +10,6 @@ import torch
 from torch import Tensor
 
 from powergrad.monitor.layers import Weight, number_layers, plain_name
-
-_COMPUTED = re.compile(r"((?:.*\.)?)(weight_g|weight_orig|parametrizations\.weight\..+)")
 
 
 def state_weights(state: Mapping[str, Any]) -> list[Weight]:
@@ -29,30 +26,24 @@ def state_weights(state: Mapping[str, Any]) -> list[Weight]:
     }
     found = []
     for key, tensor in tensors.items():
-        if (computed := _COMPUTED.fullmatch(key)) and f"{computed[1]}weight" not in tensors:
-            raise _unclear(computed[1], "a weight that is computed from other tensors")
         name, _, leaf = key.rpartition(".")
-        if leaf != "weight" or tensor.numel() == 0 or tensor.dim() == 0:
-            continue
         beside = key.removesuffix("weight")
         bias, mean = (tensors.get(beside + part) for part in ("bias", "running_mean"))
         is_gain = any(t is not None and t.shape == tensor.shape for t in (bias, mean))
-        if is_gain != (tensor.dim() == 1):  # a vector of another kind, or gains of several axes
-            continue
-        kind = "linear" if tensor.dim() == 2 else f"conv{tensor.dim() - 2}d"
-        if is_gain:
-            kind = "norm" if mean is None else "batch norm"
-        elif bias is not None and bias.numel() != len(tensor):  # as of a transposed convolution
-            raise _unclear(name, f"{bias.numel()} biases beside {len(tensor)} filters")
-        found.append((name, kind, tensor, tensor))
+        computed = leaf in ("weight_g", "weight_orig") or name.endswith("parametrizations.weight")
+        is_weight = leaf == "weight" and tensor.numel() > 0 and tensor.dim() > 0
+        is_weight = is_weight and is_gain == (tensor.dim() == 1)
+        # The biases of a transposed convolution may be another number than its first dimension.
+        unclear = is_weight and bias is not None and bias.numel() != len(tensor)
+        if computed or unclear:
+            raise ValueError(
+                "Expected a state dict whose tensors show the units of every layer, but got "
+                f"{key!r} of shape {tuple(tensor.shape)}; pass the model."
+            )
+        if is_weight:
+            kind = "linear" if tensor.dim() == 2 else f"conv{tensor.dim() - 2}d"
+            found.append((name, "norm" if is_gain else kind, tensor))
     return number_layers(found, ordered=list(tensors) != sorted(tensors))
-
-
-def _unclear(name: str, got: str) -> ValueError:
-    return ValueError(
-        "Expected a state dict whose tensors show the units of every layer, but got "
-        f"{got} in {plain_name(name.removesuffix('.'))!r}; pass the model."
-    )
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
@@ -75,8 +66,8 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
         ) from error
     if _is_state_dict(loaded):
         return loaded
-    inside = loaded.items() if isinstance(loaded, Mapping) else ()
-    states = {key: value for key, value in inside if _is_state_dict(value)}
+    inside = loaded if isinstance(loaded, Mapping) else {}
+    states = {key: value for key, value in inside.items() if _is_state_dict(value)}
     known = [key for key in ("model", "state_dict", "model_state_dict") if key in states]
     if not known and len(states) != 1:
         got = f"dictionaries {sorted(map(str, states))}" if states else type(loaded).__name__
@@ -86,6 +77,5 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
 
 def _is_state_dict(value: object) -> bool:
     """Whether `value` holds weights; a loss or a step in a checkpoint may be a tensor too."""
-    return isinstance(value, Mapping) and any(
-        isinstance(tensor, Tensor) and tensor.dim() >= 2 for tensor in value.values()
-    )
+    tensors = value.values() if isinstance(value, Mapping) else ()
+    return any(isinstance(tensor, Tensor) and tensor.dim() >= 2 for tensor in tensors)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from powergrad.head import unwrap
 from powergrad.monitor.checkpoint import load_checkpoint, state_weights
 from powergrad.monitor.counts import HOW, Census, Event, LayerCount, State, Unit
-from powergrad.monitor.layers import Column, arrange, model_weights
+from powergrad.monitor.layers import Column, arrange, measure, model_weights
 from powergrad.monitor.recording import Recording
 
 # A norm or gain has vanished at or below this fraction of its initial value. Weight decay alone
@@ -70,29 +70,41 @@ def census(
         [('0', 2, ('weight',))]
     """
     with torch.device("cpu"), torch.no_grad():
-        name = type(unwrap(source)).__name__  # type: ignore[arg-type]
-        if isinstance(source, (str, os.PathLike)):
-            if Path(source).is_dir():
-                return _of_recording(Recording(source), initial)
-            name = str(source)
-        columns, values = _read(source, "source")
-        starts = [torch.full_like(norms, torch.nan) for norms in values]
-        if initial is not None:
-            known = {
-                column.layer: norms
-                for column, norms in zip(*_read(initial, "initial"), strict=True)
-            }
-            starts = [known.get(column.layer, torch.empty(0)) for column in columns]
-            for column, start in zip(columns, starts, strict=True):
-                if len(start) != column.units:
-                    wanted = f"{column.units} units in {column.layer!r}"
-                    raise ValueError(f"Expected `initial` to have {wanted}, but got {len(start)}.")
-        lives = _Lives(columns, torch.cat(starts), 0)
-        lives.add_record(0, torch.cat(values))
-        return lives.count(name)
+        is_path = isinstance(source, (str, os.PathLike))
+        if is_recording := is_path and Path(source).is_dir():
+            if initial is not None:
+                raise ValueError(
+                    "Expected no `initial` for a recording, but got one; the first record is its "
+                    "initial state."
+                )
+            recording = Recording(source)
+            name, columns = str(recording.directory), recording.columns
+            records = [(step, norms.double()) for step, norms in recording]
+            if not records:
+                raise ValueError(f"Expected {name!r} to hold a record, but got none.")
+            starts = records[0][1]
+        else:
+            name = str(source) if is_path else type(unwrap(source)).__name__  # type: ignore
+            columns, norms = _read(source, "source")
+            records, starts = [(0, norms)], torch.full_like(norms, torch.nan)
+            if initial is not None:
+                others, known = _read(initial, "initial")
+                places = {column.layer: column.place for column in others}
+                for column in columns:
+                    start = known[places.get(column.layer, slice(0))]
+                    if len(start) != column.units:
+                        raise ValueError(
+                            f"Expected `initial` to have {column.units} units in "
+                            f"{column.layer!r}, but got {len(start)}."
+                        )
+                    starts[column.place] = start
+        lives = _Lives(columns, starts, records[0][0])
+        for step, norms in records:
+            lives.add_record(step, norms)
+        return lives.count(name, (records[0][0], records[-1][0]) if is_recording else None)
 
 
-def _read(source: Any, argument: str) -> tuple[tuple[Column, ...], list[Tensor]]:
+def _read(source: Any, argument: str) -> tuple[tuple[Column, ...], Tensor]:
     """The norms in a model, a state dict or a checkpoint; the gains come last."""
     if isinstance(source, (str, os.PathLike)):
         if not Path(source).is_file():
@@ -104,30 +116,13 @@ def _read(source: Any, argument: str) -> tuple[tuple[Column, ...], list[Tensor]]
             f"{type(source).__name__}."
         )
     weights = model_weights(source) if isinstance(source, nn.Module) else state_weights(source)
-    weights.sort(key=lambda weight: weight.column.quantity, reverse=True)
-    if not weights or weights[0].column.quantity == "gain":
+    weights.sort(key=lambda weight: weight[0].quantity, reverse=True)
+    if not weights or weights[0][0].quantity == "gain":
         raise ValueError(
             "Expected a model or a state dict with a convolution or a linear layer, but got none."
         )
-    norms = [weight.norms().to("cpu", torch.float64) for weight in weights]
-    return arrange([weight.column for weight in weights]), norms
-
-
-def _of_recording(recording: Recording, initial: object) -> Census:
-    if initial is not None:
-        raise ValueError(
-            "Expected no `initial` for a recording, but got one; the first record is its initial "
-            "state."
-        )
-    lives, steps = None, []
-    for step, record in recording:
-        record = record.double()
-        lives = lives or _Lives(recording.columns, record, step)
-        lives.add_record(step, record)
-        steps = [*steps[:1], step]
-    if lives is None:
-        raise ValueError(f"Expected {str(recording.directory)!r} to hold a record, but got none.")
-    return lives.count(str(recording.directory), (steps[0], steps[-1]))
+    norms = [measure(*weight).to("cpu", torch.float64) for weight in weights]
+    return arrange([column for column, _ in weights]), torch.cat(norms)
 
 
 class _Lives:
@@ -196,7 +191,7 @@ class _Lives:
         self.dead = (self.dead | died) & ~back
         self.lived = self.lived | back
 
-    def count(self, source: str, steps: tuple[int, int] | None = None) -> Census:
+    def count(self, source: str, steps: tuple[int, int] | None) -> Census:
         """Count the units that are dead in the last record; `steps` are of a recording."""
         gradients = {c.layer: c.place for c in self.columns if c.quantity == "gradient"}
         layers: list[LayerCount] = []
@@ -224,10 +219,11 @@ class _Lives:
                 life = (int(since[unit]), int(self.revivals[place])) if steps else ()
                 units.append(Unit(number, layer, unit, ways, state, value, *life))
                 states[state] += 1
-            counts = states["dead"], states["recoverable"], states["unborn"]
+            counts = (states[state] for state in ("dead", "recoverable", "unborn"))
             totals = {way: int(is_dead.sum()) for way, is_dead in how.items()}
-            changes = [int((x[own] > 0).sum()) for x in (self.deaths, self.revivals) if steps]
-            count = LayerCount(number, layer, column.kind, column.units, *counts, totals, *changes)
-            layers.append(count)
+            changes = (int((x[own] > 0).sum()) for x in (self.deaths, self.revivals) if steps)
+            layers.append(
+                LayerCount(number, layer, column.kind, column.units, *counts, totals, *changes)
+            )
         events = sorted(self.events, key=lambda event: event.step) if steps else ()
         return Census(source, tuple(layers), tuple(units), tuple(events), steps)

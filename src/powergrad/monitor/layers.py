@@ -9,8 +9,7 @@ convolution; the 11th has 256 filters), and the classifier as layer 21.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from powergrad.head import evaluating, unwrap
-from powergrad.units import unit_norms, by_unit
+from powergrad.units import by_unit, unit_norms
 
 LAYERS = (_ConvNd, nn.Linear)
 NORMALISATIONS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -46,58 +45,47 @@ class Column:
         return slice(self.start, self.start + self.units)
 
 
+Source = nn.Module | Tensor  # a module, or its weight as it is stored
+Weight = tuple[Column, Source]
+
+
 def arrange(columns: Sequence[Column]) -> tuple[Column, ...]:
     """Place the columns one after the other."""
     starts = itertools.accumulate((column.units for column in columns), initial=0)
     return tuple(map(lambda column, start: replace(column, start=start), columns, starts))
 
 
-@dataclass(frozen=True)
-class Weight:
-    """The weight of a layer or the gains of a normalisation: of a module, or as they are stored."""
-
-    column: Column
-    source: nn.Module | Tensor
-
-    @property
-    def tensor(self) -> Tensor:
-        """Its current value."""
-        return self.source if isinstance(self.source, Tensor) else weight_of(self.source)
-
-    @property
-    def gradient(self) -> Tensor | None:
-        """None for a weight that is computed from other parameters."""
-        own = self.source._parameters if isinstance(self.source, nn.Module) else {}
-        return getattr(own.get("weight"), "grad", None)
-
-    def norms(self) -> Tensor:
-        """The norms of the filters, or the absolute gains."""
-        return self.tensor.abs() if self.column.quantity == "gain" else self._norms_of(self.tensor)
-
-    def gradient_norms(self) -> Tensor:
-        """The norms of the filters' gradients; NaN without a gradient."""
-        if self.gradient is None:
-            return torch.full((self.column.units,), torch.nan, device=self.tensor.device)
-        return self._norms_of(self.gradient)
-
-    def _norms_of(self, tensor: Tensor) -> Tensor:
-        return unit_norms([by_unit(tensor, self.source)])[0].flatten()
+def measure(column: Column, source: Source) -> Tensor:
+    """The norms of the filters or their gradients (NaN if there is none), or the absolute gains."""
+    tensor = gradient_of(source) if column.quantity == "gradient" else weight_of(source)
+    if tensor is None:
+        return torch.full((column.units,), torch.nan, device="cpu")
+    if column.quantity == "gain":
+        return tensor.abs()
+    return unit_norms([by_unit(tensor, source)])[0].flatten()
 
 
-def weight_of(module: nn.Module) -> Tensor:
+def gradient_of(source: Source) -> Tensor | None:
+    """The gradient of a weight; None if that is computed from other parameters."""
+    return getattr(vars(source)["_parameters"].get("weight"), "grad", None)
+
+
+def weight_of(source: Source) -> Tensor:
     """The current, unsharded weight of a layer."""
-    if "weight" in module._parameters:
-        weight = module._parameters["weight"]
+    if isinstance(source, Tensor):
+        return source
+    if "weight" in source._parameters:
+        weight = source._parameters["weight"]
     else:  # it is computed from others: by a parametrization, or by hooks before the next call
-        with evaluating(module), torch.no_grad():  # no power iteration
-            for hook in module._forward_pre_hooks.values():
+        with evaluating(source), torch.no_grad():  # no power iteration
+            for hook in source._forward_pre_hooks.values():
                 if type(hook).__module__.startswith("torch.nn.utils."):
-                    hook(module, ())
-            weight = module.weight
+                    hook(source, ())
+            weight = source.weight
     if not isinstance(weight, Tensor) or isinstance(weight, nn.UninitializedParameter):
         raise ValueError(
             "Expected every layer of `model` to have an initialised weight, but got a "
-            f"{type(module).__name__} without one; run one batch through the model first."
+            f"{type(source).__name__} without one; run one batch through the model first."
         )
     if hasattr(weight, "placements"):
         raise ValueError(
@@ -113,38 +101,32 @@ def plain_name(name: str) -> str:
 
 
 def model_weights(model: nn.Module) -> list[Weight]:
-    """The weight of every layer and normalisation of `model`, in registration order."""
+    """Every layer and normalisation of `model`, in registration order."""
     found = []
     for name, module in unwrap(model).named_modules():
         gain = getattr(module, "weight", None) if isinstance(module, NORMALISATIONS) else None
         if isinstance(module, LAYERS) or (isinstance(gain, Tensor) and gain.dim() == 1):
-            found.append((name, type(module).__name__, weight_of(module), module))
+            found.append((name, type(module).__name__, module))
     return number_layers(found)
 
 
-def number_layers(
-    found: Sequence[tuple[str, str, Tensor, nn.Module | Tensor]], ordered: bool = True
-) -> list[Weight]:
-    """Describe weights and gains, given by name, kind, value and source; vectors are gains.
+def number_layers(found: Iterable[tuple[str, str, Source]], ordered: bool = True) -> list[Weight]:
+    """Describe weights and gains, given by name, kind and source; vectors are gains.
 
     If they are not `ordered` as registered, layers have no number, and any normalisation of the
     same size counts as the one after a layer.
     """
-    gains = [len(tensor) if tensor.dim() == 1 else None for _, _, tensor, _ in found]
-    numbers, weights = itertools.count(1), []
-    for place, (name, kind, tensor, source) in enumerate(found):
-        view, spanned = by_unit(tensor, source)
-        units = (
-            math.prod(size for dim, size in enumerate(view.shape) if spanned and dim not in spanned)
-            if spanned
-            else len(tensor)
-        )
-        number, normalised, quantity = None, False, "gain"
-        if gains[place] is None:
-            followers = gains[place + 1 : place + 2] if ordered else gains
-            normalised, quantity = units in followers, "weight"
+    weights = []
+    for name, kind, source in found:
+        tensor = weight_of(source)
+        units = getattr(source, "out_channels", len(tensor))
+        quantity, size = "gain" if tensor.dim() == 1 else "weight", tensor.numel() // max(units, 1)
+        weights.append((Column(quantity, plain_name(name), None, kind, units, size), source))
+    gains = [column.units if column.quantity == "gain" else None for column, _ in weights]
+    numbers = itertools.count(1)
+    for place, (column, source) in enumerate(weights):
+        if column.quantity == "weight":
             number = next(numbers) if ordered else None
-        size = tensor.numel() // max(units, 1)
-        column = Column(quantity, plain_name(name), number, kind, units, size, normalised)
-        weights.append(Weight(column, source))
+            normalised = column.units in (gains[place + 1 : place + 2] if ordered else gains)
+            weights[place] = replace(column, number=number, normalised=normalised), source
     return weights

@@ -25,7 +25,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.hooks import RemovableHandle
 
 from powergrad.head import find_head, unwrap
-from powergrad.monitor.layers import LAYERS, Column, arrange, model_weights
+from powergrad.monitor.layers import LAYERS, Column, arrange, gradient_of, measure, model_weights
 
 FORMAT = 2
 _INDEX, _RECORDS = "index.json", "records.npy"
@@ -95,36 +95,32 @@ class FilterMonitor:
         self._writes = not parallel or distributed.get_rank() == 0
         if not self._writes:
             return
-        self.directory = Path(directory)
         weights = model_weights(model)
-        layers = [weight for weight in weights if weight.column.quantity == "weight"]
+        layers = [weight for weight in weights if weight[0].quantity == "weight"]
         if not layers:
             raise ValueError(
                 "Expected `model` to have a convolution or a linear layer, but got a "
                 f"{type(model).__name__} with none."
             )
-        self._learning = layers if gradients else []
-        measured = [(layer.column, layer.norms) for layer in layers]
-        for layer in self._learning:
-            measured.append((replace(layer.column, quantity="gradient"), layer.gradient_norms))
-        name = None if features is True else features
-        head = None if name is False else _find_classifier(model, name)
-        if head is not None:
-            (column,) = [layer.column for layer in layers if layer.source is head]
+        self._learning = [module for _, module in layers if gradients]
+        measured = [*layers]
+        measured += [(replace(c, quantity="gradient"), m) for c, m in layers if gradients]
+        if features is not False:
+            head = _find_classifier(model, None if features is True else features)
             entering = head.in_features if isinstance(head, nn.Linear) else head.in_channels
+            (column,) = [column for column, module in layers if module is head]
             column = replace(column, quantity="feature", kind="features", units=entering)
-            measured.append((column, self._mean_features))
+            measured.append((column, head))
             self._sums = torch.zeros(entering + 1, device="cpu")
-        if gains:
-            measured += [(w.column, w.norms) for w in weights if w.column.quantity == "gain"]
+        measured += [weight for weight in weights if gains and weight[0].quantity == "gain"]
+        self._measured = measured
         columns = arrange([column for column, _ in measured])
-        self._measures = [measure for _, measure in measured]
         # The bytes of one record, and a view of its floats.
         self._record = bytearray(_STEP_SIZE + 4 * columns[-1].place.stop)
         self._values = torch.frombuffer(self._record, dtype=torch.float32, offset=_STEP_SIZE)
-        self._records = _open(self.directory, columns, resume)
-        self._file = FileIO(self.directory / _RECORDS, "r+")
-        if head is not None:
+        self._records = _open(Path(directory), columns, resume)
+        self._file = FileIO(Path(directory, _RECORDS), "r+")
+        if features is not False:
 
             def look(module: nn.Module, args: Any, kwargs: Any) -> None:
                 if module is head and module.training:  # not a copy of it
@@ -149,14 +145,19 @@ class FilterMonitor:
         step = _integer(step, "step", least=self._step + 1)
         if not self._records or step % self.every == 0:
             # At the first record, no gradient has been computed yet.
-            missing = [layer.gradient is None for layer in self._learning if self._records]
+            missing = [gradient_of(module) is None for module in self._learning if self._records]
             if missing and all(missing):
                 raise RuntimeError(
                     f"Expected gradients at step {step}, but got none on any layer; call step() "
                     "after backward() and before zero_grad()."
                 )
             with torch.no_grad():
-                values = [measure() for measure in self._measures]
+                values = [
+                    self._mean_features()
+                    if column.quantity == "feature"
+                    else measure(column, module)
+                    for column, module in self._measured
+                ]
             device = values[0].device
             self._record[:_STEP_SIZE] = step.to_bytes(_STEP_SIZE, sys.byteorder)
             self._values.copy_(torch.cat([x.to(device, torch.float32) for x in values]))
