@@ -70,21 +70,20 @@ def census(
         [('0', 2, ('weight',))]
     """
     with torch.device("cpu"), torch.no_grad():
-        is_path = isinstance(source, (str, os.PathLike))
-        if is_recording := is_path and Path(source).is_dir():
+        path = Path(source) if isinstance(source, (str, os.PathLike)) else None
+        recording = Recording(path) if path is not None and path.is_dir() else None
+        if recording is not None:
             if initial is not None:
                 raise ValueError(
                     "Expected no `initial` for a recording, but got one; the first record is its "
                     "initial state."
                 )
-            recording = Recording(source)
             name, columns = str(recording.directory), recording.columns
-            records = [(step, norms.double()) for step, norms in recording]
-            if not records:
+            if not (records := list(recording)):
                 raise ValueError(f"Expected {name!r} to hold a record, but got none.")
-            starts = records[0][1]
+            starts = records[0][1].double()
         else:
-            name = str(source) if is_path else type(unwrap(source)).__name__  # type: ignore
+            name = str(path or type(unwrap(source)).__name__)  # type: ignore[arg-type]
             columns, norms = _read(source, "source")
             records, starts = [(0, norms)], torch.full_like(norms, torch.nan)
             if initial is not None:
@@ -100,8 +99,8 @@ def census(
                     starts[column.place] = start
         lives = _Lives(columns, starts, records[0][0])
         for step, norms in records:
-            lives.add_record(step, norms)
-        return lives.count(name, (records[0][0], records[-1][0]) if is_recording else None)
+            lives.add_record(step, norms.double())
+        return lives.count(name, (records[0][0], records[-1][0]) if recording is not None else None)
 
 
 def _read(source: Any, argument: str) -> tuple[tuple[Column, ...], Tensor]:
@@ -219,11 +218,10 @@ class _Lives:
                 life = (int(since[unit]), int(self.revivals[place])) if steps else ()
                 units.append(Unit(number, layer, unit, ways, state, value, *life))
                 states[state] += 1
-            counts = (states[state] for state in ("dead", "recoverable", "unborn"))
+            counts = states["dead"], states["recoverable"], states["unborn"]
             totals = {way: int(is_dead.sum()) for way, is_dead in how.items()}
-            changes = (int((x[own] > 0).sum()) for x in (self.deaths, self.revivals) if steps)
-            layers.append(
-                LayerCount(number, layer, column.kind, column.units, *counts, totals, *changes)
-            )
+            changes = [int((x[own] > 0).sum()) for x in (self.deaths, self.revivals) if steps]
+            count = LayerCount(number, layer, column.kind, column.units, *counts, totals, *changes)
+            layers.append(count)
         events = sorted(self.events, key=lambda event: event.step) if steps else ()
         return Census(source, tuple(layers), tuple(units), tuple(events), steps)
