@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from powergrad.head import unwrap
-from powergrad.monitor.checkpoint import load_checkpoint, state_weights
 from powergrad.monitor.counts import HOW, Census, Event, LayerCount, State, Unit
-from powergrad.monitor.layers import Column, arrange, measure, model_weights
+from powergrad.monitor.layers import Column, Weight, arrange, measure, weights_of
 from powergrad.monitor.recording import Recording
 
 # A norm or gain has vanished at or below this fraction of its initial value. Weight decay alone
@@ -84,17 +83,18 @@ def census(
             starts = records[0][1].double()
         else:
             name = str(path or type(unwrap(source)).__name__)  # type: ignore[arg-type]
-            columns, norms = _read(source, "source")
+            weights = weights_of(source, "source")
+            columns = arrange([column for column, _ in weights])
+            norms = torch.cat([_norms(weight) for weight in weights])
             records, starts = [(0, norms)], torch.full_like(norms, torch.nan)
             if initial is not None:
-                others, known = _read(initial, "initial")
-                places = {column.layer: column.place for column in others}
+                known = {weight[0].layer: weight for weight in weights_of(initial, "initial")}
                 for column in columns:
-                    start = known[places.get(column.layer, slice(0))]
+                    start = _norms(known[column.layer]) if column.layer in known else norms[:0]
                     if len(start) != column.units:
+                        wanted = f"{column.units} units in {column.layer!r}"
                         raise ValueError(
-                            f"Expected `initial` to have {column.units} units in "
-                            f"{column.layer!r}, but got {len(start)}."
+                            f"Expected `initial` to have {wanted}, but got {len(start)}."
                         )
                     starts[column.place] = start
         lives = _Lives(columns, starts, records[0][0])
@@ -103,25 +103,8 @@ def census(
         return lives.count(name, (records[0][0], records[-1][0]) if recording is not None else None)
 
 
-def _read(source: Any, argument: str) -> tuple[tuple[Column, ...], Tensor]:
-    """The norms in a model, a state dict or a checkpoint; the gains come last."""
-    if isinstance(source, (str, os.PathLike)):
-        if not Path(source).is_file():
-            raise ValueError(f"Expected {os.fspath(source)!r} to exist, but got no such file.")
-        source = load_checkpoint(source)
-    if not isinstance(source, (nn.Module, Mapping)):
-        raise TypeError(
-            f"Expected `{argument}` to be a model, a state dict or a path, but got "
-            f"{type(source).__name__}."
-        )
-    weights = model_weights(source) if isinstance(source, nn.Module) else state_weights(source)
-    weights.sort(key=lambda weight: weight[0].quantity, reverse=True)
-    if not weights or weights[0][0].quantity == "gain":
-        raise ValueError(
-            "Expected a model or a state dict with a convolution or a linear layer, but got none."
-        )
-    norms = [measure(*weight).to("cpu", torch.float64) for weight in weights]
-    return arrange([column for column, _ in weights]), torch.cat(norms)
+def _norms(weight: Weight) -> Tensor:
+    return measure(*weight).to("cpu", torch.float64)
 
 
 class _Lives:

@@ -1,4 +1,4 @@
-"""The layers of a network, their numbers, and the norms of their filters.
+"""The layers of a model or a checkpoint, their numbers, and the norms of their filters.
 
 A layer is a convolution or a linear layer, and a unit is one of its output channels. Layers are
 numbered from 1 in the order in which the model registers them. For ResNet-18 this is the numbering
@@ -9,8 +9,10 @@ convolution; the 11th has 256 filters), and the classifier as layer 21.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +102,21 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod") or "(model)"
 
 
+def weights_of(source: Any, argument: str) -> list[Weight]:
+    """The weights in a model, a state dict or a checkpoint; the gains come last."""
+    if isinstance(source, (str, os.PathLike)):
+        if not os.path.isfile(source):
+            raise ValueError(f"Expected {os.fspath(source)!r} to exist, but got no such file.")
+        source = load_checkpoint(source)
+    if not isinstance(source, (nn.Module, Mapping)):
+        raise TypeError(
+            f"Expected `{argument}` to be a model, a state dict or a path, but got "
+            f"{type(source).__name__}."
+        )
+    weights = model_weights(source) if isinstance(source, nn.Module) else state_weights(source)
+    return sorted(weights, key=lambda weight: weight[0].quantity, reverse=True)
+
+
 def model_weights(model: nn.Module) -> list[Weight]:
     """Every layer and normalisation of `model`, in registration order."""
     found = []
@@ -107,11 +124,47 @@ def model_weights(model: nn.Module) -> list[Weight]:
         gain = getattr(module, "weight", None) if isinstance(module, NORMALISATIONS) else None
         if isinstance(module, LAYERS) or (isinstance(gain, Tensor) and gain.dim() == 1):
             found.append((name, type(module).__name__, module))
-    return number_layers(found)
+    return number_layers(found, model)
 
 
-def number_layers(found: Iterable[tuple[str, str, Source]], ordered: bool = True) -> list[Weight]:
-    """Describe weights and gains, given by name, kind and source; vectors are gains.
+def state_weights(state: Mapping[str, Any]) -> list[Weight]:
+    """The weights in a state dict.
+
+    A weight of two or more dimensions is a layer. A vector is a gain if there is a bias or running
+    statistics of the same size (alone it could be the slopes of a PReLU). Names in alphabetical
+    order, as in safetensors, are not in the order of registration.
+    """
+    tensors = {
+        plain_name(key.removeprefix("module.")): value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    found = []
+    for key, tensor in tensors.items():
+        name, _, leaf = key.rpartition(".")
+        beside = key.removesuffix("weight")
+        bias, mean = (tensors.get(beside + part) for part in ("bias", "running_mean"))
+        is_gain = any(t is not None and t.shape == tensor.shape for t in (bias, mean))
+        computed = leaf in ("weight_g", "weight_orig") or name.endswith("parametrizations.weight")
+        is_weight = leaf == "weight" and tensor.numel() > 0 and tensor.dim() > 0
+        is_weight = is_weight and is_gain == (tensor.dim() == 1)
+        # The biases of a transposed convolution may be another number than its first dimension.
+        unclear = is_weight and bias is not None and bias.numel() != len(tensor)
+        if computed or unclear:
+            raise ValueError(
+                "Expected a state dict whose tensors show the units of every layer, but got "
+                f"{key!r} of shape {tuple(tensor.shape)}; pass the model."
+            )
+        if is_weight:
+            kind = "linear" if tensor.dim() == 2 else f"conv{tensor.dim() - 2}d"
+            found.append((name, "norm" if is_gain else kind, tensor))
+    return number_layers(found, state, ordered=list(tensors) != sorted(tensors))
+
+
+def number_layers(
+    found: Iterable[tuple[str, str, Source]], of: object, *, ordered: bool = True
+) -> list[Weight]:
+    """Describe the weights and gains `of` a model, by name, kind and source; vectors are gains.
 
     If they are not `ordered` as registered, layers have no number, and any normalisation of the
     same size counts as the one after a layer.
@@ -129,4 +182,47 @@ def number_layers(found: Iterable[tuple[str, str, Source]], ordered: bool = True
             number = next(numbers) if ordered else None
             normalised = column.units in (gains[place + 1 : place + 2] if ordered else gains)
             weights[place] = replace(column, number=number, normalised=normalised), source
+    if all(column.quantity == "gain" for column, _ in weights):
+        raise ValueError(
+            "Expected a model or a state dict with a convolution or a linear layer, but got a "
+            f"{type(of).__name__} with none."
+        )
     return weights
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
+    """Load the state dict from a safetensors or ``torch.save`` file, without executing pickle code.
+
+    A ``torch.save`` file may hold the state dict itself, or a dictionary that has it under
+    ``model``, ``state_dict`` or ``model_state_dict``, or as its only dictionary of tensors.
+    """
+    path = os.fspath(path)
+    try:
+        if path.endswith(".safetensors"):
+            from safetensors.torch import load_file
+
+            return dict(sorted(load_file(path).items()))  # not in the order of registration
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # each format has errors of its own
+        raise ValueError(
+            f"Expected {path!r} to be a checkpoint, in safetensors or as torch.load("
+            f"weights_only=True) can read it, but got {type(error).__name__}: {error}"
+        ) from error
+    if _is_state_dict(loaded):
+        return loaded
+    inside = loaded if isinstance(loaded, Mapping) else {}
+    states = {key: value for key, value in inside.items() if _is_state_dict(value)}
+    known = [key for key in ("model", "state_dict", "model_state_dict") if key in states]
+    if not known and len(states) != 1:
+        got = f"dictionaries {sorted(map(str, states))}" if states else type(loaded).__name__
+        raise ValueError(f"Expected {path!r} to hold one state dict, but got {got}.")
+    return states[[*known, *states][0]]
+
+
+def _is_state_dict(value: object) -> bool:
+    """Whether `value` holds weights; a loss or a step in a checkpoint may be a tensor too."""
+    tensors = value.values() if isinstance(value, Mapping) else ()
+    return any(isinstance(tensor, Tensor) and tensor.dim() >= 2 for tensor in tensors)

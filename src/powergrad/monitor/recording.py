@@ -94,11 +94,6 @@ class FilterMonitor(AbstractContextManager["FilterMonitor"]):
             return
         weights = model_weights(model)
         layers = [weight for weight in weights if weight[0].quantity == "weight"]
-        if not layers:
-            raise ValueError(
-                "Expected `model` to have a convolution or a linear layer, but got a "
-                f"{type(model).__name__} with none."
-            )
         self._learning = [(replace(c, quantity="gradient"), m) for c, m in layers if gradients]
         self._measured = [*layers, *self._learning]
         head = None
