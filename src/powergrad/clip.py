@@ -71,12 +71,9 @@ class LayerClip(NamedTuple):
 
 
 class ClipReport(Mapping[str, LayerClip]):
-    """The result of one clipping: a mapping from parameter names to :class:`LayerClip`.
+    """The result of clipping at `threshold`: a mapping from parameter names to :class:`LayerClip`.
 
     Numbers stay on the device of the gradients until they are read, to avoid a synchronisation.
-
-    Attributes:
-        threshold: The threshold that was used.
     """
 
     def __init__(
@@ -121,15 +118,15 @@ class ClipReport(Mapping[str, LayerClip]):
         """The number of clipped units in all layers."""
         return int(self._count()[1])
 
-    @property
-    def largest(self) -> float:
-        """The largest value compared with the threshold in any layer; 0 if there are no layers."""
-        return max((layer.largest for layer in self.values()), default=0.0)
-
     def _count(self) -> tuple[int, Tensor | int]:
         """`units` and `clipped`; the latter stays on the device of the gradients."""
         over = [(ratios > self.threshold).sum().to(self._finite.device) for ratios in self._ratios]
         return self.units, sum(over) * self._finite
+
+    @property
+    def largest(self) -> float:
+        """The largest value compared with the threshold in any layer; 0 if there are no layers."""
+        return max((layer.largest for layer in self.values()), default=0.0)
 
     def __repr__(self) -> str:
         return (
@@ -141,8 +138,7 @@ class ClipReport(Mapping[str, LayerClip]):
 class ClipHandle(AbstractContextManager["ClipHandle"]):
     """The handle that :func:`clip_grads_before_step` returns; as a context manager it detaches.
 
-    Attributes:
-        last_report: The report of each method at the last step, by the name of the method.
+    `last_report` holds the report of each method at the last step, by the name of the method.
     """
 
     def __init__(self) -> None:
@@ -207,13 +203,11 @@ class Clipping:
                 batches["spared" if spared else "total" if method == "norm" else same].append(g)
             norms = unit_norms((g.tensor, None) for g in batches.pop("spared", []))
             parts = [self._measure(method, batch, scale) for batch in batches.values()]
-            if finite is None:
-                norms += [part.sizes for part in parts]
+            norms += [part.sizes for part in parts]
+            if finite is None and all(norm.is_cpu and norm.isfinite().all() for norm in norms):
                 finite = torch.tensor(True, device="cpu")
-                # Finite norms show it; others may have overflowed, or reading them would be a
-                # synchronisation.
-                if not all(norm.is_cpu and norm.isfinite().all() for norm in norms):
-                    finite = get_total_norm([g.tensor for g in gradients], math.inf).isfinite()
+            elif finite is None:  # a norm has overflowed, or reading it would be a synchronisation
+                finite = get_total_norm([g.tensor for g in gradients], math.inf).isfinite()
             if math.isfinite(threshold) and not (finite.is_cpu and not finite):
                 for part in parts:
                     _clip(part, method, threshold, finite)

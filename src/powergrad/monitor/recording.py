@@ -263,16 +263,13 @@ class Recording:
     """Reads the recording of a :class:`FilterMonitor`, also while it is being written.
 
     Every call reads the current state of the file. Iterating yields one ``(step, values)`` per
-    record.
+    record. `columns` are the layers and their quantities, with their positions in a record.
 
     Args:
         directory: The folder of the monitor, or the folder of a run with a subfolder ``norms``.
 
     Raises:
         ValueError: If there is no recording, or it has another format.
-
-    Attributes:
-        columns: The layers and their quantities, with their positions in a record.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
