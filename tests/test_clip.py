@@ -221,6 +221,14 @@ def test_unit_is_what_one_output_depends_on(name: str) -> None:
     assert 0 < report["weight"].clipped < len(masks)
 
 
+class AdaptiveNorm(nn.LayerNorm):
+    """Has a layer inside, whose units are its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.shift = nn.Linear(3, 4)
+
+
 def weight_normed() -> nn.Module:
     return nn.utils.parametrizations.weight_norm(nn.ConvTranspose2d(4, 6, 3, groups=2))
 
@@ -235,6 +243,7 @@ def weight_normed() -> nn.Module:
         (lambda: nn.BatchNorm1d(5), {"weight": 1, "bias": 1}),
         (lambda: nn.LayerNorm([2, 3]), {"weight": 1, "bias": 1}),
         (lambda: nn.RMSNorm([2, 3]), {"weight": 1}),
+        (AdaptiveNorm, {"weight": 1, "shift.weight": 4}),
         (lambda: nn.ParameterDict({"t": torch.tensor(2.0)}), {"t": 1}),
         (weight_normed, {"parametrizations.weight.original1": 6}),
         (lambda: nn.Sequential(weight_normed()), {"0.parametrizations.weight.original1": 6}),

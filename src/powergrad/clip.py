@@ -278,8 +278,10 @@ def parameters_of(source: nn.Module | Optimizer | Tensor | Iterable[Tensor]) -> 
     owners: dict[Tensor, nn.Module] = {}
     if isinstance(source, nn.Module):
         for module in source.modules():
-            if isinstance(module, (*TRANSPOSED, *WHOLE)):  # or parametrized, with modules inside
-                owners |= dict.fromkeys(module.parameters(), module)
+            if isinstance(module, (*TRANSPOSED, *WHOLE)):
+                inside = getattr(module, "parametrizations", nn.Module())
+                own = [*module.parameters(recurse=False), *inside.parameters()]
+                owners |= dict.fromkeys(own, module)
         named = source.named_parameters()
     elif isinstance(source, Optimizer):
         named = (
