@@ -194,7 +194,7 @@ def simplenn() -> Any:
 def resnet18() -> Any:
     """The layers with the numbers of the package, read from the network itself."""
     weights = model_weights(create_model("resnet18", num_classes=1000, norm="none"))
-    columns = [weight.column for weight in weights]
+    columns = [column for column, _ in weights]
     numbers = {column.layer: (column.number, column.units) for column in columns}
     figure, axes = plt.subplots(figsize=(11, 2.9), layout="constrained")
     axes.set(xlim=(-1.5, 21.4), ylim=(-0.9, 2.1))

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 from powergrad.monitor import Census, FilterMonitor, Unit, census
-from powergrad.monitor.layers import model_weights
+from powergrad.monitor.layers import model_weights, weight_of
 
 Units = set[tuple[str, int]]  # names of layers, and places in them
 
@@ -385,7 +385,7 @@ def test_weights_that_are_computed_from_others(name: str) -> None:
             if tensor.dim() > 1 and not key.endswith("mask"):
                 tensor.mul_(1 + torch.rand(tensor.shape))
     state = copy.deepcopy(model.state_dict())
-    live = {weight.column.layer: weight.tensor for weight in model_weights(model)}
+    live = {column.layer: weight_of(module) for column, module in model_weights(model)}
     assert list(live) == ["0", "1", "2", "3"]
     for key, tensor in model.state_dict().items():
         assert torch.equal(tensor, state[key])  # reading takes no step of the power iteration
@@ -393,7 +393,7 @@ def test_weights_that_are_computed_from_others(name: str) -> None:
     for (key, layer), x in zip(model.eval().named_children(), inputs, strict=True):
         layer(x)
         torch.testing.assert_close(live[key], layer.weight)
-    with pytest.raises(ValueError, match="in '0'; pass the model"):
+    with pytest.raises(ValueError, match=r"'0\..*; pass the model"):
         census({"module." + key: value for key, value in state.items()})
 
 
@@ -408,7 +408,7 @@ UNCLEAR: dict[str, Callable[[], nn.Module]] = {
 def test_state_dict_that_does_not_show_the_units_raises(name: str) -> None:
     model = nn.Sequential(nn.Linear(4, 2), UNCLEAR[name]())
     assert census(model).units == ()
-    with pytest.raises(ValueError, match="in '1'; pass the model"):
+    with pytest.raises(ValueError, match=r"'1\..*; pass the model"):
         census(model.state_dict())
 
 

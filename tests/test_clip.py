@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from powergrad.clip import (
     ClipHandle,
     adaptive_clip_grad_,
-    clip_grad_norm_per_tensor_,
     clip_grads_before_step,
 )
 
@@ -222,6 +221,14 @@ def test_unit_is_what_one_output_depends_on(name: str) -> None:
     assert 0 < report["weight"].clipped < len(masks)
 
 
+class AdaptiveNorm(nn.LayerNorm):
+    """Has a layer inside, whose units are its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.shift = nn.Linear(3, 4)
+
+
 def weight_normed() -> nn.Module:
     return nn.utils.parametrizations.weight_norm(nn.ConvTranspose2d(4, 6, 3, groups=2))
 
@@ -236,6 +243,7 @@ def weight_normed() -> nn.Module:
         (lambda: nn.BatchNorm1d(5), {"weight": 1, "bias": 1}),
         (lambda: nn.LayerNorm([2, 3]), {"weight": 1, "bias": 1}),
         (lambda: nn.RMSNorm([2, 3]), {"weight": 1}),
+        (AdaptiveNorm, {"weight": 1, "shift.weight": 4}),
         (lambda: nn.ParameterDict({"t": torch.tensor(2.0)}), {"t": 1}),
         (weight_normed, {"parametrizations.weight.original1": 6}),
         (lambda: nn.Sequential(weight_normed()), {"0.parametrizations.weight.original1": 6}),
@@ -338,7 +346,6 @@ BAD: list[Any] = [0, -1, math.nan, -math.inf]
     [
         *((ValueError, f"`{m}`", lambda m=m: attach_any(**{m: -1})) for m in METHODS),
         *((ValueError, "`clip`", lambda t=t: adaptive_clip_grad_([W], t)) for t in BAD),
-        (ValueError, "`max_norm`", lambda: clip_grad_norm_per_tensor_([W], 0.0)),
         (ValueError, "`eps`", lambda: adaptive_clip_grad_([W], eps=-1e-3)),
         (ValueError, "`eps`", lambda: attach_any(norm=1.0, eps=math.inf)),
         (TypeError, "`clip`", lambda: adaptive_clip_grad_([W], "0.01")),  # type: ignore
@@ -402,10 +409,16 @@ def test_gradients_are_clipped_as_by_timm(name: str, timm, device: torch.device)
     assert any(changed)
 
 
+@torch.no_grad()
+def clip_each(model: nn.Module, threshold: float) -> None:
+    for g in gradients(model):
+        g *= torch.clamp(torch.tensor(threshold) / g.norm(), max=1)
+
+
 BY_HAND: dict[str, Callable[[nn.Module], object]] = {
     "agc": lambda model: adaptive_clip_grad_(model, METHODS["agc"]),
     "norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), METHODS["norm"]),
-    "tensor_norm": lambda model: clip_grad_norm_per_tensor_(model, METHODS["tensor_norm"]),
+    "tensor_norm": lambda model: clip_each(model, METHODS["tensor_norm"]),
     "value": lambda model: nn.utils.clip_grad_value_(model.parameters(), METHODS["value"]),
 }
 

@@ -22,9 +22,9 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     of `tensor` are not affected.
 
     Args:
-        tensor: A floating-point tensor of any shape.
-        fn: Takes the gradient and returns a tensor of the same shape and dtype. If it consists of
-            differentiable operations, higher derivatives pass through it as well.
+        tensor: A floating-point tensor.
+        fn: Takes the gradient and returns a tensor of the same shape and dtype. Higher derivatives
+            pass through it if its operations are differentiable.
 
     Returns:
         A view of `tensor`. PyTorch does not allow in-place changes to it; ``clone()`` it first.
@@ -81,13 +81,12 @@ def alter_output(model: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) ->
     _check_callable(fn)
     modules = dict(model.named_modules())
     if name not in modules:
-        known = ", ".join(map(repr, modules))
-        raise ValueError(f"Expected `name` to be a module, but got {name!r}, not {known}.")
+        raise ValueError(f"Expected `name` to be one of {list(modules)}, but got {name!r}.")
 
     def alter(value: Any) -> Any:
-        # PyTorch does not allow in-place operations, such as a ReLU, on alter_gradient's view.
-        altered = isinstance(value, Tensor) and value.is_floating_point()
-        return alter_gradient(value, fn).clone() if altered else value
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return alter_gradient(value, fn).clone()  # an in-place ReLU may follow
 
     return modules[name].register_forward_hook(lambda _, __, output: tree_map(alter, output))
 
@@ -111,8 +110,7 @@ class _Alter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        altered = ctx.fn(grad)
-        if not isinstance(altered, Tensor):
+        if not isinstance(altered := ctx.fn(grad), Tensor):
             raise TypeError(f"Expected `fn` to return a tensor, but got {type(altered).__name__}.")
         if altered.shape != grad.shape or altered.dtype != grad.dtype:
             wanted, got = (f"shape {shape_of(x)} and {x.dtype}" for x in (grad, altered))

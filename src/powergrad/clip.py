@@ -16,18 +16,20 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from powergrad.checks import check_eps, check_threshold
 from powergrad.head import find_head, find_heads
-from powergrad.units import HALF, Gradient, Parameter, gradients_of, parameters_of, unit_norms
+from powergrad.units import TRANSPOSED, WHOLE, Dims, by_unit, unit_norms
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -37,7 +39,6 @@ __all__ = [
     "ClipReport",
     "LayerClip",
     "adaptive_clip_grad_",
-    "clip_grad_norm_per_tensor_",
     "clip_grads_before_step",
 ]
 
@@ -58,7 +59,7 @@ class LayerClip(NamedTuple):
     """What clipping did to one parameter.
 
     Attributes:
-        units: The number of units; for a sparse gradient, the number of units with a gradient.
+        units: The number of units; of a sparse gradient, those with a gradient.
         clipped: The number of units that were clipped.
         largest: The largest value compared with the threshold, before clipping: the ratio
             ``|g| / max(|w|, eps)`` for AGC, otherwise the norm or the absolute value.
@@ -70,12 +71,9 @@ class LayerClip(NamedTuple):
 
 
 class ClipReport(Mapping[str, LayerClip]):
-    """The result of one clipping: a mapping from parameter names to :class:`LayerClip`.
+    """The result of clipping at `threshold`: a mapping from parameter names to :class:`LayerClip`.
 
     Numbers stay on the device of the gradients until they are read, to avoid a synchronisation.
-
-    Attributes:
-        threshold: The threshold that was used.
     """
 
     def __init__(
@@ -120,15 +118,15 @@ class ClipReport(Mapping[str, LayerClip]):
         """The number of clipped units in all layers."""
         return int(self._count()[1])
 
-    @property
-    def largest(self) -> float:
-        """The largest value compared with the threshold in any layer; 0 if there are no layers."""
-        return max((layer.largest for layer in self.values()), default=0.0)
-
     def _count(self) -> tuple[int, Tensor | int]:
         """`units` and `clipped`; the latter stays on the device of the gradients."""
         over = [(ratios > self.threshold).sum().to(self._finite.device) for ratios in self._ratios]
         return self.units, sum(over) * self._finite
+
+    @property
+    def largest(self) -> float:
+        """The largest value compared with the threshold in any layer; 0 if there are no layers."""
+        return max((layer.largest for layer in self.values()), default=0.0)
 
     def __repr__(self) -> str:
         return (
@@ -137,50 +135,10 @@ class ClipReport(Mapping[str, LayerClip]):
         )
 
 
-class _Part(NamedTuple):
-    """Gradients, and of each of their units the size and what the threshold is multiplied by."""
-
-    gradients: list[Gradient]
-    shapes: list[torch.Size]  # in which the numbers of a gradient's units broadcast over it
-    sizes: Tensor
-    floors: Tensor
-
-    def clip(self, method: str, threshold: float, finite: Tensor) -> None:
-        finite, limits = finite.to(self.sizes.device), self.floors * threshold
-        over = self.sizes > limits
-        if method == "norm":
-            total = (
-                (self.sizes / self.floors).amax().where(finite, -1e-6)
-            )  # for which the factor is 1
-            clip_grads_with_norm_([g.parameter for g in self.gradients], threshold, total)
-        elif over.is_cpu and not over.any():
-            return
-        elif method == "value":
-            limit = limits.amax().where(finite, math.inf)  # they are all the same
-            for g in self.gradients:
-                g.tensor.clamp_(-limit, limit)
-        else:
-            factors = (limits / self.sizes).clamp_(max=1).where(finite, 1)
-            counts = [shape.numel() for shape in self.shapes]
-            columns = self.gradients, self.shapes, factors.split(counts), over.split(counts)
-            for g, shape, factor, clipped in zip(*columns, strict=True):
-                if not clipped.is_cpu or clipped.any():
-                    g.tensor.mul_(factor.view(shape))
-
-
-def _are_finite(gradients: list[Gradient], norms: list[Tensor]) -> Tensor:
-    """Whether all gradients are finite; finite norms show it, others may have overflowed."""
-    # On an accelerator, reading the norms would be a synchronisation.
-    if all(norm.is_cpu and norm.isfinite().all() for norm in norms):
-        return torch.tensor(True, device="cpu")
-    return get_total_norm([g.tensor for g in gradients], math.inf).isfinite()
-
-
-class ClipHandle:
+class ClipHandle(AbstractContextManager["ClipHandle"]):
     """The handle that :func:`clip_grads_before_step` returns; as a context manager it detaches.
 
-    Attributes:
-        last_report: The report of each method at the last step, by the name of the method.
+    `last_report` holds the report of each method at the last step, by the name of the method.
     """
 
     def __init__(self) -> None:
@@ -191,11 +149,29 @@ class ClipHandle:
         """Stop clipping."""
         self._detach()
 
-    def __enter__(self) -> ClipHandle:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+# By parameter its name and, in a model, the module that it is for, if that decides on its units.
+Parameters = dict[Tensor, tuple[str, nn.Module | None]]
+
+
+class _Gradient(NamedTuple):
+    name: str
+    parameter: Tensor
+    weight: Tensor  # of a sparse gradient, the rows that it has
+    tensor: Tensor
+    dims: Dims  # that a unit spans, in both
+
+
+class _Part(NamedTuple):
+    """Gradients, and of each of their units the size and what the threshold is multiplied by."""
+
+    gradients: list[_Gradient]
+    shapes: list[torch.Size]
+    sizes: Tensor
+    floors: Tensor
 
 
 @dataclass
@@ -205,7 +181,7 @@ class Clipping:
     thresholds: Mapping[str, float]
     eps: float = 0.0
     spared: Collection[Tensor] = ()  # parameters that AGC does not clip
-    in_model: Mapping[Tensor, Parameter] = field(default_factory=dict)
+    in_model: Parameters = field(default_factory=dict)
     # After `equivalent_training`, the backbone's gradients and the weights of the heads are alpha
     # times what they would be with PGT.
     alpha: float = 1.0
@@ -214,25 +190,27 @@ class Clipping:
 
     @torch.no_grad()
     def clip(
-        self, parameters: list[Parameter], scale: Tensor | None = None, finite: Tensor | None = None
+        self, parameters: Parameters, scale: Tensor | None = None, finite: Tensor | None = None
     ) -> dict[str, ClipReport]:
         """Clip unless a gradient is not finite; `scale` is a factor of all gradients."""
         reports = {}
         for method, threshold in self.thresholds.items():
-            batches: dict[object, list[Gradient]] = defaultdict(list)  # what is measured together
-            gradients = gradients_of(parameters, whole=method != "agc")
+            gradients = _gradients_of(parameters, whole=method != "agc")
+            batches: dict[object, list[_Gradient]] = defaultdict(list)  # what is measured together
             for g in gradients:
                 same = g.tensor.device, g.tensor.dtype, g.parameter in self.heads
                 spared = method == "agc" and g.parameter in self.spared
                 batches["spared" if spared else "total" if method == "norm" else same].append(g)
-            norms = [unit_norms(g.tensor, None) for g in batches.pop("spared", [])]
+            norms = unit_norms((g.tensor, None) for g in batches.pop("spared", []))
             parts = [self._measure(method, batch, scale) for batch in batches.values()]
             norms += [part.sizes for part in parts]
-            if finite is None:
-                finite = _are_finite(gradients, norms)
-            known_bad = finite.is_cpu and not finite
-            for part in parts if math.isfinite(threshold) and not known_bad else ():
-                part.clip(method, threshold, finite)
+            if finite is None and all(norm.is_cpu and norm.isfinite().all() for norm in norms):
+                finite = torch.tensor(True, device="cpu")
+            elif finite is None:  # a norm has overflowed, or reading it would be a synchronisation
+                finite = get_total_norm([g.tensor for g in gradients], math.inf).isfinite()
+            if math.isfinite(threshold) and not (finite.is_cpu and not finite):
+                for part in parts:
+                    _clip(part, method, threshold, finite)
             units = [
                 ("total" if method == "norm" else g.name, shape.numel())
                 for part in parts
@@ -242,24 +220,23 @@ class Clipping:
             reports[method] = ClipReport(threshold, units, ratios, finite)
         return reports
 
-    def _measure(self, method: str, batch: list[Gradient], scale: Tensor | None) -> _Part:
+    def _measure(self, method: str, batch: list[_Gradient], scale: Tensor | None) -> _Part:
         weights: Tensor | int = 1
         in_head = batch[0].parameter in self.heads
         if method == "agc":  # first, so that the gradients, to be read again, are in the cache
-            weights = torch.cat([unit_norms(g.weight, g.unit).flatten() for g in batch])
+            norms = unit_norms((g.weight, g.dims) for g in batch)
+            weights = torch.cat([norm.flatten() for norm in norms])
             weights = (weights / (self.alpha if in_head else 1)).clamp_(min=max(self.eps, TINY))
-        if method == "norm":
-            tensors = (g.tensor for g in batch)
-            sizes = [get_total_norm(unit_norms(t, None) if t.dtype in HALF else t for t in tensors)]
-        elif method == "value":  # not vector_norm(inf), which takes 14 times as long on CPU
+        if method == "value":  # not vector_norm(inf), which takes 14 times as long on CPU
             sizes = [torch.stack(g.tensor.aminmax()).abs().amax() for g in batch]
         else:
-            sizes = [unit_norms(g.tensor, g.unit) for g in batch]
-        shapes = [size.shape for size in sizes]
-        sizes = torch.cat([size.flatten() for size in sizes])
-        scale = sizes.new_ones(()) if scale is None else scale.to(sizes.device)
+            sizes = unit_norms((g.tensor, g.dims) for g in batch)
+        if method == "norm":
+            sizes = [vector_norm(torch.stack([size.to(sizes[0].device) for size in sizes]))]
+        flat = torch.cat([size.flatten() for size in sizes])
+        scale = flat.new_ones(()) if scale is None else scale.to(flat.device)
         scale = scale if in_head else scale * self.alpha
-        return _Part(batch, shapes, sizes, weights * scale.expand_as(sizes))
+        return _Part(batch, [size.shape for size in sizes], flat, weights * scale.expand_as(flat))
 
     def attach(self, optimizer: Optimizer) -> ClipHandle:
         self.handle.remove()
@@ -287,12 +264,88 @@ class Clipping:
         return args[:1], {**kwargs, "closure": closure_then_clip}
 
     def _clip_gradients_of(self, optimizer: Optimizer) -> None:
-        parameters = [self.in_model.get(p.tensor, p) for p in parameters_of(optimizer)]
         # A fused optimizer unscales and skips by itself, so its gradients are still scaled. For any
         # other one the scaler has already unscaled them, or there is no scaler.
         scale, found_inf = (getattr(optimizer, x, None) for x in ("grad_scale", "found_inf"))
         finite = None if found_inf is None else found_inf == 0
+        parameters = parameters_of(optimizer)
+        parameters |= {p: self.in_model[p] for p in parameters if p in self.in_model}
         self.handle.last_report.update(self.clip(parameters, scale, finite))
+
+
+def parameters_of(source: nn.Module | Optimizer | Tensor | Iterable[Tensor]) -> Parameters:
+    """The parameters of a model, of an optimizer, or of an iterable."""
+    owners: dict[Tensor, nn.Module] = {}
+    if isinstance(source, nn.Module):
+        for module in source.modules():
+            if isinstance(module, (*TRANSPOSED, *WHOLE)):
+                inside = getattr(module, "parametrizations", nn.Module())
+                own = [*module.parameters(recurse=False), *inside.parameters()]
+                owners |= dict.fromkeys(own, module)
+        named = source.named_parameters()
+    elif isinstance(source, Optimizer):
+        named = (
+            (group["param_names"][j] if "param_names" in group else f"{i}.{j}", parameter)
+            for i, group in enumerate(source.param_groups)
+            for j, parameter in enumerate(group["params"])
+        )
+    else:
+        named = enumerate([source] if isinstance(source, Tensor) else source)
+    found: Parameters = {}
+    for name, parameter in named:
+        if not isinstance(parameter, Tensor):
+            kind = type(parameter).__name__
+            raise TypeError(f"Expected parameters to be tensors, but got {kind}.")
+        found.setdefault(parameter, (str(name), owners.get(parameter)))
+    return found
+
+
+def _gradients_of(parameters: Parameters, *, whole: bool) -> list[_Gradient]:
+    """The existing gradients of `parameters`, by unit; with `whole`, each tensor is one unit."""
+    gradients = []
+    for parameter, (name, owner) in parameters.items():
+        if (grad := parameter.grad) is None:
+            continue
+        if hasattr(grad, "placements") or getattr(parameter, "_fsdp_flattened", False):
+            raise TypeError(
+                f"Expected the gradient of `{name}` to be a whole tensor, but got a DTensor or a "
+                "shard of FullyShardedDataParallel; use torch.nn.utils.clip_grad_norm_, or the "
+                "model's own."
+            )
+        weight: Tensor = parameter
+        if grad.layout is not torch.strided:
+            if grad.layout is not torch.sparse_coo or grad.sparse_dim() > 1 or not grad.dense_dim():
+                raise ValueError(
+                    f"Expected the gradient of `{name}` to be dense, or sparse by rows as for an "
+                    f"embedding, but got {grad.layout} of shape {tuple(grad.shape)}."
+                )
+            parameter.grad = grad = grad.coalesce()  # a row may occur several times
+            weight, grad = parameter[grad.indices()[0]], grad.values()
+        if grad.numel() > 0:
+            (grad, dims), (weight, _) = by_unit(grad, owner), by_unit(weight, owner)
+            gradients.append(_Gradient(name, parameter, weight, grad, None if whole else dims))
+    return gradients
+
+
+def _clip(part: _Part, method: str, threshold: float, finite: Tensor) -> None:
+    finite, limits = finite.to(part.sizes.device), part.floors * threshold
+    over = part.sizes > limits
+    if method == "norm":
+        total = (part.sizes / part.floors).amax().where(finite, -1e-6)  # its factor is 1
+        clip_grads_with_norm_([g.parameter for g in part.gradients], threshold, total)
+    elif over.is_cpu and not over.any():
+        return
+    elif method == "value":
+        limit = limits.amax().where(finite, math.inf)  # they are all the same
+        for g in part.gradients:
+            g.tensor.clamp_(-limit, limit)
+    else:
+        factors = (limits / part.sizes).where(over & finite, 1)
+        counts = [shape.numel() for shape in part.shapes]
+        columns = part.gradients, part.shapes, factors.split(counts), over.split(counts)
+        for g, shape, factor, clipped in zip(*columns, strict=True):
+            if not clipped.is_cpu or clipped.any():
+                g.tensor.mul_(factor.view(shape))
 
 
 def adaptive_clip_grad_(
@@ -305,10 +358,10 @@ def adaptive_clip_grad_(
     r"""Adaptive gradient clipping (AGC): clip each unit relative to its weight, in place.
 
     Where the norm of a unit's gradient is above ``clip * max(|w|, eps)``, it is scaled to that. A
-    unit is the part of a weight that computes one output: a row of ``Linear`` and of attention
-    projections, a filter of ``ConvNd`` and ``ConvTransposeNd``, a row of ``Embedding``. A gain, a
-    bias or a scalar is a single unit. Other parameters have one unit per entry of their first
-    dimension. If any of the gradients to be clipped is not finite, none is changed.
+    unit is the part of a weight that computes one output: a filter of a convolution, a row of
+    ``Linear``, of attention projections and of ``Embedding``. A gain, a bias or a scalar is a
+    single unit. Other parameters have one unit per entry of their first dimension. If any of the
+    gradients to be clipped is not finite, none is changed.
 
     Args:
         module_or_parameters: The model, whose modules determine the units and the head. Or
@@ -319,7 +372,7 @@ def adaptive_clip_grad_(
             in the model. None clips it too.
 
     Returns:
-        The report, by parameter; parameters without a gradient are not included.
+        The report on all parameters that have a gradient.
 
     Raises:
         ValueError: If ``clip`` or ``eps`` is out of range, there is not one layer that could be the
@@ -335,29 +388,10 @@ def adaptive_clip_grad_(
     check_threshold(clip, "clip")
     check_eps(eps)
     alone = head == "auto" and not isinstance(module_or_parameters, nn.Module)
-    spared = _head_parameters(module_or_parameters, None if alone else head)
-    parameters = [p for p in parameters_of(module_or_parameters) if p.tensor not in spared]
+    parameters = parameters_of(module_or_parameters)
+    for parameter in _head_parameters(module_or_parameters, None if alone else head):
+        parameters.pop(parameter, None)
     return Clipping({"agc": clip}, eps).clip(parameters)["agc"]
-
-
-def clip_grad_norm_per_tensor_(
-    module_or_parameters: nn.Module | Tensor | Iterable[Tensor], max_norm: float
-) -> ClipReport:
-    r"""Clip each gradient tensor by its own norm, in place: the paper's equation for clipping.
-
-    Each tensor ``g`` becomes ``max_norm * g / |g|`` where ``|g| > max_norm``, which is positive. If
-    any gradient is not finite, none is changed. Each parameter is one unit of the report. Errors
-    are as in :func:`adaptive_clip_grad_`.
-
-    Example:
-        >>> w = torch.nn.Parameter(torch.zeros(2))
-        >>> w.grad = torch.tensor([3.0, 4.0])
-        >>> clip_grad_norm_per_tensor_([w], 1.0)
-        ClipReport(1 of 1 units clipped at 1, largest 5, in 1 layers)
-    """
-    check_threshold(max_norm, "max_norm")
-    clipping = Clipping({"tensor_norm": max_norm})
-    return clipping.clip(parameters_of(module_or_parameters))["tensor_norm"]
 
 
 def _head_parameters(source: object, head: Head) -> set[Tensor]:
@@ -387,7 +421,7 @@ def clip_grads_before_step(
     r"""Clip the gradients of an optimizer before each of its steps.
 
     ``agc=0.01`` clips like :func:`adaptive_clip_grad_`, ``norm=1.0`` like
-    ``torch.nn.utils.clip_grad_norm_``, ``tensor_norm=1.0`` like :func:`clip_grad_norm_per_tensor_`,
+    ``torch.nn.utils.clip_grad_norm_``, ``tensor_norm=1.0`` like that for each tensor alone,
     ``value=0.5`` like ``torch.nn.utils.clip_grad_value_``. Several are applied in the given order.
 
     Under a ``GradScaler`` the result is the same as without one, also with a fused optimizer. If a
@@ -427,8 +461,8 @@ def clip_grads_before_step(
     methods = {name: check_threshold(value, name) for name, value in thresholds.items()}
     check_eps(eps)
     spared = _head_parameters(module, head) if "agc" in methods else set()
-    in_model = {} if module is None else {p.tensor: p for p in parameters_of(module)}
-    if in_model and all(p.tensor not in in_model for p in parameters_of(optimizer)):
+    in_model = {} if module is None else parameters_of(module)
+    if in_model and in_model.keys().isdisjoint(parameters_of(optimizer)):
         raise ValueError(
             "Expected `optimizer` to hold parameters of `module`, but got none of them; pass the "
             "model that the optimizer trains."

@@ -84,10 +84,31 @@ def equivalent_training(
         raise TypeError(f"Expected `optimizer` to be SGD, Adam or AdamW of torch, but got {kind}.")
     heads = scalable_heads(model, head, example_inputs)
     own = {parameter for layer in heads for parameter in layer.parameters()}
-    clippings = _attached_clippings(optimizer)
-    groups = _split(optimizer, own, set(model.parameters()), alpha)
+    backbone = set(model.parameters()) - own
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    hooks: list[Any] = [*before.values(), *after.values()]
+    for hook in hooks:
+        moves = isinstance(hook, Clipping)
+        if not moves or "norm" in hook.thresholds:
+            got = "the norm of all gradients" if moves else getattr(hook, "__qualname__", hook)
+            raise ValueError(
+                "Expected `optimizer` to have no hooks except `clip_grads_before_step` by unit, "
+                f"tensor or value, but got {got}; remove it first."
+            )
+    groups = []
+    for group in optimizer.param_groups:
+        if not (backbone | own).issuperset(group["params"]):
+            raise ValueError(
+                "Expected `optimizer` to hold only parameters of `model`, but got others."
+            )
+        kind = AdamW if group.get("decoupled_weight_decay") else type(optimizer)
+        for powers, part in ((_BACKBONE[kind], backbone), (_HEAD, own)):
+            if any(chosen := [parameter in part for parameter in group["params"]]):
+                groups.append(_scaled(group, powers, alpha))
+                for key in group.keys() & {"params", "param_names"}:
+                    groups[-1][key] = list(compress(group[key], chosen))
     scale(heads, alpha, model)
-    for parameter in set(model.parameters()) - own:
+    for parameter in backbone:
         if parameter.grad is not None:
             parameter.grad.detach().mul_(alpha)
     accepted = inspect.signature(type(optimizer)).parameters
@@ -95,7 +116,7 @@ def equivalent_training(
     result = type(optimizer)(groups, **defaults)
     for parameter, state in optimizer.state.items():
         result.state[parameter] = _scaled(state, {} if parameter in own else _MOMENTS, alpha)
-    for clipping in clippings:
+    for clipping in hooks:
         clipping.alpha *= alpha
         clipping.heads = own
         clipping.attach(result)
@@ -116,40 +137,3 @@ _MOMENTS = {"momentum_buffer": 1, "exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq
 def _scaled(options: Mapping[str, Any], powers: Mapping[str, int], alpha: float) -> dict[str, Any]:
     known = {key: power for key, power in powers.items() if options.get(key) is not None}
     return {**options, **{key: options[key] * alpha**power for key, power in known.items()}}
-
-
-def _attached_clippings(optimizer: Optimizer) -> list[Clipping]:
-    """The clippings of `optimizer`; any other step hook is an error."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    hooks: list[Any] = [*before.values(), *after.values()]
-    for hook in hooks:
-        got = getattr(hook, "__qualname__", hook)
-        if isinstance(hook, Clipping):
-            got = "the norm of all gradients" if "norm" in hook.thresholds else None
-        if got is not None:
-            raise ValueError(
-                "Expected `optimizer` to have no hooks except `clip_grads_before_step` by unit, "
-                f"tensor or value, but got {got}; remove it first."
-            )
-    return hooks
-
-
-def _split(
-    optimizer: Optimizer, own: set[nn.Parameter], known: set[nn.Parameter], alpha: float
-) -> list[dict[str, Any]]:
-    """The groups of the new optimizer."""
-    groups = []
-    for group in optimizer.param_groups:
-        if not known.issuperset(group["params"]):
-            raise ValueError(
-                "Expected `optimizer` to hold only parameters of `model`, but got others."
-            )
-        kind = AdamW if group.get("decoupled_weight_decay") else type(optimizer)
-        for powers, is_head in ((_BACKBONE[kind], False), (_HEAD, True)):
-            chosen = [(p in own) == is_head for p in group["params"]]
-            if any(chosen):
-                part = _scaled(group, powers, alpha)
-                for key in part.keys() & {"params", "param_names"}:
-                    part[key] = list(compress(group[key], chosen))
-                groups.append(part)
-    return groups

@@ -56,12 +56,9 @@ class Event:
 
 @dataclass(frozen=True)
 class LayerCount:
-    """The number of `units` of one layer, and how many of them are dead, recoverable and unborn.
+    """The `units` of one layer, and how many of them are dead, recoverable and unborn.
 
     Attributes:
-        number: Its number, if it has one.
-        layer: Its name.
-        kind: The kind of layer, such as ``"Conv2d"``.
         how: The number of units per way of being dead; a way that is missing was not measured.
         died: The number of units that died at some time in a recording.
         revived: The number of those that revived at some time.

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from powergrad.head import unwrap
-from powergrad.monitor.checkpoint import load_checkpoint, state_weights
 from powergrad.monitor.counts import HOW, Census, Event, LayerCount, State, Unit
-from powergrad.monitor.layers import Column, arrange, model_weights
+from powergrad.monitor.layers import Column, Weight, arrange, measure, weights_of
 from powergrad.monitor.recording import Recording
 
 # A norm or gain has vanished at or below this fraction of its initial value. Weight decay alone
@@ -70,64 +69,42 @@ def census(
         [('0', 2, ('weight',))]
     """
     with torch.device("cpu"), torch.no_grad():
-        name = type(unwrap(source)).__name__  # type: ignore[arg-type]
-        if isinstance(source, (str, os.PathLike)):
-            if Path(source).is_dir():
-                return _of_recording(Recording(source), initial)
-            name = str(source)
-        columns, values = _read(source, "source")
-        starts = [torch.full_like(norms, torch.nan) for norms in values]
-        if initial is not None:
-            known = {
-                column.layer: norms
-                for column, norms in zip(*_read(initial, "initial"), strict=True)
-            }
-            starts = [known.get(column.layer, torch.empty(0)) for column in columns]
-            for column, start in zip(columns, starts, strict=True):
-                if len(start) != column.units:
-                    wanted = f"{column.units} units in {column.layer!r}"
-                    raise ValueError(f"Expected `initial` to have {wanted}, but got {len(start)}.")
-        lives = _Lives(columns, torch.cat(starts), 0)
-        lives.add_record(0, torch.cat(values))
-        return lives.count(name)
+        path = Path(source) if isinstance(source, (str, os.PathLike)) else None
+        recording = Recording(path) if path is not None and path.is_dir() else None
+        if recording is not None:
+            if initial is not None:
+                raise ValueError(
+                    "Expected no `initial` for a recording, but got one; the first record is its "
+                    "initial state."
+                )
+            name, columns = str(recording.directory), recording.columns
+            if not (records := list(recording)):
+                raise ValueError(f"Expected {name!r} to hold a record, but got none.")
+            starts = records[0][1].double()
+        else:
+            name = str(path or type(unwrap(source)).__name__)  # type: ignore[arg-type]
+            weights = weights_of(source, "source")
+            columns = arrange([column for column, _ in weights])
+            norms = torch.cat([_norms(weight) for weight in weights])
+            records, starts = [(0, norms)], torch.full_like(norms, torch.nan)
+            if initial is not None:
+                known = {weight[0].layer: weight for weight in weights_of(initial, "initial")}
+                for column in columns:
+                    start = _norms(known[column.layer]) if column.layer in known else norms[:0]
+                    if len(start) != column.units:
+                        wanted = f"{column.units} units in {column.layer!r}"
+                        raise ValueError(
+                            f"Expected `initial` to have {wanted}, but got {len(start)}."
+                        )
+                    starts[column.place] = start
+        lives = _Lives(columns, starts, records[0][0])
+        for step, norms in records:
+            lives.add_record(step, norms.double())
+        return lives.count(name, (records[0][0], records[-1][0]) if recording is not None else None)
 
 
-def _read(source: Any, argument: str) -> tuple[tuple[Column, ...], list[Tensor]]:
-    """The norms in a model, a state dict or a checkpoint; the gains come last."""
-    if isinstance(source, (str, os.PathLike)):
-        if not Path(source).is_file():
-            raise ValueError(f"Expected {os.fspath(source)!r} to exist, but got no such file.")
-        source = load_checkpoint(source)
-    if not isinstance(source, (nn.Module, Mapping)):
-        raise TypeError(
-            f"Expected `{argument}` to be a model, a state dict or a path, but got "
-            f"{type(source).__name__}."
-        )
-    weights = model_weights(source) if isinstance(source, nn.Module) else state_weights(source)
-    weights.sort(key=lambda weight: weight.column.quantity, reverse=True)
-    if not weights or weights[0].column.quantity == "gain":
-        raise ValueError(
-            "Expected a model or a state dict with a convolution or a linear layer, but got none."
-        )
-    norms = [weight.norms().to("cpu", torch.float64) for weight in weights]
-    return arrange([weight.column for weight in weights]), norms
-
-
-def _of_recording(recording: Recording, initial: object) -> Census:
-    if initial is not None:
-        raise ValueError(
-            "Expected no `initial` for a recording, but got one; the first record is its initial "
-            "state."
-        )
-    lives, steps = None, []
-    for step, record in recording:
-        record = record.double()
-        lives = lives or _Lives(recording.columns, record, step)
-        lives.add_record(step, record)
-        steps = [*steps[:1], step]
-    if lives is None:
-        raise ValueError(f"Expected {str(recording.directory)!r} to hold a record, but got none.")
-    return lives.count(str(recording.directory), (steps[0], steps[-1]))
+def _norms(weight: Weight) -> Tensor:
+    return measure(*weight).to("cpu", torch.float64)
 
 
 class _Lives:
@@ -196,7 +173,7 @@ class _Lives:
         self.dead = (self.dead | died) & ~back
         self.lived = self.lived | back
 
-    def count(self, source: str, steps: tuple[int, int] | None = None) -> Census:
+    def count(self, source: str, steps: tuple[int, int] | None) -> Census:
         """Count the units that are dead in the last record; `steps` are of a recording."""
         gradients = {c.layer: c.place for c in self.columns if c.quantity == "gradient"}
         layers: list[LayerCount] = []

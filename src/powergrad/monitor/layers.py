@@ -1,4 +1,4 @@
-"""The layers of a network, their numbers, and the norms of their filters.
+"""The layers of a model or a checkpoint, their numbers, and the norms of their filters.
 
 A layer is a convolution or a linear layer, and a unit is one of its output channels. Layers are
 numbered from 1 in the order in which the model registers them. For ResNet-18 this is the numbering
@@ -9,9 +9,10 @@ convolution; the 11th has 256 filters), and the classifier as layer 21.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,58 +47,47 @@ class Column:
         return slice(self.start, self.start + self.units)
 
 
+Source = nn.Module | Tensor  # a module, or its weight as it is stored
+Weight = tuple[Column, Source]
+
+
 def arrange(columns: Sequence[Column]) -> tuple[Column, ...]:
     """Place the columns one after the other."""
     starts = itertools.accumulate((column.units for column in columns), initial=0)
     return tuple(map(lambda column, start: replace(column, start=start), columns, starts))
 
 
-@dataclass(frozen=True)
-class Weight:
-    """The weight of a layer or the gains of a normalisation: of a module, or as they are stored."""
-
-    column: Column
-    source: nn.Module | Tensor
-
-    @property
-    def tensor(self) -> Tensor:
-        """Its current value."""
-        return self.source if isinstance(self.source, Tensor) else weight_of(self.source)
-
-    @property
-    def gradient(self) -> Tensor | None:
-        """None for a weight that is computed from other parameters."""
-        own = self.source._parameters if isinstance(self.source, nn.Module) else {}
-        return getattr(own.get("weight"), "grad", None)
-
-    def norms(self) -> Tensor:
-        """The norms of the filters, or the absolute gains."""
-        return self.tensor.abs() if self.column.quantity == "gain" else self._norms_of(self.tensor)
-
-    def gradient_norms(self) -> Tensor:
-        """The norms of the filters' gradients; NaN without a gradient."""
-        if self.gradient is None:
-            return torch.full((self.column.units,), torch.nan, device=self.tensor.device)
-        return self._norms_of(self.gradient)
-
-    def _norms_of(self, tensor: Tensor) -> Tensor:
-        return unit_norms(*by_unit(tensor, self.source)).flatten()
+def measure(column: Column, source: Source) -> Tensor:
+    """The norms of the filters or their gradients (NaN if there is none), or the absolute gains."""
+    tensor = gradient_of(source) if column.quantity == "gradient" else weight_of(source)
+    if tensor is None:
+        return torch.full((column.units,), torch.nan, device="cpu")
+    if column.quantity == "gain":
+        return tensor.abs()
+    return unit_norms([by_unit(tensor, source)])[0].flatten()
 
 
-def weight_of(module: nn.Module) -> Tensor:
+def gradient_of(source: Source) -> Tensor | None:
+    """The gradient of a weight; None if that is computed from other parameters."""
+    return getattr(vars(source)["_parameters"].get("weight"), "grad", None)
+
+
+def weight_of(source: Source) -> Tensor:
     """The current, unsharded weight of a layer."""
-    if "weight" in module._parameters:
-        weight = module._parameters["weight"]
+    if isinstance(source, Tensor):
+        return source
+    if "weight" in source._parameters:
+        weight = source._parameters["weight"]
     else:  # it is computed from others: by a parametrization, or by hooks before the next call
-        with evaluating(module), torch.no_grad():  # no power iteration
-            for hook in module._forward_pre_hooks.values():
+        with evaluating(source), torch.no_grad():  # no power iteration
+            for hook in source._forward_pre_hooks.values():
                 if type(hook).__module__.startswith("torch.nn.utils."):
-                    hook(module, ())
-            weight = module.weight
+                    hook(source, ())
+            weight = source.weight
     if not isinstance(weight, Tensor) or isinstance(weight, nn.UninitializedParameter):
         raise ValueError(
             "Expected every layer of `model` to have an initialised weight, but got a "
-            f"{type(module).__name__} without one; run one batch through the model first."
+            f"{type(source).__name__} without one; run one batch through the model first."
         )
     if hasattr(weight, "placements"):
         raise ValueError(
@@ -112,35 +102,127 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod") or "(model)"
 
 
+def weights_of(source: Any, argument: str) -> list[Weight]:
+    """The weights in a model, a state dict or a checkpoint; the gains come last."""
+    if isinstance(source, (str, os.PathLike)):
+        if not os.path.isfile(source):
+            raise ValueError(f"Expected {os.fspath(source)!r} to exist, but got no such file.")
+        source = load_checkpoint(source)
+    if not isinstance(source, (nn.Module, Mapping)):
+        raise TypeError(
+            f"Expected `{argument}` to be a model, a state dict or a path, but got "
+            f"{type(source).__name__}."
+        )
+    weights = model_weights(source) if isinstance(source, nn.Module) else state_weights(source)
+    return sorted(weights, key=lambda weight: weight[0].quantity, reverse=True)
+
+
 def model_weights(model: nn.Module) -> list[Weight]:
-    """The weight of every layer and normalisation of `model`, in registration order."""
+    """Every layer and normalisation of `model`, in registration order."""
     found = []
     for name, module in unwrap(model).named_modules():
         gain = getattr(module, "weight", None) if isinstance(module, NORMALISATIONS) else None
         if isinstance(module, LAYERS) or (isinstance(gain, Tensor) and gain.dim() == 1):
-            found.append((name, type(module).__name__, weight_of(module), module))
-    return number_layers(found)
+            found.append((name, type(module).__name__, module))
+    return number_layers(found, model)
+
+
+def state_weights(state: Mapping[str, Any]) -> list[Weight]:
+    """The weights in a state dict.
+
+    A weight of two or more dimensions is a layer. A vector is a gain if there is a bias or running
+    statistics of the same size (alone it could be the slopes of a PReLU). Names in alphabetical
+    order, as in safetensors, are not in the order of registration.
+    """
+    tensors = {
+        plain_name(key.removeprefix("module.")): value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    found = []
+    for key, tensor in tensors.items():
+        name, _, leaf = key.rpartition(".")
+        beside = key.removesuffix("weight")
+        bias, mean = (tensors.get(beside + part) for part in ("bias", "running_mean"))
+        is_gain = any(t is not None and t.shape == tensor.shape for t in (bias, mean))
+        computed = leaf in ("weight_g", "weight_orig") or name.endswith("parametrizations.weight")
+        is_weight = leaf == "weight" and tensor.numel() > 0 and tensor.dim() > 0
+        is_weight = is_weight and is_gain == (tensor.dim() == 1)
+        # The biases of a transposed convolution may be another number than its first dimension.
+        unclear = is_weight and bias is not None and bias.numel() != len(tensor)
+        if computed or unclear:
+            raise ValueError(
+                "Expected a state dict whose tensors show the units of every layer, but got "
+                f"{key!r} of shape {tuple(tensor.shape)}; pass the model."
+            )
+        if is_weight:
+            kind = "linear" if tensor.dim() == 2 else f"conv{tensor.dim() - 2}d"
+            found.append((name, "norm" if is_gain else kind, tensor))
+    return number_layers(found, state, ordered=list(tensors) != sorted(tensors))
 
 
 def number_layers(
-    found: Sequence[tuple[str, str, Tensor, nn.Module | Tensor]], ordered: bool = True
+    found: Iterable[tuple[str, str, Source]], of: object, *, ordered: bool = True
 ) -> list[Weight]:
-    """Describe weights and gains, given by name, kind, value and source; vectors are gains.
+    """Describe the weights and gains `of` a model, by name, kind and source; vectors are gains.
 
     If they are not `ordered` as registered, layers have no number, and any normalisation of the
     same size counts as the one after a layer.
     """
-    gains = [len(tensor) if tensor.dim() == 1 else None for _, _, tensor, _ in found]
-    numbers, weights = itertools.count(1), []
-    for place, (name, kind, tensor, source) in enumerate(found):
-        view, spanned = by_unit(tensor, source)
-        units = math.prod(size for dim, size in enumerate(view.shape) if dim not in spanned)
-        number, normalised, quantity = None, False, "gain"
-        if gains[place] is None:
-            followers = gains[place + 1 : place + 2] if ordered else gains
-            normalised, quantity = units in followers, "weight"
+    weights = []
+    for name, kind, source in found:
+        tensor = weight_of(source)
+        units = getattr(source, "out_channels", len(tensor))
+        quantity, size = "gain" if tensor.dim() == 1 else "weight", tensor.numel() // max(units, 1)
+        weights.append((Column(quantity, plain_name(name), None, kind, units, size), source))
+    gains = [column.units if column.quantity == "gain" else None for column, _ in weights]
+    numbers = itertools.count(1)
+    for place, (column, source) in enumerate(weights):
+        if column.quantity == "weight":
             number = next(numbers) if ordered else None
-        size = tensor.numel() // max(units, 1)
-        column = Column(quantity, plain_name(name), number, kind, units, size, normalised)
-        weights.append(Weight(column, source))
+            normalised = column.units in (gains[place + 1 : place + 2] if ordered else gains)
+            weights[place] = replace(column, number=number, normalised=normalised), source
+    if all(column.quantity == "gain" for column, _ in weights):
+        raise ValueError(
+            "Expected a model or a state dict with a convolution or a linear layer, but got a "
+            f"{type(of).__name__} with none."
+        )
     return weights
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
+    """Load the state dict from a safetensors or ``torch.save`` file, without executing pickle code.
+
+    A ``torch.save`` file may hold the state dict itself, or a dictionary that has it under
+    ``model``, ``state_dict`` or ``model_state_dict``, or as its only dictionary of tensors.
+    """
+    path = os.fspath(path)
+    try:
+        if path.endswith(".safetensors"):
+            from safetensors.torch import load_file
+
+            return dict(sorted(load_file(path).items()))  # not in the order of registration
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # each format has errors of its own
+        raise ValueError(
+            f"Expected {path!r} to be a checkpoint, in safetensors or as torch.load("
+            f"weights_only=True) can read it, but got {type(error).__name__}: {error}"
+        ) from error
+    if _is_state_dict(loaded):
+        return loaded
+    inside = loaded if isinstance(loaded, Mapping) else {}
+    states = {key: value for key, value in inside.items() if _is_state_dict(value)}
+    known = [key for key in ("model", "state_dict", "model_state_dict") if key in states]
+    if not known and len(states) != 1:
+        got = f"dictionaries {sorted(map(str, states))}" if states else type(loaded).__name__
+        raise ValueError(f"Expected {path!r} to hold one state dict, but got {got}.")
+    return states[[*known, *states][0]]
+
+
+def _is_state_dict(value: object) -> bool:
+    """Whether `value` holds weights; a loss or a step in a checkpoint may be a tensor too."""
+    tensors = value.values() if isinstance(value, Mapping) else ()
+    return any(isinstance(tensor, Tensor) and tensor.dim() >= 2 for tensor in tensors)

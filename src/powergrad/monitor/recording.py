@@ -14,8 +14,10 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from io import FileIO
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +26,25 @@ from torch import Tensor, distributed, nn
 from torch.utils.hooks import RemovableHandle
 
 from powergrad.head import find_head, unwrap
-from powergrad.monitor.layers import LAYERS, Column, arrange, model_weights
+from powergrad.monitor.layers import LAYERS, Column, arrange, gradient_of, measure, model_weights
 
 FORMAT = 2
 _INDEX, _RECORDS = "index.json", "records.npy"
 _HEADER_SIZE, _STEP_SIZE = 192, 8
 
 
-class FilterMonitor:
+class FilterMonitor(AbstractContextManager["FilterMonitor"]):
     r"""Record the L2 norm of every filter of every convolution and linear layer during training.
 
     A filter is the part of a weight that computes one output channel. Layers are numbered from 1 in
-    registration order. Each record takes ``8 + 4 * units`` bytes in a file (23,208 for a ResNet-18
-    with 1,000 classes; twice the units with `gradients`).
+    registration order. Each record takes ``8 + 4 * units`` bytes in a file.
 
     Under DistributedDataParallel every rank may create and call the monitor; only rank 0 writes.
     Models wrapped by it or by ``torch.compile`` record the same names as the plain model.
 
     Args:
         model: The network. Its layers are determined now; their weights are read at each record.
-        directory: The folder to write to, created if missing. A folder that already holds a
-            recording is refused unless `resume` is given.
+        directory: The folder to write to. One that holds a recording is refused without `resume`.
         every: Record at steps divisible by `every`, and at the first call.
         gradients: Also record the norm of each filter's gradient, read from ``weight.grad`` when
             :meth:`step` is called: after ``backward`` and before ``zero_grad``.
@@ -52,8 +52,7 @@ class FilterMonitor:
             the training examples since the last record (on rank 0). True finds the classifier; a
             string names it.
         gains: Also record the absolute gain of each channel of every normalisation.
-        resume: The step from which training resumes: records up to this step are kept, later ones
-            are dropped, and new ones are appended.
+        resume: The step from which training resumes; later records are dropped.
 
     Raises:
         ValueError: If `every` is not positive, `model` has no layer, or the folder holds another
@@ -63,8 +62,7 @@ class FilterMonitor:
     Example:
         >>> import tempfile
         >>> model = torch.nn.Linear(3, 2)
-        >>> folder = tempfile.mkdtemp()
-        >>> with FilterMonitor(model, folder, every=10) as monitor:
+        >>> with FilterMonitor(model, folder := tempfile.mkdtemp(), every=10) as monitor:
         ...     monitor.step(0)  # the initial norms, with which the census compares
         ...     for step in range(1, 101):
         ...         monitor.step(step)  # after optimizer.step()
@@ -94,33 +92,24 @@ class FilterMonitor:
         self._writes = not parallel or distributed.get_rank() == 0
         if not self._writes:
             return
-        self.directory = Path(directory)
         weights = model_weights(model)
-        layers = [weight for weight in weights if weight.column.quantity == "weight"]
-        if not layers:
-            raise ValueError(
-                "Expected `model` to have a convolution or a linear layer, but got a "
-                f"{type(model).__name__} with none."
-            )
-        self._learning = layers if gradients else []
-        measured = [(layer.column, layer.norms) for layer in layers]
-        for layer in self._learning:
-            measured.append((replace(layer.column, quantity="gradient"), layer.gradient_norms))
-        name = None if features is True else features
-        head = None if name is False else _find_classifier(model, name)
-        if head is not None:
-            (column,) = [layer.column for layer in layers if layer.source is head]
+        layers = [weight for weight in weights if weight[0].quantity == "weight"]
+        self._learning = [(replace(c, quantity="gradient"), m) for c, m in layers if gradients]
+        self._measured = [*layers, *self._learning]
+        head = None
+        if features is not False:
+            head = _find_classifier(model, None if features is True else features)
             entering = head.in_features if isinstance(head, nn.Linear) else head.in_channels
+            (column,) = [column for column, module in layers if module is head]
             column = replace(column, quantity="feature", kind="features", units=entering)
-            measured.append((column, self._mean_features))
+            self._measured.append((column, head))
             self._sums = torch.zeros(entering + 1, device="cpu")
-        if gains:
-            measured += [(w.column, w.norms) for w in weights if w.column.quantity == "gain"]
-        columns = arrange([column for column, _ in measured])
-        self._measures = [measure for _, measure in measured]
+        self._measured += [weight for weight in weights if gains and weight[0].quantity == "gain"]
+        columns = arrange([column for column, _ in self._measured])
         # The bytes of one record, and a view of its floats.
         self._record = bytearray(_STEP_SIZE + 4 * columns[-1].place.stop)
         self._values = torch.frombuffer(self._record, dtype=torch.float32, offset=_STEP_SIZE)
+        self.directory = Path(directory)
         self._records = _open(self.directory, columns, resume)
         self._file = FileIO(self.directory / _RECORDS, "r+")
         if head is not None:
@@ -148,14 +137,17 @@ class FilterMonitor:
         step = _integer(step, "step", least=self._step + 1)
         if not self._records or step % self.every == 0:
             # At the first record, no gradient has been computed yet.
-            missing = [layer.gradient is None for layer in self._learning if self._records]
+            missing = [gradient_of(module) is None for _, module in self._learning if self._records]
             if missing and all(missing):
                 raise RuntimeError(
                     f"Expected gradients at step {step}, but got none on any layer; call step() "
                     "after backward() and before zero_grad()."
                 )
             with torch.no_grad():
-                values = [measure() for measure in self._measures]
+                values = [
+                    self._mean_features() if c.quantity == "feature" else measure(c, module)
+                    for c, module in self._measured
+                ]
             device = values[0].device
             self._record[:_STEP_SIZE] = step.to_bytes(_STEP_SIZE, sys.byteorder)
             self._values.copy_(torch.cat([x.to(device, torch.float32) for x in values]))
@@ -204,9 +196,6 @@ class FilterMonitor:
         if self._writes:
             os.fsync(self._file.fileno())
             self._file.close()
-
-    def __enter__(self) -> FilterMonitor:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -274,16 +263,13 @@ class Recording:
     """Reads the recording of a :class:`FilterMonitor`, also while it is being written.
 
     Every call reads the current state of the file. Iterating yields one ``(step, values)`` per
-    record.
+    record. `columns` are the layers and their quantities, with their positions in a record.
 
     Args:
         directory: The folder of the monitor, or the folder of a run with a subfolder ``norms``.
 
     Raises:
         ValueError: If there is no recording, or it has another format.
-
-    Attributes:
-        columns: The layers and their quantities, with their positions in a record.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -342,8 +328,10 @@ class Recording:
     def _load(self) -> tuple[Tensor, Tensor]:
         """All steps and values, mapped into memory; steps that do not increase end the file."""
         path, width = self.directory / _RECORDS, self.columns[-1].place.stop
-        words = path.stat().st_size // 4
-        data = torch.from_file(str(path), size=words, dtype=torch.int32, device="cpu")
+        with open(path, "rb") as file:  # a private copy, since torch takes no read-only memory
+            mapped = mmap(file.fileno(), 0, access=ACCESS_COPY)
+        words = len(mapped) // 4
+        data = torch.frombuffer(mapped, dtype=torch.int32, count=words)
         start, row = _HEADER_SIZE // 4, _STEP_SIZE // 4 + width
         header = bytes(data[:start].view(torch.uint8).tolist())
         found = re.search(rb"\( *(\d+),\), }", header)

@@ -47,7 +47,7 @@ from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.run_folder import Run, RunError
 from powergrad.lab.trainer.session import right_answers
 from powergrad.lab.words import did_you_mean, show_progress
-from powergrad.monitor.checkpoint import load_checkpoint
+from powergrad.monitor.layers import load_checkpoint
 
 FILES = {"safetensors": "model.safetensors", "torch": "model.pt2", "onnx": "model.onnx"}
 CARD, PREPROCESSING = "README.md", "preprocessing.json"
