@@ -199,9 +199,6 @@ def _call_lab(tokens: Sequence[str]) -> int:
         return 2
 
 
-# Messages -----------------------------------------------------------------------------------------
-
-
 def _explain(error: Exception, tokens: Sequence[str]) -> tuple[str, int] | None:
     """The message for an error that the user can fix, and the exit code; None for another error."""
     if tokens[0] == "run" or tokens[0] not in COMMANDS:
