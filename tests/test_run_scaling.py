@@ -252,6 +252,18 @@ def test_the_model_is_the_outermost_module_around_the_parameters():
     assert found(other) is compiled  # the smaller of two
 
 
+class Selecting(nn.ModuleList):
+    """A model whose `parameters` are those to train, as in some adapters."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self[0].parameters(recurse)
+
+
+def test_a_model_may_override_its_parameters():
+    model = Selecting([network(), network()])
+    assert find_model(optim.SGD(nn.Module.parameters(model), lr=1)) is model
+
+
 def test_parameters_without_a_module_have_no_model():
     with pytest.raises(ValueError, match="but got no module"):
         find_model(optim.Adam([nn.Parameter(torch.ones(2))]))

@@ -161,7 +161,6 @@ class _Session:
     def _summary(self) -> dict[str, Any]:
         """The rest of the summary as JSON values."""
         options, losses, optimizers = self.options, self.losses, self.optimizers
-        given = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
         clipped = {k: {"units": n, "clipped": int(c)} for k, (n, c) in optimizers.clipped.items()}
         loss = math.nan if self.first_loss is None else float(self.first_loss)
         measured = optimizers.verification
@@ -169,7 +168,7 @@ class _Session:
         return {
             "format": 1,
             "powergrad": __version__,
-            "options": given,
+            "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
             "altered": losses.altered,
             "altered_in_compiled_code": losses.compiled,
             "scripted": losses.scripted,

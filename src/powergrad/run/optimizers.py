@@ -212,9 +212,12 @@ def find_model(optimizer: Optimizer) -> nn.Module:
     wanted = {p for group in optimizer.param_groups for p in group["params"]}
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
     modules = [module for module in modules if "_modules" in vars(module)]  # initialised
-    holders = [module for module in modules if wanted <= set(module.parameters())]
-    # `torch.compile` creates graph modules from a model.
-    holders = [module for module in holders if not isinstance(module, GraphModule)] or holders
+
+    def held(module: nn.Module) -> set[nn.Parameter | None]:  # some classes override `parameters`
+        return {p for part in module.modules() for p in part._parameters.values()} - {None}
+
+    holders = [module for module in modules if wanted <= held(module)]
+    holders = [m for m in holders if not isinstance(m, GraphModule)] or holders  # torch.compile's
     if not holders or not wanted:
         owners = [m for m in modules if not wanted.isdisjoint(m._parameters.values())]
         names = ", ".join(dict.fromkeys(type(module).__name__ for module in owners))
@@ -224,7 +227,7 @@ def find_model(optimizer: Optimizer) -> nn.Module:
         )
     inside = {id(child) for module in holders for child in module.children()}
     outermost = [module for module in holders if id(module) not in inside]
-    return min(outermost, key=lambda module: sum(1 for _ in module.parameters()))
+    return min(outermost, key=lambda module: len(held(module)))
 
 
 def _is_scaled_outside(optimizer: Optimizer, running: list[_Stepping]) -> bool:

@@ -1,9 +1,9 @@
 """Scales learning rates and weight decays for the duration of a step.
 
 The values of each group are multiplied just before ``optimizer.step()`` and restored right after
-it. So schedulers, checkpoints and logs see the original values. If the head and other parameters
-share a group, the head gets a group of its own for the step. The state of an optimizer belongs to
-the parameters, so the step is the same as with two groups defined in the program.
+it, so schedulers, checkpoints and logs see the original ones. If the head and other parameters
+share a group, the head gets its own for the step. The state of an optimizer belongs to the
+parameters, so the step is the same as with two groups defined in the program.
 """
 
 from __future__ import annotations
