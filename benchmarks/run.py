@@ -20,7 +20,7 @@ import random
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from harness import save, warm_allocator
@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 import powergrad
 from powergrad.lab.trainer.networks import create_model
+from powergrad.mode import Enabled
 from powergrad.run import Options
 from powergrad.run.optimizers import ATTEMPTS, Optimizers
 
@@ -49,10 +50,6 @@ CASES: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], str]] = [
 ]
 
 
-def refuse(message: str) -> NoReturn:
-    raise RuntimeError(message)
-
-
 def measure(
     name: str, make: Callable[[], nn.Module], shape: tuple[int, ...], kind: str, rounds: int
 ) -> dict[str, Any]:
@@ -69,7 +66,7 @@ def measure(
         return powergrad.cross_entropy(logits, target, alpha=ALPHA)
 
     altered = 0
-    optimizers = Optimizers(Options(alpha=ALPHA), lambda: None, refuse)
+    optimizers = Optimizers(Options(alpha=ALPHA), Enabled())
     rounds_of: dict[str, list[float]] = {"plain": [], "again": [], "hand": [], "run": []}
     order, chance = list(rounds_of), random.Random(0)
     for number in range(rounds + 1):

@@ -7,24 +7,19 @@ should be fast. ``powergrad run`` needs only torch. The other commands are in th
 
 from __future__ import annotations
 
-import argparse
 import difflib
+import math
 import os
 import select
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-# For each command: its module in powergrad.lab.cli, and its line in the help.
+# For each command: its module in powergrad.lab.cli (but `run` is here), and its line in the help.
 COMMANDS = {
-    "compare": (
-        "compare",
-        "Find out whether PGT helps: baseline, PGT, AGC and combinations over seeds, with a "
-        "verdict. For your own program: compare [OPTIONS] -- python train.py --seed {seed}.",
-    ),
-    # in this module
+    "compare": ("compare", "Find out whether PGT helps your program or data, with a verdict."),
     "run": ("", "Run an unmodified program with altered gradients: run --alpha 0.3 -- train.py."),
     "sweep": ("presets", "Run a grid over alpha, or over any other key, with several seeds."),
     "decompose": ("presets", "Find out which part of PGT makes a difference."),
@@ -35,6 +30,9 @@ COMMANDS = {
     "report": ("looking", "Write the HTML page of a run or a study."),
     "watch": ("looking", "Serve the page of a study while it runs."),
 }
+USAGE = """powergrad [--help] [--version] COMMAND ...
+
+PowerGrad Transform: train, compare, inspect. Start with `powergrad compare`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,8 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = _call(tokens)
         sys.stdout.flush()
     except BrokenPipeError:
-        if not _is_unread(sys.stdout):
+        poll = select.poll()
+        poll.register(sys.stdout, select.POLLERR)
+        if not poll.poll(0):
             raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as shells report a command whose reader, such as head, has exited
     except KeyboardInterrupt:
         print("powergrad: interrupted", file=sys.stderr)
@@ -64,31 +65,29 @@ def _call(tokens: Sequence[str]) -> int | Callable[[], int]:
     """Execute a command; returns its exit code, or for ``run`` what executes the program."""
     name = tokens[0]
     if name == "run":
-        return _prepare_run(tokens[1:])
-    if name in COMMANDS:
+        options, command = parse_run(tokens[1:])
+        if "help" not in options:
+            from powergrad.run import Options, Program, launch
+
+            return partial(launch, Program(command), Options(**options))
+        rows = {f"{name} {value}": line for name, (value, line) in RUN_OPTIONS.items()}
+        _print_help(RUN_USAGE, rows)
+    elif name in COMMANDS:
         return _call_lab(tokens)
-    if name == "--version":
+    elif name == "--version":
         from importlib.metadata import version
 
         print(version("powergrad"))
     elif name in ("-h", "--help"):
-        print(_overview(), end="")
+        _print_help(USAGE, {command: line for command, (_, line) in COMMANDS.items()})
     else:
         raise ValueError(f"Expected a command, but got {name!r}.{_did_you_mean(name, COMMANDS)}")
     return 0
 
 
-def _overview() -> str:
-    """The help of ``powergrad``: all commands."""
-    parser = argparse.ArgumentParser(
-        prog="powergrad",
-        description="PowerGrad Transform: train, compare, inspect. Start with `powergrad compare`.",
-    )
-    parser.add_argument("--version", action="store_true", help="show the version and exit")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, (_, line) in COMMANDS.items():
-        commands.add_parser(name, help=line)
-    return parser.format_help()
+def _print_help(text: str, rows: Mapping[str, str]) -> None:
+    width = max(map(len, rows)) + 2
+    print(f"usage: {text}\n", *(f"  {name:{width}}{line}" for name, line in rows.items()), sep="\n")
 
 
 # The command `run` --------------------------------------------------------------------------------
@@ -96,14 +95,8 @@ def _overview() -> str:
 
 # For each option, which is a field of `powergrad.run.Options`: its value, and its line in the help.
 RUN_OPTIONS = {
-    "--alpha": (
-        "FLOAT",
-        "The alpha of PGT, for every cross-entropy and log-softmax; 1 is plain cross-entropy.",
-    ),
-    "--agc": (
-        "FLOAT",
-        "Adaptive clipping: the largest ratio of gradient norm to weight norm of each unit.",
-    ),
+    "--alpha": ("FLOAT", "The alpha of PGT for all cross-entropies and log-softmaxes; 1 is plain."),
+    "--agc": ("FLOAT", "Adaptive clipping: the largest ratio of gradient to weight norm per unit."),
     "--clip-norm": ("FLOAT", "Clip the norm of all gradients of an optimizer to this value."),
     "--clip-value": ("FLOAT", "Clip each element of the gradients to this value."),
     "--decay-scale": ("FLOAT", "Multiply the weight decay of every optimizer by this factor."),
@@ -111,86 +104,64 @@ RUN_OPTIONS = {
     "--head-lr-scale": ("FLOAT", "Multiply the learning rate of the head by this factor."),
     "--head": ("NAME", "The name of the head in the model, if it cannot be found."),
     "--monitor": ("PATH", "Record the norm of every filter in this folder."),
-    "--strict": (
-        "",
-        "Stop at the first step without an altered loss, and fail unless the alpha measured on a "
-        "step equals --alpha.",
-    ),
+    "--strict": ("", "Stop at a step without an altered loss; fail unless a step has this alpha."),
     "--json": ("PATH", "Write a summary to this JSON file."),
     "--help": ("", "Show this message and exit."),
 }
+RUN_USAGE = """powergrad run [OPTIONS] -- SCRIPT ARGS
+       powergrad run [OPTIONS] -- -m MODULE ARGS
+       torchrun ... -m powergrad run [OPTIONS] -- SCRIPT ARGS
 
-
-def _run_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="powergrad run",
-        usage="powergrad run [OPTIONS] -- SCRIPT ARGS\n"
-        "       powergrad run [OPTIONS] -- -m MODULE ARGS\n"
-        "       torchrun ... -m powergrad run [OPTIONS] -- SCRIPT ARGS",
-        description="Run an unmodified PyTorch training program with altered gradients. After --, "
-        "write the arguments that you would pass to python. Without options, nothing is altered. "
-        "The exit code is that of the program, or 3 if a requested change did not happen.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-        exit_on_error=False,
-        add_help=False,
-    )
-    kinds = {"FLOAT": _number, "NAME": str, "PATH": Path}
-    for option, (value, line) in RUN_OPTIONS.items():
-        if value:
-            parser.add_argument(option, type=kinds[value], metavar=value, help=line)
-        else:
-            short = ["-h"] * (option == "--help")
-            parser.add_argument(*short, option, action="store_true", help=line)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
+Run an unmodified PyTorch training program with altered gradients. After --, write the arguments
+that you would pass to python. Without options, nothing is altered. The exit code is that of the
+program, or 3 if a requested change did not happen."""
 
 
 def parse_run(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The options of ``powergrad run``, and the command line of the program.
-
-    The options end at ``--`` or at the first token that is none; the rest belongs to the program.
-
-    Raises:
-        ValueError: If an option is unknown, or its value is missing or of another type.
+    """The options of ``powergrad run``, up to ``--`` or what is none, and the program's arguments.
 
     Example:
         >>> parse_run(["--alpha", "0.3", "--", "train.py", "--alpha", "7"])
         ({'alpha': 0.3}, ['train.py', '--alpha', '7'])
     """
-    try:
-        given, unknown = _run_parser().parse_known_args(tokens)
-    except argparse.ArgumentError as error:
-        detail = error.message.replace("expected one argument", "a value, but got none")
-        detail = detail.replace("ignored explicit argument", "no value, but got")
-        wanted, _, got = detail.partition(", ")
-        raise ValueError(f"Expected {wanted} after `{error.argument_name}`, {got}.") from None
-    if unknown:
-        raise ValueError(
-            "Expected an option of `powergrad run`, or `--` before the program, but got "
-            f"{unknown[0]!r}.{_did_you_mean(unknown[0], RUN_OPTIONS)}"
-        )
-    options = vars(given)
-    command: list[str] = options.pop("command")
-    return options, command[1:] if command[:1] == ["--"] else command
+    options: dict[str, Any] = {}
+    rest = list(tokens)
+    while rest and rest[0].startswith("-"):
+        name, is_given, text = rest.pop(0).partition("=")
+        if name == "--":
+            break
+        name = "--help" if name == "-h" else name
+        if name not in RUN_OPTIONS:
+            raise ValueError(
+                "Expected an option of `powergrad run`, or `--` before the program, but got "
+                f"{name!r}.{_did_you_mean(name, RUN_OPTIONS)}"
+            )
+        kind = RUN_OPTIONS[name][0]
+        if kind and not is_given and rest and not rest[0].startswith("--"):
+            text = rest.pop(0)
+        options[name[2:].replace("-", "_")] = _parse(name, kind, text)
+    return options, rest
 
 
-def _prepare_run(tokens: Sequence[str]) -> int | Callable[[], int]:
-    """Check the options and the program; returns what executes it."""
-    options, command = parse_run(tokens)
-    if options.pop("help", False):
-        print(_run_parser().format_help(), end="")
-        return 0
-    from powergrad.run import Options, Program, launch
-
-    return partial(launch, Program(command), Options(**options))
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"a number, but got {text!r}") from None
+def _parse(option: str, kind: str, text: str) -> Any:
+    """The value of an option; `text` is empty if there is none."""
+    if kind == "FLOAT":
+        from_0 = option in ("--alpha", "--decay-scale")
+        expected = "a number of at least 0" if from_0 else "a positive number"
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if 0 < number < math.inf or (number == 0 and from_0):
+            return number
+    elif option == "--json" and not Path(text).parent.is_dir():
+        expected = "a file in an existing folder"
+    elif bool(text) == bool(kind):
+        return {"": True, "NAME": text, "PATH": Path(text)}[kind]
+    else:
+        expected = "a value" if kind else "no value"
+    got = repr(text) if text else "none"
+    raise ValueError(f"Expected {expected} after `{option}`, but got {got}.")
 
 
 # The commands of the workbench --------------------------------------------------------------------
@@ -228,9 +199,6 @@ def _call_lab(tokens: Sequence[str]) -> int:
         return 2
 
 
-# Messages -----------------------------------------------------------------------------------------
-
-
 def _explain(error: Exception, tokens: Sequence[str]) -> tuple[str, int] | None:
     """The message for an error that the user can fix, and the exit code; None for another error."""
     if tokens[0] == "run" or tokens[0] not in COMMANDS:
@@ -246,18 +214,3 @@ def _explain(error: Exception, tokens: Sequence[str]) -> tuple[str, int] | None:
 def _did_you_mean(typed: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(typed.partition("=")[0], known, n=1)
     return f' Did you mean "{near[0]}"?' if near else ""
-
-
-def _is_unread(stream: TextIO) -> bool:
-    """Whether a stream's reader has exited; if so, the remaining output is discarded."""
-    poll = select.poll()
-    poll.register(stream, select.POLLERR)
-    if not poll.poll(0):
-        return False
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
-    return True
-
-
-if __name__ == "__main__":
-    sys.exit(main())

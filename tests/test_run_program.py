@@ -106,8 +106,12 @@ def test_an_interrupted_script_ends_as_in_python(tmp_path):
     assert "powergrad run: " in ours.err
 
 
-def test_a_missing_module_ends_as_in_python(launcher):
-    ours, theirs = launcher.powergrad("run", "--", "-m", "lost"), in_new_process("-m", "lost")
+@pytest.mark.parametrize("module", ["lost", "json", "failing"])
+def test_a_module_that_cannot_run_ends_as_in_python(module, launcher):
+    """Also a package without `__main__`, and an error in the module itself."""
+    (launcher.folder / "failing.py").write_text("1 / 0\n")
+    ours = launcher.powergrad("run", "--", "-m", module)
+    theirs = in_new_process("-m", module, cwd=launcher.folder)
     assert (ours.code, without_summary(ours)) == (theirs.code, theirs.err)
 
 

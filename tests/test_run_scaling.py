@@ -9,7 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -18,23 +18,16 @@ from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
 
 from powergrad import clip_grads_before_step
+from powergrad.mode import Enabled
 from powergrad.run import Options
-from powergrad.run.optimizers import Optimizers
-from powergrad.run.trained_model import find_model
+from powergrad.run.optimizers import Optimizers, RefusedExit, find_model
 
 SCALES = {"lr_scale": 0.5, "head_lr_scale": 0.25, "decay_scale": 4.0}
 
 
-class RefusedError(Exception):
-    pass
-
-
 @contextmanager
 def attached(**options: Any):
-    def refuse(message: str) -> NoReturn:
-        raise RefusedError(message)
-
-    optimizers = Optimizers(Options(**options), lambda: 1, refuse)
+    optimizers = Optimizers(Options(**options), Enabled())
     optimizers.install()
     try:
         yield optimizers
@@ -236,8 +229,10 @@ def test_wrappers_are_scaled_once(kind):
 )
 def test_an_optimizer_that_cannot_be_scaled_is_refused(kind, message):
     model = network()
-    with attached(lr_scale=0.5), pytest.raises(RefusedError, match=message):
+    with attached(lr_scale=0.5) as optimizers, pytest.raises(RefusedExit):
         train(model, kind(model.parameters(), lr=0.5))
+    (refusal,) = optimizers.refusals
+    assert message in refusal
 
 
 def test_the_model_is_the_outermost_module_around_the_parameters():
@@ -255,6 +250,18 @@ def test_the_model_is_the_outermost_module_around_the_parameters():
     pair = nn.ModuleList([other, network()])
     assert found(pair) is pair
     assert found(other) is compiled  # the smaller of two
+
+
+class Selecting(nn.ModuleList):
+    """A model whose `parameters` are those to train, as in some adapters."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self[0].parameters(recurse)
+
+
+def test_a_model_may_override_its_parameters():
+    model = Selecting([network(), network()])
+    assert find_model(optim.SGD(nn.Module.parameters(model), lr=1)) is model
 
 
 def test_parameters_without_a_module_have_no_model():

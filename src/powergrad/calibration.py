@@ -1,11 +1,9 @@
-r"""Calibration: metrics, temperature fitting, and folding the temperature into the head.
+"""Calibration: metrics, temperature fitting, and folding the temperature into the head.
 
 Training with PGT at ``alpha`` fits ``softmax(alpha z)``, so the network is calibrated about as well
-at temperature ``1 / alpha`` as after plain training at 1. Every metric takes a temperature ``T``
-and evaluates ``softmax(z / T)``; :func:`fold_alpha` scales the head so that none is needed.
-
-Metrics are computed from logits, in float64. For probabilities ``p`` pass ``p.log()``. For
-segmentation, pass ``logits.movedim(1, -1).flatten(0, -2)`` and ``labels.flatten()``.
+at temperature ``1 / alpha`` as after plain training at 1. Metrics are computed from logits, in
+float64. For probabilities, pass ``p.log()``; for segmentation,
+``logits.movedim(1, -1).flatten(0, -2)`` and ``labels.flatten()``.
 
 References: Guo et al., *On Calibration of Modern Neural Networks*, 2017. Nixon et al., *Measuring
 Calibration in Deep Learning*, 2019. Brier, *Verification of Forecasts Expressed in Terms of
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from powergrad.checks import check_floating, check_number, extremes, shape_of
-from powergrad.head import check_linear, scalable_heads, scale
+from powergrad.head import scalable_heads, scale
 
 __all__ = [
     "Reliability",
@@ -36,6 +34,7 @@ __all__ = [
 ]
 
 Binning = Literal["width", "mass"]
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def negative_log_likelihood(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> float:
@@ -47,8 +46,7 @@ def negative_log_likelihood(logits: Tensor, labels: Tensor, *, temperature: floa
         temperature: The divisor of the logits, above 0.
 
     Raises:
-        ValueError: If a shape or value is out of range, or there are no examples.
-        TypeError: If an argument has another type, or the labels are not integers.
+        ValueError, TypeError: If a shape, value or type is wrong, or there are no examples.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
@@ -62,9 +60,8 @@ def negative_log_likelihood(logits: Tensor, labels: Tensor, *, temperature: floa
 def brier_score(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> float:
     r"""The mean squared distance from ``p = softmax(logits / temperature)`` to the label.
 
-    The score of an example is ``sum_c (p_c - [c is the label])^2``, from 0 to 2 as Brier defines
-    it. (For two classes, some definitions use one class only, which gives half of this.) The rest
-    is as in :func:`negative_log_likelihood`.
+    The score of an example is ``sum_c (p_c - [c is the label])^2``, from 0 to 2 (not half of it, as
+    in some definitions for two classes). The rest is as in :func:`negative_log_likelihood`.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
@@ -104,10 +101,8 @@ def expected_calibration_error(
 class Reliability:
     """A reliability diagram: tensors of shape ``(bins,)`` on the CPU, in the order of confidence.
 
-    Attributes:
-        confidence: The mean confidence of the examples in each bin; NaN for an empty bin.
-        accuracy: The fraction of correctly classified examples in each bin; NaN for an empty bin.
-        count: The number of examples in each bin.
+    They are each bin's mean confidence, its accuracy (both are NaN for an empty bin), and the
+    number of its examples.
     """
 
     confidence: Tensor
@@ -139,21 +134,18 @@ def reliability(
     z, labels, predicted = _prepare(logits, labels, temperature)
     confidence = z.exp().sum(1).reciprocal().cpu()  # of the largest logit, which is 0 in z
     right = (predicted == labels).double().cpu()
+    if binning not in ("width", "mass"):
+        raise ValueError(f"Expected `binning` to be 'width' or 'mass', but got {binning!r}.")
     if binning == "width":
         edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device="cpu")[1:-1]
         place = torch.bucketize(confidence, edges, right=True)
-    elif binning == "mass":
+    else:
         # Bin k ends with the ceil(k N / bins)-th example, and with all of the same confidence.
         ends = (torch.arange(1, bins, device="cpu") * len(z) + bins - 1) // bins - 1
         place = torch.bucketize(confidence, confidence.sort().values[ends])
-    else:
-        raise ValueError(f"Expected `binning` to be 'width' or 'mass', but got {binning!r}.")
     count = place.bincount(minlength=bins)
-    return Reliability(
-        confidence=place.bincount(confidence, minlength=bins) / count,
-        accuracy=place.bincount(right, minlength=bins) / count,
-        count=count,
-    )
+    means = [place.bincount(x, minlength=bins) / count for x in (confidence, right)]
+    return Reliability(means[0], means[1], count)
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
@@ -163,9 +155,8 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     with PGT, compare it with ``1 / alpha``. The rest is as in :func:`negative_log_likelihood`.
 
     Raises:
-        ValueError: Also if there is no best temperature: if every prediction is correct (the lower,
-            the better), or if the labels' logits are on average no larger than the mean logit (the
-            higher, the better).
+        ValueError: Also if every prediction is correct (the lower the temperature, the better), or
+            the labels' logits are on average no larger than the mean logit (the higher).
 
     Example:
         >>> logits = torch.tensor([[3.0, 0.0], [3.0, 0.0], [0.0, 3.0]])
@@ -188,24 +179,18 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     def derivatives(beta: float) -> tuple[float, float]:
         p = (beta * z + mask).softmax(1)
         mean = (p * z).sum(1, keepdim=True)
-        variance = (p * (z - mean).square()).sum(1)
-        return float((mean - at_label).mean()), float(variance.mean())
+        return float((mean - at_label).mean()), float((p * (z - mean).square()).sum(1).mean())
 
     only_right = float(at_label.mean()) >= 0
     if only_right or derivatives(0.0)[0] >= 0:
-        got = (
-            "only right predictions: every lower"
-            if only_right
-            else "worse than uniform: every higher"
-        )
-        raise ValueError(f"Expected `logits` with a best temperature, but got {got} one is better.")
+        got = "only right ones: every lower" if only_right else "worse than uniform: every higher"
+        raise ValueError(f"Expected predictions with a best temperature, but got {got} is better.")
     low, high, beta = 0.0, math.inf, 1.0
     for _ in range(200):
         slope, curvature = derivatives(beta)
         low, high = (beta, high) if slope < 0 else (low, beta)
         # A Newton step, at most by a factor of 8; if it leaves the bracket, the bracket's middle.
-        newton = beta - slope / curvature if curvature > 0 else beta * (8 if slope < 0 else 0)
-        newton = min(max(newton, beta / 8), beta * 8)
+        newton = min(max(beta - slope / max(curvature, 1e-300), beta / 8), beta * 8)
         if abs(newton - beta) <= 1e-13 * beta:
             break
         beta = newton if low < newton < high else math.sqrt(low * high)
@@ -221,26 +206,24 @@ def fold_alpha(
 ) -> nn.Module:
     r"""Scale a trained head by alpha, in place: the network's softmax becomes ``softmax(alpha z)``.
 
-    Weight and bias are multiplied by alpha; predicted classes do not change. After training with
-    PGT at ``alpha``, the network is then calibrated about as well as one trained without PGT. To
-    fold in another temperature ``T``, pass ``1 / T``. Call it once, after training. The ``softcap``
-    of a :class:`CrossEntropyLoss` that is a module of `model` is multiplied too; elsewhere, do it.
+    Weight and bias are multiplied by alpha; predicted classes do not change. Call it once, after
+    training with PGT at ``alpha``: the network is then calibrated about as well as one trained
+    without PGT. To fold in another temperature ``T``, pass ``1 / T``. The ``softcap`` of a
+    :class:`CrossEntropyLoss` that is a module of `model` is multiplied too; elsewhere, do it.
 
     Args:
         head: The last layer, linear or a convolution; with `model`, its name, or None to find it.
         alpha: The factor, above 0.
         model: The network that `head` belongs to; without it, a tied head cannot be seen.
-        example_inputs: The arguments of `model`: a tensor, a tuple of positional arguments, or a
-            dict of keyword arguments. `model` is run in evaluation mode to find the head, or to
-            check that the logits scale with it, and restored.
+        example_inputs: The arguments of `model`: a tensor, a tuple, or a dict of keyword arguments.
+            `model` is run in evaluation mode to find the head, or to check that logits scale.
 
     Returns:
         The head; a ``ModuleList`` if the model has several, which are scaled together.
 
     Raises:
-        ValueError: If alpha is out of range; the head is not found, not linear, tied or
-            parametrised; or the model's configuration or the example shows that the logits do not
-            scale with it.
+        ValueError: If alpha is out of range; or the head is not found, not linear, tied or
+            parametrised; or the logits do not scale with it.
         TypeError: If alpha is not a number, or `head` is not a module and there is no `model`.
 
     Example:
@@ -251,16 +234,13 @@ def fold_alpha(
         True
     """
     factor = _positive(alpha, "alpha")
-    if model is not None:
-        heads = scalable_heads(model, head, example_inputs)
-    elif isinstance(head, nn.Module) and example_inputs is None:
-        check_linear(head)
-        heads = [head]
-    else:
+    whole = head if model is None and example_inputs is None else model
+    if not isinstance(whole, nn.Module):
         raise TypeError(
-            "Expected `model` to be given with `example_inputs`, or if `head` is not a module, but "
-            f"got None, with a {type(head).__name__} as `head`."
+            "Expected `model` to be a module, or `head` to be one and no `example_inputs`, but got "
+            f"{type(whole).__name__}."
         )
+    heads = scalable_heads(whole, head, example_inputs)
     scale(heads, factor, model)
     return heads[0] if len(heads) == 1 else nn.ModuleList(heads)
 
@@ -272,21 +252,18 @@ def _prepare(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor
     if logits.dim() != 2 or not logits.numel():
         got = shape_of(logits)
         raise ValueError(f"Expected `logits` to have shape (examples, classes), but got {got}.")
-    got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-    if isinstance(got, str) or got.is_floating_point or got.is_complex or got == torch.bool:
+    if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
+        got = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
         raise TypeError(f"Expected `labels` to be a tensor of class indices, but got {got}.")
     examples, classes = logits.shape
     matched = shape_of(labels) == (examples,)
     if not matched or labels.min() < 0 or labels.max() >= classes:
         got = extremes(labels) if matched else f"shape {shape_of(labels)}"
-        expected = f"{examples} class indices in [0, {classes - 1}]"
-        raise ValueError(f"Expected `labels` to hold {expected}, but got {got}.")
+        wanted = f"{examples} class indices in [0, {classes - 1}]"
+        raise ValueError(f"Expected `labels` to hold {wanted}, but got {got}.")
     top, predicted = logits.max(1, keepdim=True)
     if not top.isfinite().all():
-        raise ValueError(
-            "Expected `logits` to be finite, or -inf for some classes of an example, but got "
-            "NaN, inf, or -inf for all classes of an example."
-        )
+        raise ValueError("Expected `logits` to be finite or -inf for some classes, but got others.")
     # The maximum is subtracted first, so that no temperature can cause an overflow.
     z = (logits.double() - top.double()) / divisor
     return z, labels.to(z.device, torch.int64), predicted.squeeze(1)

@@ -21,7 +21,6 @@ from powergrad.loss import CrossEntropyLoss
 
 LINEAR_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 HEAD_REMEDY = "pass `head`, the module that computes the logits or its name"
-_HEAD_NAMES = {"fc", "head", "heads", "classifier", "lm_head", "logits", "score"}
 
 
 def find_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Module:
@@ -44,51 +43,45 @@ def find_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Modul
     return found
 
 
-def find_heads(model: nn.Module) -> Sequence[nn.Module]:
+def find_heads(model: nn.Module, remedy: str = HEAD_REMEDY) -> Sequence[nn.Module]:
     """All heads that `model` declares, otherwise its last layer, if no other could be the head."""
-    heads, others = _last_layers(model)
-    head = heads[-1]
+    *others, heads = _last_layers(model)
+    head, ends = heads[-1], [layers[-1] for layers in others]
     if not isinstance(head, LINEAR_LAYERS):
         raise ValueError(
             "Expected the last layer of `model` to be linear or a convolution, but got a "
-            f"{type(head).__name__}; {HEAD_REMEDY}."
+            f"{type(head).__name__}; {remedy}."
         )
-    twin = type(head), _outputs(head)
-    ends = [layer for layer in others if isinstance(layer, LINEAR_LAYERS)]
-    rivals = [m for m in ends if (type(m), _outputs(m)) == twin or not _takers(m, model)]
-    # The number of classes may equal a number of features, so the name counts as well.
-    named = not _HEAD_NAMES.isdisjoint(_names([head], model).split("."))
-    if others and not rivals and not named:
+    rivals = [m for m in ends if isinstance(m, LINEAR_LAYERS) and not _takers(m, model)]
+    if ends and not rivals:
         rivals = _takers(head, model)
     if rivals:
         raise ValueError(
             "Expected one layer of `model` that could be its head, but got several "
-            f"({_names([head, *rivals], model)}); {HEAD_REMEDY}."
+            f"({_names([head, *rivals], model)}); {remedy}."
         )
     return heads
 
 
-def _last_layers(model: nn.Module) -> tuple[Sequence[nn.Module], Sequence[nn.Module]]:
-    """The declared heads or the last layer; and the last layers of parts that may be branches."""
+def _last_layers(model: nn.Module) -> list[list[nn.Module]]:
+    """The declared heads or the last layer of each part that may be a branch; the model's last."""
     model = unwrap(model)
     if declared := _declared_heads(model):
-        return declared, []
+        return [declared]
     children = [child for child in model.children() if any(True for _ in child.parameters())]
     if not children or isinstance(model, LINEAR_LAYERS):
-        return [model], []
-    heads, others = _last_layers(children[-1])
-    if not _is_sequential(model):
-        others = [*(_last_layers(child)[0][-1] for child in children[:-1]), *others]
-    return heads, others
+        return [[model]]
+    before = [] if type(model).forward is nn.Sequential.forward else children[:-1]
+    return [*(_last_layers(child)[-1] for child in before), *_last_layers(children[-1])]
 
 
-def _declared_heads(model: nn.Module) -> Sequence[nn.Module]:
+def _declared_heads(model: nn.Module) -> list[nn.Module]:
     """The heads that timm's or transformers' method returns (two for timm's distilled models)."""
     for method in ("get_classifier", "get_output_embeddings"):
         result = getattr(model, method, lambda: None)()
         modules = result if isinstance(result, (tuple, list)) else [result]
-        if heads := [module for module in modules if isinstance(module, LINEAR_LAYERS)]:
-            return [*heads]
+        if any(isinstance(module, LINEAR_LAYERS) for module in modules):
+            return [module for module in modules if isinstance(module, LINEAR_LAYERS)]
     return []
 
 
@@ -96,31 +89,18 @@ def _outputs(layer: Any) -> int:
     return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
 
 
-def _takers(layer: nn.Module, model: nn.Module) -> Sequence[nn.Module]:
-    """The modules whose input size fits the outputs of `layer`, perhaps after flattening them."""
-    size = _outputs(layer)
-    fitting = []
-    for module in model.modules():
-        sizes = {p.shape[1] for p in module.parameters(recurse=False) if p.dim() > 1}
-        if isinstance(module, nn.Linear) and not isinstance(layer, nn.Linear):
-            sizes.add(size if module.in_features % size == 0 else 0)
-        if size in sizes and module is not layer:
-            fitting.append(module)
-    return fitting
-
-
-def _is_sequential(module: nn.Module) -> bool:
-    """Whether the children of `module` run in the order of registration."""
-    return type(module).forward is nn.Sequential.forward
+def _takers(layer: nn.Module, model: nn.Module) -> list[nn.Module]:
+    """The modules whose input size fits the outputs of `layer`; a linear layer may flatten them."""
+    size, flattened = _outputs(layer), () if isinstance(layer, nn.Linear) else nn.Linear
+    apart = LINEAR_LAYERS[1:] if isinstance(layer, nn.Linear) else ()  # convolutions take images
+    pairs = [(m, p) for m in model.modules() for p in m.parameters(recurse=False) if p.dim() > 1]
+    pairs = [(m, p.shape[1]) for m, p in pairs if m is not layer and not isinstance(m, apart)]
+    return [m for m, n in pairs if n == size or (isinstance(m, flattened) and n % size == 0)]
 
 
 def _names(modules: Sequence[nn.Module], model: nn.Module) -> str:
-    return _some([name for name, module in model.named_modules() if module in modules])
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return (", ".join(names[:6]) or "nothing") + more
+    names = [name for name, module in model.named_modules() if module in modules]
+    return (", ".join(names[:6]) or "nothing") + ", ..." * (len(names) > 6)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -152,17 +132,24 @@ def scalable_heads(
     elif trial is not None:
         heads = trial.find()
     else:
-        try:
-            heads = find_heads(model)
-        except ValueError as error:
-            raise ValueError(f"{error} Or pass `example_inputs`, which show it.") from None
+        heads = find_heads(model, f"{HEAD_REMEDY}, or `example_inputs`, which show it")
     for layer in heads:
-        check_linear(layer)
+        names = sorted(name for name, _ in layer.named_parameters())
+        if not isinstance(layer, LINEAR_LAYERS) or names not in (["weight"], ["bias", "weight"]):
+            raise ValueError(
+                "Expected `head` to be a linear layer or a convolution with a plain weight and "
+                f"bias, but got a {type(layer).__name__} with {', '.join(names[:6]) or 'none'}. If "
+                "it is parametrised, first call `parametrize.remove_parametrizations` on it."
+            )
         check_untied(layer, model)
-    if trial is not None:
-        trial.check(heads)
-    else:
-        _check_nothing_beside_or_after(heads, unwrap(model))
+    if trial is None:
+        _check_alone_and_last(heads, unwrap(model))
+    elif not heads or not trial.scales(heads):
+        raise ValueError(
+            "Expected the logits of `example_inputs` to scale with the head, but got logits that "
+            f"do not, and as head {_names(heads, trial.model)}. Another layer or a soft cap may "
+            "follow, or all logits are 0. If another layer is the head, pass its name as `head`."
+        )
     return heads
 
 
@@ -176,24 +163,13 @@ def scale(heads: Sequence[nn.Module], factor: float, model: nn.Module | None = N
             module.options["softcap"] *= factor
 
 
-def check_linear(head: nn.Module) -> None:
-    """Refuse a layer whose outputs do not scale with its weight and bias."""
-    names = sorted(name for name, _ in head.named_parameters())
-    if not isinstance(head, LINEAR_LAYERS) or names not in (["weight"], ["bias", "weight"]):
-        raise ValueError(
-            "Expected `head` to be a linear layer or a convolution with a plain weight and bias, "
-            f"but got a {type(head).__name__} with {_some(names)}. If it is parametrised (as by "
-            "weight_norm), first call `torch.nn.utils.parametrize.remove_parametrizations`."
-        )
-
-
 def check_untied(head: nn.Module, model: nn.Module) -> None:
     """Refuse a parameter that `model` uses twice, as the same object or over the same memory."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    tensors = [(name, tensor) for name, tensor in tensors if tensor.layout is torch.strided]
+    places = [(n, t.data_ptr()) for n, t in tensors if t.layout is torch.strided]
     for parameter in head.parameters():
-        address = parameter.data_ptr() or None  # 0 on the meta device
-        names = [name for name, t in tensors if t is parameter or t.data_ptr() == address]
+        names = [name for name, tensor in tensors if tensor is parameter]
+        names = [n for n, place in places if place == parameter.data_ptr() != 0] or names  # 0: meta
         if len(names) > 1:
             raise ValueError(
                 "Expected `head` to have parameters of its own, but got one shared by "
@@ -201,43 +177,35 @@ def check_untied(head: nn.Module, model: nn.Module) -> None:
             )
 
 
-def _check_nothing_beside_or_after(heads: Sequence[nn.Module], model: nn.Module) -> None:
+def _check_alone_and_last(heads: Sequence[nn.Module], model: nn.Module) -> None:
     """Refuse one of several declared heads, and a head in a Sequential that does not end it."""
-    declared = _declared_heads(model)
+    declared, modules = _declared_heads(model), list(model.modules())
     if len(heads) < len(declared) and heads[0] in declared:
         raise ValueError(
             "Expected `head` to be the only head, but got one of several "
             f"({_names(declared, model)}); pass None to scale all of them."
         )
-    modules = list(model.modules())
-    for module in modules[modules.index(heads[-1]) + 1 :] if _is_sequential(model) else ():
+    if type(model).forward is not nn.Sequential.forward:
+        return
+    for module in modules[modules.index(heads[-1]) + 1 :]:
         is_activation = type(module).__module__ == nn.ReLU.__module__
         scales = isinstance(module, (nn.ReLU, nn.LeakyReLU, nn.LogSoftmax))
         if (is_activation and not scales) or any(True for _ in module.parameters()):
             raise ValueError(
-                f"Expected `head` to compute the logits, but got a {type(module).__name__} after "
-                "it, which does not scale with them."
+                f"Expected `head` to be the last layer, but got a {type(module).__name__} after it."
             )
 
 
 class _Trial:
     """Runs a model on an example, with some of its layers scaled."""
 
-    # A power of two is exact in every dtype. It is so large that a soft cap of 30 changes even
-    # logits of 0.1.
-    FACTOR = 64.0
+    FACTOR = 64.0  # exact in every dtype, and so large that a soft cap of 30 changes logits of 0.1
 
     def __init__(self, model: nn.Module, example_inputs: Any) -> None:
-        self.model = unwrap(model)
-        self.args, self.kwargs = (example_inputs,), {}
-        if isinstance(example_inputs, Mapping):
-            self.args, self.kwargs = (), dict(example_inputs)
-        elif isinstance(example_inputs, tuple):
-            self.args = example_inputs
+        self.model, self.example = unwrap(model), example_inputs
         self.calls: list[nn.Module] = []
-        layers = [m for m in self.model.modules() if isinstance(m, LINEAR_LAYERS)]
         with ExitStack() as hooks:
-            for layer in layers:
+            for layer in (m for m in self.model.modules() if isinstance(m, LINEAR_LAYERS)):
                 note = layer.register_forward_hook(lambda layer, *_: self.calls.append(layer))
                 hooks.enter_context(note)
             self.logits = self.run([])
@@ -250,41 +218,33 @@ class _Trial:
         together = (last[:count] for count in range(2, len(last) + 1))
         return next(filter(self.scales, [*([layer] for layer in last), *together]), last)
 
-    def check(self, heads: Sequence[nn.Module]) -> None:
-        if not heads or not self.scales(heads):
-            got = _names(heads, self.model)
-            raise ValueError(
-                "Expected the logits of `example_inputs` to scale with the head, but got "
-                f"{got} as head, and logits of shape {tuple(self.logits.shape)} that do not. "
-                "Another layer or a soft cap may follow, or all logits are 0. If another layer is "
-                "the head, pass its name as `head`."
-            )
-
     def scales(self, heads: Sequence[nn.Module]) -> bool:
         """Whether the logits become `FACTOR` times as large, except for a constant per example."""
         after = self.run([parameter for layer in heads for parameter in layer.parameters()])
         wanted = self.FACTOR * self.logits
-        if after.shape != wanted.shape or not torch.equal(after.isfinite(), wanted.isfinite()):
+        if after.shape != wanted.shape or not wanted.numel():
             return False
         dim = 1 if wanted.dim() > 1 and not isinstance(heads[0], nn.Linear) else -1
         if wanted.shape[dim] > 1:  # softmax ignores the constant, which a log-softmax adds
             after, wanted = (z - z.amax(dim, keepdim=True) for z in (after, wanted))
-        difference = (after - wanted)[wanted.isfinite()].abs()
-        largest = wanted[wanted.isfinite()].abs()
-        return bool(largest.any() and difference.max() <= self.tolerance * largest.max())
+        largest = float(wanted.masked_fill(wanted.isinf(), 0).abs().max())
+        return largest > 0 and torch.allclose(after, wanted, 0, self.tolerance * largest)
 
     def run(self, scaled: list[nn.Parameter]) -> Tensor:
         """The logits in float64, where the parameters `scaled` are `FACTOR` times as large."""
         parameters = dict(self.model.named_parameters())
-        changed = {n: self.FACTOR * p for n, p in parameters.items() if any(p is q for q in scaled)}
+        state = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        state |= {n: self.FACTOR * p for n, p in parameters.items() if any(p is q for q in scaled)}
         devices = {p.device for p in parameters.values() if p.is_cuda}
-        with torch.no_grad(), evaluating(self.model), torch.random.fork_rng(list(devices)):
-            output = functional_call(self.model, changed, self.args, self.kwargs)
-        logits = output
-        if isinstance(output, Mapping):
-            logits = output.get("logits", output.get("out"))
-        elif isinstance(output, (tuple, list)) and output:
-            logits = output[0]
+        # If dynamo was never loaded, nothing is compiled; loading it takes seconds.
+        loaded = "torch._dynamo" in sys.modules
+        eager = torch.compiler.set_stance("force_eager") if loaded else nullcontext()
+        is_named = isinstance(self.example, Mapping)
+        args, kwargs = ((), dict(self.example)) if is_named else (self.example, None)
+        with torch.no_grad(), evaluating(self.model), torch.random.fork_rng(list(devices)), eager:
+            output = functional_call(self.model, state, args, kwargs)
+        logits = output.get("logits", output.get("out")) if isinstance(output, Mapping) else output
+        logits = logits[0] if isinstance(logits, (tuple, list)) and logits else logits
         logits = getattr(logits, "logits", logits)
         if not isinstance(logits, Tensor) or not logits.is_floating_point() or not logits.dim():
             raise TypeError(
@@ -297,20 +257,11 @@ class _Trial:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, eager even if compiled; modes and buffers are restored afterwards."""
-    modules = list(model.modules())
-    modes = [module.training for module in modules]
-    named = [(module, *item) for module in modules for item in module.named_buffers(recurse=False)]
-    values = [buffer.clone() for _, _, buffer in named]
-    # If dynamo was never loaded, nothing is compiled; loading it takes seconds.
-    loaded = "torch._dynamo" in sys.modules
+    """Evaluation mode; the modes are restored afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.compiler.set_stance("force_eager") if loaded else nullcontext():
-            yield
+        yield
     finally:
-        for module, training in zip(modules, modes, strict=True):
+        for module, training in modes:
             module.training = training
-        with torch.no_grad():
-            for (module, name, buffer), value in zip(named, values, strict=True):
-                setattr(module, name, buffer.copy_(value))

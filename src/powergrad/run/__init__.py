@@ -1,10 +1,6 @@
-"""``powergrad run``: runs an unmodified training program with altered gradients.
+"""``powergrad run``: runs an unmodified program with altered gradients. It needs only torch."""
 
-:func:`launch` executes a :class:`Program` with :class:`Options`. It needs only torch.
-"""
+from powergrad.run.launching import launch
+from powergrad.run.program import Options, Program
 
-from powergrad.run.launching import NOT_ALTERED, launch
-from powergrad.run.options import Options
-from powergrad.run.program import Program
-
-__all__ = ["NOT_ALTERED", "Options", "Program", "launch"]
+__all__ = ["Options", "Program", "launch"]

@@ -6,178 +6,143 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
 from powergrad._version import __version__
 from powergrad.compat import on_first_backward
-from powergrad.head import HEAD_REMEDY
 from powergrad.mode import Enabled, disable, enable
 from powergrad.reporting import write_json
-from powergrad.run.optimizers import Optimizers
-from powergrad.run.options import Options
-from powergrad.run.program import Program
+from powergrad.run.optimizers import NOT_ALTERED, Optimizers
+from powergrad.run.program import CLIPPED, SCALED, Options, Program
 from powergrad.verify import counted
 
-__all__ = ["NOT_ALTERED", "launch"]
+__all__ = ["launch"]
 
-NOT_ALTERED = 3  # the exit code if the program was not altered as requested
-FORMAT = 1
+UNSCALED = {  # why a factor has changed nothing
+    "lr": "every learning rate was 0",
+    "head_lr": "no optimizer that has taken a step holds the head",
+    "weight_decay": "no optimizer has a weight decay",
+}
 
 
 def launch(program: Program, options: Options) -> int:
-    """Execute a program in this process, with altered gradients.
-
-    Args:
-        program: The program.
-        options: The changes.
-
-    Returns:
-        The exit code of the program; or `NOT_ALTERED` if that is 0, but a requested change did not
-        happen.
-
-    Raises:
-        KeyboardInterrupt: If the program was interrupted; its traceback has been printed.
-    """
+    """Execute a program with altered gradients; return its exit code; 3 if not all was altered."""
     if options.json is not None:
         options.json.unlink(missing_ok=True)  # from an earlier run
-    session = _Session(options)
-    session.install()
-    process = os.getpid()
-    ending = program.execute()
-    code = ending.code
+    session, process = _Session(options), os.getpid()
+    code, interrupted = 0, False
+    try:
+        program.execute()
+    except SystemExit as error:
+        code = error.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException as error:
+        _print(error)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        code = 130 if interrupted else 1
     if os.getpid() == process:  # otherwise this is a fork of the program
         code = session.finish(code, program)
-    if ending.interrupted:
+    if interrupted:
         sys.excepthook = lambda *_: None
         raise KeyboardInterrupt
     return code
 
 
-class _Refused(SystemExit):
-    """Ends a program that cannot be altered as requested, past any ``except Exception``."""
+def _print(error: BaseException) -> None:
+    """Print an error as Python would, without the frames of this package."""
+    trace, here = error.__traceback__, os.path.dirname(__file__)
+    while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == here:
+        trace = trace.tb_next
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
 
 
-@dataclass
 class _Session:
-    options: Options
-    refusals: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    first_loss: Tensor | None = None
-    graph: list[str] = field(default_factory=list)  # the first nodes of the first backward pass
+    """What is altered from now on, and what has become of it."""
 
-    def __post_init__(self) -> None:
-        self.losses = Enabled()
-        self.optimizers = Optimizers(self.options, self._altered, self._refuse)
-
-    def install(self) -> None:
-        if self.options.alpha != 1:
-            self.losses = enable(self.options.alpha)
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.losses = enable(options.alpha) if options.alpha != 1 else Enabled()
+        self.optimizers = Optimizers(options, self.losses)
         self.optimizers.install()
+        self.first_loss: Tensor | None = None
+        self.graph: list[str] = []  # the first nodes of the first backward pass
         on_first_backward(self._note_backward)
 
     def finish(self, code: int, program: Program) -> int:
         """Print what was altered; return the exit code."""
         self.optimizers.close()
-        self.problems = self.refusals or ([] if code else self._problems())
-        code = NOT_ALTERED if self.problems and not code else code
-        rank = os.environ.get("RANK", "0")
-        lines = [f"powergrad run: {self._line()}"] if rank == "0" else []
-        lines += [f"powergrad run: error: {problem}" for problem in self.problems]
-        print(*lines, sep="\n", end="\n" if lines else "", file=sys.__stderr__, flush=True)
-        if self.options.json is not None and rank == "0":
-            write_json(self.options.json, self._summary(code, program))
+        problems = self.optimizers.refusals or ([] if code else self._problems())
+        code = NOT_ALTERED if problems and not code else code
+        is_reported = os.environ.get("RANK", "0") == "0"
+        lines = [self._line()] * is_reported + [f"error: {problem}" for problem in problems]
+        text = "".join(f"powergrad run: {line}\n" for line in lines)
+        print(text, end="", file=sys.__stderr__, flush=True)
+        if self.options.json is not None and is_reported:
+            known = {"command": program.command, "exit_code": code, "problems": problems}
+            write_json(self.options.json, known | self._summary())
         disable()
         return code
 
-    def _altered(self) -> int | None:
-        return None if self.losses.compiled else sum(self.losses.altered.values())
-
-    def _refuse(self, message: str) -> NoReturn:
-        message = message.replace(HEAD_REMEDY, "name it with `--head NAME`")
-        message = message.removesuffix(" Pass `head=None` to clip every layer.")
-        self.refusals.append(message)
-        raise _Refused(NOT_ALTERED)
-
     def _note_backward(self, roots: Sequence[Any]) -> None:
         root = roots[0] if roots else None
-        if not isinstance(root, Tensor):
-            return
-        if root.numel() == 1:
+        if isinstance(root, Tensor) and root.numel() == 1:
             self.first_loss = root.detach().clone()
-        node = root.grad_fn
+        node = getattr(root, "grad_fn", None)
         while node is not None and len(self.graph) < 4:
             self.graph.append(node.name())
             node = next((n for n, _ in node.next_functions if n is not None), None)
 
-    # Problems -------------------------------------------------------------------------------------
-
     def _problems(self) -> list[str]:
         """The requested changes that did not happen."""
         options, optimizers = self.options, self.optimizers
-        problems = self._problems_of_alpha() if options.alpha != 1 else []
+        problem = self._problem_of_alpha() if options.alpha != 1 else ""
+        problems = [f"--alpha {options.alpha:g} {problem}."] if problem else []
         steps = sum(seen.steps for seen in optimizers.seen)
-        for option in self._asked_of_optimizers():
-            why = ""
-            if not steps:
-                why = "no torch.optim.Optimizer has taken a step"
-            elif option in _CLIPPING and not int(optimizers.clipped[_CLIPPING[option]].clipped):
-                why = f"no gradient was above the threshold in {counted(steps, 'step')}"
-            elif option in _SCALING and _SCALING[option] not in optimizers.scaled:
-                why = {
-                    "--lr-scale": "every learning rate was 0",
-                    "--decay-scale": "no optimizer has a weight decay",
-                    "--head-lr-scale": "no optimizer that has taken a step holds the head",
-                }[option]
+        done = {method for method, (_, clipped) in optimizers.clipped.items() if int(clipped)}
+        done |= optimizers.scaled | {"monitor"}
+        asked = {**CLIPPED, **SCALED, "monitor": "monitor"}
+        for name in options.given(asked):
+            why = "no torch.optim.Optimizer has taken a step"
+            if steps:
+                above = f"no gradient was above the threshold in {counted(steps, 'step')}"
+                why = "" if name in done else UNSCALED.get(name, above)
             if why:
-                problems.append(f"{option} changed nothing: {why}.")
+                problems.append(f"--{asked[name].replace('_', '-')} changed nothing: {why}.")
         return problems
 
-    def _problems_of_alpha(self) -> list[str]:
-        option = f"--alpha {self.options.alpha:g}"
+    def _problem_of_alpha(self) -> str:
         if not self.losses.altered and not self.losses.compiled:
             began = f" Its first backward pass began at {', '.join(self.graph)}."
-            return [
-                f"{option} altered nothing: no cross-entropy or log-softmax of PyTorch with a "
-                f"gradient was called in this process.{began if self.graph else ''} Kernels of "
-                "other libraries, TorchScript, and processes that the program starts itself cannot "
-                "be altered: use PyTorch's loss, or start the processes with torchrun."
-            ]
+            return (
+                "altered nothing: no cross-entropy or log-softmax of PyTorch with a gradient was "
+                f"called in this process.{began if self.graph else ''} Kernels of other libraries, "
+                "TorchScript, and processes that the program starts itself cannot be altered: use "
+                "PyTorch's loss, or start the processes with torchrun"
+            )
         measured = self.optimizers.verification
-        if measured is not None and measured.verdict == "plain":
-            return [f"{option} did not reach the model: the gradient of its head is {measured}."]
-        if self.options.strict and not self._is_proved():
-            why = "there was no second step" if measured is None else str(measured)
-            return [f"{option} was not confirmed: {why}."]
-        return []
-
-    def _is_proved(self) -> bool:
-        measured = self.optimizers.verification
-        if measured is None or measured.verdict != "pgt" or measured.alpha is None:
-            return False
-        return abs(measured.alpha - self.options.alpha) <= 1e-3 + (measured.uncertainty or 0)
-
-    def _asked_of_optimizers(self) -> list[str]:
-        options = self.options
-        asked = [option for option, method in _CLIPPING.items() if method in options.thresholds]
-        scales = asdict(options.scales)
-        asked += [option for option, name in _SCALING.items() if scales[name] != 1]
-        return asked + ["--monitor"] * (options.monitor is not None)
-
-    # Summary --------------------------------------------------------------------------------------
+        if measured is None:
+            return "was not confirmed: there was no second step" if self.options.strict else ""
+        if measured.verdict == "plain":
+            return f"did not reach the model: the gradient of its head is {measured}"
+        if self.options.strict:
+            error = abs((measured.alpha or 0) - self.options.alpha)
+            if measured.verdict != "pgt" or error > 1e-3 + (measured.uncertainty or 0):
+                return f"was not confirmed: {measured}"
+        return ""
 
     def _line(self) -> str:
         """The summary as one line."""
         options, losses, optimizers = self.options, self.losses, self.optimizers
         parts = []
         if options.alpha != 1:
-            kinds = [f"{count:,} {kind}" for kind, count in losses.altered.items()]
-            kinds += [
-                f"{count:,} {kind} in compiled code" for kind, count in losses.compiled.items()
-            ]
+            kinds = [f"{n:,} {kind}" for kind, n in losses.altered.items()]
+            kinds += [f"{n:,} {kind} in compiled code" for kind, n in losses.compiled.items()]
             parts.append(f"alpha {options.alpha:g} altered {', '.join(kinds) or 'nothing'}")
             if losses.scripted:
                 parts.append("scripted code is not altered")
@@ -185,48 +150,33 @@ class _Session:
                 parts.append(f"the program has replaced {', '.join(losses.replaced)}")
             if optimizers.verification is not None:
                 parts.append(f"step {optimizers.verified_step}: {optimizers.verification}")
-        for name, total in optimizers.clipped.items():
-            parts.append(f"{name} clipped {int(total.clipped):,} of {total.units:,} units")
-        for option, name in _SCALING.items():
-            scale = asdict(options.scales)[name]
-            if scale != 1:
-                done = "" if name in optimizers.scaled else " (not applied)"
-                parts.append(f"{option.removeprefix('--')} {scale:g}{done}")
+        for method, (units, clipped) in optimizers.clipped.items():
+            parts.append(f"{method} clipped {int(clipped):,} of {units:,} units")
+        for name, scale in options.given(SCALED).items():
+            done = "" if name in optimizers.scaled else " (not applied)"
+            parts.append(f"{SCALED[name].replace('_', '-')} {scale:g}{done}")
         steps = [f"{counted(seen.steps, 'step')} of {seen.kind}" for seen in optimizers.seen]
         return "; ".join([*(parts or ["no change requested"]), ", ".join(steps) or "no steps"])
 
-    def _summary(self, code: int, program: Program) -> dict[str, Any]:
-        """The summary as JSON values."""
-        options, optimizers = self.options, self.optimizers
-        loss = None if self.first_loss is None else float(self.first_loss)
+    def _summary(self) -> dict[str, Any]:
+        """The rest of the summary as JSON values."""
+        options, losses, optimizers = self.options, self.losses, self.optimizers
+        clipped = {k: {"units": n, "clipped": int(c)} for k, (n, c) in optimizers.clipped.items()}
+        loss = math.nan if self.first_loss is None else float(self.first_loss)
         measured = optimizers.verification
+        step = {"step": optimizers.verified_step, "text": str(measured)}
         return {
-            "format": FORMAT,
+            "format": 1,
             "powergrad": __version__,
-            "command": program.command,
-            "options": {
-                k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()
-            },
-            "exit_code": code,
-            "problems": self.problems,
-            "altered": self.losses.altered,
-            "altered_in_compiled_code": self.losses.compiled,
-            "scripted": self.losses.scripted,
-            "replaced": self.losses.replaced if options.alpha != 1 else [],
+            "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+            "altered": losses.altered,
+            "altered_in_compiled_code": losses.compiled,
+            "scripted": losses.scripted,
+            "replaced": losses.replaced if options.alpha != 1 else [],
             "optimizers": [{"class": seen.kind, "steps": seen.steps} for seen in optimizers.seen],
             "steps": sum(seen.steps for seen in optimizers.seen),
-            "clipped": {
-                name: {"units": total.units, "clipped": int(total.clipped)}
-                for name, total in optimizers.clipped.items()
-            },
+            "clipped": clipped,
             "scaled": sorted(optimizers.scaled),
-            "first_loss": loss if loss is not None and math.isfinite(loss) else None,
-            "verification": None
-            if measured is None
-            else {**asdict(measured), "step": optimizers.verified_step, "text": str(measured)},
+            "first_loss": loss if math.isfinite(loss) else None,
+            "verification": asdict(measured) | step if measured is not None else None,
         }
-
-
-# The clipping method, or the scaled value of a group, for each option.
-_CLIPPING = {"--agc": "agc", "--clip-norm": "norm", "--clip-value": "value"}
-_SCALING = {"--lr-scale": "lr", "--head-lr-scale": "head_lr", "--decay-scale": "weight_decay"}

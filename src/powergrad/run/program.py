@@ -1,38 +1,60 @@
-"""Executes a Python program in this process, as ``python PROGRAM ARGS`` would."""
+"""What ``powergrad run`` executes, and with which changes."""
 
 from __future__ import annotations
 
 import builtins
-import importlib.util
 import io
 import os
+import runpy
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from types import CodeType, ModuleType
-from typing import NamedTuple
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-__all__ = ["Ending", "Program"]
+from powergrad.monitor import Recording
+
+__all__ = ["CLIPPED", "SCALED", "Options", "Program"]
 
 FORMS = "`-- SCRIPT ARGS` or `-- -m MODULE ARGS`"
+# The fields of `Options` that ask for a method of clipping, or scale a value of a group.
+CLIPPED = {"agc": "agc", "norm": "clip_norm", "value": "clip_value"}
+SCALED = {"lr": "lr_scale", "head_lr": "head_lr_scale", "weight_decay": "decay_scale"}
 
 
-class Ending(NamedTuple):
-    """How a program ended: its exit code, and whether it was interrupted (Ctrl-C)."""
+@dataclass(frozen=True)
+class Options:
+    """The options of ``powergrad run``, which checks their ranges; the defaults change nothing."""
 
-    code: int
-    interrupted: bool = False
+    alpha: float = 1.0
+    agc: float | None = None
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    decay_scale: float = 1.0
+    lr_scale: float = 1.0
+    head_lr_scale: float = 1.0
+    head: str | None = None
+    monitor: Path | None = None
+    strict: bool = False
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.monitor is not None and Recording.exists(self.monitor):
+            raise ValueError(
+                "Expected `--monitor` to be a folder without a recording, but got "
+                f"{str(self.monitor)!r}, which holds one."
+            )
+
+    def given(self, fields: dict[str, str]) -> dict[str, Any]:
+        """The values of `fields` by their keys, without defaults."""
+        values = {name: getattr(self, field) for name, field in fields.items()}
+        return {k: v for k, v in values.items() if v != getattr(Options, fields[k])}
 
 
 class Program:
-    """A script or a module with its arguments.
-
-    Args:
-        command: The arguments of ``python``: a script, or ``-m`` and a module, then its arguments.
-
-    Raises:
-        ValueError: If there is no such program.
-    """
+    """A script, or ``-m`` and a module, with its arguments; a ValueError if there is no script."""
 
     def __init__(self, command: Sequence[str]) -> None:
         name, *arguments = command or [""]
@@ -46,76 +68,20 @@ class Program:
             raise ValueError(f"Expected {FORMS}, but got {name!r}, which is not a file{remedy}.")
         self.name, self.arguments, self.command = name, arguments, list(command)
 
-    def execute(self) -> Ending:
-        """Run the program. An error is printed with the program's own traceback, as by Python."""
-        main = ModuleType("__main__")
-        main.__dict__["__builtins__"] = builtins
-        sys.modules["__main__"] = main  # used by pickle and spawned processes
-        try:
-            code = self._load_module(main) if self.is_module else self._load_script(main)
-            exec(code, main.__dict__)
-        except SystemExit as error:
-            return Ending(_exit_code(error.code))
-        except BaseException as error:
-            _print(error)
-            interrupted = isinstance(error, KeyboardInterrupt)
-            return Ending(130 if interrupted else 1, interrupted)
-        return Ending(0)
-
-    def _load_script(self, main: ModuleType) -> CodeType:
+    def execute(self) -> None:
+        """Execute the program in this process, as ``python`` does."""
+        main = sys.modules["__main__"] = ModuleType("__main__")  # pickle and spawned processes
+        folder = os.getcwd() if self.is_module else os.path.dirname(os.path.realpath(self.name))
+        if not getattr(sys.flags, "safe_path", False):  # Python 3.11's -P
+            sys.path[0] = folder
+        sys.argv = ["-m" if self.is_module else self.name, *self.arguments]
+        vars(main)["__builtins__"] = builtins
+        if self.is_module:
+            runpy._run_module_as_main(self.name)  # pyright: ignore # which `python -m` calls
+            return
         path = os.path.abspath(self.name)
-        sys.argv = [self.name, *self.arguments]
-        _replace_first_path(os.path.dirname(os.path.realpath(path)))
-        main.__file__ = path
-        main.__loader__ = SourceFileLoader("__main__", path)
-        main.__dict__["__cached__"] = None
+        loader = SourceFileLoader("__main__", path)
+        vars(main).update(__file__=path, __loader__=loader, __cached__=None)
         with io.open_code(path) as file:
-            return compile(file.read(), path, "exec", dont_inherit=True)
-
-    def _load_module(self, main: ModuleType) -> CodeType:
-        sys.argv = ["-m", *self.arguments]  # as in Python while parent packages are imported
-        _replace_first_path(os.getcwd())
-        spec = self._find_spec()
-        code: CodeType = spec.loader.get_code(spec.name)  # type: ignore[union-attr]
-        sys.argv[0] = main.__file__ = spec.origin or ""
-        main.__spec__, main.__loader__ = spec, spec.loader
-        main.__package__, main.__dict__["__cached__"] = spec.parent, spec.cached
-        return code
-
-    def _find_spec(self) -> ModuleSpec:
-        spec = None
-        for name in (self.name, f"{self.name}.__main__"):
-            try:
-                spec = importlib.util.find_spec(name)
-            except ModuleNotFoundError as error:
-                if not error.name or not f"{name}.".startswith(f"{error.name}."):
-                    raise  # an import of the program itself failed
-                spec = None
-            if spec is None or spec.submodule_search_locations is None:
-                break
-        if spec is None or not hasattr(spec.loader, "get_code"):
-            sys.exit(f"{sys.executable}: No module named {self.name}")
-        return spec
-
-
-def _replace_first_path(folder: str) -> None:
-    if not getattr(sys.flags, "safe_path", False):  # Python 3.11's -P
-        sys.path[0] = folder
-
-
-def _exit_code(code: object) -> int:
-    if code is None or isinstance(code, int):
-        return code or 0
-    print(code, file=sys.stderr)
-    return 1
-
-
-def _print(error: BaseException) -> None:
-    """Print an error as Python would, without the frames of this package."""
-    trace = error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if file != __file__ and not file.startswith("<frozen "):
-            break
-        trace = trace.tb_next
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+        exec(code, vars(main))

@@ -1,107 +1,73 @@
 """Scales learning rates and weight decays for the duration of a step.
 
 The values of each group are multiplied just before ``optimizer.step()`` and restored right after
-it. So schedulers, checkpoints and logs see the original values. If the head and other parameters
-share a group, the group is split in two for the step. The state of an optimizer belongs to the
+it, so schedulers, checkpoints and logs see the original ones. If the head and other parameters
+share a group, the head gets its own for the step. The state of an optimizer belongs to the
 parameters, so the step is the same as with two groups defined in the program.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+import math
 from itertools import compress
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-__all__ = ["ScaledStep", "Scales"]
+__all__ = ["ScaledStep"]
 
 Group = dict[str, Any]
-_OF_PARAMETERS = ("params", "param_names")
+LISTS = {"params", "param_names"}  # what differs between the parts of a group
 
 
-@dataclass(frozen=True)
-class Scales:
-    """The factors of the values of every group.
-
-    Attributes:
-        lr: The factor of the learning rate.
-        head_lr: An additional factor of the learning rate of the head.
-        weight_decay: The factor of the weight decay.
-    """
-
-    lr: float = 1.0
-    head_lr: float = 1.0
-    weight_decay: float = 1.0
-
-    def factors(self, head: bool) -> dict[str, float]:
-        """The factors by key of a group, without factors of 1."""
-        lr = self.lr * self.head_lr if head else self.lr
-        return {k: f for k, f in (("lr", lr), ("weight_decay", self.weight_decay)) if f != 1}
-
-
-@dataclass
 class ScaledStep:
-    """The scaled groups of `optimizer`: :meth:`apply`, step, :meth:`restore`.
+    """The scaled groups of `optimizer`: `apply`, step, `restore`; a TypeError if it is not exact.
 
-    Attributes:
-        scaled: The factors that have changed a value: ``lr``, ``head_lr``, ``weight_decay``.
-
-    Raises:
-        TypeError: If the optimizer cannot be scaled exactly.
+    `scales` are the factors ``lr``, ``weight_decay`` and ``head_lr``, an additional one for the
+    learning rate of the parameters `head`; `scaled` are those that have changed a value.
     """
 
-    optimizer: Optimizer
-    scales: Scales
-    head: set[nn.Parameter]
-    scaled: set[str] = field(default_factory=set)
-    _before: list[Group] = field(default_factory=list)
-    _values: list[tuple[Group, str, Any, Any]] = field(default_factory=list)
-    _parts: list[tuple[Group, list[Group]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.optimizer, LBFGS):
+    def __init__(
+        self, optimizer: Optimizer, scales: dict[str, float], head: set[nn.Parameter]
+    ) -> None:
+        if isinstance(optimizer, LBFGS):
             raise TypeError(
                 "Expected an optimizer whose step is proportional to its learning rate, but got "
                 "LBFGS, which uses it as the start of a line search."
             )
+        self.optimizer, self.scales, self.head = optimizer, scales, head
+        self.scaled: set[str] = set()
+        self._values: list[tuple[Group, str, Any, Any]] = []  # before, and during the step
+        self._parts: list[tuple[Group, Group]] = []  # of a group that was split: the head's
 
     def apply(self) -> None:
-        """Scale the values of the groups."""
+        """Split and scale the groups."""
         groups = self.optimizer.param_groups
-        self._before = list(groups)
-        during: list[Group] = []
-        for group in self._before:
+        for group in list(groups):
             inside = [parameter in self.head for parameter in group["params"]]
-            if self.scales.head_lr != 1 and any(inside) and not all(inside):
-                self._check_splittable()
-                parts = [self._part(group, [i == head for i in inside]) for head in (False, True)]
-                self._parts.append((group, parts))
-                for part, head in zip(parts, (False, True), strict=True):
-                    self._scale(part, head)
-                during += parts
-            else:
-                self._scale(group, all(inside) and bool(inside))
-                during.append(group)
-        groups[:] = during
+            if any(inside) and not all(inside):
+                groups.append(self._split(group, inside))
+        for group in groups:
+            is_head = any(parameter in self.head for parameter in group["params"])
+            rates = ("lr", "head_lr") if is_head else ("lr",)
+            for key, factors in (("lr", rates), ("weight_decay", ("weight_decay",))):
+                if self.scales.keys() & factors:
+                    self._scale(group, key, factors)
 
     def restore(self) -> None:
-        """Restore the values, except for changes by the step itself."""
-        if not self._before:
-            return
-        changed = [key for group, key, _, scaled in self._values if group[key] is not scaled]
-        for group, key, value, _ in self._values:
-            group[key] = value
-        for group, parts in self._parts:
-            options = [{k: v for k, v in p.items() if k not in _OF_PARAMETERS} for p in parts]
-            one, other = ({**o, "lr": group.get("lr")} for o in options)
-            if one.keys() != other.keys() or not all(_same(one[k], other[k]) for k in one):
-                changed.append("other options")
-            group.update({k: v for k, v in one.items() if not _same(group.get(k), v)})
-        self.optimizer.param_groups[:] = self._before
-        self._before, self._values, self._parts = [], [], []
+        """Restore the groups; a TypeError if the step itself has changed them."""
+        changed = [key for group, key, _, during in self._values if group.get(key) is not during]
+        for group, key, before, _ in self._values:
+            group[key] = before
+        for group, part in self._parts:
+            others = (group.keys() | part.keys()) - LISTS
+            changed += [key for key in others if not _same(group.get(key), part.get(key))]
+        parts = [id(part) for _, part in self._parts]
+        groups = self.optimizer.param_groups
+        groups[:] = [group for group in groups if id(group) not in parts]
+        self._values, self._parts = [], []
         if changed:
             raise TypeError(
                 "Expected an optimizer that does not change the values of its groups, but got "
@@ -109,30 +75,19 @@ class ScaledStep:
                 "cannot be scaled."
             )
 
-    def _scale(self, group: Group, head: bool) -> None:
-        for key, factor in self.scales.factors(head).items():
-            value = group.get(key)
-            if value is None and key == "lr":
-                raise TypeError(
-                    "Expected an optimizer whose groups have an `lr`, but got "
-                    f"{type(self.optimizer).__name__}, whose learning rate cannot be scaled."
-                )
-            if value is None or (not isinstance(value, Tensor) and value == 0):
-                continue
-            group[key] = value * factor
-            self._values.append((group, key, value, group[key]))
-            if key == "weight_decay":
-                self.scaled.add("weight_decay")
-            else:
-                self.scaled |= {"lr", "head_lr"} if head else {"lr"}
+    def _scale(self, group: Group, key: str, factors: tuple[str, ...]) -> None:
+        value = group.get(key)
+        if value is None and key == "lr":
+            raise TypeError(
+                "Expected an optimizer whose groups have an `lr`, but got "
+                f"{type(self.optimizer).__name__}, whose learning rate cannot be scaled."
+            )
+        if value is not None and (isinstance(value, Tensor) or value != 0):
+            self._set(group, key, value * math.prod(self.scales.get(name, 1) for name in factors))
+            self.scaled.update(factors)
 
-    def _part(self, group: Group, chosen: list[bool]) -> Group:
-        part = copy.deepcopy({k: v for k, v in group.items() if k not in _OF_PARAMETERS})
-        for key in group.keys() & set(_OF_PARAMETERS):
-            part[key] = list(compress(group[key], chosen))
-        return part
-
-    def _check_splittable(self) -> None:
+    def _split(self, group: Group, inside: list[bool]) -> Group:
+        """Leave to `group` what is not `inside`; return a group of the rest."""
         kind = type(self.optimizer)
         if not f"{kind.__module__}.".startswith(("torch.optim.", "timm.optim.")):
             raise TypeError(
@@ -140,9 +95,19 @@ class ScaledStep:
                 "other parameters, which can be split only for optimizers of torch.optim and timm; "
                 "put the head into its own group."
             )
+        part = copy.deepcopy({key: value for key, value in group.items() if key not in LISTS})
+        for key in group.keys() & LISTS:
+            part[key] = list(compress(group[key], inside))
+            self._set(group, key, list(compress(group[key], [not chosen for chosen in inside])))
+        self._parts.append((group, part))
+        return part
+
+    def _set(self, group: Group, key: str, value: Any) -> None:
+        self._values.append((group, key, group[key], value))
+        group[key] = value
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a is b or (a.shape == b.shape and bool((a == b).all()))
-    return a is b or (type(a) is type(b) and bool(a == b))
+    return a is b or (
+        type(a) is type(b) and bool((a == b).all() if isinstance(a, Tensor) else a == b)
+    )
