@@ -35,7 +35,7 @@ from powergrad.compat import (
 )
 from powergrad.linear import linear_cross_entropy
 from powergrad.loss import cross_entropy, loss_of
-from powergrad.transform import log_softmax
+from powergrad.transform import LISTENERS, Notice, log_softmax
 
 __all__ = ["Enabled", "PowerGrad", "disable", "enable"]
 
@@ -178,6 +178,10 @@ class _Block(TorchFunctionMode):
         self.altered = False  # a call was altered, here or in a nested block
         self.watch = Watch()
         self.hooks = saved_tensor_hooks()
+
+    def heard(self, _: Notice) -> None:
+        """Note that this thread has called a loss of this package."""
+        self.altered = self.altered or self in _thread.blocks
 
     def refuse(self, name: str) -> None:
         """Raise if a call of the loss `name` does not belong here, or would be repeated later."""
@@ -356,6 +360,7 @@ class PowerGrad:
         _thread.blocks.append(block)
         with _lock:
             _open.append(block)
+            LISTENERS.append(block.heard)
             # TorchDynamo looks this up for `nn.CrossEntropyLoss()`, which no mode sees.
             if F.cross_entropy is _CROSS_ENTROPY.original:
                 F.cross_entropy = _CROSS_ENTROPY.altered
@@ -372,6 +377,7 @@ class PowerGrad:
                 _context.set(current.outer)
             with _lock:
                 _open.remove(block)
+                LISTENERS.remove(block.heard)
                 if not _open and _enabled is None and F.cross_entropy is _CROSS_ENTROPY.altered:
                     F.cross_entropy = _CROSS_ENTROPY.original
         while blocks and blocks[-1].closed:  # also those that were left too early

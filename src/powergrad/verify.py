@@ -265,6 +265,8 @@ class StepWatcher:
             raise _UnclearError(f"the output of the head is a {type(output).__name__}, not logits")
 
     def _on_loss(self, notice: Notice) -> None:
+        if not is_plain(notice.input):
+            return
         self._notices.append(notice)
         logits, classes = notice.input, getattr(self._head, "out_features", None)
         fits = logits.dim() and classes in (None, logits.shape[min(1, logits.dim() - 1)])
