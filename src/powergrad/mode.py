@@ -259,26 +259,23 @@ class _Block(TorchFunctionMode):
             if _LOSS.search(name := str(getattr(func, "__name__", func))):
                 self.last = name
 
-    def complain(self, level: int) -> None:
+    def complain(self) -> None:
         """Warn, or raise if strict, that nothing was altered."""
         owner = self.owner
         expected = self.suspect == "backward" and owner.altered  # of a loss of an earlier block
         if not self.enabled or (not owner.strict and (expected or not self.suspect)):
             return
+        called = f" The block called `{self.last}`, which PowerGrad does not alter."
         message = (
             f"PowerGrad(alpha={owner.alpha}) altered no cross-entropy or log-softmax with gradients"
-            " in this block, so its gradients are plain."
-            + (
-                f" The block called `{self.last}`, which PowerGrad does not alter."
-                * bool(self.last)
-            )
-            + " Put PowerGrad around the code that computes the loss, or call "
-            "`powergrad.cross_entropy` there. Losses in other threads and in compiled code need "
-            "`powergrad.enable`. The documentation of PowerGrad lists the functions that it alters."
+            f" in this block, so its gradients are plain.{called if self.last else ''} Put "
+            "PowerGrad around the code that computes the loss, or call `powergrad.cross_entropy` "
+            "there. Losses in other threads and in compiled code need `powergrad.enable`. The "
+            "documentation of PowerGrad lists the functions that it alters."
         )
         if owner.strict:
             raise RuntimeError(message)
-        warnings.warn(message, stacklevel=level)
+        warnings.warn(message, stacklevel=self.level)
 
     def alter(self, function: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the altered `function`."""
@@ -351,9 +348,9 @@ class PowerGrad:
 
     **Proof.** ``altered`` counts the altered calls that have a gradient, by kind, over all blocks
     of this object: ``{"cross_entropy": 3}``. If gradients were computed in a block but nothing was
-    altered, it ends with a warning that names the losses it called. A ``strict`` block ends with an
-    error if nothing was altered, unless alpha is 1 or it was entered with gradients disabled. Calls
-    of this package's own functions, and of nested PowerGrads, count as altered.
+    altered, it ends with a warning that names the last loss it called. A ``strict`` block ends with
+    an error if nothing was altered, unless alpha is 1 or it was entered with gradients disabled.
+    Eager calls of this package's own functions, and of nested PowerGrads, count as altered.
 
     Every torch call inside takes about a microsecond longer, so put the context around the loss,
     not the model. Then a ``log_softmax`` inside the model is not altered either. If the model
@@ -423,10 +420,10 @@ class PowerGrad:
         blocks = _thread.blocks
         mine = [b for b in blocks if b.owner is self and not b.closed][-1:]
         in_order = mine == blocks[-1:] and mine == [_context.get()]
+        if in_order:
+            _context.set(mine[0].outer)
         for block in mine:
             block.closed = True
-            while (current := _context.get()) is not None and current.closed:
-                _context.set(current.outer)
             with _lock:
                 _open.remove(block)
                 LISTENERS.remove(block.heard)
@@ -440,7 +437,7 @@ class PowerGrad:
                 f"entered it. {_ABOUT_TASKS}"
             )
         if not (exc_type or mine[0].altered or is_one(self._alpha)):
-            mine[0].complain(mine[0].level)
+            mine[0].complain()
 
     def __call__(self, function: _Callable) -> _Callable:
         """Decorate `function`: each call runs inside this context and is counted here.

@@ -6,9 +6,8 @@ other losses, in a row of logits z with the target ``t = (1 - e) q + e / C``, it
 
     g = m (p' - t),      p' = softmax(alpha z),
 
-up to a few roundoffs of the two terms, for the same alpha and smoothing e in all rows, and with
-equal factors m, or equal for equal labels (class weights): in a focal loss, or in the paper's
-listing, only the factors are wrong.
+up to a few roundoffs of the two terms, for the same alpha, smoothing e and factor m in all rows of
+a call: in a focal loss, or in the paper's listing, only the factors are wrong.
 """
 
 from __future__ import annotations
@@ -190,26 +189,24 @@ class StepWatcher:
             if not isinstance(value, kinds):
                 got = type(value).__name__
                 raise TypeError(f"Expected `{name}` to be {expected}, but got {got}.")
-        self._model, self._target = model, target
+        self._model, self._name, self._target = model, head, target
         self._reason = ""  # why nothing can be told
         self._notices: list[Notice] = []
         self._calls: tuple[list[_Logits], ...] = ([], [], [])  # of head, compiled model and loss
         self._undo: list[Callable[[], Any]] = []
-        self._result: Verification | None = None
-        try:
-            self._head = find_head(unwrap(model), head)
-        except ValueError as error:
-            self._reason = str(error)
+        self._result = Verification("cannot tell", reason="the watched step has not ended yet")
 
     def __enter__(self) -> StepWatcher:
-        if not self._reason:
-            self._guarded(self._attach)
+        self._guarded(self._attach)
         return self
 
     def __exit__(self, *exc: Any) -> None:
         for undo in reversed(self._undo):
             undo()
-        self._undo.clear()
+        self._guarded(self._conclude)
+        if self._reason:
+            self._result = Verification("cannot tell", reason=self._reason)
+        self._calls = ([], [], [])
 
     def result(self) -> Verification:
         """Return the verification of the step; call it after the block.
@@ -217,27 +214,23 @@ class StepWatcher:
         Returns:
             The verification; the same object every time.
         """
-        if self._undo:
-            return Verification("cannot tell", reason="the watched step has not ended yet")
-        if self._result is None:
-            if not self._reason:
-                self._guarded(self._conclude)
-            if self._result is None:
-                self._result = Verification("cannot tell", reason=self._reason)
-            self._calls, self._notices = ([], [], []), []
         return self._result
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
-        """Call `function`, and record an exception instead of breaking the user's step."""
+        """Call `function`; an exception ends the watch instead of breaking the user's step."""
+        if self._reason:
+            return
         try:
             with torch.no_grad():
                 function(*args)
         except _UnclearError as error:
-            self._reason = self._reason or str(error)
+            self._reason = str(error)
         except Exception as error:
-            self._reason = self._reason or f"watching failed: {type(error).__name__}: {error}"
+            self._reason = f"watching failed: {type(error).__name__}: {error}"
 
     def _attach(self) -> None:
+        self._head = find_head(unwrap(self._model), self._name)
+
         def watch(module: nn.Module, calls: list[_Logits]) -> None:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 if not torch.compiler.is_compiling():
@@ -411,10 +404,10 @@ def _told(notices: list[Notice], z: Tensor, g: Tensor) -> Verification | None:
     fits = float(r.abs().max()) <= _roundoffs(unit) and apart <= uncertainty
     if not fits or float(m.min()) < -1e-3 * float(m.max()):
         return None
-    _check_determined(uncertainty / 5)
     used = [alpha for alpha, factor in zip(alphas, m, strict=True) if factor > 16 * unit * m.max()]
     alpha = torch.cat(used)
     low, high = float(alpha.min()), float(alpha.max())
+    _check_determined(math.inf if 0 < abs(low - 1) < uncertainty else uncertainty / 5)
     span = f"alphas from {low:.3f} to {high:.3f}" if low < high else ""
     if low < high and (len(used) > 1 or bool((alpha == 1).any())):
         return Verification("neither", reason=f"losses at {span} were added or mixed")
@@ -463,7 +456,8 @@ class _Rows(NamedTuple):
 
     def part(self, rows: Any) -> _Rows:
         """Some rows in float64, with the target that the gradient shows."""
-        z, g, t = (None if x is None else x[rows].double() for x in self[:3])
+        z, g, t = self.z[rows].double(), self.g[rows].double(), self.t
+        t = None if t is None else t[rows].double()
         if t is None:  # with smoothing, a confident row may have a positive gradient at its label
             lowest, label = g.min(1)
             clear = lowest < 0.5 * g.clamp(max=0).sum(1)
@@ -501,20 +495,19 @@ def _fitted_to(seen: _Logits, number: int, notices: list[Notice]) -> Verificatio
             "with these logits alone"
         )
     used = (seen.g != 0).any(0)  # the other classes are padding of the head
-    z, g, t = (None if x is None else x[:, used] for x in (seen.z, seen.g, seen.t))
+    z, g, t = seen.z[:, used], seen.g[:, used], None if seen.t is None else seen.t[:, used]
     # Kernels flush what is below the normal numbers of float32, before or after they scale it.
     info, flushed = torch.finfo(g.dtype), 16 * torch.finfo(torch.float32).smallest_normal
     lost = info.smallest_normal * info.eps + flushed * max(1.0, float(g.abs().max()))
     data = _Rows(z, g, t, _unit(z, g), lost)
-    if float(g.abs().max()) < 1e3 * lost:
-        raise _UnclearError("the gradient at the logits underflows in its dtype; use a loss scale")
     count, classes = z.shape
     if int(z.isfinite().sum()) - 2 * count - 2 < (10 if data.unit > COARSE else 3):
         reason = f"{counted(count, 'row')} of {classes} classes are too few; use a larger batch"
         raise _UnclearError(reason)
     sample = data.part(torch.linspace(0, count - 1, max(4, FITTED // classes)).long().unique())
     alpha, e, m, uncertainty = _fit(sample)
-    parts = [_compared(data.part(rows), alpha, e, m) for rows in _blocks(count, classes)]
+    rows = torch.arange(count).split(max(1, BLOCK // classes))
+    parts = [_compared(data.part(block), alpha, e, m) for block in rows]
     miss, precision, p = (torch.cat(part) for part in zip(*parts, strict=True))
     if m <= 0 or float(miss.max()) > _roundoffs(data.unit):
         return _not_fitted(sample)
@@ -539,26 +532,19 @@ def _fitted_to(seen: _Logits, number: int, notices: list[Notice]) -> Verificatio
     return Verification(_verdict(alpha, tolerance), max(alpha, 0.0), uncertainty)
 
 
-def _blocks(count: int, classes: int) -> Iterator[slice]:
-    size = max(1, BLOCK // classes)
-    return (slice(start, start + size) for start in range(0, count, size))
-
-
 def _is_usual(sizes: Tensor, alpha: float, tolerance: float) -> bool:
     """Whether the size is that of a sum or a mean, times a loss scale (a power of two).
 
     Plain cross-entropy of logits that are scaled by alpha has alpha times such a size.
     """
-    exponents = sizes.log2()
-    scaled = exponents - math.log2(max(alpha, 1e-30))
+    sizes = sizes.log2()
+    scaled = sizes - math.log2(max(alpha, 1e-30))
     parts = scaled.unsqueeze(1) + torch.arange(1, 9).log2()  # of so many micro-batches
-
-    def near(exponents: Tensor, usual: Tensor | float) -> bool:
-        return bool(((exponents - usual).abs() <= tolerance).any())
-
-    if near(exponents, 0.0):
-        return not near(scaled, 0.0)
-    return near(exponents, exponents.round()) and not near(parts, parts.round())
+    one, of_scaled, power, of_parts = (
+        bool((distances.abs() <= tolerance).any())
+        for distances in (sizes, scaled, sizes - sizes.round(), parts - parts.round())
+    )
+    return not of_scaled if one else power and not of_parts
 
 
 def _not_fitted(few: _Rows) -> Verification:
