@@ -516,7 +516,7 @@ def _fitted_to(seen: _Logits, number: int, notices: list[Notice]) -> Verificatio
     if alpha < -tolerance:
         return Verification("neither", reason=f"the effective alpha is {alpha:.3f}")
     # The factors of other losses depend on the probability of the label: it has to differ.
-    doubt = 4 / precision + 4 * data.unit + 4 * uncertainty
+    doubt = _roundoffs(data.unit) / precision + 4 * uncertainty  # what the residuals would miss
     sharp = doubt < 0.1
     p, doubt = p[sharp], doubt[sharp]
     seen.evident = len(p) > 1 and float(p.max() - p.min()) > 5 * float(doubt.max())
@@ -617,7 +617,7 @@ def _compared(data: _Rows, alpha: float, e: float, m: float) -> tuple[Tensor, ..
     t, d, _, size = _terms(data, alpha, e)
     error = data.unit * abs(m) * size + data.lost
     miss = ((data.g - m * d).abs() / error).amax(1)
-    return miss, (m * d / error).norm(dim=1), (t * data.z.softmax(1)).sum(1)
+    return miss, (m * d / error).abs().amax(1), (t * data.z.softmax(1)).sum(1)
 
 
 # Restoring the state that a step changes ----------------------------------------------------------
