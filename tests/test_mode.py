@@ -400,6 +400,12 @@ def test_stays_quiet(z, y, name):
         {**QUIET, **INTENDED}[name](z, y)
 
 
+def test_an_own_loss_in_another_thread_is_not_in_the_block(z, y):
+    strict = PowerGrad(0.3, strict=True)
+    with pytest.raises(RuntimeError, match=NOTHING), strict, ThreadPoolExecutor(1) as pool:
+        pool.submit(cross_entropy, z, y, alpha=0.5).result()
+
+
 def test_strict_is_quiet_without_gradients_at_alpha_1_and_after_an_error(z):
     with torch.no_grad(), PowerGrad(0.3, strict=True):
         plain(z)
@@ -427,7 +433,7 @@ LAZY: dict[str, Callable[[Tensor], object]] = {
     "generator": lambda z: (F.cross_entropy(r, Y[0]) for r in z),
     "generator function": lambda z: batches(),
     "coroutine": lambda z: Asynchronous()(),
-    "partial coroutine": functools.partial(Asynchronous.__call__),
+    "partial coroutine": functools.partial(lambda call, z: call(), Asynchronous()),
     "map": lambda z: map(F.cross_entropy, z, Y),
     "starmap": lambda z: itertools.starmap(F.cross_entropy, zip(z, Y, strict=False)),
 }

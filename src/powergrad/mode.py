@@ -16,6 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from types import AsyncGeneratorType, CoroutineType, GeneratorType, MethodType
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
@@ -49,6 +50,7 @@ _REMEDY = (
 # The whole process --------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Enabled:
     """What :func:`enable` has altered.
 
@@ -60,23 +62,18 @@ class Enabled:
         scripted: The functions that ``torch.jit.script`` has compiled, which are not altered.
     """
 
-    def __init__(self) -> None:
-        self.alpha: float = 1.0
-        self.log_softmax = True
-        self.altered: dict[str, int] = {}
-        self.compiled: dict[str, int] = {}
-        self.scripted: dict[str, int] = {}
+    alpha: float = 1.0
+    log_softmax: bool = field(default=True, repr=False)
+    altered: dict[str, int] = field(default_factory=dict)
+    compiled: dict[str, int] = field(default_factory=dict)
+    scripted: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def replaced(self) -> list[str]:
         """The functions that something else has replaced since :func:`enable`."""
         return [f.name for f in _FUNCTIONS if getattr(f.owner, f.kind) is not f.altered]
 
-    def __repr__(self) -> str:
-        return f"Enabled(alpha={self.alpha}, altered={self.altered}, compiled={self.compiled})"
 
-
-_LOSS = re.compile("loss|entropy|softmax|logsumexp|kl_div|logsigmoid")  # names of losses
 _enabled: Enabled | None = None
 _lock = threading.RLock()
 
@@ -166,6 +163,8 @@ def _forget_compiled(key: str) -> None:
 
 
 # A block of eager code ----------------------------------------------------------------------------
+
+_LOSS = re.compile("loss|entropy|softmax|logsumexp|kl_div|logsigmoid")  # in names of losses
 
 
 class _Block(TorchFunctionMode):
