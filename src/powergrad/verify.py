@@ -206,7 +206,7 @@ class StepWatcher:
         self._guarded(self._conclude)
         if self._reason:
             self._result = Verification("cannot tell", reason=self._reason)
-        self._calls = ([], [], [])
+        self._calls, self._notices = ([], [], []), []
 
     def result(self) -> Verification:
         """Return the verification of the step; call it after the block.
