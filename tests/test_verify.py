@@ -202,9 +202,8 @@ LOSSES: dict[str, tuple[Loss, str]] = {
     "loss scale": (lambda z, y: 65536 * foreign(z, y), "pgt"),
     "no usual scale": (lambda z, y: 29.18 * foreign(z, y), "cannot tell"),
     "no usual scale, plain": (lambda z, y: 29.18 * F.cross_entropy(z, y), "plain"),
-    "class weights": (lambda z, y: foreign(z, y, weight=WEIGHT), "pgt"),
-    "class weights, plain": (lambda z, y: F.cross_entropy(z, y, weight=WEIGHT), "plain"),
-    "both": (lambda z, y: F.cross_entropy(z, y, WEIGHT, label_smoothing=0.1), "cannot tell"),
+    "class weights": (lambda z, y: cross_entropy(z, y, WEIGHT, alpha=0.3), "pgt"),
+    "class weights, not ours": (lambda z, y: F.cross_entropy(z, y, weight=WEIGHT), "cannot tell"),
     "ignored rows": (lambda z, y: foreign(z, y.masked_fill(IGNORED, -100)), "pgt"),
     "confident": (lambda z, y: F.cross_entropy(z, z.argmax(1), label_smoothing=0.2), "plain"),
     "some classes": (lambda z, y: F.cross_entropy(z[:, :7], y % 7), "plain"),
@@ -240,7 +239,7 @@ LOSSES: dict[str, tuple[Loss, str]] = {
     ),
     "half plain": (
         lambda z, y: F.cross_entropy(z[:20], y[:20]) + foreign(z[20:], y[20:]),
-        "neither",
+        "cannot tell",
     ),
     "noise": (lambda z, y: (z * torch.randn(z.shape)).sum(), "neither"),
     "squared error": (lambda z, y: F.mse_loss(z, F.one_hot(y, 10).float()), "neither"),
@@ -277,8 +276,8 @@ def test_a_target_is_used_if_it_is_passed():
     probabilities = measured(lambda z, y: foreign(z, SOFT), target=SOFT)
     assert_alpha(probabilities, 0.3, 1e-5)
     assert_alpha(measured(foreign, target=Y), 0.3, 1e-5)
-    assert_cannot_tell(measured(foreign, target=Y.roll(1)), "for this target")
-    assert_cannot_tell(measured(foreign, target=torch.ones(3, 4)), "of shape (3, 4)")
+    assert_cannot_tell(measured(foreign, target=Y.roll(1)), "no alpha explains")
+    assert_cannot_tell(measured(foreign, target=torch.ones(3, 4)), "got (3, 4)")
 
 
 def test_two_classes_are_enough_for_a_loss_that_says_its_target():
@@ -290,7 +289,7 @@ def test_two_classes_are_enough_for_a_loss_that_says_its_target():
 def test_one_row_twice_is_no_evidence(loss):
     model = Net().eval()
     step = lambda: loss(model(X[:1].expand(2, 8)), Y[:1].expand(2)).backward()  # noqa: E731
-    assert_cannot_tell(verify(step, model), "too few different rows")
+    assert_cannot_tell(verify(step, model))
 
 
 @pytest.mark.parametrize("plain", [0.0, 1.0])
@@ -304,8 +303,7 @@ def test_a_few_rows_among_many_classes_are_seen(plain):
         return sum(f(z[r], y[r], reduction="sum") for f, r in zip(parts, (~few, few), strict=True))  # pyright: ignore
 
     verification = measured(loss, rows=64, classes=50_257)
-    assert (verification.verdict, verification.rows) == ("neither", 64), str(verification)
-    assert f"{60 if plain else 4} of 64 rows are plain" in verification.reason
+    assert_cannot_tell(verification, "no alpha explains")
 
 
 @pytest.mark.parametrize("rows", [32, 256])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -24,26 +23,6 @@ REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # the numbers are PyTorch's
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
-
-
-class _Calls(threading.local):
-    count = 0
-
-
-_own_calls = _Calls()
-
-
-def note_own_call() -> None:
-    """Note for an active `PowerGrad` that a function of this package was called."""
-    _own_calls.count += 1
-
-
-note_own_call._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def own_calls() -> int:
-    """How often this thread has called this package's losses."""
-    return _own_calls.count
 
 
 PLAIN = (Tensor, torch.nn.Parameter)

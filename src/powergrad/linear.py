@@ -25,7 +25,6 @@ from powergrad.checks import (
     check_floating,
     check_labels,
     is_plain,
-    note_own_call,
     shape_of,
     values_readable,
     without_autocast,
@@ -40,7 +39,7 @@ from powergrad.loss import (
     statistics,
 )
 from powergrad.rows import RowStatistics, coefficients, reduced, write
-from powergrad.transform import LISTENERS, tell
+from powergrad.transform import tell
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -191,7 +190,6 @@ def linear_cross_entropy(
         None if token_weight is None else token_weight.reshape(rows),
         zero_empty,
     )
-    note_own_call()
     _, call = check_call(hidden.new_empty(1, 1).expand(rows, classes), call)
     layer = (hidden, linear_weight, linear_bias)
     constants = [t for t in (call.target, weight, call.token_weight) if t is not None]
@@ -202,8 +200,7 @@ def linear_cross_entropy(
         options: Any = dict(zip(names, call, strict=True), gate=gate)
         loss, found = cross_entropy(F.linear(*layer), **options, return_stats=True)
     else:
-        if LISTENERS:
-            tell("powergrad.linear_cross_entropy", input, call.alpha, None, head)
+        tell("powergrad.linear_cross_entropy", input, call.alpha, None, head)
         plan = _plan(call, classes, hidden.dtype, chunk_rows)
         found = RowStatistics.empty(call) if return_stats else None
         loss = _InBlocks.apply(*layer, call, plan, gate, found)

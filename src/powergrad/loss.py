@@ -30,7 +30,6 @@ from powergrad.checks import (
     check_reduction,
     is_one,
     is_plain,
-    note_own_call,
     shape_of,
     values_readable,
 )
@@ -210,14 +209,12 @@ def gated(call: Call, rows: RowStatistics, gate: Gate) -> Call:
 
 def loss_of(input: Tensor, call: Call) -> Tensor:
     """:func:`cross_entropy` without gate and statistics."""
-    note_own_call()
     if _is_common_case(input, call):
         if LISTENERS:
             tell("powergrad.cross_entropy", input, call.alpha, call)
         return _rows_loss(input, call)
     class_dim, call = check_call(input, call)
-    if is_plain(input) and LISTENERS:
-        tell("powergrad.cross_entropy", input, call.alpha, call)
+    tell("powergrad.cross_entropy", input, call.alpha, call)
     way = way_of(input, call)
     if way != "rows":
         check_labels(call.target, input.shape[class_dim], call.ignore_index)
@@ -623,8 +620,7 @@ def binary_cross_entropy_with_logits(
     for name, factor in (("weight", weight), ("pos_weight", pos_weight)):
         check_broadcasts(factor, input, name)
     exponent = check_alpha(alpha, input, None)
-    if is_plain(input) and LISTENERS:
-        tell("powergrad.binary_cross_entropy_with_logits", input, alpha)
+    tell("powergrad.binary_cross_entropy_with_logits", input, alpha)
     if is_one(alpha):
         return F.binary_cross_entropy_with_logits(
             input, target, weight, reduction=reduction, pos_weight=pos_weight

@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import re
 import sys
 import threading
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from types import AsyncGeneratorType, CoroutineType, GeneratorType, MethodType
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
@@ -23,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from powergrad._watch import Watch
 from powergrad.checks import Call, check_alpha, check_number, is_one
 from powergrad.compat import (
     gradients_hidden,
@@ -35,7 +36,7 @@ from powergrad.compat import (
 )
 from powergrad.linear import linear_cross_entropy
 from powergrad.loss import cross_entropy, loss_of
-from powergrad.transform import log_softmax
+from powergrad.transform import LISTENERS, Notice, log_softmax
 
 __all__ = ["Enabled", "PowerGrad", "disable", "enable"]
 
@@ -49,6 +50,7 @@ _REMEDY = (
 # The whole process --------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Enabled:
     """What :func:`enable` has altered.
 
@@ -60,20 +62,16 @@ class Enabled:
         scripted: The functions that ``torch.jit.script`` has compiled, which are not altered.
     """
 
-    def __init__(self) -> None:
-        self.alpha: float = 1.0
-        self.log_softmax = True
-        self.altered: dict[str, int] = {}
-        self.compiled: dict[str, int] = {}
-        self.scripted: dict[str, int] = {}
+    alpha: float = 1.0
+    log_softmax: bool = field(default=True, repr=False)
+    altered: dict[str, int] = field(default_factory=dict)
+    compiled: dict[str, int] = field(default_factory=dict)
+    scripted: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def replaced(self) -> list[str]:
         """The functions that something else has replaced since :func:`enable`."""
         return [f.name for f in _FUNCTIONS if getattr(f.owner, f.kind) is not f.altered]
-
-    def __repr__(self) -> str:
-        return f"Enabled(alpha={self.alpha}, altered={self.altered}, compiled={self.compiled})"
 
 
 _enabled: Enabled | None = None
@@ -166,6 +164,8 @@ def _forget_compiled(key: str) -> None:
 
 # A block of eager code ----------------------------------------------------------------------------
 
+_LOSS = re.compile("loss|entropy|softmax|logsumexp|kl_div|logsigmoid")  # in names of losses
+
 
 class _Block(TorchFunctionMode):
     """One entry of a PowerGrad: the mode that PyTorch asks."""
@@ -176,8 +176,16 @@ class _Block(TorchFunctionMode):
         self.outer = _context.get()
         self.closed = False
         self.altered = False  # a call was altered, here or in a nested block
-        self.watch = Watch()
+        self.suspect = ""  # what shows that gradients were computed without altering a call
+        self.last = ""  # the last loss that was called instead
         self.hooks = saved_tensor_hooks()
+        self.enabled = self.seen = torch.is_grad_enabled()
+        self.inside = False
+        self.level = 3  # of the user's code, for warnings
+
+    def heard(self, _: Notice) -> None:
+        """Note that this thread has called a loss of this package."""
+        self.altered = self.altered or self in _thread.blocks
 
     def refuse(self, name: str) -> None:
         """Raise if a call of the loss `name` does not belong here, or would be repeated later."""
@@ -188,7 +196,7 @@ class _Block(TorchFunctionMode):
             )
         hooks = saved_tensor_hooks()
         repeated = is_checkpoint_hook(hooks) and hooks != self.hooks
-        if repeated or self.watch.in_custom_function():
+        if repeated or self.in_custom_function():
             self.altered = True  # no warning, because the error says more
             where = "a checkpoint" if repeated else "a checkpoint or custom autograd function"
             raise RuntimeError(
@@ -214,27 +222,71 @@ class _Block(TorchFunctionMode):
             _thread.blocks = []
         if func is torch._C._set_grad_enabled:  # pyright: ignore[reportPrivateUsage]
             for block in blocks:
-                block.watch.saw_grad_mode(*args)
+                block.in_custom_function()
+                block.seen = args[0]
         try:
             out = _run(func, args, kwargs)
         finally:
             _thread.blocks = blocks
         for block in blocks:
             if not block.altered:
-                block.watch.saw(func, out)
+                block.saw(func, out)
         return out
+
+    def in_custom_function(self) -> bool:
+        """Whether gradients are disabled by PyTorch, for a custom function, and not by Python.
+
+        A mode sees each change of the grad mode in Python. A custom function may disable gradients
+        again by itself, so it lasts until they are enabled without a change in Python.
+        """
+        enabled = torch.is_grad_enabled()
+        if torch.is_inference_mode_enabled():
+            return False
+        if enabled != self.seen:
+            self.seen, self.inside = enabled, not enabled
+        return self.inside and not enabled
+
+    def saw(self, func: Any, out: Any) -> None:
+        """Note a torch call that was not altered. This runs after every call: it must be cheap."""
+        if func is Tensor.backward:
+            self.suspect = self.suspect or "backward"
+        elif not torch.is_grad_enabled():
+            if not self.suspect and self.in_custom_function():
+                self.suspect = "gradients"
+        elif isinstance(out, Tensor) and out.requires_grad and not out.is_leaf:
+            self.suspect = "gradients"
+            if _LOSS.search(name := str(getattr(func, "__name__", func))):
+                self.last = name
+
+    def complain(self) -> None:
+        """Warn, or raise if strict, that nothing was altered."""
+        owner = self.owner
+        expected = self.suspect == "backward" and owner.altered  # of a loss of an earlier block
+        if not self.enabled or (not owner.strict and (expected or not self.suspect)):
+            return
+        called = f" The block called `{self.last}`, which PowerGrad does not alter."
+        message = (
+            f"PowerGrad(alpha={owner.alpha}) altered no cross-entropy or log-softmax with gradients"
+            f" in this block, so its gradients are plain.{called if self.last else ''} Put "
+            "PowerGrad around the code that computes the loss, or call `powergrad.cross_entropy` "
+            "there. Losses in other threads and in compiled code need `powergrad.enable`. The "
+            "documentation of PowerGrad lists the functions that it alters."
+        )
+        if owner.strict:
+            raise RuntimeError(message)
+        warnings.warn(message, stacklevel=self.level)
 
     def alter(self, function: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the altered `function`."""
         owner = self.owner
         if function.kind == "log_softmax" and (not owner.log_softmax or "out" in kwargs):
             out = _run(function.original, args, kwargs)
-            self.watch.saw(function.original, out)
+            self.saw(function.original, out)
             return out
         self.refuse(function.name)
         if not (torch.is_grad_enabled() or gradients_hidden()):
             for outer in _thread.blocks:  # a custom function may enter a block again later
-                outer.altered = outer.altered or outer.watch.in_custom_function()
+                outer.altered = outer.altered or outer.in_custom_function()
             return _run(function.original, args, kwargs)
         out = function.alter(owner.alpha, *args, **kwargs)
         if saved_tensor_hooks() == () and not gradients_hidden():
@@ -295,9 +347,9 @@ class PowerGrad:
 
     **Proof.** ``altered`` counts the altered calls that have a gradient, by kind, over all blocks
     of this object: ``{"cross_entropy": 3}``. If gradients were computed in a block but nothing was
-    altered, it ends with a warning that names the losses it called. A ``strict`` block ends with an
-    error if nothing was altered, unless alpha is 1 or it was entered with gradients disabled. Calls
-    of this package's own functions, and of nested PowerGrads, count as altered.
+    altered, it ends with a warning that names the last loss it called. A ``strict`` block ends with
+    an error if nothing was altered, unless alpha is 1 or it was entered with gradients disabled.
+    Eager calls of this package's own functions, and of nested PowerGrads, count as altered.
 
     Every torch call inside takes about a microsecond longer, so put the context around the loss,
     not the model. Then a ``log_softmax`` inside the model is not altered either. If the model
@@ -356,6 +408,7 @@ class PowerGrad:
         _thread.blocks.append(block)
         with _lock:
             _open.append(block)
+            LISTENERS.append(block.heard)
             # TorchDynamo looks this up for `nn.CrossEntropyLoss()`, which no mode sees.
             if F.cross_entropy is _CROSS_ENTROPY.original:
                 F.cross_entropy = _CROSS_ENTROPY.altered
@@ -366,12 +419,13 @@ class PowerGrad:
         blocks = _thread.blocks
         mine = [b for b in blocks if b.owner is self and not b.closed][-1:]
         in_order = mine == blocks[-1:] and mine == [_context.get()]
+        if in_order:
+            _context.set(mine[0].outer)
         for block in mine:
             block.closed = True
-            while (current := _context.get()) is not None and current.closed:
-                _context.set(current.outer)
             with _lock:
                 _open.remove(block)
+                LISTENERS.remove(block.heard)
                 if not _open and _enabled is None and F.cross_entropy is _CROSS_ENTROPY.altered:
                     F.cross_entropy = _CROSS_ENTROPY.original
         while blocks and blocks[-1].closed:  # also those that were left too early
@@ -382,8 +436,7 @@ class PowerGrad:
                 f"entered it. {_ABOUT_TASKS}"
             )
         if not (exc_type or mine[0].altered or is_one(self._alpha)):
-            alpha = "..." if isinstance(self._alpha, Tensor) else f"alpha={self._alpha}"
-            mine[0].watch.complain(f"PowerGrad({alpha})", self.strict, bool(self.altered))
+            mine[0].complain()
 
     def __call__(self, function: _Callable) -> _Callable:
         """Decorate `function`: each call runs inside this context and is counted here.
@@ -393,20 +446,17 @@ class PowerGrad:
 
         Raises:
             TypeError: If `function` is a class, or if its body would run outside the context: a
-                generator, a coroutine, a lazy iterator. Some of these are detected only when they
-                return.
+                generator, a coroutine, a lazy iterator. These are detected when they are returned.
         """
         if inspect.isclass(function) or not callable(function):
             _refuse_to_decorate("a class" if inspect.isclass(function) else type(function).__name__)
-        for body in (function, type(function).__call__):
-            if any(is_lazy(body) for is_lazy in _LAZY_FUNCTIONS):
-                _refuse_to_decorate("a generator or coroutine")
         if inspect.ismethod(function):
             return cast(_Callable, MethodType(self(function.__func__), function.__self__))
 
         @functools.wraps(function)
         def decorated(*args: Any, **kwargs: Any) -> Any:
             with self:
+                _thread.blocks[-1].level = 4
                 result = function(*args, **kwargs)
                 if isinstance(result, _LAZY) or type(result).__module__ == "itertools":
                     if isinstance(result, CoroutineType):
@@ -417,11 +467,6 @@ class PowerGrad:
         return cast(_Callable, decorated)
 
 
-_LAZY_FUNCTIONS = (
-    inspect.isgeneratorfunction,
-    inspect.iscoroutinefunction,
-    inspect.isasyncgenfunction,
-)
 _LAZY = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter, zip, enumerate)
 
 
@@ -491,7 +536,7 @@ def _replacement(original: Any, kind: str, alter: Callable[..., Tensor]) -> Call
         if enabled is None or not _is_altered(enabled, kind, kwargs):
             if enabled is None and torch.is_grad_enabled():
                 for block in tuple(_open):  # in other threads
-                    block.watch.elsewhere = True
+                    block.suspect = "gradients"
             return original(*args, **kwargs)
         out = alter(enabled.alpha, *args, **kwargs)
         if type(out).__name__ in ("FakeTensor", "FunctionalTensor"):

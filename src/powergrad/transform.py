@@ -44,7 +44,6 @@ from powergrad.checks import (
     check_number,
     check_probabilities,
     is_plain,
-    note_own_call,
 )
 from powergrad.compat import in_loss_parallel, in_transform, is_exporting
 
@@ -152,7 +151,7 @@ def paper_smoothing(eps: float, num_classes: int) -> float:
     return eps * num_classes / (num_classes - 1)
 
 
-# What the losses tell `powergrad.verify` ----------------------------------------------------------
+# What the losses tell `powergrad.verify` and `PowerGrad` -----------------------------------------
 
 
 class Notice(NamedTuple):
@@ -191,9 +190,10 @@ note_traced._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemb
 
 
 def tell(*notice: Any) -> None:
-    """Tell the listeners of a call."""
-    for listener in tuple(LISTENERS):
-        listener(Notice(*notice))
+    """Tell the listeners of an eager call, in the thread of the call."""
+    if not torch.compiler.is_compiling():
+        for listener in tuple(LISTENERS):
+            listener(Notice(*notice))
 
 
 # The primitive -----------------------------------------------------------------------------------
@@ -236,8 +236,8 @@ def log_softmax(
         >>> z.grad  # softmax(0.25 * z) - [1, 0, 0]
         tensor([-0.5190,  0.2918,  0.2272])
     """
-    note_own_call()
     dim = check_dim(check_floating(input, "input"), dim, "input")
+    tell("powergrad.log_softmax", input, alpha)
     if not isinstance(alpha, Tensor):
         alpha = check_number(alpha)
         if alpha == 1:
@@ -252,8 +252,6 @@ def log_softmax(
             "`input.redistribute(placements=[Replicate()])`."
         )
     if is_plain(input):
-        if LISTENERS:
-            tell("powergrad.log_softmax", input, alpha)
         return _LogSoftmax.apply(input, exponent, dim, dtype)
     if needs_operator():
         return torch.ops.powergrad.log_softmax(input, exponent, dim, dtype)
@@ -380,7 +378,6 @@ def log_sigmoid(input: Tensor, alpha: Tensor) -> Tensor:
 
     `alpha` broadcasts over `input`.
     """
-    note_own_call()
     if needs_operator():
         two = torch.stack([input, torch.zeros_like(input)], -1)
         alpha = alpha.unsqueeze(-1) if alpha.dim() else alpha

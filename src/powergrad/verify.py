@@ -6,9 +6,8 @@ other losses, in a row of logits z with the target ``t = (1 - e) q + e / C``, it
 
     g = m (p' - t),      p' = softmax(alpha z),
 
-up to a few roundoffs of the two terms, for the same alpha and smoothing e in all rows, and with
-equal factors m, or equal for equal labels (class weights): in a focal loss, or in the paper's
-listing, only the factors are wrong.
+up to a few roundoffs of the two terms, for the same alpha, smoothing e and factor m in all rows of
+a call: in a focal loss, or in the paper's listing, only the factors are wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch.nn.functional import one_hot
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from powergrad.checks import Call, is_plain, shape_of
+from powergrad.checks import Call, check_call, is_plain, shape_of
 from powergrad.head import find_head, unwrap
 from powergrad.loss import as_rows, loss_by_definition
 from powergrad.transform import LISTENERS, TRACED, Notice
@@ -190,26 +189,24 @@ class StepWatcher:
             if not isinstance(value, kinds):
                 got = type(value).__name__
                 raise TypeError(f"Expected `{name}` to be {expected}, but got {got}.")
-        self._model, self._target = model, target
+        self._model, self._name, self._target = model, head, target
         self._reason = ""  # why nothing can be told
         self._notices: list[Notice] = []
         self._calls: tuple[list[_Logits], ...] = ([], [], [])  # of head, compiled model and loss
         self._undo: list[Callable[[], Any]] = []
-        self._result: Verification | None = None
-        try:
-            self._head = find_head(unwrap(model), head)
-        except ValueError as error:
-            self._reason = str(error)
+        self._result = Verification("cannot tell", reason="the watched step has not ended yet")
 
     def __enter__(self) -> StepWatcher:
-        if not self._reason:
-            self._guarded(self._attach)
+        self._guarded(self._attach)
         return self
 
     def __exit__(self, *exc: Any) -> None:
         for undo in reversed(self._undo):
             undo()
-        self._undo.clear()
+        self._guarded(self._conclude)
+        if self._reason:
+            self._result = Verification("cannot tell", reason=self._reason)
+        self._calls, self._notices = ([], [], []), []
 
     def result(self) -> Verification:
         """Return the verification of the step; call it after the block.
@@ -217,27 +214,23 @@ class StepWatcher:
         Returns:
             The verification; the same object every time.
         """
-        if self._undo:
-            return Verification("cannot tell", reason="the watched step has not ended yet")
-        if self._result is None:
-            if not self._reason:
-                self._guarded(self._conclude)
-            if self._result is None:
-                self._result = Verification("cannot tell", reason=self._reason)
-            self._calls, self._notices = ([], [], []), []
         return self._result
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
-        """Call `function`, and record an exception instead of breaking the user's step."""
+        """Call `function`; an exception ends the watch instead of breaking the user's step."""
+        if self._reason:
+            return
         try:
             with torch.no_grad():
                 function(*args)
         except _UnclearError as error:
-            self._reason = self._reason or str(error)
+            self._reason = str(error)
         except Exception as error:
-            self._reason = self._reason or f"watching failed: {type(error).__name__}: {error}"
+            self._reason = f"watching failed: {type(error).__name__}: {error}"
 
     def _attach(self) -> None:
+        self._head = find_head(unwrap(self._model), self._name)
+
         def watch(module: nn.Module, calls: list[_Logits]) -> None:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 if not torch.compiler.is_compiling():
@@ -260,24 +253,26 @@ class StepWatcher:
         if isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim():
             linear = isinstance(self._head, nn.Linear) and calls is self._calls[0]
             dims = [logits.dim() - 1] if linear or logits.dim() < 3 else [1, logits.dim() - 1]
-            self._observe(_Logits(logits, dims), logits, calls)
+            self._observe(logits, dims, calls)
         elif calls is self._calls[0]:
             raise _UnclearError(f"the output of the head is a {type(output).__name__}, not logits")
 
     def _on_loss(self, notice: Notice) -> None:
+        if not is_plain(notice.input):
+            return
         self._notices.append(notice)
         logits, classes = notice.input, getattr(self._head, "out_features", None)
         fits = logits.dim() and classes in (None, logits.shape[min(1, logits.dim() - 1)])
         if notice.call is not None and logits.requires_grad and fits and not any(self._calls[:2]):
-            self._observe(_Logits(logits, [min(1, logits.dim() - 1)]), logits, self._calls[2])
+            self._observe(logits, [min(1, logits.dim() - 1)], self._calls[2])
 
-    def _observe(self, seen: _Logits, logits: Tensor, calls: list[_Logits]) -> None:
+    def _observe(self, logits: Tensor, dims: list[int], calls: list[_Logits]) -> None:
         if not is_plain(logits):
             raise _UnclearError(
                 f"the logits are a {type(logits).__name__}, or inside a torch.func transform, "
                 "where their gradient cannot be observed"
             )
-        calls.append(seen)
+        calls.append(seen := _Logits(logits.detach(), dims, logits._version))
         if not logits.requires_grad:
             return
 
@@ -331,16 +326,20 @@ def _verdict(alpha: float, tolerance: float = 0.0) -> Verdict:
 # The logits of one call ---------------------------------------------------------------------------
 
 
+@dataclass
 class _Logits:
     """The logits of one call, and what is kept of them when their gradient arrives."""
 
-    def __init__(self, logits: Tensor, dims: list[int]) -> None:
-        self.logits, self.dims, self.version = logits.detach(), dims, logits._version
-        self.arrived = False
-        self.told: Verification | None = None  # by losses of powergrad, and confirmed
-        self.count = 0  # rows with a gradient
-        self.z = self.g = torch.empty(0)  # these rows (n, C), or a sample, on the CPU
-        self.t: Tensor | None = None
+    logits: Tensor
+    dims: list[int]  # those that may be that of the classes
+    version: int
+    arrived: bool = False
+    told: Verification | None = None  # by losses of powergrad, and confirmed
+    count: int = 0  # rows with a gradient
+    z: Any = None  # these rows (n, C), or a sample, on the CPU
+    g: Any = None
+    t: Any = None  # the target, if the user passed one
+    evident: bool = False  # whether the rows differ enough to tell losses apart
 
     def add(self, grad: Tensor, notices: list[Notice], target: Tensor | None) -> None:
         """Copy the rows that have a gradient: other code may change them in place later."""
@@ -367,19 +366,14 @@ class _Logits:
             rows = rows[order[:limit].sort().values.to(rows.device)]
         self.z, self.g = z[rows].cpu(), g[rows].cpu()
         if target is not None:
-            self.t = _probabilities(target, logits, dim)[rows.to(target.device)].cpu()
-
-
-def _probabilities(target: Tensor, logits: Tensor, dim: int) -> Tensor:
-    """`target` as rows (N, C)."""
-    shape, classes = shape_of(logits), logits.shape[dim]
-    if target.is_floating_point() and shape_of(target) == shape:
-        return target.movedim(dim, -1).reshape(-1, classes)
-    if not target.is_floating_point() and shape_of(target) == shape[:dim] + shape[dim + 1 :]:
-        return one_hot(target.reshape(-1).clamp(min=0), classes)
-    raise _UnclearError(
-        f"`target` of shape {shape_of(target)} and {target.dtype} does not fit logits of {shape}"
-    )
+            soft, second = target.is_floating_point(), min(1, dim)
+            _, call = check_call(
+                logits.movedim(dim, second),
+                Call(target.movedim(dim, second) if soft else target, None, 1.0),
+            )
+            t = as_rows(logits.movedim(dim, second), call)[1].target
+            t = t if soft else one_hot(t.clamp(min=0), z.shape[1])
+            self.t = t[rows.to(t.device)].cpu()
 
 
 def _told(notices: list[Notice], z: Tensor, g: Tensor) -> Verification | None:
@@ -407,13 +401,13 @@ def _told(notices: list[Notice], z: Tensor, g: Tensor) -> Verification | None:
     # How far alpha may be from what was told, and how far it is.
     uncertainty = max(SIGMAS * float(1 / slope.norm().clamp(min=1e-300)), unit, 1e-6)
     apart = float((slope * r).sum().abs() / slope.square().sum().clamp(min=1e-300))
-    fits = float(r.abs().max()) <= (4 if unit > COARSE else 16) and apart <= uncertainty
+    fits = float(r.abs().max()) <= _roundoffs(unit) and apart <= uncertainty
     if not fits or float(m.min()) < -1e-3 * float(m.max()):
         return None
-    _check_determined(uncertainty / 5)
     used = [alpha for alpha, factor in zip(alphas, m, strict=True) if factor > 16 * unit * m.max()]
     alpha = torch.cat(used)
     low, high = float(alpha.min()), float(alpha.max())
+    _check_determined(math.inf if 0 < abs(low - 1) < uncertainty else uncertainty / 5)
     span = f"alphas from {low:.3f} to {high:.3f}" if low < high else ""
     if low < high and (len(used) > 1 or bool((alpha == 1).any())):
         return Verification("neither", reason=f"losses at {span} were added or mixed")
@@ -434,6 +428,11 @@ def _unit(*tensors: Tensor) -> float:
     return max(2.0**-24, *(torch.finfo(tensor.dtype).eps / 2 for tensor in tensors))
 
 
+def _roundoffs(unit: float) -> int:
+    """How many roundoffs a residual may have: fewer in 16 bits, where only one or two are made."""
+    return 4 if unit > COARSE else 16
+
+
 def _check_determined(uncertainty: float) -> None:
     if not uncertainty <= WIDEST:
         raise _UnclearError(
@@ -446,349 +445,203 @@ def _check_determined(uncertainty: float) -> None:
 # Other losses -------------------------------------------------------------------------------------
 
 
-class _Data(NamedTuple):
-    """The rows of all calls, and the precision of their gradient."""
+class _Rows(NamedTuple):
+    """The rows of one call, and the precision of their gradient."""
 
     z: Tensor  # (n, C)
     g: Tensor
-    t: Tensor | None  # the target, if the user passed one
-    call: Tensor  # (n, 1), the call that each row is from
-    counts: Tensor  # (n, 1), the rows of that call
+    t: Any  # the target, if the user passed one
     unit: float  # roundoff
     lost: float  # underflow
 
-    def part(self, rows: Any) -> _Data:
-        z, g, t, call, counts = (None if x is None else x[rows].double() for x in self[:5])
-        return self._replace(z=z, g=g, t=t, call=call, counts=counts)
-
-    def sample(self) -> _Data:
-        rows = max(4, FITTED // self.z.shape[1])
-        return self.part(torch.linspace(0, len(self.z) - 1, rows).long().unique())
-
-    @property
-    def coarse(self) -> bool:
-        """Whether logits or gradient are in 16 bits."""
-        return self.unit > COARSE
+    def part(self, rows: Any) -> _Rows:
+        """Some rows in float64, with the target that the gradient shows."""
+        z, g, t = self.z[rows].double(), self.g[rows].double(), self.t
+        t = None if t is None else t[rows].double()
+        if t is None:  # with smoothing, a confident row may have a positive gradient at its label
+            lowest, label = g.min(1)
+            clear = lowest < 0.5 * g.clamp(max=0).sum(1)
+            t = one_hot(label.where(clear, z.argmax(1)), z.shape[1]).double()
+        return self._replace(z=z, g=g, t=t)
 
 
 def _measured(calls: list[_Logits], notices: list[Notice]) -> Verification:
     if not calls:
         raise _UnclearError("the gradient at the logits is zero")
-    counts = torch.tensor([call.count for call in calls])
-    rows = {"rows": sum(len(call.z) for call in calls), "rows_in_all": int(counts.sum())}
-    told = [call.told for call in calls if call.told is not None]
-    if len(told) == len(calls):
-        result = max(told, key=lambda one: one.uncertainty or math.inf)
-        if len({(one.verdict, one.alpha) for one in told}) > 1:
-            result = Verification("neither", reason="the calls of the head have different losses")
-        return replace(result, **rows)
+    measure = functools.partial(_fitted_to, number=len(calls), notices=notices)
+    found = [measure(call) if call.told is None else call.told for call in calls]
+    total = sum(call.count for call in calls)
+    alphas = [one.alpha for one in found if one.alpha is not None]
+    worst = max((one.uncertainty or 0.0) for one in found)
+    result = next((one for one in found if one.uncertainty == worst), found[0])
+    if len(alphas) < len(found):
+        result = next(one for one in found if one.alpha is None)
+    elif max(alphas) - min(alphas) > max(2 * worst, SAME):
+        result = Verification("neither", reason="the calls of the head have different losses")
+    elif 2 * sum(call.count for call in calls if call.told is not None or call.evident) < total:
+        raise _UnclearError(
+            f"each row fits alpha {alphas[0]:.3f}, but there are too few different rows in a call "
+            "of the head to tell a cross-entropy from another loss"
+        )
+    return replace(result, rows=sum(len(call.z) for call in calls), rows_in_all=total)
+
+
+def _fitted_to(seen: _Logits, number: int, notices: list[Notice]) -> Verification:
+    """The verdict on one of `number` calls, if the losses of powergrad do not explain it."""
     if TRACED or any(notice.special for notice in notices):
         raise _UnclearError(
             "a loss of powergrad with `softcap`, `logit_scale`, `z_loss` or one alpha per row, or "
             "for two classes, was called or traced, and the gradient is not that of eager calls "
             "with these logits alone"
         )
-    if len({call.z.shape[1] for call in calls}) > 1 or (len(calls) > 1 and calls[0].t is not None):
-        raise _UnclearError("the calls of the head differ in their classes, or `target` is for one")
-    z, g = torch.cat([call.z for call in calls]), torch.cat([call.g for call in calls])
-    call = torch.repeat_interleave(torch.tensor([len(call.z) for call in calls])).unsqueeze(1)
+    used = (seen.g != 0).any(0)  # the other classes are padding of the head
+    z, g, t = seen.z[:, used], seen.g[:, used], None if seen.t is None else seen.t[:, used]
     # Kernels flush what is below the normal numbers of float32, before or after they scale it.
     info, flushed = torch.finfo(g.dtype), 16 * torch.finfo(torch.float32).smallest_normal
     lost = info.smallest_normal * info.eps + flushed * max(1.0, float(g.abs().max()))
-    used = (g != 0).any(0)  # the other classes are padding of the head
-    t = None if calls[0].t is None else calls[0].t[:, used]
-    data = _Data(z[:, used], g[:, used], t, call, counts[call], _unit(z, g), lost)
-    alphas = [float(torch.as_tensor(notice.alpha).mean()) for notice in notices]
-    return replace(_judged(data, alphas), **rows)
-
-
-def _judged(data: _Data, told: list[float]) -> Verification:
-    """The verdict on rows, if losses of powergrad were called with the alphas `told`."""
-    count, classes = data.z.shape
-    if float(data.g.abs().max()) < 1e3 * data.lost:
-        raise _UnclearError("the gradient at the logits underflows in its dtype; use a loss scale")
-    if int(data.z.isfinite().sum()) - 2 * count - 2 < (10 if data.coarse else 3):
+    data = _Rows(z, g, t, _unit(z, g), lost)
+    count, classes = z.shape
+    if int(z.isfinite().sum()) - 2 * count - 2 < (10 if data.unit > COARSE else 3):
         reason = f"{counted(count, 'row')} of {classes} classes are too few; use a larger batch"
         raise _UnclearError(reason)
-    fit = _fitted(data.sample())
-    rows = _compared(data, fit)
-    if bool((rows.miss > 1).any()):
-        return _not_fitted(data, fit, rows)
-    _check_determined(fit.uncertainty)
-    alpha, tolerance = fit.alpha, max(fit.uncertainty, SAME)
+    sample = data.part(torch.linspace(0, count - 1, max(4, FITTED // classes)).long().unique())
+    alpha, e, m, uncertainty = _fit(sample)
+    rows = torch.arange(count).split(max(1, BLOCK // classes))
+    parts = [_compared(data.part(block), alpha, e, m) for block in rows]
+    miss, precision, p = (torch.cat(part) for part in zip(*parts, strict=True))
+    if m <= 0 or float(miss.max()) > _roundoffs(data.unit):
+        return _not_fitted(sample)
+    _check_determined(uncertainty)
+    tolerance = max(uncertainty, SAME)
     if alpha < -tolerance:
         return Verification("neither", reason=f"the effective alpha is {alpha:.3f}")
-    # The factors may be equal, those of a mean over each call, equal in each call, or for labels.
-    call, one = data.call.squeeze(1), torch.zeros_like(rows.label)
-    mean = rows._replace(factor=rows.factor + data.counts.squeeze(1).log())
-    by_label = call * classes + rows.label
-    ways = ((rows, one), (mean, one), (rows, call), (rows, by_label))
-    if not any(equal := [_are_equal(found, groups) for found, groups in ways]):
-        reason = "the factors of the rows differ, as with weights of examples, or in a loss that "
-        reason += "is not a cross-entropy (a focal loss, or the paper's listing)"
-        sizes, error = _sizes(data, rows)
-        if None in equal[:2] and not data.coarse and bool((sizes.abs() <= error).any()):
-            reason = ""  # as large as it should be
-        elif None in equal:
-            reason = "there are too few different rows to tell a cross-entropy from another loss"
-        if reason:
-            raise _UnclearError(f"each row fits alpha {alpha:.3f}, but {reason}")
+    # The factors of other losses depend on the probability of the label: it has to differ.
+    doubt = _roundoffs(data.unit) / precision + 4 * uncertainty  # what the residuals would miss
+    sharp = doubt < 0.1
+    p, doubt = p[sharp], doubt[sharp]
+    seen.evident = len(p) > 1 and float(p.max() - p.min()) > 5 * float(doubt.max())
+    told = [float(torch.as_tensor(notice.alpha).mean()) for notice in notices]
     if abs(alpha - 1) > tolerance and all(abs(alpha - other) > tolerance for other in told):
-        _check_size(data, max(alpha, 0.0), rows)
-    return Verification(_verdict(alpha, tolerance), max(alpha, 0.0), fit.uncertainty)
+        sizes = m * torch.tensor([1.0, seen.count, seen.count * number])
+        if told or not _is_usual(sizes, alpha, 8 * (data.unit + uncertainty)):
+            raise _UnclearError(
+                f"alpha {alpha:.3f} fits, but not the size of the gradient: the logits may be "
+                "scaled after this module (then pass the module that returns the final logits as "
+                "`head`), or the loss by no usual loss scale (as in the paper's listing)"
+            )
+    return Verification(_verdict(alpha, tolerance), max(alpha, 0.0), uncertainty)
 
 
-def _are_equal(rows: _Compared, groups: Tensor) -> bool | None:
-    """Whether the factors in each group are equal; None if that is no evidence.
+def _is_usual(sizes: Tensor, alpha: float, tolerance: float) -> bool:
+    """Whether the size is that of a sum or a mean, times a loss scale (a power of two).
 
-    It is evidence among rows that differ in the probability of their label, on which the factors
-    of other losses depend.
+    Plain cross-entropy of logits that are scaled by alpha has alpha times such a size.
     """
-    groups = groups.unique(return_inverse=True)[1]
-
-    def largest(values: Tensor) -> Tensor:
-        start = torch.full((int(groups.max()) + 1,), -math.inf).double()
-        return start.scatter_reduce(0, groups, values, "amax")
-
-    if bool((largest(rows.factor - rows.doubt) + largest(-rows.factor - rows.doubt) > 0).any()):
-        return False
-    sharp = rows.doubt < 0.1
-    low, high = (largest((sign * rows.p).where(sharp, -math.inf)) for sign in (-1, 1))
-    shown = high + low > 5 * largest(rows.doubt.where(sharp, 0.0))
-    return True if 2 * int((shown[groups] & sharp).sum()) >= int(sharp.sum()) > 0 else None
-
-
-def _sizes(data: _Data, rows: _Compared) -> tuple[Tensor, float]:
-    """The binary logarithms of m relative to a sum and to means, and their uncertainty."""
-    m = rows.factor.exp()
-    mean = float(m.mean()) * float(data.counts[0])  # over the rows of a call, or of all calls
-    sizes = torch.tensor([float(m[0]), mean, mean * float(data.call.max() + 1)])
-    return sizes.log2(), 2 * float(rows.doubt.median())
-
-
-def _check_size(data: _Data, alpha: float, rows: _Compared) -> None:
-    """Refuse the size of the paper's listing, and of plain cross-entropy of scaled logits."""
-    sizes, tolerance = _sizes(data, rows)
+    sizes = sizes.log2()
     scaled = sizes - math.log2(max(alpha, 1e-30))
-
-    def usual(sizes: Tensor) -> bool:
-        """Whether a size is a loss scale (a power of two) over a number of micro-batches."""
-        exponents = sizes.unsqueeze(1) + torch.arange(1, 9).log2()
-        return bool(((exponents - exponents.round()).abs() <= tolerance).any())
-
-    is_one, is_alpha = (bool((x.abs() <= tolerance).any()) for x in (sizes, scaled))
-    if is_alpha or (not is_one and usual(scaled)):
-        raise _UnclearError(
-            f"alpha {alpha:.3f} fits, but so does plain cross-entropy of logits that are scaled by "
-            "it after this module; pass the module that returns the final logits as `head`"
-        )
-    if not is_one and not usual(sizes):
-        raise _UnclearError(
-            f"alpha {alpha:.3f} fits, but the gradient is {2 ** float(sizes[1]):.4g} times that of "
-            "a mean over the rows, which is no usual loss scale (as with the paper's listing)"
-        )
+    parts = scaled.unsqueeze(1) + torch.arange(1, 9).log2()  # of so many micro-batches
+    one, of_scaled, power, of_parts = (
+        bool((distances.abs() <= tolerance).any())
+        for distances in (sizes, scaled, sizes - sizes.round(), parts - parts.round())
+    )
+    return not of_scaled if one else power and not of_parts
 
 
-def _not_fitted(data: _Data, fit: _Fit, rows: _Compared) -> Verification:
-    """The verdict on rows that no single alpha explains."""
-    few = data.sample()
-    clear = 1 - few.z.softmax(1).amax(1) > 1e3 * data.unit  # elsewhere p - 1 may round to 0
+def _not_fitted(few: _Rows) -> Verification:
+    """The verdict on rows that no single alpha and factor explain."""
+    clear = 1 - few.z.softmax(1).amax(1) > 1e3 * few.unit  # elsewhere p - 1 may round to 0
     total, size = few.g.sum(1)[clear].norm(), few.g.abs().sum(1)[clear].norm()
-    if float(total) > (0.05 if data.coarse else 0.02) * float(size):
+    if float(total) > (0.05 if few.unit > COARSE else 0.02) * float(size):
         reason = "the gradient at the logits does not sum to zero over the classes, as it does for "
         reason += "every softmax cross-entropy: this is another loss, or the logits are changed "
         reason += "after this module (then pass `head`, the module that computes the final logits)"
         return Verification("neither", reason=reason)
-    plain = _compared(data, _Fit(1.0, 0.0)).miss <= 1
-    if bool(plain.any()) and not bool(plain.all()):
-        other = _fitted(data.part(~plain).sample())
-        fits = _compared(data, other).miss <= 1
-        if other.uncertainty <= WIDEST and bool((plain & ~fits).any() and (plain | fits).all()):
-            number = f"{int(plain.sum()):,} of {counted(len(plain), 'row')}"
-            reason = f"{number} are plain cross-entropy, the others PGT at alpha {other.alpha:.3f}"
-            return Verification("neither", reason=reason)
-    reason = "no alpha explains the gradient for labels that are class indices; pass `target`"
-    if data.t is not None:
-        reason = "no alpha explains the gradient for this target without class weights"
-    if float(rows.miss.max()) * 16 * data.unit <= 4 * 2.0**-9:
-        reason = f"the gradient is close to that of alpha {fit.alpha:.3f}, but deviates by more "
-        reason += "than its dtype explains: the loss may be computed in 16 bits"
-    raise _UnclearError(reason)
+    raise _UnclearError(
+        "no alpha explains the gradient of all rows with equal weights: this may be a loss with "
+        "weights or soft targets (pass `target`), several losses, or no cross-entropy (as a focal "
+        "loss, or the paper's listing)"
+    )
 
 
-# The fit of alpha and smoothing -------------------------------------------------------------------
-
-
-class _Fit(NamedTuple):
-    alpha: float
-    smoothing: float
-    uncertainty: float = 0.0
-    scatter: float = 0.0  # the mean squared residual, in rounding errors
-
-
-class _Terms(NamedTuple):
-    """``d = p' - t``, its derivatives, its rounding error in roundoffs, and t."""
-
-    d: Tensor
-    by_alpha: Tensor
-    by_smoothing: Tensor
-    size: Tensor
-    t: Tensor
-
-
-class _Compared(NamedTuple):
-    """What a fit leaves of each row (n)."""
-
-    miss: Tensor  # the largest residual, relative to what rounding explains
-    factor: Tensor  # log m
-    doubt: Tensor  # how uncertain that is
-    label: Tensor
-    p: Tensor  # the probability of the label
-
-
-def _terms(data: _Data, fit: _Fit, q: Tensor) -> _Terms:
-    z, classes = data.z, data.z.shape[1]
-    t = (1 - fit.smoothing) * q + fit.smoothing / classes
-    finite = z.isfinite()
+def _terms(data: _Rows, alpha: float, e: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The target t, ``d = p' - t``, its derivative by alpha, and its rounding errors in units."""
+    z, _, q, unit, _ = data
+    classes, finite = z.shape[1], z.isfinite()
+    t = (1 - e) * q + e / classes
     shifted = (z - z.amax(1, keepdim=True)).masked_fill_(~finite, 0.0)
-    p = (fit.alpha * shifted).masked_fill_(~finite, -math.inf).softmax(1)
-    by_alpha = p * (shifted - _dot(p, shifted))
+    p = (alpha * shifted).masked_fill_(~finite, -math.inf).softmax(1)
     # exp(x) has a relative error of |x|. Sums over the classes, of exp(x) and of t, add to it.
     depth = z.logsumexp(1, keepdim=True) - z.amax(1, keepdim=True) - shifted
-    sums = (classes**0.5 / 4 + fit.smoothing * classes / 64) * 2.0**-24 / data.unit
-    size = p * (max(1.0, fit.alpha) * depth + 1 + 8 * sums) + t * (1 + sums)
-    return _Terms(p - t, by_alpha, q - 1 / classes, size, t)
+    sums = (classes**0.5 / 4 + e * classes / 64) * 2.0**-24 / unit
+    size = p * (max(1.0, alpha) * depth + 1 + 8 * sums) + t * (1 + sums)
+    return t, p - t, p * (shifted - (p * shifted).sum(1, keepdim=True)), size
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return torch.einsum("ic,ic->i", a, b).unsqueeze(1)
+def _fit(data: _Rows) -> tuple[float, float, float, float]:
+    """Alpha, smoothing e, factor m and the uncertainty of alpha in ``g = m (p' - t)``.
 
-
-def _factors(data: _Data, terms: _Terms) -> tuple[Tensor, Tensor]:
-    """The factor m of each row by least squares, and the rounding errors of its entries."""
-    g, d, error = data.g, terms.d, data.g
-    m = g.abs().sum(1, keepdim=True) / d.abs().sum(1, keepdim=True).clamp(min=1e-300)
-    for _ in range(3):
-        error = (data.unit * m.abs()) * terms.size + data.lost
-        x = d / error
-        m = _dot(x, g / error) / _dot(x, x)
-    return m, error
-
-
-def _explained(data: _Data, fit: _Fit) -> tuple[_Terms, Tensor, Tensor]:
-    """The terms, factors and errors, with the labels that fit best if the target is unknown."""
-    z, g, q = data[:3]
-    if q is None:
-        lowest, label = g.min(1)
-        q = one_hot(label, z.shape[1]).double()
-        if bool((lowest >= 0.5 * g.clamp(max=0).sum(1)).any()):
-            # With smoothing, the gradient of a confident row may be positive at its label.
-            choices, misses = (q, one_hot(z.argmax(1), z.shape[1]).double()), []
-            for choice in choices:
-                terms = _terms(data, fit, choice)
-                m, error = _factors(data, terms)
-                miss = ((g - m * terms.d) / error).square().sum(1, keepdim=True)
-                misses.append(miss.where(m > 0, math.inf))
-            q = torch.where(misses[1] < misses[0], choices[1], q)
-    terms = _terms(data, fit, q)
-    return terms, *_factors(data, terms)
-
-
-def _fitted(data: _Data) -> _Fit:
-    """The best of several descents."""
+    By Gauss-Newton steps from several starts; linear least squares eliminates the factor.
+    """
     fits = []
-    for start in ((1, 0), (0.3, 0), (1, 0.1), (0.3, 0.1), (3, 0), (1, 0.3), (3, 0.1)):
-        fits.append(_descended(data, _Fit(*start)))
-        if fits[-1].scatter < 4:
+    for alpha, e in ((1, 0), (0.3, 0), (1, 0.1), (0.3, 0.1), (3, 0), (1, 0.3), (3, 0.1)):
+        scatter = sigma = m = math.inf  # the mean squared residual, in rounding errors
+        for _ in range(40):
+            _, d, by_alpha, size = _terms(data, alpha, e)
+            m = float(data.g.abs().sum() / d.abs().sum().clamp(min=1e-300))
+            # The gradient itself bounds the residuals while alpha is far off.
+            error = data.unit * (m * size + data.g.abs()) + data.lost
+            d, g = d / error, data.g / error
+            m = float((d * g).sum() / d.square().sum())
+            x = m * torch.stack([by_alpha, data.t - 1 / data.t.shape[1]]) / error
+            x = x - d * ((x * d).sum((1, 2), keepdim=True) / d.square().sum())
+            r = g - m * d
+            normal = torch.einsum("kic,lic->kl", x, x)
+            normal += torch.diag(torch.tensor([1e-9, SIGMAS**2]).double())  # e is about 0 to 0.1
+            step = torch.linalg.solve(normal, torch.einsum("kic,ic->k", x, r)).tolist()
+            scatter = max(float(r.square().mean()), 0.01)
+            sigma = (scatter * float(torch.linalg.inv(normal)[0, 0])) ** 0.5
+            before = alpha + e
+            alpha += min(max(step[0], -0.5), 0.5)
+            e = min(max(e + step[1], 0.0), 0.9)
+            if abs(alpha + e - before) < 1e-9:
+                break
+        uncertainty = max(SIGMAS * sigma, data.unit, 1e-6 * (1 + abs(alpha)))
+        fits.append((scatter, alpha, e, m, uncertainty))
+        if scatter < 4:
             break
-    return min(fits, key=lambda fit: fit.scatter)
+    return min(fits)[1:]
 
 
-def _descended(data: _Data, fit: _Fit) -> _Fit:
-    """Gauss-Newton steps for alpha and smoothing; linear least squares eliminates the factors."""
-    for _ in range(40):
-        terms, m, error = _explained(data, fit)
-        error = error + data.unit * data.g.abs()  # bounds the residuals while alpha is far off
-        d, g = terms.d / error, data.g / error
-        norm = d.square().sum(1, keepdim=True)
-        m = (d * g).sum(1, keepdim=True) / norm
-        x = m * torch.stack([terms.by_alpha, terms.by_smoothing]) / error
-        x = x - d * (x * d).sum(2, keepdim=True) / norm
-        r = g - m * d
-        normal = torch.einsum("kic,lic->kl", x, x)
-        normal += torch.diag(torch.tensor([1e-9, SIGMAS**2]).double())  # e is about 0 to 0.1
-        step = torch.linalg.solve(normal, torch.einsum("kic,ic->k", x, r)).tolist()
-        alpha = fit.alpha + min(max(step[0], -0.5), 0.5)
-        smoothing = min(max(fit.smoothing + step[1], 0.0), 0.9)
-        change = abs(alpha - fit.alpha) + abs(smoothing - fit.smoothing)
-        scatter = max(float(r.square().mean()), 0.01)
-        sigma = (scatter * float(torch.linalg.inv(normal)[0, 0])) ** 0.5
-        floor = max(data.unit, 1e-6 * (1 + abs(alpha)))
-        fit = _Fit(alpha, smoothing, max(SIGMAS * sigma, floor), scatter)
-        if change < 1e-9:
-            break
-    return fit
+def _compared(data: _Rows, alpha: float, e: float, m: float) -> tuple[Tensor, ...]:
+    """The largest residual of each row, how precise its factor is, and its label's probability."""
+    t, d, _, size = _terms(data, alpha, e)
+    error = data.unit * abs(m) * size + data.lost
+    miss = ((data.g - m * d).abs() / error).amax(1)
+    return miss, (m * d / error).abs().amax(1), (t * data.z.softmax(1)).sum(1)
 
 
-def _compared(data: _Data, fit: _Fit) -> _Compared:
-    """All rows, in blocks."""
-    found, size = [], max(1, BLOCK // data.z.shape[1])
-    for start in range(0, len(data.z), size):
-        block = data.part(slice(start, start + size))
-        terms, m, error = _explained(block, fit)
-        miss = ((block.g - m * terms.d).abs() / error).amax(1) / (4 if data.coarse else 16)
-        m, precision = m.squeeze(1), (terms.d / error).norm(dim=1)
-        doubt = 4 / (precision * m.abs()) + 4 * data.unit + 4 * fit.uncertainty
-        doubt += 2.0**-24 * block.z.shape[1] ** 0.5
-        p = (terms.t * block.z.softmax(1)).sum(1)
-        factor, label = m.clamp(min=1e-300).log(), terms.t.argmax(1)
-        found.append(_Compared(miss.where(m > 0, math.inf), factor, doubt, label, p))
-    return _Compared(*map(torch.cat, zip(*found, strict=True)))
-
-
-# Restoring the state that a step changes ---------------------------------------------------------
+# Restoring the state that a step changes ----------------------------------------------------------
 
 
 @contextmanager
 def _restoring(model: nn.Module) -> Iterator[None]:
     """Restore model, optimizers and random state after the block."""
     undo: list[Callable[[], Any]] = []
-    tensors: dict[int, Tensor] = {}
+    known: dict[int, Callable[[], Any]] = {}
     stepped: set[Optimizer] = set()
     for module in model.modules():
         undo.append(functools.partial(setattr, module, "training", module.training))
-        for members in (module._parameters, module._buffers):
-            undo += [functools.partial(members.update, dict(members)), members.clear]
-            tensors.update({id(t): t for t in members.values() if t is not None})
-    for tensor in tensors.values():
-        if nn.parameter.is_lazy(tensor):
-            raise ValueError(
-                "Expected the parameters of `model` to be initialised, but got lazy ones; call the "
-                "model once first."
-            )
-        undo.append(_saved(tensor))
-        if tensor.is_leaf:
-            undo += [functools.partial(setattr, tensor, "grad", tensor.grad), _saved(tensor.grad)]
+        undo += [_saved(module._parameters, known), _saved(module._buffers, known)]
 
     def before(optimizer: Optimizer, *_: Any) -> None:
         if optimizer in stepped:
             return
         stepped.add(optimizer)
+        undo.append(_saved(optimizer.state, known))
         for group in optimizer.param_groups:
-            undo.extend(_saved(p) for p in group["params"] if id(p) not in tensors)
+            undo.extend(_saved(p, known) for p in group["params"])
             kept = {key: value for key, value in group.items() if key not in SCHEDULED}
             undo.append(functools.partial(group.update, copy.deepcopy(kept)))
-        state = {
-            key: {name: _saved(value) for name, value in values.items()}
-            for key, values in optimizer.state.items()
-        }
-
-        def restore() -> None:
-            optimizer.state.clear()
-            for key, values in state.items():
-                optimizer.state[key] = {name: value() for name, value in values.items()}
-
-        undo.append(restore)
 
     hook = register_optimizer_step_pre_hook(before)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -800,24 +653,44 @@ def _restoring(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         hook.remove()
-        for action in reversed(undo):
+        for action in undo:
             action()
         random.setstate(python)
         if numpy is not None:
             numpy.set_state(numbers)
 
 
-def _saved(value: Any) -> Callable[[], Any]:
-    """A function that returns `value` as it is now; a tensor is the same one, restored."""
+def _saved(value: Any, known: dict[int, Callable[[], Any]]) -> Callable[[], Any]:
+    """A function that restores and returns `value`: the same dictionary or tensor, or a copy."""
+    if isinstance(value, dict):
+        kept = {key: _saved(item, known) for key, item in value.items()}
+
+        def restore_items() -> Any:
+            items = {key: item() for key, item in kept.items()}
+            value.clear()
+            value.update(items)
+            return value
+
+        return restore_items
     if not isinstance(value, Tensor):
-        kept = copy.deepcopy(value)
-        return lambda: kept
-    kept = value.detach().clone()
+        copied = copy.deepcopy(value)
+        return lambda: copied
+    if nn.parameter.is_lazy(value):
+        raise ValueError(
+            "Expected the parameters of `model` to be initialised, but got lazy ones; call the "
+            "model once first."
+        )
+    if id(value) not in known:
+        clone = value.detach().clone()
+        grad = _saved(value.grad, known) if value.is_leaf else None
 
-    def restore() -> Tensor:
-        # An unneeded copy would invalidate graphs that saved the tensor.
-        if value.layout is not torch.strided or not torch.equal(value.detach(), kept):
-            value.detach().copy_(kept)
-        return value
+        def restore() -> Tensor:
+            # An unneeded copy would invalidate graphs that saved the tensor.
+            if value.layout is not torch.strided or not torch.equal(value.detach(), clone):
+                value.detach().copy_(clone)
+            if grad is not None:
+                value.grad = grad()
+            return value
 
-    return restore
+        known[id(value)] = restore
+    return known[id(value)]
