@@ -201,8 +201,8 @@ class StepWatcher:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        for undo in reversed(self._undo):
-            undo()
+        while self._undo:
+            self._undo.pop()()
         self._guarded(self._conclude)
         if self._reason:
             self._result = Verification("cannot tell", reason=self._reason)
