@@ -237,10 +237,10 @@ def prepare(
 @Parameter(name="*", group="Your own program")
 @dataclass(frozen=True)
 class ProgramOptions:
-    """Options for your own program.
+    r"""Options for your own program.
 
     Attributes:
-        metric_regex: A regular expression for the lines of its output, such as 'acc (.+)'. The
+        metric_regex: A regular expression for the lines of its output, such as 'acc (\S+)'. The
             last match counts. Named groups give several metrics. May be repeated.
         metric_file: A number in a file, such as results.json:val.acc or log.csv:accuracy (the last
             row), relative to {out}. May be repeated. A program that calls
