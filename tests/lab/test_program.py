@@ -31,6 +31,7 @@ from powergrad.lab.runs.devices import visible_devices
 from powergrad.lab.runs.sources import Missing, Sources, _number, _widened
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.study import load_study
+from powergrad.lab.study.metrics import guess_metric
 from powergrad.lab.trainer.recipe import RecipeError
 
 FOREIGN = Path(__file__).parents[1] / "foreign_train.py"
@@ -236,7 +237,33 @@ def metrics_of(folder: Path, text: str, sources: Sources) -> Any:
 )  # fmt: skip
 def test_metrics_come_from_output_files_and_reports(tmp_path, text, regexes, files, expected):
     found = metrics_of(tmp_path, text, Sources.parse(regexes, files))
-    assert found == {"seconds": found["seconds"], **expected}
+    assert found == {"seconds": found["seconds"], "memory": found["memory"], **expected}
+
+
+CHILD = """
+import subprocess, time
+held = bytearray(40 << 20)
+subprocess.run([sys.executable, "-c", "import time; x = bytearray(80 << 20); time.sleep(1)"])
+"""
+
+
+def test_time_and_memory_need_no_source(tmp_path):
+    """The process and its child hold 120 MiB together, beside two interpreters."""
+    found = metrics_of(tmp_path, CHILD, Sources.parse([], [], "memory"))
+    assert 120 < found["memory"] < 200
+    assert found["seconds"] >= 1
+    for name in ("seconds", "memory"):
+        assert Sources.parse([r"acc (\S+)"], [], name).names == ["acc"]
+        metric = guess_metric(name, [], margin=1, better=None)
+        assert not metric.higher_is_better
+
+
+def test_memory_is_compared_if_it_is_the_metric(in_process, tmp_path, capsys):
+    hold = "x = bytearray(seed + 60 * (len(sys.argv) > 2) << 20); import time; time.sleep(0.5)"
+    program = script(tmp_path, f"{hold}\nprint('accuracy', 1)")
+    assert compare_plain(tmp_path, program, "--metric", "memory", seeds=6) == 0
+    assert "b is worse than baseline: +60" in capsys.readouterr().out
+    assert load_study(tmp_path / "s").rows[0].metrics["accuracy"] == 1
 
 
 LOSS = [r"loss ([\d.]+)"]

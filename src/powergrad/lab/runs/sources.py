@@ -14,6 +14,8 @@ from powergrad.lab.runs.jobs import Record
 from powergrad.lab.runs.process import lines_of
 from powergrad.lab.trainer.recipe import RecipeError
 
+MEASURED = ("seconds", "memory")  # the metrics that every run of a command has
+
 # A minus after a letter or a digit is a hyphen, and commas separate groups of three digits.
 SIGN = r"(?:(?<!\w)[+\-\N{MINUS SIGN}])?"
 EXPONENT = r"(?:[eE][+-]?\d+)?"
@@ -53,7 +55,7 @@ class Sources(Record):
     ) -> Self:
         """Parse ``--metric-regex`` and ``--metric-file``."""
         compiled = [(text, _compile(text)) for text in regexes]
-        is_single = len(regexes) + len(files) == 1 and not tune_metric
+        is_single = len(regexes) + len(files) == 1 and not tune_metric and metric not in MEASURED
         named = [(_name_of(regex, metric if is_single else None), text) for text, regex in compiled]
         placed = []
         for text in files:
@@ -77,22 +79,27 @@ class Sources(Record):
         return names + [name for name, _, _ in self.files]
 
     def read(
-        self, output: Path, report: Path, out: Path, placeholders: Mapping[str, str]
+        self,
+        output: Path,
+        report: Path,
+        out: Path,
+        placeholders: Mapping[str, str],
+        measured: Mapping[str, float] = {},
     ) -> dict[str, float]:
-        """The metrics of a run that has ended."""
+        """The metrics of a run that has ended, in addition to those that were measured."""
         metrics = json.loads(report.read_text()) if report.is_file() else {}
         metrics |= self._matched(output)
         for name, path, key in self.files:
             metrics[name] = _of_file(out / path.format(**placeholders), key)
-        missing = [name for name in self.wanted if name not in metrics]
-        if missing or not metrics:
+        missing = [name for name in self.wanted if name not in {**measured, **metrics}]
+        if missing or not (metrics or self.wanted):
             wanted = f"the metric {missing[0]!r}" if missing else "a metric"
             listed = ", ".join(map(repr, metrics)) or "none"
             places = [f"--metric-regex {text!r}" for _, text in self.regexes]
             places += [f"--metric-file {path}:{key}" for _, path, key in self.files]
             searched = ", ".join([*places, "powergrad.report(...)"])
             raise Missing(f"Expected {wanted}, but got {listed}. Searched: {searched}.")
-        return metrics
+        return {**measured, **metrics}
 
     def _matched(self, output: Path) -> dict[str, float]:
         """The last matches in the output, which may have any size."""
