@@ -34,7 +34,7 @@ class Watch:
         self.console = Console(stderr=True)
         self.live = Live(console=self.console, transient=True, auto_refresh=False)
         self.finished, self.printed_at = -1, 0.0
-        self.failed: set[str] = set()
+        self.failed: set[str] = set()  # the reasons that were printed, without names of runs
 
     def __enter__(self) -> Watch:
         if self.console.is_terminal:
@@ -46,10 +46,12 @@ class Watch:
 
     def __call__(self, snapshot: Snapshot) -> None:
         """Show `snapshot`."""
-        for name, reason in snapshot.failed.items():
-            if name not in self.failed:
+        # As long as every run has failed, the error that ends the study says why.
+        for name, reason in snapshot.failed.items() if snapshot.results else ():
+            cause = reason.replace(name, "")
+            if cause not in self.failed:
+                self.failed.add(cause)
                 self.console.print(f"{name}: {reason}", markup=False, highlight=False)
-        self.failed = set(snapshot.failed)
         left = "" if snapshot.left is None else f", {duration(snapshot.left)} left"
         runs = f"{len(snapshot.results)} of {len(self.jobs)} runs"
         title = f"{self.title}: {runs}, {duration(snapshot.seconds)}{left}"
