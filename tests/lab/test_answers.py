@@ -219,7 +219,7 @@ def shell(tmp_path, monkeypatch):
         text = text.replace("-- python train", "-- env python train")  # without torch: in no time
         arguments = ["bash", "-e", "-c", text]
         ended = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
-        return ended.returncode, ended.stdout + ended.stderr
+        return ended.returncode, ended.stdout
 
     return run
 
