@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from pages import ROOT, blocks_of
-from studies import powergrad, spread
+from studies import TOKENS, powergrad, spread
 
 from powergrad.lab.cli import study_options
 from powergrad.lab.study import load_study
@@ -90,6 +90,16 @@ def test_a_lower_metric_is_not_worse(train):
     tokens = ("--better", "lower", "--fail-unless", "not-worse")
     assert compare(train, *tokens, "--name", "a", shift=-0.5) == 0
     assert compare(train, *tokens, "--name", "b", shift=0.5) == 4
+
+
+def test_the_time_of_a_recipe_needs_a_margin(made_up, tmp_path, capsys):
+    tokens = ("compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--seeds", 6, "--metric")
+    assert powergrad(*tokens, "seconds", "--out", tmp_path) == 2
+    assert "`margin`" in capsys.readouterr().err
+    assert powergrad(*tokens, "seconds", "--out", tmp_path, "--margin", 1, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["metric"], found["better"], found["unit"]) == ("seconds", "lower", "seconds")
+    assert [arm["mean"] for arm in found["arms"]] == [1, 1]
 
 
 def test_every_arm_must_fulfil_the_condition(train, capsys):

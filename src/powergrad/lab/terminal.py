@@ -23,7 +23,6 @@ from powergrad.lab.study import Results, load_study
 from powergrad.lab.study.metrics import metric_names
 from powergrad.lab.study.notes import advice, describe_failed, notes, verdict
 from powergrad.lab.words import duration, spans
-from powergrad.monitor import Recording, census
 
 
 class Watch:
@@ -104,6 +103,8 @@ def show_runs(results: Results) -> None:
 
 def show_study(folder: Path) -> None:
     """Print the runs and dead units per arm of a study, and its verdict."""
+    from powergrad.monitor import Recording, census  # imports torch, which is slow
+
     results = load_study(folder)
     study = results.study
     if study is None:  # runs of a table

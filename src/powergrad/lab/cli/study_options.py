@@ -168,7 +168,7 @@ class StudyOptions:
         metric = Metric(name=self.metric or "", higher_is_better=True, unit="", margin=1.0)
         margin = 1.0
         if not program.is_foreign:
-            metric = metric_named(self.metric or "test_accuracy")
+            metric = metric_named(self.metric or "test_accuracy", self.margin)
             margin = metric.margin if self.margin is None else self.margin
         runs, finals = self.seeds or ("8" if kind == "sweep" else None), 0
         if repeats is not None:

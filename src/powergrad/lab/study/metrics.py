@@ -63,9 +63,13 @@ def chance_of(metric: str, classes: int) -> float | None:
     return known.get(metric.removesuffix("_scaled"))
 
 
-def metric_named(name: str) -> Metric:
+def metric_named(name: str, margin: float | None = None) -> Metric:
+    """The metric of a recipe: one of METRICS, or the seconds of a run, which need a margin."""
+    if name == "seconds":
+        return guess_metric(name, [], margin=margin, better=None)
     if name not in METRICS:
-        raise RecipeError(f"Expected `metric` to be one of {', '.join(METRICS)}, but got {name!r}.")
+        known = f"{', '.join(METRICS)}, seconds"
+        raise RecipeError(f"Expected `metric` to be one of {known}, but got {name!r}.")
     return METRICS[name]
 
 
