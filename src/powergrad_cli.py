@@ -8,6 +8,7 @@ should be fast. ``powergrad run`` needs only torch. The other commands are in th
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import math
 import os
 import select
@@ -190,6 +191,7 @@ def separated(tokens: Sequence[str]) -> list[str]:
 def _call_lab(tokens: Sequence[str]) -> int:
     from cyclopts import App, CycloptsError
 
+    _postpone_core()
     name = tokens[0]
     app = App(name="powergrad")
     app.command(place_of(name), name=name, help=COMMANDS[name][1])
@@ -197,6 +199,33 @@ def _call_lab(tokens: Sequence[str]) -> int:
         return app(separated(tokens), exit_on_error=False, result_action="return_value") or 0
     except CycloptsError:  # already printed
         return 2
+
+
+def _postpone_core() -> None:
+    """Let `powergrad.lab` be imported without executing ``powergrad/__init__.py``.
+
+    That imports torch, which takes seconds. It is executed as soon as one of its names is used, or
+    a module of the core is imported.
+    """
+    spec = importlib.util.find_spec("powergrad")
+    if "powergrad" in sys.modules or spec is None or spec.loader is None:
+        return
+    loader, package = spec.loader, importlib.util.module_from_spec(spec)
+    sys.modules["powergrad"] = package
+    for name in ("lab", "reporting", "_version"):
+        importlib.import_module(f"powergrad.{name}")
+    folders = package.__path__
+    del package.__path__  # which the import of another module needs
+
+    def load(name: str) -> Any:
+        if name.startswith("__") and name not in ("__path__", "__version__"):
+            raise AttributeError(name)
+        del package.__getattr__
+        package.__path__ = folders
+        loader.exec_module(package)
+        return getattr(package, name)
+
+    package.__getattr__ = load
 
 
 def _explain(error: Exception, tokens: Sequence[str]) -> tuple[str, int] | None:

@@ -28,6 +28,31 @@ def test_help_needs_no_torch():
         assert command in found.stdout
 
 
+TYPED_WRONG = {  # the exit code is 2
+    *("compare --form x.csv", "compare --arms pgtt", "compare --seeds x", "sweep --grid lr"),
+    *("compare -- python lost.py {seed}", "decompose --alpha 3", "plan --delta much"),
+    *("train digits --lis 1", "train digits --loss.alfa 1", "inspect", "watch --port x", "export"),
+}
+
+
+def test_help_and_typing_errors_need_no_torch():
+    """Its import takes most of the time of such a command; afterwards the core is as always."""
+    helps = [f"{name} --help" for name in powergrad_cli.COMMANDS]
+    code = f"""
+import sys, powergrad_cli
+for commands, expected in (({helps}, 0), ({sorted(TYPED_WRONG)}, 2)):
+    for command in commands:
+        assert powergrad_cli.main(command.split()) == expected, command
+        assert "torch" not in sys.modules, command
+from powergrad.monitor import census
+import powergrad, torch
+assert powergrad.cross_entropy(torch.zeros(1, 2), torch.tensor([0]), alpha=0.5) > 0.6
+assert powergrad.operators
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
 @pytest.mark.parametrize("command", powergrad_cli.COMMANDS)
 def test_every_command_explains_itself(command, capsys):
     assert powergrad(command, "--help") == 0

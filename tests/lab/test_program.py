@@ -4,8 +4,10 @@ References: the output and the files that the programs themselves write.
 """
 
 import json
+import math
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from small_study import run_of
 from studies import is_alive, powergrad, wait_for
 
@@ -24,9 +28,10 @@ from powergrad.lab.cli.study_options import StudyOptions
 from powergrad.lab.runs import CommandProgram, Job, RunFailed, process
 from powergrad.lab.runs.commands import _check_altered, _Parts
 from powergrad.lab.runs.devices import visible_devices
-from powergrad.lab.runs.sources import Sources
+from powergrad.lab.runs.sources import Missing, Sources, _number, _widened
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.study import load_study
+from powergrad.lab.study.metrics import guess_metric
 from powergrad.lab.trainer.recipe import RecipeError
 
 FOREIGN = Path(__file__).parents[1] / "foreign_train.py"
@@ -232,7 +237,102 @@ def metrics_of(folder: Path, text: str, sources: Sources) -> Any:
 )  # fmt: skip
 def test_metrics_come_from_output_files_and_reports(tmp_path, text, regexes, files, expected):
     found = metrics_of(tmp_path, text, Sources.parse(regexes, files))
-    assert found == {"seconds": found["seconds"], **expected}
+    assert found == {"seconds": found["seconds"], "memory": found["memory"], **expected}
+
+
+CHILD = """
+import subprocess, time
+held = bytearray(40 << 20)
+subprocess.run([sys.executable, "-c", "import time; x = bytearray(80 << 20); time.sleep(1)"])
+"""
+
+
+def test_time_and_memory_need_no_source(tmp_path):
+    """The process and its child hold 120 MiB together, beside two interpreters."""
+    found = metrics_of(tmp_path, CHILD, Sources.parse([], [], "memory"))
+    assert 120 < found["memory"] < 200
+    assert found["seconds"] >= 1
+    for name in ("seconds", "memory"):
+        assert Sources.parse([r"acc (\S+)"], [], name).names == ["acc"]
+        metric = guess_metric(name, [], margin=1, better=None)
+        assert not metric.higher_is_better
+
+
+def test_memory_is_compared_if_it_is_the_metric(in_process, tmp_path, capsys):
+    hold = "x = bytearray(seed + 60 * (len(sys.argv) > 2) << 20); import time; time.sleep(0.5)"
+    program = script(tmp_path, f"{hold}\nprint('accuracy', 1)")
+    assert compare_plain(tmp_path, program, "--metric", "memory", seeds=6) == 0
+    assert "b is worse than baseline: +60" in capsys.readouterr().out
+    assert load_study(tmp_path / "s").rows[0].metrics["accuracy"] == 1
+
+
+LOSS = [r"loss ([\d.]+)"]
+
+
+@pytest.mark.parametrize(
+    ("printed", "regexes", "expected"),
+    [
+        ("loss 9.481e-03", LOSS, 0.009481),
+        ("loss 9.481e-03, lr 0.1", [r"loss ([\d.]+), lr"], 0.009481),
+        ("loss 2\nloss -0.5", LOSS, -0.5),
+        ("loss 2\nloss \N{MINUS SIGN}0.5", LOSS, -0.5),
+        ("loss 1\nloss 1,234.5 end", [r"loss ([\d.]+) end"], 1234.5),
+        ("loss 1,234.5", [r"loss (\S+)"], 1234.5),
+        ("loss 12,345", [r"loss (.+)"], 12345),
+        ("loss 1_000.5", [r"loss (\d+)"], 1000.5),
+        ("loss 97.5%, lr 3", [r"loss (\S+)"], 97.5),
+        ("loss: -.5.", [r"loss.*?([\d.]+)"], -0.5),
+        ("loss -12.5", [r"loss.*([\d.]+)"], -12.5),  # the group has only the last digit
+        ("loss .5", [r"loss.*([\d.]+)"], 0.5),
+        ("nll -0.5 loss 3", [r"nll -([\d.]+)"], 0.5),  # the sign is part of the pattern
+        ("step-12 loss 3", [r"step-(\d+)"], 12),
+        ("2026-11", [r"(?P<loss>\d+)$"], 11),
+        ("12% 0.5%\n100%", [r"(?P<loss>\d+\.\d+)%"], 0.5),  # only numbers of this shape
+        ("3,0.25,97.5", [r"^\d+,(?P<loss>[\d.]+),"], 0.25),
+        ("loss (0.5)", [r"loss \(((?:[0-9]|[)(.])+)\)"], 0.5),
+        ("loss 2\nloss nan", LOSS, math.nan),
+        ("loss 2\nloss -NaN, lr 1", [r"loss ([\d.]+), lr"], math.nan),
+        ("loss 2\nloss inf", LOSS, math.inf),
+        ("loss 2\nloss -Infinity", LOSS, -math.inf),
+        ("loss 2\nloss info", LOSS, 2),
+    ],
+)
+def test_numbers_are_read_whole(tmp_path, printed, regexes, expected):
+    output = tmp_path / "output.txt"
+    output.write_text(printed)
+    names = Sources.parse(regexes, [], "loss")
+    found = names.read(output, tmp_path / "report.json", tmp_path, {})["loss"]
+    assert found == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+
+
+@given(st.floats(allow_subnormal=False), st.sampled_from(["{}", "{:.3e}", "{:+.2f}", "{:,.1f}"]))
+def test_every_number_that_python_prints_is_read(value, form):
+    """Reference: Python's own `float`."""
+    text = form.format(value)
+    for pattern in (r"loss (\S+)", *([r"loss ([\d.]+)", r"loss.*?([\d.]+) "] * ("," not in text))):
+        match = re.search(_widened(pattern), f"loss {text} 7")
+        expected = float(text.replace(",", ""))
+        found = _number(match, 1, "")  # pyright: ignore[reportArgumentType]
+        assert found == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "regex"),
+    [
+        ("loss 0.5s", r"loss (\S+)"),
+        ("loss 0.5/0.6", r"loss (\S+)"),
+        ("loss 1.2.3", r"loss ([\d.]+)"),
+        ("loss 1,234.5", r"loss ([\d.]+)"),  # a list, or one number?
+        ("loss 12,100", r"loss \d+,(\d+)"),
+        ("loss none", r"loss (\S+)"),
+        ("loss .", r"loss ([\d.]+)"),
+    ],
+)
+def test_a_match_that_is_not_one_number_shows_its_line(tmp_path, line, regex):
+    output = tmp_path / "output.txt"
+    output.write_text(f"loss 7\nx {line} y\n")
+    with pytest.raises(Missing, match=re.escape(f"x {line} y")):
+        Sources.parse([regex], [], "loss").read(output, tmp_path / "r.json", tmp_path, {})
 
 
 def test_large_output_needs_little_memory(tmp_path):
@@ -315,7 +415,8 @@ def compare_plain(
     ],
 )
 def test_odd_programs_are_noted(in_process, tmp_path, capsys, text, seeds, words):
-    assert compare_plain(tmp_path, script(tmp_path, text), seeds=seeds) == 0
+    status = compare_plain(tmp_path, script(tmp_path, text), seeds=seeds)
+    assert status == (2 if "not compared" in words else 0)
     assert words in capsys.readouterr().out
     assert not list((tmp_path / "s").glob("*-seed6-*")) or seeds == 8  # constant ones stop early
     states = json.loads((tmp_path / "s/progress.json").read_text())["runs"].values()

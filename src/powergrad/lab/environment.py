@@ -11,13 +11,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from powergrad import __version__
+from powergrad._version import __version__
 
 
 def describe_machine() -> dict[str, Any]:
     """Versions, commit, hardware and command."""
+    import torch  # slow to import
+
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "powergrad": __version__,

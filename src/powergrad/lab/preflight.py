@@ -18,24 +18,20 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-import powergrad
 from powergrad.lab.data import load_data
-from powergrad.lab.data.scan import scan_folder
 from powergrad.lab.files import write_json
 from powergrad.lab.runs import Changes, RecipeProgram
 from powergrad.lab.runs.pool import Pool
 from powergrad.lab.stats import DEFAULT, LEAST, Design, parse_runs
 from powergrad.lab.study import Study
 from powergrad.lab.study.tuning import Tuner
-from powergrad.lab.trainer.networks import create_model
-from powergrad.lab.trainer.processes import join_processes
 from powergrad.lab.trainer.recipe import Recipe
-from powergrad.lab.trainer.session import Session
 from powergrad.lab.words import duration, parse_duration
+
+if TYPE_CHECKING:
+    from powergrad.lab.trainer.session import Session
 
 SIZES = (192, 128, 96, 64, 48, 32)  # pixels that a budget may choose, if the recipe has more
 LEAST_WIDTH = 8
@@ -72,6 +68,8 @@ def check_recipe(recipe: Recipe, arms: Iterable[Recipe] = ()) -> Found:
     """
     data_dir = recipe.machine.data_dir
     if recipe.data.is_folder:
+        from powergrad.lab.data.scan import scan_folder  # imports torch, which is slow
+
         scan = scan_folder(recipe.data, data_dir)
         say("\n  ".join(scan.summary))
         for warning in scan.warnings:
@@ -80,6 +78,10 @@ def check_recipe(recipe: Recipe, arms: Iterable[Recipe] = ()) -> Found:
             raise ValueError("\n".join(scan.problems))
     data = load_data(recipe.data, data_dir=data_dir)
     data.train.steps(recipe.train.batch_size)  # raises if the batch is larger than the data
+    import torch  # slow to import
+
+    from powergrad.lab.trainer.networks import create_model
+
     models = dict.fromkeys(variant.model for variant in (recipe, *arms))
     with torch.device("meta"):
         networks = [create_model(**model.arguments(data)) for model in models]
@@ -330,6 +332,11 @@ class Timing(NamedTuple):
 
 def measure(recipe: Recipe) -> Timing:
     """Time the parts of a run in this process."""
+    import torch
+
+    from powergrad.lab.trainer.processes import join_processes
+    from powergrad.lab.trainer.session import Session
+
     if recipe.machine.threads is not None:
         torch.set_num_threads(recipe.machine.threads)
     recipe = recipe.override({"train.compile": False})
@@ -357,15 +364,18 @@ def _median_step(session: Session) -> float:
     return statistics.median(times[1:] or times)
 
 
-@torch.no_grad()
 def _test_seconds(session: Session) -> float:
     """The time of a test of all images, extrapolated from its first batch, and of the census."""
+    import torch
+
+    from powergrad import census
+
     options, model, split = session.recipe.train, session.tested.eval(), session.data.test
     began = time.perf_counter()
     (images, _), index = next(split.test_batches(options.test_batch_size or options.batch_size))
-    with session.autocast:
+    with torch.no_grad(), session.autocast:
         model(images.to(session.processes.device, session.dtype)).sum().item()
     batch = time.perf_counter() - began
     began = time.perf_counter()
-    powergrad.census(model, initial=session.initial)
+    census(model, initial=session.initial)
     return batch * len(split) / len(index) + time.perf_counter() - began

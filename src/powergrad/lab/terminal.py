@@ -23,7 +23,6 @@ from powergrad.lab.study import Results, load_study
 from powergrad.lab.study.metrics import metric_names
 from powergrad.lab.study.notes import advice, describe_failed, notes, verdict
 from powergrad.lab.words import duration, spans
-from powergrad.monitor import Recording, census
 
 
 class Watch:
@@ -34,7 +33,7 @@ class Watch:
         self.console = Console(stderr=True)
         self.live = Live(console=self.console, transient=True, auto_refresh=False)
         self.finished, self.printed_at = -1, 0.0
-        self.failed: set[str] = set()
+        self.failed: set[str] = set()  # the reasons that were printed, without names of runs
 
     def __enter__(self) -> Watch:
         if self.console.is_terminal:
@@ -46,10 +45,12 @@ class Watch:
 
     def __call__(self, snapshot: Snapshot) -> None:
         """Show `snapshot`."""
-        for name, reason in snapshot.failed.items():
-            if name not in self.failed:
+        # As long as every run has failed, the error that ends the study says why.
+        for name, reason in snapshot.failed.items() if snapshot.results else ():
+            cause = reason.replace(name, "")
+            if cause not in self.failed:
+                self.failed.add(cause)
                 self.console.print(f"{name}: {reason}", markup=False, highlight=False)
-        self.failed = set(snapshot.failed)
         left = "" if snapshot.left is None else f", {duration(snapshot.left)} left"
         runs = f"{len(snapshot.results)} of {len(self.jobs)} runs"
         title = f"{self.title}: {runs}, {duration(snapshot.seconds)}{left}"
@@ -102,6 +103,8 @@ def show_runs(results: Results) -> None:
 
 def show_study(folder: Path) -> None:
     """Print the runs and dead units per arm of a study, and its verdict."""
+    from powergrad.monitor import Recording, census  # imports torch, which is slow
+
     results = load_study(folder)
     study = results.study
     if study is None:  # runs of a table

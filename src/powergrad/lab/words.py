@@ -74,6 +74,12 @@ def slug(text: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in text)
 
 
+def shorten(text: str, most: int = 80) -> str:
+    """`text` without its middle if it is long."""
+    half = (most - 5) // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
+
+
 def short_key(key: str) -> str:
     """A dotted key without its section."""
     return key.partition(".")[2] or key

@@ -17,15 +17,17 @@ from powergrad.lab.cli.study_options import (
     StudyOptions,
     TableOptions,
     TuneOptions,
+    answering,
     prepare,
 )
 from powergrad.lab.preflight import Plan, say
 from powergrad.lab.runs import CommandProgram, RecipeProgram
 from powergrad.lab.runs.sources import Sources
-from powergrad.lab.study import Execution
+from powergrad.lab.study import Execution, Results
 from powergrad.lab.study.arms import arms_of, command_arms, head_exponent, parse_grid
 from powergrad.lab.study.execute import run_first
 from powergrad.lab.study.metrics import choose_metric, guess_metric
+from powergrad.lab.study.saving import check_folder
 from powergrad.lab.terminal import Watch
 from powergrad.lab.trainer.recipe import parse_overrides
 from powergrad.lab.words import parse_duration
@@ -38,6 +40,7 @@ ARMS = "baseline,pgt,head-lr,agc+pgt"
 ARMS_OF_PROGRAM = "baseline,pgt"  # possible for every program with a cross-entropy
 
 
+@answering
 def compare(
     recipe: RecipeName = None,
     *overrides: Overrides,
@@ -49,7 +52,7 @@ def compare(
     table: TableOptions = _TABLE,
     tuning: TuneOptions = _TUNE,
     options: StudyOptions = _OPTIONS,
-) -> int:
+) -> Results:
     """Find out whether PGT helps: run several arms over the same seeds and give a verdict.
 
     For your own program: `powergrad compare [OPTIONS] -- python train.py --seed {seed}`. It runs
@@ -79,10 +82,12 @@ def compare(
     """
     if table.from_ is not None:
         kept = replace(_OPTIONS, metric=options.metric, margin=options.margin)
-        kept = replace(kept, out=options.out, name=options.name)
+        kept = replace(kept, out=options.out, name=options.name, json=options.json)
+        kept = replace(kept, quiet=options.quiet, fail_unless=options.fail_unless)
         rest = (recipe, overrides, arms, arm, alpha, command, program, tuning, options)
         if rest != (None, (), None, (), "0.25", (), _PROGRAM, _TUNE, kept):
-            others = "--metric, --margin, --better, --baseline, --columns, --out and --name"
+            others = "--metric, --margin, --better, --baseline, --columns, --out, --name, --json,"
+            others += " --quiet and --fail-unless"
             raise ValueError(f"Expected --from only with {others}, but got options for new runs.")
         return compare_table(table, options)
     refuse(table, ("columns", "baseline"), "--from")
@@ -93,8 +98,7 @@ def compare(
             got = recipe or overrides[0]
             raise ValueError(f"Expected a recipe or a program, but got {got!r} and a program.")
         texts = [*(texts or ARMS_OF_PROGRAM.split(",")), *arm]
-        _compare_program(command, texts, alphas, table.better, program, tuning, options)
-        return 0
+        return _compare_program(command, texts, alphas, table.better, program, tuning, options)
     refuse(program, vars(program), "your own program (`compare -- COMMAND`)")
     refuse(table, ("better",), "--from or your own program")
     name, typed = recipe_and_overrides(recipe, overrides, compare)
@@ -106,8 +110,8 @@ def compare(
     tuner = tuning.tuner(study, all_arms, tuned) if tuned else None
     given = {*parse_overrides([*typed, *changes]), *(tuner.space.keys if tuner else ())}
     with prepare(tuner.study if tuner else study, tuner, options, given) as ready:
-        tune_and_run(ready.study, ready.tuner, ready.folder, ready.execution, remarks=ready.remarks)
-    return 0
+        place = ready.folder, ready.execution
+        return tune_and_run(ready.study, ready.tuner, *place, remarks=ready.remarks)
 
 
 def _compare_program(
@@ -118,7 +122,7 @@ def _compare_program(
     given: ProgramOptions,
     tuning: TuneOptions,
     options: StudyOptions,
-) -> None:
+) -> Results:
     """Compare the arms of a user's program."""
     tuned, changes = tuning.split()
     if changes:
@@ -138,6 +142,8 @@ def _compare_program(
     study = options.study("compare", program, arms, tuning.repeats)
     usual = [name for name in sources.names if name != given.tune_metric]
     known = options.metric or (usual[0] if len(usual) == 1 else None)
+    if known is None and usual:
+        raise ValueError(f"Expected --metric, one of {', '.join(usual)}, but got none.")
     if known is not None:  # raises before any run if an option is missing
         guess_metric(known, [100.0], margin=options.margin, better=better)
     tuner = None
@@ -146,6 +152,7 @@ def _compare_program(
         tuner = tuning.tuner(study, arms, tuned, judging)
         study = tuner.study
     folder = options.free_folder(study)
+    check_folder(study, folder)
     with options.pool(folder, program) as pool:
         execution = Execution(pool, Watch)
         first = run_first(study, tuner, execution)
@@ -159,7 +166,7 @@ def _compare_program(
         tuner = replace(tuner, study=study) if tuner else None
         seconds = max(run["seconds"] for run in runs)
         say(Plan.of(study, tuner, pool.workers).announce(seconds))
-        tune_and_run(study, tuner, folder, execution, repeated=first)
+        return tune_and_run(study, tuner, folder, execution, repeated=first)
 
 
 def _check_tune_metric(name: str | None, compared: str | None, is_tuned: bool) -> None:

@@ -11,6 +11,7 @@ from powergrad.lab.cli.study_options import StudyOptions, TableOptions
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.preflight import say
 from powergrad.lab.report import write_report
+from powergrad.lab.runs import JobError
 from powergrad.lab.stats import LEAST
 from powergrad.lab.study import Execution, Results, Study, load, run_study
 from powergrad.lab.study.decompose import explain_decomposition
@@ -25,7 +26,7 @@ from powergrad.lab.trainer.run_folder import RunError
 
 def tune_and_run(
     study: Study, tuner: Tuner | None, folder: Path, execution: Execution, **records: Any
-) -> None:
+) -> Results:
     """Run a comparison (tuned once, tuned in every repeat, or not tuned), and report it."""
     if tuner is not None:
         tuner = replace(tuner, study=claim(study, folder))
@@ -35,12 +36,12 @@ def tune_and_run(
             show_tuning(results)
             records |= {"tuning": results.tuning, "trials": results.trials}
             tuner = None
-    run_and_report(study, folder, execution, tuner=tuner, **records)
+    return run_and_report(study, folder, execution, tuner=tuner, **records)
 
 
 def run_and_report(
     study: Study, folder: Path, execution: Execution, *, tuner: Tuner | None = None, **records: Any
-) -> None:
+) -> Results:
     """Run a study, save it and write its page after every look, and print its verdict."""
 
     def write_page(results: Results) -> None:
@@ -56,12 +57,17 @@ def run_and_report(
     if results.comparable() is None and has_metric:  # one arm, or one run each
         show_tuning(results)
         show_runs(results)
-        return
+        if failed := next((row.failed for row in results.rows if row.failed), ""):
+            raise JobError(
+                f"Nothing can be compared, because runs failed: {failed.splitlines()[0]}"
+            )
+        return results
     if results.has_repeats:
         show_tuning(results)
     show(results, folder, ", study.png and the runs")
     if results.identity is not None:
         print(explain_decomposition(results, results.identity.alpha))
+    return results
 
 
 def show(results: Results, folder: Path, others: str = " and study.png") -> None:
@@ -83,7 +89,7 @@ def show_tuning(results: Results) -> None:
 # A table of runs ----------------------------------------------------------------------------------
 
 
-def compare_table(table: TableOptions, options: StudyOptions) -> int:
+def compare_table(table: TableOptions, options: StudyOptions) -> Results:
     """Compare the runs of a table, with the same files, figure, page and output as a study."""
     path = table.from_
     assert path is not None
@@ -102,8 +108,9 @@ def compare_table(table: TableOptions, options: StudyOptions) -> int:
             looks = tuple(sorted(size for size in looks if size >= LEAST))
             source = results.source.model_copy(update={"earlier": looks})
             results = replace(results, source=source)
-    show(replace(results, folder=folder, environment=describe_machine()), folder)
-    return 0
+    results = replace(results, folder=folder, environment=describe_machine())
+    show(results, folder)
+    return results
 
 
 def _earlier_table(folder: Path) -> Results | None:

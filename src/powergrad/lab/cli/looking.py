@@ -16,7 +16,6 @@ from powergrad.lab.report import write_report
 from powergrad.lab.report.serving import LiveServer
 from powergrad.lab.study.saving import FILE
 from powergrad.lab.terminal import show_study
-from powergrad.monitor import Event, LayerCount, Recording, Unit, census
 
 
 def inspect(
@@ -36,6 +35,8 @@ def inspect(
         layers_csv: Write the counts per layer to this CSV file.
         events_csv: Write deaths, revivals and births to this CSV file.
     """
+    from powergrad.monitor import Event, LayerCount, Recording, Unit, census  # import torch
+
     path = source
     if (source / FILE).is_file():
         for name, value in (("--csv", units_csv), ("--layers-csv", layers_csv),

@@ -7,9 +7,9 @@ from typing import Any
 
 from powergrad.lab.cli.common import Overrides, RecipeName, Words, recipe_and_overrides
 from powergrad.lab.cli.conclude import run_and_report, show_tuning
-from powergrad.lab.cli.study_options import StudyOptions, TuneOptions, prepare
+from powergrad.lab.cli.study_options import StudyOptions, TuneOptions, answering, prepare
 from powergrad.lab.runs import RecipeProgram
-from powergrad.lab.study import IdentityCheck
+from powergrad.lab.study import IdentityCheck, Results
 from powergrad.lab.study.arms import decomposition, parse_grid
 from powergrad.lab.study.decompose import check_identity, describe_identity
 from powergrad.lab.study.execute import tune_once
@@ -19,12 +19,13 @@ _OPTIONS = StudyOptions()
 _TUNE = TuneOptions()
 
 
+@answering
 def sweep(
     recipe: RecipeName = None,
     *overrides: Overrides,
     grid: Words = ("alpha=1,0.75,0.5,0.25,0.1,0.05",),
     options: StudyOptions = _OPTIONS,
-) -> int:
+) -> Results:
     """Run a grid over alpha, or over any other key, with several seeds.
 
     Args:
@@ -41,17 +42,17 @@ def sweep(
     given = {*parse_overrides(typed), *points.values}
     with prepare(study, None, options, given) as ready:
         records = {"grid": points, "remarks": ready.remarks}
-        run_and_report(ready.study, ready.folder, ready.execution, **records)
-    return 0
+        return run_and_report(ready.study, ready.folder, ready.execution, **records)
 
 
+@answering
 def decompose(
     recipe: RecipeName = None,
     *overrides: Overrides,
     alpha: float = 0.25,
     tuning: TuneOptions = _TUNE,
     options: StudyOptions = _OPTIONS,
-) -> int:
+) -> Results:
     """Find out which part of PGT makes a difference, by the equivalent two-group training.
 
     Cross-entropy is tuned once, and its settings are used for every arm.
@@ -89,5 +90,4 @@ def decompose(
         gaps = check_identity(base, alpha)
         print(describe_identity(gaps))
         records["identity"] = IdentityCheck(alpha=alpha, gaps=gaps)
-        run_and_report(study, ready.folder, ready.execution, **records)
-    return 0
+        return run_and_report(study, ready.folder, ready.execution, **records)

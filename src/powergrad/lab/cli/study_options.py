@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
+import os
+import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,9 +26,10 @@ from powergrad.lab.preflight import (
 from powergrad.lab.runs import CommandProgram, Program, RecipeProgram
 from powergrad.lab.runs.devices import visible_devices, worker_environments
 from powergrad.lab.runs.pool import Pool
-from powergrad.lab.stats import DEFAULT, Design, parse_runs
-from powergrad.lab.study import Execution, Metric, Study, StudyKind, metric_named
+from powergrad.lab.stats import DEFAULT, LEAST, Design, parse_runs
+from powergrad.lab.study import Execution, Metric, Results, Study, StudyKind, metric_named
 from powergrad.lab.study.execute import known_runs
+from powergrad.lab.study.saving import summarise
 from powergrad.lab.study.space import Space, split_overrides
 from powergrad.lab.study.tuning import Map, Tuner
 from powergrad.lab.terminal import Watch
@@ -114,6 +119,11 @@ class StudyOptions:
             epochs and seeds are chosen to fit, unless given, and no run is started that would
             finish too late. For your own program nothing is chosen.
         fresh: Do not reuse an earlier start; its folder is renamed.
+        json: Print one JSON object with the results to standard output, and everything else to
+            standard error.
+        quiet: Print only the results and errors.
+        fail_unless: Exit with code 4 unless every arm except the baseline is better, equivalent, or
+            not-worse (by more than the margin).
     """
 
     seeds: str | None = None
@@ -128,6 +138,9 @@ class StudyOptions:
     reuse: Path | None = None
     budget: str | None = None
     fresh: Annotated[bool, Flag] = False
+    json: Annotated[bool, Flag] = False
+    quiet: Annotated[bool, Flag] = False
+    fail_unless: Literal["better", "not-worse", "equivalent"] | None = None
 
     def base(self, recipe: str, overrides: Sequence[str], *, is_plain: bool = True) -> Recipe:
         """The recipe of every run; if it must be plain, the arms set alpha."""
@@ -155,7 +168,7 @@ class StudyOptions:
         metric = Metric(name=self.metric or "", higher_is_better=True, unit="", margin=1.0)
         margin = 1.0
         if not program.is_foreign:
-            metric = metric_named(self.metric or "test_accuracy")
+            metric = metric_named(self.metric or "test_accuracy", self.margin)
             margin = metric.margin if self.margin is None else self.margin
         runs, finals = self.seeds or ("8" if kind == "sweep" else None), 0
         if repeats is not None:
@@ -167,6 +180,14 @@ class StudyOptions:
             design = DEFAULT if runs is None else Design(parse_runs(runs))
         except ValueError as error:
             raise ValueError(f"--repeats: {error}" if repeats else str(error)) from None
+        if design.last < LEAST and kind != "tune":
+            reason = f"a verdict needs at least {LEAST}"
+            if self.fail_unless:
+                got = f"got {design.last} runs per arm"
+                raise ValueError(
+                    f"Expected --fail-unless only with a verdict, but {got}; {reason}."
+                )
+            say(f"No verdict is possible with {design.last} runs per arm: {reason}.")
         return Study(kind, program, dict(arms), design, metric, margin, self.first_seed, finals)  # pyright: ignore[reportArgumentType]
 
     def free_folder(self, study: Study) -> Path:
@@ -234,13 +255,59 @@ def prepare(
         yield Prepared(study, tuner, folder, Execution(pool, Watch), remarks)
 
 
+DEFAULTS = StudyOptions()
+
+
+def answering(command: Callable[..., Results]) -> Callable[..., int]:
+    """The command with the options ``--json``, ``--quiet`` and ``--fail-unless``."""
+
+    @functools.wraps(command)
+    def answer(*given: Any, options: StudyOptions = DEFAULTS, **others: Any) -> int:
+        with contextlib.ExitStack() as stack:
+            if options.quiet:
+                nowhere = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(contextlib.redirect_stderr(nowhere))
+            if options.json:
+                stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+            results = command(*given, options=options, **others)
+        if options.json:
+            print(json.dumps(summarise(results), indent=1))
+        goal = options.fail_unless
+        missed = lacking(results, goal) if goal else {}
+        for arm, verdict in missed.items():
+            say(f"powergrad: Expected {arm} to be {goal}, but got {verdict}.")
+        return 4 if missed else 0
+
+    return answer
+
+
+def lacking(results: Results, goal: str) -> dict[str, str]:
+    """The arms, with their verdicts, that are not `goal`: better, not-worse or equivalent."""
+    compared = results.comparable()
+    found = {c.arm: c for c in compared.comparisons} if compared else {}
+    missed = {}
+    for arm in results.study.arms if results.study else results.arms:
+        comparison = found.get(arm)
+        verdict = comparison.verdict if comparison else "no verdict"
+        is_reached = verdict == goal
+        if comparison is not None and goal == "not-worse":
+            ends = comparison.interval
+            worst = ends[0] if results.metric.higher_is_better else -ends[1]
+            has_lost = comparison.failed or comparison.diverged
+            is_above = verdict == "not settled" and worst > -comparison.margin and not has_lost
+            is_reached = verdict in ("better", "equivalent") or is_above
+        if arm != results.baseline and not is_reached:
+            missed[arm] = verdict
+    return missed
+
+
 @Parameter(name="*", group="Your own program")
 @dataclass(frozen=True)
 class ProgramOptions:
-    """Options for your own program.
+    r"""Options for your own program.
 
     Attributes:
-        metric_regex: A regular expression for the lines of its output, such as 'acc (.+)'. The
+        metric_regex: A regular expression for the lines of its output, such as 'acc (\S+)'. The
             last match counts. Named groups give several metrics. May be repeated.
         metric_file: A number in a file, such as results.json:val.acc or log.csv:accuracy (the last
             row), relative to {out}. May be repeated. A program that calls

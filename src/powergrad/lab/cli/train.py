@@ -19,11 +19,9 @@ from powergrad.lab.cli.common import (
     show_keys,
 )
 from powergrad.lab.preflight import check_recipe
-from powergrad.lab.trainer.export import export_run
 from powergrad.lab.trainer.progress import Progress
 from powergrad.lab.trainer.recipe import header, load_recipe, parse_overrides, recipe_names
 from powergrad.lab.trainer.run_folder import Run
-from powergrad.lab.trainer.training import train as run_recipe
 from powergrad.lab.words import slug
 
 
@@ -90,6 +88,8 @@ def train(
         return 0
     if not run.exists() and "RANK" not in os.environ:
         check_recipe(chosen)
+    from powergrad.lab.trainer.training import train as run_recipe  # imports torch, which is slow
+
     with Progress() as progress:
         run_recipe(chosen, run.folder, progress=progress)
     return 0
@@ -124,6 +124,8 @@ def export(
         data_dir: The folder of the data files, if it differs from the recipe.
         force: Replace an existing export.
     """
+    from powergrad.lab.trainer.export import export_run  # imports torch, which is slow
+
     exported = export_run(
         source,
         out,

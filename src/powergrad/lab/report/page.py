@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from powergrad import __version__
+from powergrad._version import __version__
 from powergrad.lab.files import json_safe
 
 FORMAT = 1  # of the data

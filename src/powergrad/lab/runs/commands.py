@@ -233,17 +233,20 @@ class CommandProgram(ForeignProgram):
         described = describe_machine() | {"command": shlex.join(command)}
         write_json(run.folder / "environment.json", described)
         began = time.monotonic()
-        code = run_process(command, output, {VARIABLE: str(report), "PYTHONUNBUFFERED": "1"})
+        code, memory = run_process(
+            command, output, {VARIABLE: str(report), "PYTHONUNBUFFERED": "1"}
+        )
         seconds = round(time.monotonic() - began, 3)
         about = {} if options is None else _check_altered(code, summary, is_altered=bool(options))
         tail = f"The last lines of {output}:\n{last_lines(output)}"
         if code:
             raise RunFailed(f"{describe_exit(code)}. {tail}")
         try:
-            metrics = self.sources.read(output, report, out, texts)
+            measured = {"seconds": seconds, "memory": round(memory, 1)}
+            metrics = self.sources.read(output, report, out, texts, measured)
         except Missing as error:
             raise RunFailed(f"{error} {tail}") from None
-        return Result(metrics={"seconds": seconds, **metrics}, about=about)
+        return Result(metrics=metrics, about=about)
 
     def alpha(self, changes: Changes) -> float:
         return changes.get("--alpha", 1.0)

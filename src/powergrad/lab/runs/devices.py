@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 
 def visible_devices() -> list[str]:
     """The GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``."""
+    import torch  # slow to import
+
     count = torch.cuda.device_count()
     named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return named[:count] if named != [""] else [str(number) for number in range(count)]

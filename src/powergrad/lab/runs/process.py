@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from powergrad.lab.runs.jobs import RunFailed
 from powergrad.lab.signals import Interrupted, watching_signals
@@ -17,8 +20,14 @@ PATIENCE = 8  # seconds from SIGTERM to SIGKILL
 LONGEST = 1 << 20  # the maximal length of a line; longer lines are split
 
 
-def run_process(command: Sequence[str], output: Path, environment: Mapping[str, str]) -> int:
-    """Run a command without a shell until it ends; return its exit code."""
+def run_process(
+    command: Sequence[str], output: Path, environment: Mapping[str, str]
+) -> tuple[int, float]:
+    """Run a command without a shell until it ends; return its exit code and its memory in MiB.
+
+    The memory is the largest sum of the peaks of processes that were alive at the same time. The
+    list of processes is renewed so rarely that this takes 2% of the time.
+    """
     with open(output, "wb") as file, watching_signals(second_interrupts=False) as stopped:
         try:
             process = subprocess.Popen(
@@ -31,12 +40,29 @@ def run_process(command: Sequence[str], output: Path, environment: Mapping[str, 
             )
         except OSError as error:
             raise RunFailed(f"the program cannot be started: {error}") from None
+        memory, pause, due, processes = 0, 0.002, 0.0, [psutil.Process(process.pid)]
         while True:
+            if (began := time.monotonic()) > due:
+                with contextlib.suppress(psutil.Error):
+                    processes[1:] = processes[0].children(recursive=True)
+                due = time.monotonic() + 50 * (time.monotonic() - began)
+            memory = max(memory, sum(map(_peak_memory, processes)))
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(timeout=0.1)
+                return process.wait(timeout=pause), memory / 2**20
+            pause = min(0.1, 1.5 * pause)
             if stopped():
                 _end(process)
                 raise Interrupted("the run was stopped and will be repeated")
+
+
+def _peak_memory(process: psutil.Process) -> int:
+    """The peak resident memory of a process in bytes; without ``/proc``, the current one."""
+    with contextlib.suppress(OSError, TypeError):  # it has ended
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        return 1024 * int(re.search(r"VmHWM:\s*(\d+)", status)[1])  # pyright: ignore[reportOptionalSubscript]
+    with contextlib.suppress(psutil.Error):
+        return process.memory_info().rss
+    return 0
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -11,7 +11,6 @@ from typing_extensions import Self
 from powergrad.lab.runs.jobs import Changes, Job, Program, check_distinct
 from powergrad.lab.trainer.recipe import Recipe, RecipeError
 from powergrad.lab.trainer.run_folder import Result, Run
-from powergrad.lab.trainer.training import train
 
 
 class RecipeProgram(Program):
@@ -55,6 +54,8 @@ class RecipeProgram(Program):
         return f"{recipe.without_paths().key}-{self.fingerprint.partition(':')[2][:8]}"
 
     def execute(self, job: Job, folder: Path) -> Result:
+        from powergrad.lab.trainer.training import train  # imports torch, which is slow
+
         result = train(self.recipe(job.changes, job.seed), folder / job.name).result()
         assert result is not None  # train returns finished runs
         return result

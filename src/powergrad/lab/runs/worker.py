@@ -55,7 +55,7 @@ class Call:
     pool: str
     folder: Path
     environments: tuple[Mapping[str, str], ...] = ()
-    version: str = powergrad.__version__
+    version: str = field(default_factory=lambda: powergrad.__version__)
     paths: list[str] = field(default_factory=lambda: list(sys.path))
     directory: Path = field(default_factory=Path.cwd)
 

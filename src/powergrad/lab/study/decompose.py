@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from powergrad.head import find_head
 from powergrad.lab.data import load_data
 from powergrad.lab.study.arms import decomposition
 from powergrad.lab.study.results import Results
-from powergrad.lab.trainer.processes import Processes
 from powergrad.lab.trainer.recipe import Recipe
-from powergrad.lab.trainer.session import Session
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROUNDING = 1e-6  # a relative difference in float64 above this is not rounding
 MARKS = (1, 10, 50, 200)  # steps at which the identity is checked
@@ -21,6 +19,12 @@ MARKS = (1, 10, 50, 200)  # steps at which the identity is checked
 
 def check_identity(recipe: Recipe, alpha: float) -> dict[int, float]:
     """The difference between PGT and the equivalent two-group training over the first steps."""
+    import torch  # slow to import
+
+    from powergrad.head import find_head
+    from powergrad.lab.trainer.processes import Processes
+    from powergrad.lab.trainer.session import Session
+
     arms = decomposition(recipe, alpha)
     data = load_data(recipe.data, data_dir=recipe.machine.data_dir)
     passed: dict[int, dict[str, Tensor]] = {}

@@ -21,7 +21,7 @@ from powergrad.lab.study.saving import claim, save
 from powergrad.lab.study.tables import read_rows
 from powergrad.lab.study.tuning import Tuner
 from powergrad.lab.trainer.run_folder import Result
-from powergrad.lab.words import short_key
+from powergrad.lab.words import short_key, shorten
 
 EVERY = 3.0  # seconds between two versions of study.json while runs are executed
 
@@ -129,7 +129,7 @@ def _run_units(results: Results, study: Study, units: range, execution: Executio
             if tuning is not None and tuning.is_unit:
                 chosen = tuning.repeats[study.unit_of(seed)][arm].winner.changes
             jobs[arm, seed] = study.job(arm, seed, chosen)
-    title = study.program.title
+    title = shorten(study.program.title)
     if not study.design.is_fixed or study.finals:
         what = "repeats" if study.finals else "seeds"
         title += f", {what} up to {units.stop} of at most {study.design.last}"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from powergrad.lab.runs import Record
+from powergrad.lab.runs.sources import MEASURED
 from powergrad.lab.trainer.recipe import RecipeError
 
 
@@ -39,6 +40,7 @@ METRICS = {
         ("dead_units", False, "dead units", 1.0),
     )
 }
+LOWER_IS_BETTER = ("loss", "err", "nll", "perplexity", "ppl", *MEASURED)  # words in names
 # The columns of study.csv after arm, seed and run.
 COLUMNS = (
     *("train_loss", "train_accuracy", "test_accuracy", "test_top5", "nll", "nll_scaled", "ece"),
@@ -61,9 +63,13 @@ def chance_of(metric: str, classes: int) -> float | None:
     return known.get(metric.removesuffix("_scaled"))
 
 
-def metric_named(name: str) -> Metric:
+def metric_named(name: str, margin: float | None = None) -> Metric:
+    """The metric of a recipe: one of METRICS, or the seconds of a run, which need a margin."""
+    if name == "seconds":
+        return guess_metric(name, [], margin=margin, better=None)
     if name not in METRICS:
-        raise RecipeError(f"Expected `metric` to be one of {', '.join(METRICS)}, but got {name!r}.")
+        known = f"{', '.join(METRICS)}, seconds"
+        raise RecipeError(f"Expected `metric` to be one of {known}, but got {name!r}.")
     return METRICS[name]
 
 
@@ -78,7 +84,7 @@ def guess_metric(
         higher = better == "higher"
     elif known is not None:
         higher = known.higher_is_better
-    elif any(word in lower_name for word in ("loss", "err", "nll", "perplexity", "ppl")):
+    elif any(word in lower_name for word in LOWER_IS_BETTER):
         higher = False
     elif is_percentage:
         higher = True
@@ -98,7 +104,7 @@ def guess_metric(
                 "Expected `margin`, the largest difference that does not matter to you, because "
                 f"{reason}, but got none."
             )
-    unit = known.unit if known else name
+    unit = known.unit if known else "MiB of memory" if name == "memory" else name
     return Metric(name=name, higher_is_better=higher, unit=unit, margin=margin)
 
 
@@ -115,7 +121,7 @@ def choose_metric(
     Without a name, it is the only metric of the program, or the only one of the `usual` ones.
     """
     names = list(runs[0])
-    own = [key for key in names if key != "seconds"]
+    own = [key for key in names if key not in MEASURED]
     candidates = [name] if name else own if len(own) == 1 else list(usual)
     if len(candidates) != 1 or candidates[0] not in names:
         listed = ", ".join(own) or "none"

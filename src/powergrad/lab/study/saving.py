@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -73,6 +74,26 @@ def conclude(compared: Results) -> dict[str, Any]:
         "advice": advice(compared),
         "comparisons": [comparison.to_dict() for comparison in compared.comparisons],
     }
+
+
+def summarise(results: Results) -> dict[str, Any]:
+    """The object that ``--json`` prints; docs/your-script.md describes it."""
+    metric, compared, arms = results.metric, results.comparable(), []
+    for arm in results.arms:
+        rows, units = results.of_arm(arm), list(results.units(arm).values())
+        counts = {"n": len(units), "failed": sum(bool(row.failed) for row in rows)}
+        counts["diverged"] = sum(row.is_lost(metric.name) for row in rows)
+        spread = {"mean": results.mean(arm), "sd": stdev(units) if len(units) > 1 else None}
+        arms.append({"arm": arm, **counts, **spread})
+    measure = {"metric": metric.name, "unit": metric.unit, "better": metric.better}
+    measure |= {"margin": results.margin, "baseline": results.baseline}
+    concluded = conclude(compared) if compared else {"verdict": None, "comparisons": []}
+    command = (results.environment or describe_machine()).get("command")
+    names = (FILE, "study.csv", "study.png", "report.html") if results.folder else ()
+    paths = {name: results.folder / name for name in names if results.folder}
+    files = {name: str(path) for name, path in paths.items() if path.exists()}
+    whole = {"format": 1, **measure, "arms": arms, **concluded, "command": command, "files": files}
+    return json_safe(whole)
 
 
 def to_csv(results: Results) -> str:
@@ -188,13 +209,17 @@ def claim(study: Study, folder: Path) -> Study:
     Arms may be added; they are then compared together with the earlier ones. The number of seeds
     may change too; the notes of the results state how this affects the error.
     """
-    results = _continue_study(study, folder) if (folder / FILE).exists() else Results.of(study)
+    earlier = check_folder(study, folder)
+    results = Results.of(study) if earlier is None else _continue_study(study, earlier, folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / FILE, to_json(results, is_partial=True))
     return results.study or study
 
 
-def _continue_study(study: Study, folder: Path) -> Results:
+def check_folder(study: Study, folder: Path) -> Results | None:
+    """The results of an earlier start of the same study; raises RecipeError for another study."""
+    if not (folder / FILE).exists():
+        return None
     results = load(folder)
     earlier = results.study
     if earlier is None:
@@ -202,9 +227,15 @@ def _continue_study(study: Study, folder: Path) -> Results:
     before, now = ((s.kind, s.tuned, s.finals, s.program.public().key) for s in (earlier, study))
     if before != now or (earlier.tuning and earlier.tuning != json_safe(study.tuning)):
         raise RecipeError(
-            f"Expected {str(folder)!r} to hold this study, but got one of another program "
-            "or tuning; choose another --name."
+            f"Expected {str(folder)!r} to hold this study, but got one of another program, "
+            "metric pattern or tuning; choose another --name."
         )
+    return results
+
+
+def _continue_study(study: Study, results: Results, folder: Path) -> Results:
+    earlier = results.study
+    assert earlier is not None
     for arm, changes in study.arms.items():
         if arm in earlier.arms and earlier.arms[arm] != json_safe(changes):
             raise RecipeError(

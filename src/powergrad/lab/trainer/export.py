@@ -39,7 +39,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from powergrad import __version__, calibration, fold_alpha
-from powergrad.lab.data import Datasets, Split
+from powergrad.lab.data import Datasets
+from powergrad.lab.data.split import Split
 from powergrad.lab.data.streams import held_out
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.trainer.networks import create_model

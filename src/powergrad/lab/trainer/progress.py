@@ -6,13 +6,16 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import progress
 from rich.console import Console
-from torch import Tensor
 
 from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.words import duration
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Row = Mapping[str, float | None]  # the metrics of an epoch
 

@@ -27,12 +27,9 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors.torch import load_file, save
-from torch import Tensor
 
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import (
@@ -44,6 +41,9 @@ from powergrad.lab.files import (
     write_text,
 )
 from powergrad.lab.trainer.recipe import Recipe, RecipeError, flatten
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT = 2  # of checkpoints
 LOCK = "lock"  # the file that the process of the run locks
@@ -123,6 +123,8 @@ class Run:
 
     def test_outputs(self) -> dict[str, Tensor] | None:
         """The final ``logits`` and ``labels`` of the test set, if they were kept."""
+        from safetensors.torch import load_file  # imports torch, which is slow
+
         path = self.folder / "test.safetensors"
         return load_file(path) if path.exists() else None
 
@@ -185,6 +187,8 @@ class Run:
 
     def save_checkpoint(self, state: Mapping[str, Any], *, step: int) -> None:
         """Write a checkpoint and remove all earlier ones except the last."""
+        import torch
+
         state = {"format": FORMAT, "key": self.key, **state}
         path = self.checkpoints / f"step-{step:010d}.pt"
         write_atomically(path, lambda file: torch.save(state, file))
@@ -211,6 +215,8 @@ class Run:
         return sorted(self.checkpoints.glob("step-*.pt"), reverse=True)
 
     def save_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:
+        from safetensors.torch import save
+
         data = save({key: value.detach().cpu().contiguous() for key, value in weights.items()})
         write_atomically(self.folder / name, lambda file: file.write(data))
 
@@ -248,6 +254,8 @@ def _cells(row: Mapping[str, float | None]) -> dict[str, float | None]:
 
 def _load(path: Path, key: str) -> dict[str, Any]:
     """Load a checkpoint without executing code from it."""
+    import torch
+
     try:
         with zipfile.ZipFile(path) as archive:
             if damaged := archive.testzip():
