@@ -25,14 +25,14 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
-def parse_duration(text: str) -> float:
-    """The seconds of --budget: ``90s``, ``10m``, ``2h`` or ``1h30m``."""
+def parse_duration(text: str, option: str = "--budget") -> float:
+    """The seconds of an option: ``90s``, ``10m``, ``2h`` or ``1h30m``."""
     number = r"(\d+\.?\d*|\.\d+)"
     match = re.fullmatch(f"(?:{number}h)?(?:{number}m)?(?:{number}s)?", text.replace(" ", ""))
     hours, minutes, rest = (float(part or 0) for part in match.groups()) if match else (0, 0, 0)
     seconds = 3600 * hours + 60 * minutes + rest
     if not seconds > 0:
-        wanted = "--budget to be a time such as 90s, 10m, 2h or 1h30m"
+        wanted = f"{option} to be a time such as 90s, 10m, 2h or 1h30m"
         raise ValueError(f"Expected {wanted}, but got {text!r}.")
     return seconds
 

@@ -88,7 +88,7 @@ def _option_names(command: Callable[..., Any]) -> Iterator[str]:
 def refuse(options: Any, names: Iterable[str], where: str) -> None:
     """Raise ValueError if one of some options was given, which are only for `where`."""
     for name in names:
-        if (value := getattr(options, name)) not in (None, (), "none"):
+        if (value := getattr(options, name)) not in (None, (), "none", False):
             got = " ".join(value) if isinstance(value, tuple) else value
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"Expected {option} only with {where}, but got {got!r}.")

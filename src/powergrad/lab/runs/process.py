@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -17,8 +18,15 @@ PATIENCE = 8  # seconds from SIGTERM to SIGKILL
 LONGEST = 1 << 20  # the maximal length of a line; longer lines are split
 
 
-def run_process(command: Sequence[str], output: Path, environment: Mapping[str, str]) -> int:
+def run_process(
+    command: Sequence[str],
+    output: Path,
+    environment: Mapping[str, str],
+    directory: Path | None = None,
+    timeout: float | None = None,  # seconds
+) -> int:
     """Run a command without a shell until it ends; return its exit code."""
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
     with open(output, "wb") as file, watching_signals(second_interrupts=False) as stopped:
         try:
             process = subprocess.Popen(
@@ -27,6 +35,7 @@ def run_process(command: Sequence[str], output: Path, environment: Mapping[str, 
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
+                cwd=directory,
                 start_new_session=True,
             )
         except OSError as error:
@@ -37,6 +46,9 @@ def run_process(command: Sequence[str], output: Path, environment: Mapping[str, 
             if stopped():
                 _end(process)
                 raise Interrupted("the run was stopped and will be repeated")
+            if time.monotonic() > deadline:
+                _end(process)
+                raise RunFailed(f"it was ended after --timeout {timeout:g}s")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

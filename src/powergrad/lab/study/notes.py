@@ -137,7 +137,7 @@ def _about_first_losses(results: Results, study: Study) -> Iterator[str]:
                 "the data order or the initialisation differs, because altered gradients and "
                 "scaled learning rates do not change the first loss"
                 if all(key.startswith("--") for key in changed)
-                else "its flags change the network, the data or their order"
+                else "its own changes affect the network, the data or their order"
             )
             yield (
                 f"The first loss of {arm} differs from that of {results.baseline} (seed "

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import csv_text, json_safe, write_json, write_text
-from powergrad.lab.runs import Job
+from powergrad.lab.runs import Job, Program
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.metrics import COLUMNS, METRICS, Metric, guess_metric, metric_names
 from powergrad.lab.study.notes import advice, notes, verdict
@@ -29,7 +29,7 @@ from powergrad.lab.study.records import RunRow
 from powergrad.lab.study.results import Results, usual_baseline
 from powergrad.lab.study.tables import read_table
 from powergrad.lab.trainer.recipe import RecipeError
-from powergrad.lab.trainer.run_folder import Run, RunError
+from powergrad.lab.trainer.run_folder import Result, Run, RunError
 from powergrad.lab.words import hide_folders
 
 FORMAT = 4
@@ -194,7 +194,11 @@ def claim(study: Study, folder: Path) -> Study:
     return results.study or study
 
 
-def _continue_study(study: Study, folder: Path) -> Results:
+def earlier_start(study: Study, folder: Path) -> tuple[Results, Study, Program]:
+    """The results in `folder`, their study, and the program of `study` with the arms of both.
+
+    Raises RecipeError if the folder does not hold this study.
+    """
     results = load(folder)
     earlier = results.study
     if earlier is None:
@@ -211,15 +215,20 @@ def _continue_study(study: Study, folder: Path) -> Results:
                 f"Expected the arm {arm!r} of {str(folder)!r} to change {dict(changes)}, but "
                 f"got {dict(earlier.arms[arm])}; choose another --name."
             )
+    return results, earlier, study.program.with_arms({**earlier.arms, **study.arms})
+
+
+def _continue_study(study: Study, folder: Path) -> Results:
+    results, earlier, program = earlier_start(study, folder)
     looked, design = set(earlier.earlier), study.design
-    if earlier.program.fingerprint not in ("", study.program.fingerprint):  # of other data
+    if changed := program.changed_since(earlier.program):
         for name in (FILE, "study.csv"):
             path, digest = folder / name, earlier.program.fingerprint.partition(":")[2][:8]
             if path.exists():
                 path.rename(path.with_stem(f"study-{digest}"))
         print(
-            f"{study.program.changing} since the runs in {folder} were made: all runs are "
-            "repeated, and the earlier ones are not used.",
+            f"{changed} since the runs in {folder} were made: these runs are repeated, and the "
+            "earlier ones are not used.",
             file=sys.stderr,
         )
         looked, results = set(), Results.of(study)
@@ -229,9 +238,32 @@ def _continue_study(study: Study, folder: Path) -> Results:
         looked.add(earlier.design.last)
     merged = replace(
         study,
+        program=program,
         design=design,
         arms={**earlier.arms, **study.arms},
         chosen={**earlier.chosen, **study.chosen},
         earlier=tuple(sorted(looked - {study.design.last})),
     )
     return replace(results, study=merged, metric=merged.metric, margin=merged.margin)
+
+
+def reuse_anyway(study: Study, folder: Path) -> tuple[dict[str, Result], list[str]]:
+    """Finished runs in `folder`, by the names that they have with the current code; a remark."""
+    if not (folder / FILE).exists():
+        return {}, []
+    _, earlier, program = earlier_start(study, folder)
+    changed, known, rows = program.changed_since(earlier.program), {}, []
+    results, now = load_study(folder), replace(earlier, program=program)
+    for row in (row for row in results.rows if not row.failed):
+        name = now.job(row.arm, row.seed).name
+        if name != row.run:
+            about = {**row.about, "old_code": changed or "the code has changed"}
+            new = {"run": name, "about": about, "is_elsewhere": True}
+            row = row.model_copy(update=new)
+        known[name] = Result(metrics=row.metrics, about={**row.about, "commit": row.commit})
+        rows.append(row)
+    write_json(folder / FILE, to_json(replace(results, rows=rows, study=now), is_partial=True))
+    reasons = [str(row.about["old_code"]) for row in rows if "old_code" in row.about]
+    why = "; ".join(dict.fromkeys(reasons))
+    remark = f"{len(reasons)} runs of earlier code are reused (--reuse-anyway): {why}."
+    return known, [remark] if reasons else []
