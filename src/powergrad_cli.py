@@ -111,6 +111,10 @@ RUN_OPTIONS = {
     "--head-lr-scale": ("FLOAT", "Multiply the learning rate of the head by this factor."),
     "--head": ("NAME", "The name of the head in the model, if it cannot be found."),
     "--monitor": ("PATH", "Record the norm of every filter in this folder."),
+    "--seed": (
+        "INTEGER",
+        "Seed torch, numpy and random before the program, and add this to the seeds that it sets.",
+    ),
     "--strict": (
         "",
         "Stop at the first step without an altered loss, and fail unless the alpha measured on a "
@@ -135,7 +139,7 @@ def _run_parser() -> argparse.ArgumentParser:
         exit_on_error=False,
         add_help=False,
     )
-    kinds = {"FLOAT": _number, "NAME": str, "PATH": Path}
+    kinds = {"FLOAT": _number, "INTEGER": int, "NAME": str, "PATH": Path}
     for option, (value, line) in RUN_OPTIONS.items():
         if value:
             parser.add_argument(option, type=kinds[value], metavar=value, help=line)

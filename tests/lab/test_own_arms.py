@@ -6,6 +6,7 @@ References: what the program prints, and what git says.
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 from small_study import run_of
-from studies import powergrad
+from studies import is_alive, powergrad, wait_for
 
 from powergrad.lab.study import load_study
 from powergrad.lab.study.saving import FILE
@@ -97,7 +98,6 @@ def write_model(name: str, mean: float, seconds: float = 0.0) -> None:
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder is `work/` of a repository with a branch for each of `BRANCHES`."""
-    monkeypatch.delenv("PYTHONPATH", raising=False)
     folder = tmp_path / "repository" / "work"
     (folder / "tools").mkdir(parents=True)
     monkeypatch.chdir(folder)
@@ -318,3 +318,196 @@ def test_installed_project_does_not_shadow_the_checkout(in_process, repository, 
     monkeypatch.setenv("PYTHONPATH", str(package.parent.resolve()))
     assert compare("--arm", "new: @HEAD", seeded=("{seed}",)) == 0
     assert (results().mean("baseline"), results().mean("new")) == (60.5, 50.5)
+
+
+# Seeds --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "seeded"), [(("--seed-env", "SEED"), ()), ((), ("--seed", "{seed}"))]
+)
+def test_seed_reaches_the_program(in_process, repository, option, seeded):
+    assert compare("--arm", "wide: --width 64", *option, seeded=seeded, seeds=3) == 0
+    found = {row.seed: row.metrics["accuracy"] for row in results().of_arm("baseline")}
+    assert len(set(found.values())) == 3
+    environment = {**os.environ, "SEED": "2"}
+    done = subprocess.run([sys.executable, "train.py"], capture_output=True, env=environment)
+    assert found[2] == float(done.stdout.split()[-1])
+
+
+def test_unseeded_program_differs_by_itself(in_process, repository, capsys):
+    Path("train.py").write_text("import random; print('accuracy', 90 + random.gauss(0, 0.1))")
+    assert compare("--arm", "b: b", "--unseeded", seeds=6, seeded=()) == 0
+    assert results().comparisons[0].verdict == "equivalent"
+    assert "not repeatable" not in capsys.readouterr().out
+
+
+CONSTANT = """
+import sys, torch
+torch.manual_seed(1337)
+print("accuracy", 90 + torch.rand(1).item(), "torch", len(sys.argv))
+"""
+
+
+@pytest.mark.studies
+def test_constant_seed_of_a_program_is_shifted(in_process, repository):
+    Path("train.py").write_text(CONSTANT)
+    assert compare("--arm", "b: b", "--seed-all", seeds=2, seeded=()) == 0
+    found = [row.metrics["accuracy"] for row in results().of_arm("baseline")]
+    assert len(set(found)) == 2
+    output = (run_of(Path("runs/s"), "baseline", 1) / "output.txt").read_text()
+    assert "seed 1, added to torch.manual_seed(1337)" in output
+
+
+# Other programs -----------------------------------------------------------------------------------
+
+C = """
+#include <stdio.h>
+#include <stdlib.h>
+int main(int count, char **words) {
+    srand(atoi(words[1]));
+    printf("accuracy %f\\n", 90 + atof(words[2]) + 0.1 * rand() / RAND_MAX);
+}
+"""
+FOREST = """
+import sys
+if "torch" in sys.modules: raise SystemExit("torch was imported")
+from sklearn.datasets import load_digits
+from sklearn.ensemble import RandomForestClassifier
+x, y = load_digits(return_X_y=True)
+forest = RandomForestClassifier(int(sys.argv[2]), random_state=int(sys.argv[1]), max_depth=4)
+print("accuracy", 100 * forest.fit(x[:900], y[:900]).score(x[900:], y[900:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "kind", ["compiled", "pipeline", pytest.param("sklearn", marks=pytest.mark.studies)]
+)
+def test_programs_without_torch(in_process, tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    Path("forest.py").write_text(FOREST)
+    Path("mean.sh").write_text(
+        "echo $1 $2 | awk '{srand($1); print \"accuracy\", 90 + $2 + rand()}'"
+    )
+    programs = {
+        "compiled": ("./mean", "{seed}"),
+        "pipeline": ("sh", "mean.sh", "{seed}"),
+        "sklearn": (sys.executable, "forest.py", "{seed}"),
+    }
+    low, high = ("1", "20") if kind == "sklearn" else ("0", "4")
+    if kind == "compiled":
+        if shutil.which("cc") is None:
+            pytest.skip("there is no C compiler")
+        Path("mean.c").write_text(C)
+        subprocess.run(["cc", "mean.c", "-o", "mean"], check=True)
+    arm = f"high: -- {' '.join((*programs[kind], high))}"
+    status = powergrad("compare", *METRIC, "--seeds", 6, "--out", "runs", "--name", "s", "--arm",
+                       arm, "--", *programs[kind], low)  # fmt: skip
+    assert status == 0
+    assert [c.verdict for c in results().comparisons] == ["better"]
+    source = {"compiled": "mean", "pipeline": "mean.sh", "sklearn": "forest.py"}[kind]
+    assert source in "".join(results().study.program.code["high"])
+
+
+# Messages, and studies that end early -------------------------------------------------------------
+
+
+def test_run_that_takes_too_long_fails(in_process, repository):
+    slow = f"slow: -- {sys.executable} -c 'import time; time.sleep(60 + {{seed}})'"
+    assert compare("--arm", slow, "--timeout", "3s", seeds=1) == 0
+    (row,) = results().of_arm("slow")
+    assert "--timeout 3s" in row.failed
+
+
+def test_first_failure_is_printed_once(in_process, repository, capsys):
+    Path("train.py").write_text("print('THE' + ' REASON'); raise SystemExit(7)")
+    assert compare("--arm", "b: b") == 2
+    said = capsys.readouterr().err
+    assert said.count("THE REASON") == 1
+    assert "the first run failed: exit code 7" in said
+
+
+def test_long_commands_are_shortened_in_progress(in_process, repository, capsys):
+    long = [f"--x={'y' * 300}"]
+    Path("train.py").write_text("print('accuracy', 90)")
+    assert compare("--arm", "b: b", seeded=(*long, "{seed}")) == 0
+    assert max(map(len, capsys.readouterr().err.splitlines())) < 120
+
+
+def test_too_few_runs_are_named_before_the_first(in_process, repository, capsys):
+    Path("train.py").write_text("raise SystemExit('it was run')")
+    compare("--arm", "b: b", seeds=3)
+    said = capsys.readouterr().err
+    assert said.index("no verdict") < said.index("it was run")
+
+
+def test_changed_pattern_is_refused_before_any_run(in_process, repository, capsys):
+    assert compare("--arm", "b: --width 2") == 0
+    before = sorted(Path("runs").rglob("*"))
+    more = ("--metric-regex", "lost (.)", "--metric", "lost", "--better", "lower")
+    assert compare("--arm", "b: --width 2", *more) == 2
+    assert "to hold this study" in capsys.readouterr().err
+    assert sorted(Path("runs").rglob("*")) == before
+
+
+def test_passwords_are_not_printed(repository, capsys):
+    compare("--arm", "b: b", "--cluster", "postgresql://me:secret@127.0.0.1:1/x")
+    said = capsys.readouterr().err
+    assert "127.0.0.1" in said
+    assert "secret" not in said
+
+
+def start(name: str, *tokens: object) -> subprocess.Popen[str]:
+    """A study with worker processes, in a process of its own."""
+    options = (*METRIC, "--seeds", 6, "--workers", 2, "--out", "runs", "--name", name, *tokens)
+    program = (sys.executable, "train.py", "--seed", "{seed}")
+    words = ("-m", "powergrad", "compare", *options, "--", *program)
+    path = Path(__file__).parents[2] / "src"
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+SLOW = "import os, time; print(os.getpid(), flush=True); time.sleep(120)"
+
+
+@pytest.mark.studies
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_when_a_study_ends_in_a_checkout(repository, number):
+    git("checkout", "-b", "slow")
+    Path("train.py").write_text(SLOW)
+    git("commit", "-am", "slow")
+    git("checkout", "main")
+    before = git("worktree", "list"), git("for-each-ref"), git("status", "--porcelain")
+    study = start("s", "--arm", "slow: @slow")
+    outputs = Path("runs/s").glob
+    pid = int(wait_for(lambda: "".join(p.read_text() for p in outputs("slow-*/output.txt"))))
+    assert is_alive(pid)
+    assert list(outputs("slow-*/code"))
+    study.send_signal(number)
+    said, _ = study.communicate(timeout=120)
+    wait_for(lambda: not is_alive(pid))
+    wait_for(lambda: not list(outputs("slow-*/code")))
+    assert (git("worktree", "list"), git("for-each-ref"), git("status", "--porcelain")) == before
+    if number == signal.SIGINT:
+        assert study.returncode == 130
+        assert "the same command continues" in said
+    started = len(list(Path("runs").rglob("output.txt")))
+    assert started == 3  # the first run twice, and one of the branch: not the whole queue
+
+
+@pytest.mark.studies
+def test_two_studies_at_once_in_one_repository(repository):
+    studies = [start(name, "--arm", "good: @good", "--arm", "bad: @bad") for name in ("s", "t")]
+    for study in studies:
+        said, _ = study.communicate(timeout=240)
+        assert study.returncode == 0, said
+    for name in ("s", "t"):
+        verdicts = {c.arm: c.verdict for c in load_study(Path("runs", name)).comparisons}
+        assert verdicts == {"good": "better", "bad": "worse"}
+    assert len(git("worktree", "list").splitlines()) == 1

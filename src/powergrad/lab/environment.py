@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from powergrad import __version__
+from powergrad.lab.words import hide_password
 
 
 def describe_machine() -> dict[str, Any]:
@@ -36,7 +37,8 @@ def describe_machine() -> dict[str, Any]:
 def command_line() -> str:
     """The command line of this process, quoted for a shell."""
     name = Path(sys.argv[0]).name
-    return shlex.join(["powergrad" if name == "__main__.py" else name, *sys.argv[1:]])
+    command = ["powergrad" if name == "__main__.py" else name, *sys.argv[1:]]
+    return hide_password(shlex.join(command))
 
 
 def git(*arguments: str, cwd: Path | None = None, index: Path | None = None) -> str | None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from powergrad.lab.runs import Job
-from powergrad.lab.runs.pool import Snapshot
+from powergrad.lab.runs.pool import Snapshot, by_cause
 from powergrad.lab.stats import Plan, format_interval, format_signed
 from powergrad.lab.study import Results, load_study
 from powergrad.lab.study.metrics import metric_names
@@ -46,9 +46,10 @@ class Watch:
 
     def __call__(self, snapshot: Snapshot) -> None:
         """Show `snapshot`."""
-        for name, reason in snapshot.failed.items():
-            if name not in self.failed:
-                self.console.print(f"{name}: {reason}", markup=False, highlight=False)
+        for names in by_cause(snapshot.failed):  # each cause once
+            if self.failed.isdisjoint(names):
+                text = f"{names[0]}: {snapshot.failed[names[0]]}"
+                self.console.print(text, markup=False, highlight=False)
         self.failed = set(snapshot.failed)
         left = "" if snapshot.left is None else f", {duration(snapshot.left)} left"
         runs = f"{len(snapshot.results)} of {len(self.jobs)} runs"

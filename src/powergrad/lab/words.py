@@ -63,6 +63,22 @@ def _last_name(match: re.Match[str]) -> str:
     return (prefix[0] if prefix else "") + name if "/" in path else match[0]
 
 
+def first_line(text: str) -> str:
+    """The first line of a reason, whose other lines have been shown."""
+    return text.partition("\n")[0].rstrip(":")
+
+
+def shorten(text: str, width: int = 60) -> str:
+    """`text`, with dots in the middle if it is longer than `width`."""
+    half = (width - 5) // 2
+    return text if len(text) <= width else f"{text[:half]} ... {text[-half:]}"
+
+
+def hide_password(text: str) -> str:
+    """`text` without the user and password of every address in it."""
+    return re.sub(r"://[^/@\s]*@", "://", text)
+
+
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
     """The end of an error message: a suggestion of up to `most` similar words, or a full stop."""
     near = difflib.get_close_matches(word, list(known), n=most, cutoff=0.5)

@@ -20,6 +20,7 @@ from powergrad.reporting import write_json
 from powergrad.run.optimizers import Optimizers
 from powergrad.run.options import Options
 from powergrad.run.program import Program
+from powergrad.run.seeding import Seeding
 from powergrad.verify import counted
 
 __all__ = ["NOT_ALTERED", "launch"]
@@ -67,6 +68,7 @@ class _Session:
     refusals: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     first_loss: Tensor | None = None
+    seeding: Seeding | None = None
     graph: list[str] = field(default_factory=list)  # the first nodes of the first backward pass
 
     def __post_init__(self) -> None:
@@ -76,6 +78,8 @@ class _Session:
     def install(self) -> None:
         if self.options.alpha != 1:
             self.losses = enable(self.options.alpha)
+        if self.options.seed is not None:
+            self.seeding = Seeding(self.options.seed)
         self.optimizers.install()
         on_first_backward(self._note_backward)
 
@@ -172,7 +176,7 @@ class _Session:
     def _line(self) -> str:
         """The summary as one line."""
         options, losses, optimizers = self.options, self.losses, self.optimizers
-        parts = []
+        parts = [] if self.seeding is None else [str(self.seeding)]
         if options.alpha != 1:
             kinds = [f"{count:,} {kind}" for kind, count in losses.altered.items()]
             kinds += [

@@ -21,7 +21,7 @@ from powergrad.lab.trainer.recipe import (
     describe_keys,
     parse_overrides,
 )
-from powergrad.lab.words import did_you_mean
+from powergrad.lab.words import did_you_mean, hide_password
 
 RecipeName = Annotated[
     str | None,
@@ -116,5 +116,5 @@ def explain(error: Exception) -> tuple[str, int] | None:
     if isinstance(error, Interrupted):
         return f"{error}; the same command continues from there.", 130
     if isinstance(error, (ValueError, FileError, OSError, ImportError)):
-        return str(error), 2
+        return hide_password(str(error)), 2
     return None

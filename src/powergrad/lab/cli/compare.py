@@ -22,6 +22,7 @@ from powergrad.lab.cli.study_options import (
 from powergrad.lab.preflight import Plan, say
 from powergrad.lab.runs import CommandProgram, RecipeProgram
 from powergrad.lab.runs.sources import Sources
+from powergrad.lab.stats import LEAST
 from powergrad.lab.study import Execution
 from powergrad.lab.study.arms import arms_of, command_arms, head_exponent, parse_grid
 from powergrad.lab.study.execute import run_first
@@ -164,6 +165,9 @@ def _compare_program(
     folder, remarks = options.free_folder(study), []
     if (folder / FILE).exists():
         earlier_start(study, folder)  # raises before any run if it is another study
+    if study.design.last < LEAST:
+        needed = f"a verdict needs at least {LEAST} runs per arm (--seeds 8..24)."
+        say(f"With {study.design.last} runs per arm, there will be no verdict: {needed}")
     with options.pool(folder, program) as pool:
         if given.reuse_anyway:
             known_runs, remarks = reuse_anyway(study, folder)

@@ -236,7 +236,7 @@ class CommandProgram(ForeignProgram):
             given["--head"] = self.head
         options = [str(token) for pair in given.items() for token in pair]
         values = {"seed": seed, "arm": arm, **tuned}
-        is_altered = self.is_altered and _Parts.of(command) is not None
+        is_altered = (self.is_altered or _alters(changes)) and _Parts.of(command) is not None
         return command, values, options if is_altered else None
 
     def perform(self, job: Job, run: Run) -> Result:
@@ -267,7 +267,7 @@ class CommandProgram(ForeignProgram):
         self._check_code(job.arm)
         is_altered = bool(options) or self.seed_all
         about = {} if options is None else _check_altered(code, summary, is_altered=is_altered)
-        tail = f"The last lines of {output}:\n{last_lines(output)}"
+        tail = f"See {output}:\n{last_lines(output)}"
         if commit:
             tail = (
                 f"It ran in a checkout of {commit[:12]}, without ignored files such as data. {tail}"

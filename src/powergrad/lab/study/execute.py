@@ -21,7 +21,7 @@ from powergrad.lab.study.saving import claim, save
 from powergrad.lab.study.tables import read_rows
 from powergrad.lab.study.tuning import Tuner
 from powergrad.lab.trainer.run_folder import Result
-from powergrad.lab.words import short_key
+from powergrad.lab.words import first_line, short_key, shorten
 
 EVERY = 3.0  # seconds between two versions of study.json while runs are executed
 
@@ -103,7 +103,7 @@ def run_study(
             results = _run_units(results, study, range(done, last + 1), execution)
             done = last + 1
             if all(row.failed for row in results.rows):
-                raise JobError(f"every run failed. {results.rows[0].failed}")
+                raise JobError(f"every run failed: {first_line(results.rows[0].failed)}")
             counts = {arm: len(results.of_arm(arm)) for arm in results.unfinished_arms()}
             lacking = {arm: done - count // (study.finals or 1) for arm, count in counts.items()}
             if missing := {arm: count for arm, count in lacking.items() if count > 0}:
@@ -129,7 +129,7 @@ def _run_units(results: Results, study: Study, units: range, execution: Executio
             if tuning is not None and tuning.is_unit:
                 chosen = tuning.repeats[study.unit_of(seed)][arm].winner.changes
             jobs[arm, seed] = study.job(arm, seed, chosen)
-    title = study.program.title
+    title = shorten(study.program.title)
     if not study.design.is_fixed or study.finals:
         what = "repeats" if study.finals else "seeds"
         title += f", {what} up to {units.stop} of at most {study.design.last}"
@@ -216,5 +216,5 @@ def run_first(study: Study, tuner: Tuner | None, execution: Execution) -> list[R
     done = execution.run("the first run, twice", jobs, study, study.metric.name)
     rows = [study.row(job, done[job.name], execution.pool.folder) for job in jobs.values()]
     if all(row.failed for row in rows):
-        raise JobError(f"the first run failed: {rows[0].failed}")
+        raise JobError(f"the first run failed: {first_line(rows[0].failed)}")
     return [row for row in rows if not row.failed]

@@ -114,7 +114,8 @@ def _about_runs(results: Results) -> Iterator[str]:
                 "your script does not use {seed}."
             )
     repeated = [row.value(name) for row in results.repeated]
-    if len(repeated) == 2 and repeated[0] != repeated[1]:
+    is_seeded = not getattr(results.study.program, "unseeded", False)
+    if is_seeded and len(repeated) == 2 and repeated[0] != repeated[1]:
         yield (
             f"Runs are not repeatable: the first run gave {name} {repeated[0]}, and the same run "
             f"again {repeated[1]}. So the noise between runs is not only due to the seeds."
