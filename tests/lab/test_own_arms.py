@@ -16,6 +16,7 @@ import pytest
 from small_study import run_of
 from studies import is_alive, powergrad, wait_for
 
+from powergrad.lab.runs.code import imported_files
 from powergrad.lab.study import load_study
 from powergrad.lab.study.saving import FILE
 
@@ -243,6 +244,34 @@ def test_earlier_runs_are_reused_anyway_only_if_asked(in_process, repository, ca
     assert results().mean("wide") < 72
     assert "earlier code" not in capsys.readouterr().out
     assert len(runs() - earlier) == 12
+
+
+def test_files_that_count(repository):
+    files = {
+        "run.py": "import a, part.b; from c import d; exec(open('e.py').read()); 'lost.py'",
+        "a.py": "def late():\n    import f",
+        "part/b.py": "from part import g; from .h import x",  # a folder without __init__.py
+        "part/g.py": "", "part/unused.py": "", "c.py": "syntax error", "e.py": "",
+        "f.py": "import a", "part/h.py": "",
+        "../src/pack/__init__.py": "from .. import x", "../src/pack/computed.py": "import json",
+        "d.py": "import pack.inner", "unused.py": "",
+    }  # fmt: skip
+    for name, text in files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+    found = {os.path.relpath(path) for path in imported_files(Path("run.py"))}
+    assert found == {
+        "run.py",
+        "a.py",
+        "part/b.py",
+        "part/g.py",
+        "part/h.py",
+        "c.py",
+        "e.py",
+        "f.py",
+    }
+    found = {os.path.relpath(path) for path in imported_files("d")}
+    assert found == {"d.py", "../src/pack/__init__.py", "../src/pack/computed.py"}
 
 
 EDITS = """

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from powergrad.lab.environment import git
 from powergrad.lab.runs.jobs import RunFailed, digest
+from powergrad.lab.signals import Interrupted, watching_signals
 from powergrad.lab.trainer.recipe import RecipeError
 from powergrad.lab.words import did_you_mean
 
@@ -54,38 +56,48 @@ def imported_files(program: Path | str) -> set[Path]:
     places = [here, Path(git("rev-parse", "--show-toplevel") or here)]
     places += [program.absolute().parent] if isinstance(program, Path) else []
     roots = {root for place in places for root in (place, place / "src")}
-    waiting = [program] if isinstance(program, Path) else _files_of_module(program, roots)
-    found: set[Path] = set()
+    seen, packages, found = set[str](), set[str](), set[Path]()
+
+    def files_of(module: str) -> set[Path]:
+        """The files of a module that was not seen: all of its package, or only its own."""
+        files, package = set[Path](), module.partition(".")[0]
+        for root in roots if module not in seen else ():
+            if package not in packages and (root / package / "__init__.py").is_file():
+                files |= {*(root / package).rglob("*.py")}
+            own = root / module.replace(".", "/")
+            files |= {own.with_suffix(".py"), own / "__main__.py"}
+        seen.add(module)
+        packages.add(package)
+        return {path.resolve() for path in files if path.is_file()}
+
+    waiting = {program.resolve()} if isinstance(program, Path) else files_of(program)
     while waiting:
-        path = waiting.pop().resolve()
-        if path in found:
-            continue
+        path = waiting.pop()
         found.add(path)
-        tree: ast.AST = ast.Module([], [])
-        with contextlib.suppress(OSError, SyntaxError, ValueError):
-            tree = ast.parse(path.read_bytes())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-                waiting += [file for name in names for file in _files_of_module(name, roots)]
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-                waiting += [file for name in names for file in _files_of_module(name, roots)]
-            elif isinstance(node, ast.Constant) and str(node.value).endswith(".py"):
-                named = [root / str(node.value) for root in {*roots, path.parent}]
-                waiting += [file for file in named if file.is_file()]
+        modules, names = _names_in(path, path.stat().st_mtime_ns)
+        waiting |= {file for module in modules for file in files_of(module)} - found
+        named = {root / name for name in names for root in (*roots, path.parent)}
+        waiting |= {file.resolve() for file in named if file.is_file()} - found
     return found
 
 
-def _files_of_module(name: str, roots: Iterable[Path]) -> list[Path]:
-    """The files of a module: all of its package, or its own if it is in none."""
-    files: list[Path] = []
-    for root in roots:
-        package, own = root / name.partition(".")[0], root / name.replace(".", "/")
-        if (package / "__init__.py").is_file():
-            files += package.rglob("*.py")
-        files += [f for f in (own.with_suffix(".py"), own / "__main__.py") if f.is_file()]
-    return files
+@functools.cache
+def _names_in(path: Path, modified: int) -> tuple[set[str], set[str]]:
+    """The modules that a file may import, and the Python files that its strings name."""
+    modules, names, tree = set[str](), set[str](), ast.Module([], [])
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.ImportFrom):  # relative, such as in a folder without __init__.py
+            near = [(node.module or alias.name).replace(".", "/") for alias in node.names]
+            names |= {f"{'../' * (node.level - 1)}{name}.py" for name in near}
+        elif isinstance(node, ast.Constant) and str(node.value).endswith(".py"):
+            names.add(str(node.value))
+    return modules, names
 
 
 # Commits ------------------------------------------------------------------------------------------
@@ -96,7 +108,7 @@ def commit_named(ref: str, arm: str) -> str:
     if git("rev-parse", "--show-toplevel") is None:
         got = f"{str(Path.cwd())!r}, which is in no git repository"
         raise RecipeError(f"Expected a repository for the arm {arm!r} (@{ref}), but got {got}.")
-    commit = git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}")
+    commit = git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
     if commit is None:
         known = (git("for-each-ref", "--format=%(refname:short)") or "").split()
         raise RecipeError(
@@ -133,20 +145,22 @@ def checked_out(commit: str | None, folder: Path) -> Iterator[tuple[Path | None,
         yield None, {}
         return
     root = Path(git("rev-parse", "--show-toplevel") or Path.cwd())
-    index = folder.with_suffix(".index")
-    try:
-        wrote = git("read-tree", commit, index=index) is not None
-        to = f"--prefix={folder}/"
-        if not wrote or git("checkout-index", "--all", to, cwd=root, index=index) is None:
-            raise RunFailed(f"the commit {commit[:12]} could not be checked out from {root}.")
-        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        paths = [path.replace(f"{root}/", f"{folder}/", 1) for path in paths if path]
-        if (folder / "pyproject.toml").is_file() or (folder / "setup.py").is_file():
-            paths = [str(folder), str(folder / "src"), *paths]
-        directory = folder / Path.cwd().resolve().relative_to(root.resolve())
-        if not directory.is_dir():
-            raise RunFailed(f"the commit {commit[:12]} has no folder {str(Path.cwd())!r}.")
-        yield directory, {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        index.unlink(missing_ok=True)
+    index, to = folder.with_suffix(".index"), f"--prefix={folder}/"
+    with watching_signals(second_interrupts=False) as stopped:
+        try:
+            if git("read-tree", commit, index=index) is not None:
+                git("checkout-index", "--all", to, cwd=root, index=index)
+            directory = folder / Path.cwd().resolve().relative_to(root.resolve())
+            if stopped():
+                raise Interrupted("the run was stopped and will be repeated")
+            if not directory.is_dir():
+                what = f"the folder {str(Path.cwd())!r} of commit {commit[:12]}"
+                raise RunFailed(f"{what} could not be checked out.")
+            paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            paths = [path.replace(f"{root}/", f"{folder}/", 1) for path in paths if path]
+            if (folder / "pyproject.toml").is_file() or (folder / "setup.py").is_file():
+                paths = [str(folder), str(folder / "src"), *paths]
+            yield directory, {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            index.unlink(missing_ok=True)

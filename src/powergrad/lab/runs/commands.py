@@ -258,11 +258,12 @@ class CommandProgram(ForeignProgram):
         commit = self._describe(job.arm, [*(f"{k}={v}" for k, v in own.items()), *command], run)
         own |= {VARIABLE: str(report), "PYTHONUNBUFFERED": "1"}
         self._check_code(job.arm)
-        if commit and PYTHON.fullmatch(Path(command[0]).name) and os.sep in command[0]:
+        launched = _Parts.of(command)
+        if commit and launched and command[0] in launched.before and os.sep in command[0]:
             command[0] = os.path.abspath(command[0])  # such as that of a virtual environment
         with checked_out(commit, run.folder / "code") as (directory, variables):
             began = time.monotonic()
-            code = run_process(command, output, own | variables, directory, self.timeout)
+            code = run_process(command, output, variables | own, directory, self.timeout)
             seconds = round(time.monotonic() - began, 3)
         self._check_code(job.arm)
         is_altered = bool(options) or self.seed_all
