@@ -236,7 +236,9 @@ def test_earlier_runs_are_reused_anyway_only_if_asked(in_process, repository, ca
     for _ in range(2):  # the second start finds them again
         capsys.readouterr()
         assert compare(*tokens, "--reuse-anyway", seeds=6) == 0
-        assert "12 runs of earlier code are reused" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "12 runs of earlier code are reused" in said
+        assert "not repeatable" not in said
         reused = {(row.arm, row.seed): row.metrics["accuracy"] for row in results().rows}
         assert reused == values
     assert "model.py has changed" in " ".join(json.loads(Path("runs/s", FILE).read_text())["notes"])

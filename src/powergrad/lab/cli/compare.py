@@ -184,7 +184,8 @@ def _compare_program(
         tuner = replace(tuner, study=study) if tuner else None
         seconds = max(run["seconds"] for run in runs)
         say(Plan.of(study, tuner, pool.workers).announce(seconds))
-        tune_and_run(study, tuner, folder, execution, repeated=first, remarks=remarks)
+        repeated = [] if remarks else first  # earlier code need not give the same number
+        tune_and_run(study, tuner, folder, execution, repeated=repeated, remarks=remarks)
 
 
 def _check_tune_metric(name: str | None, compared: str | None, is_tuned: bool) -> None:
