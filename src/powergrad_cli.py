@@ -105,6 +105,10 @@ RUN_OPTIONS = {
     "--head-lr-scale": ("FLOAT", "Multiply the learning rate of the head by this factor."),
     "--head": ("NAME", "The name of the head in the model, if it cannot be found."),
     "--monitor": ("PATH", "Record the norm of every filter in this folder."),
+    "--seed": (
+        "INTEGER",
+        "Seed torch, numpy and random, and add this to the program's own seeds.",
+    ),
     "--strict": ("", "Stop at a step without an altered loss; fail unless a step has this alpha."),
     "--json": ("PATH", "Write a summary to this JSON file."),
     "--help": ("", "Show this message and exit."),
@@ -155,6 +159,10 @@ def _parse(option: str, kind: str, text: str) -> Any:
             number = math.nan
         if 0 < number < math.inf or (number == 0 and from_0):
             return number
+    elif kind == "INTEGER":
+        expected = "a whole number of at least 0"
+        if text.isdecimal():
+            return int(text)
     elif option == "--json" and not Path(text).parent.is_dir():
         expected = "a file in an existing folder"
     elif bool(text) == bool(kind):

@@ -272,3 +272,38 @@ def test_a_compiled_loss_is_altered(tmp_path):
     assert run.code == 0, run.err
     assert "cross_entropy in compiled code" in run.err
     assert_trained_as(file, alpha=0.25)
+
+
+SEEDED = """
+import random, sys
+import numpy as np
+import torch
+from torch import manual_seed
+for way in sys.argv[1:]:
+    exec(way)
+print(random.random(), np.random.rand(), torch.rand(1).item(), np.random.default_rng(3).random())
+"""
+
+
+def test_seed_is_set_and_added_to_the_seeds_of_the_program(launcher, tmp_path):
+    script = tmp_path / "seeded.py"
+    script.write_text(SEEDED)
+
+    def numbers(seed, *ways):
+        option = [] if seed is None else ["--seed", seed]
+        ended = launcher.powergrad("run", *option, "--", script, *ways)
+        assert ended.code == 0, ended.err
+        return ended.out.split(), ended.err
+
+    def plain(seed):
+        ways = [f"{name}({seed})" for name in ("random.seed", "np.random.seed", "manual_seed")]
+        return numbers(None, *ways)[0]
+
+    assert numbers(5)[0] == plain(5)
+    ways = ("random.seed(a=30)", "np.random.seed(seed=30)", "manual_seed(30)")
+    found, said = numbers(5, *ways)
+    assert found == plain(35)  # 30 and 5; the own generator is as before
+    assert "seed 5, added to random.seed(30), numpy.random.seed(30), torch.manual_seed(30)" in said
+    assert numbers(0, *ways)[0] == plain(30)
+    assert len({tuple(numbers(seed, *ways)[0]) for seed in range(3)}) == 3
+    assert numbers(2, "random.seed('x')")[0][1:] == plain(2)[1:]

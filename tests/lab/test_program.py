@@ -145,7 +145,8 @@ print("acc", 50 + random.Random(seed + len(sys.argv)).random())
         ("torchrun --nproc-per-node 2 t.py -m x", "torchrun --nproc-per-node 2 RUN t.py -m x"),
         ("torchrun --nproc-per-node 2 -m p a.py", "torchrun --nproc-per-node 2 RUN -m p a.py"),
         ("python -m torch.distributed.run t.py", "python -m torch.distributed.run RUN t.py"),
-        ("accelerate launch train.py", None),
+        ("accelerate launch --cpu train.py", "accelerate launch --cpu RUN train.py"),
+        ("accelerate launch -m torchy", "accelerate launch RUN -m torchy"),
         ("bash train.sh", None),
         ("python -c print(1)", None),
         ("python", None),
@@ -155,7 +156,8 @@ def test_command_with_altered_gradients(command, expected):
     parts = _Parts.of(command.split())
     altered = parts and " ".join(parts.altered(["--alpha", "0.3"]))
     assert altered == (expected and expected.replace("RUN", "-m powergrad run --alpha 0.3 --"))
-    assert parts is None or parts.is_distributed == ("torch" in command)
+    starts = ("torchrun", "python -m torch", "accelerate")
+    assert parts is None or parts.is_distributed == command.startswith(starts)
 
 
 TRAIN = "-- python train.py {seed}"
@@ -165,6 +167,17 @@ TRAIN = "-- python train.py {seed}"
     ("tokens", "word"),
     [
         ("-- python train.py", "{seed}"),
+        ("-- python train.py", "--seed-env NAME"),
+        ("-- python train.py", "--seed-all"),
+        ("-- python train.py", "--unseeded"),
+        (f"--unseeded {TRAIN}", "--unseeded"),
+        ("--seed-all -- ls", "--seed-all"),
+        (f"--timeout soon {TRAIN}", "--timeout"),
+        (f"--reuse-anyway --fresh {TRAIN}", "--reuse-anyway without"),
+        (f"--metric-regex (?P<a>.)(?P<b>.) --better lower {TRAIN}", "one of a, b"),
+        (f"--arm x:@main {TRAIN}", "no git repository"),
+        (f"--arm x:-- {TRAIN}", "no command"),
+        ("--seed-env S digits", "--seed-env only with your own program"),
         (f"{TRAIN} {{sede}}", "{sede}"),
         (f'{TRAIN} {{"a":1}}', "literal braces"),
         ("-- python train.py {seed:03d}", "{seed:03d}"),
@@ -547,9 +560,9 @@ def test_program_that_cannot_be_started_fails(tmp_path):
 
 def test_each_worker_has_a_gpu_if_there_are_some(monkeypatch, tmp_path):
     path = script(tmp_path, "")
-    alone = CommandProgram.of([sys.executable, str(path), "{seed}"], Sources())
-    torchrun = [sys.executable, "-m", "torch.distributed.run", str(path), "{seed}"]
-    together = CommandProgram.of(torchrun, Sources())
+    alone = CommandProgram(command=(sys.executable, str(path), "{seed}")).with_arms({"a": {}})
+    torchrun = (sys.executable, "-m", "torch.distributed.run", str(path), "{seed}")
+    together = CommandProgram(command=torchrun).with_arms({"a": {}})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_devices() == ["0", "1"]

@@ -75,7 +75,7 @@ def test_first_losses_that_differ_are_noted():
     study = replace(study_of(SMALL, ARMS), program=program, arms=arms, metric=metric)
     found = notes(replace(results, study=study, metric=metric))
     assert ["initialisation differs" in note for note in found] == [True, False]
-    assert "its flags change" in found[1]
+    assert "its own changes affect" in found[1]
 
 
 def test_untuned_comparison_advises_tuning():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from powergrad._version import __version__
+from powergrad.lab.words import hide_password
 
 
 def describe_machine() -> dict[str, Any]:
@@ -36,22 +37,28 @@ def describe_machine() -> dict[str, Any]:
 def command_line() -> str:
     """The command line of this process, quoted for a shell."""
     name = Path(sys.argv[0]).name
-    return shlex.join(["powergrad" if name == "__main__.py" else name, *sys.argv[1:]])
+    command = ["powergrad" if name == "__main__.py" else name, *sys.argv[1:]]
+    return hide_password(shlex.join(command))
+
+
+def git(*arguments: str, cwd: Path | None = None, index: Path | None = None) -> str | None:
+    """The output of git, with an index of its own or the usual one; None if it fails."""
+    own = {} if index is None else {"GIT_INDEX_FILE": str(index)}
+    options: dict[str, Any] = {"cwd": cwd, "env": {**os.environ, **own}, "timeout": 600}
+    try:
+        done = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, errors="replace", **options
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def commit_of(file: Path) -> str | None:
     """The commit of the checkout that tracks `file`, perhaps with ``-dirty``; None without one."""
-
-    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = ["git", *arguments]
-        return subprocess.run(command, cwd=file.parent, capture_output=True, text=True, timeout=10)
-
-    try:
-        described = git("describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
-        tracked = git("ls-files", "--error-unmatch", str(file))
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return described.stdout.strip() if described.returncode == 0 == tracked.returncode else None
+    described = ("describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
+    tracked = git("ls-files", "--error-unmatch", file.name, cwd=file.parent)
+    return git(*described, cwd=file.parent) if tracked is not None else None
 
 
 def processor_name() -> str:

@@ -25,14 +25,14 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
-def parse_duration(text: str) -> float:
-    """The seconds of --budget: ``90s``, ``10m``, ``2h`` or ``1h30m``."""
+def parse_duration(text: str, option: str = "--budget") -> float:
+    """The seconds of an option: ``90s``, ``10m``, ``2h`` or ``1h30m``."""
     number = r"(\d+\.?\d*|\.\d+)"
     match = re.fullmatch(f"(?:{number}h)?(?:{number}m)?(?:{number}s)?", text.replace(" ", ""))
     hours, minutes, rest = (float(part or 0) for part in match.groups()) if match else (0, 0, 0)
     seconds = 3600 * hours + 60 * minutes + rest
     if not seconds > 0:
-        wanted = "--budget to be a time such as 90s, 10m, 2h or 1h30m"
+        wanted = f"{option} to be a time such as 90s, 10m, 2h or 1h30m"
         raise ValueError(f"Expected {wanted}, but got {text!r}.")
     return seconds
 
@@ -61,6 +61,11 @@ def _last_name(match: re.Match[str]) -> str:
     prefix = re.match(r"(?:[\w.-]+[=:])*", path)
     name = path.rpartition("/")[2]
     return (prefix[0] if prefix else "") + name if "/" in path else match[0]
+
+
+def hide_password(text: str) -> str:
+    """`text` without the user and password of every address in it."""
+    return re.sub(r"://[^/@\s]*@", "://", text)
 
 
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:

@@ -18,6 +18,7 @@ from powergrad.mode import Enabled, disable, enable
 from powergrad.reporting import write_json
 from powergrad.run.optimizers import NOT_ALTERED, Optimizers
 from powergrad.run.program import CLIPPED, SCALED, Options, Program
+from powergrad.run.seeding import Seeding
 from powergrad.verify import counted
 
 __all__ = ["launch"]
@@ -69,6 +70,7 @@ class _Session:
         self.options = options
         self.losses = enable(options.alpha) if options.alpha != 1 else Enabled()
         self.optimizers = Optimizers(options, self.losses)
+        self.seeding = None if options.seed is None else Seeding(options.seed)
         self.optimizers.install()
         self.first_loss: Tensor | None = None
         self.graph: list[str] = []  # the first nodes of the first backward pass
@@ -139,7 +141,7 @@ class _Session:
     def _line(self) -> str:
         """The summary as one line."""
         options, losses, optimizers = self.options, self.losses, self.optimizers
-        parts = []
+        parts = [] if self.seeding is None else [str(self.seeding)]
         if options.alpha != 1:
             kinds = [f"{n:,} {kind}" for kind, n in losses.altered.items()]
             kinds += [f"{n:,} {kind} in compiled code" for kind, n in losses.compiled.items()]

@@ -37,6 +37,7 @@ class Options:
     head_lr_scale: float = 1.0
     head: str | None = None
     monitor: Path | None = None
+    seed: int | None = None
     strict: bool = False
     json: Path | None = None
 

@@ -21,7 +21,7 @@ from powergrad.lab.trainer.recipe import (
     describe_keys,
     parse_overrides,
 )
-from powergrad.lab.words import did_you_mean
+from powergrad.lab.words import did_you_mean, hide_password
 
 RecipeName = Annotated[
     str | None,
@@ -88,7 +88,7 @@ def _option_names(command: Callable[..., Any]) -> Iterator[str]:
 def refuse(options: Any, names: Iterable[str], where: str) -> None:
     """Raise ValueError if one of some options was given, which are only for `where`."""
     for name in names:
-        if (value := getattr(options, name)) not in (None, (), "none"):
+        if (value := getattr(options, name)) not in (None, (), "none", False):
             got = " ".join(value) if isinstance(value, tuple) else value
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"Expected {option} only with {where}, but got {got!r}.")
@@ -116,5 +116,5 @@ def explain(error: Exception) -> tuple[str, int] | None:
     if isinstance(error, Interrupted):
         return f"{error}; the same command continues from there.", 130
     if isinstance(error, (ValueError, FileError, OSError, ImportError)):
-        return str(error), 2
+        return hide_password(str(error)), 2
     return None

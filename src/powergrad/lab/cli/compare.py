@@ -27,7 +27,7 @@ from powergrad.lab.study import Execution, Results
 from powergrad.lab.study.arms import arms_of, command_arms, head_exponent, parse_grid
 from powergrad.lab.study.execute import run_first
 from powergrad.lab.study.metrics import choose_metric, guess_metric
-from powergrad.lab.study.saving import check_folder
+from powergrad.lab.study.saving import check_folder, reuse_anyway
 from powergrad.lab.terminal import Watch
 from powergrad.lab.trainer.recipe import parse_overrides
 from powergrad.lab.words import parse_duration
@@ -69,9 +69,10 @@ def compare(
             without PGT) and head-lr (the learning rates of head and backbone in the same ratio as
             with PGT, without PGT). All others are compared with the first. By default
             baseline,pgt,head-lr,agc+pgt; for your own program baseline,pgt (there,
-            label-smoothing is not available).
+            label-smoothing is not available), or only baseline with arms of your own.
         arm: One more arm, such as "name: key=value, key=value"; may be repeated. For your own
-            program: "name: --flag value", or "name: pgt --flag value".
+            program: "name: --flag value", "name: @GIT-REF", "name: VARIABLE=value", "name: --
+            COMMAND", or several, such as "name: pgt @GIT-REF VARIABLE=value --flag value".
         alpha: The alpha of pgt, less-decay and head-lr. Several values, separated by commas, give
             one arm each.
         command: The program and its arguments.
@@ -97,7 +98,7 @@ def compare(
         if recipe is not None or overrides:
             got = recipe or overrides[0]
             raise ValueError(f"Expected a recipe or a program, but got {got!r} and a program.")
-        texts = [*(texts or ARMS_OF_PROGRAM.split(",")), *arm]
+        texts = [*(texts or (["baseline"] if arm else ARMS_OF_PROGRAM.split(","))), *arm]
         return _compare_program(command, texts, alphas, table.better, program, tuning, options)
     refuse(program, vars(program), "your own program (`compare -- COMMAND`)")
     refuse(table, ("better",), "--from or your own program")
@@ -135,10 +136,22 @@ def _compare_program(
     wanted = (options.metric, given.tune_metric)
     sources = Sources.parse(given.metric_regex, given.metric_file, *wanted)
     keys = [part.partition("=")[0] for text in tuned for part in text.rpartition(": ")[2].split()]
-    program = CommandProgram.of(command, sources, head=given.head, tuned=dict.fromkeys(keys))
     if given.agc is not None and not given.agc > 0:
         raise ValueError(f"Expected `--agc` to be above 0, but got {given.agc:g}.")
+    if given.reuse_anyway and (tuned or options.fresh):
+        got = "--tune" if tuned else "--fresh"
+        raise ValueError(f"Expected --reuse-anyway without --tune and --fresh, but got {got}.")
     arms = command_arms(texts, alphas, agc=given.agc)
+    program = CommandProgram(
+        command=tuple(command),
+        sources=sources,
+        head=given.head,
+        tuned=tuple(dict.fromkeys(keys)),
+        seed_env=given.seed_env,
+        seed_all=given.seed_all,
+        unseeded=given.unseeded,
+        timeout=parse_duration(given.timeout, "--timeout") if given.timeout else None,
+    ).with_arms(arms)
     study = options.study("compare", program, arms, tuning.repeats)
     usual = [name for name in sources.names if name != given.tune_metric]
     known = options.metric or (usual[0] if len(usual) == 1 else None)
@@ -146,14 +159,19 @@ def _compare_program(
         raise ValueError(f"Expected --metric, one of {', '.join(usual)}, but got none.")
     if known is not None:  # raises before any run if an option is missing
         guess_metric(known, [100.0], margin=options.margin, better=better)
+    elif usual:
+        choose_metric([dict.fromkeys(usual, 0.0)], None, margin=options.margin, better=better)
     tuner = None
     if given.tune_metric is not None:
         judging = guess_metric(given.tune_metric, [], margin=1.0, better=None)
         tuner = tuning.tuner(study, arms, tuned, judging)
         study = tuner.study
-    folder = options.free_folder(study)
+    folder, remarks = options.free_folder(study), []
     check_folder(study, folder)
     with options.pool(folder, program) as pool:
+        if given.reuse_anyway:
+            known_runs, remarks = reuse_anyway(study, folder)
+            pool.known = {**pool.known, **known_runs}
         execution = Execution(pool, Watch)
         first = run_first(study, tuner, execution)
         pool.deadline = deadline  # only now, because the time of a run must be known
@@ -166,7 +184,8 @@ def _compare_program(
         tuner = replace(tuner, study=study) if tuner else None
         seconds = max(run["seconds"] for run in runs)
         say(Plan.of(study, tuner, pool.workers).announce(seconds))
-        return tune_and_run(study, tuner, folder, execution, repeated=first)
+        repeated = [] if remarks else first  # earlier code need not give the same number
+        return tune_and_run(study, tuner, folder, execution, repeated=repeated, remarks=remarks)
 
 
 def _check_tune_metric(name: str | None, compared: str | None, is_tuned: bool) -> None:

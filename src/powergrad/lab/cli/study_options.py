@@ -317,6 +317,13 @@ class ProgramOptions:
         head: The name of the classifier head in the model, for agc and head-lr, if it cannot be
             found.
         agc: The threshold of agc; 0.01 by default.
+        seed_env: The environment variable from which your program reads its seed, instead of
+            {seed}.
+        seed_all: `powergrad run` seeds torch, numpy and random, and adds the seed to those that
+            your program sets itself.
+        unseeded: Your program has no seed; its runs differ by themselves.
+        timeout: The time after which a run is ended and counts as failed, such as 10m or 2h.
+        reuse_anyway: Reuse the finished runs of an earlier start although the code has changed.
     """
 
     metric_regex: Words = ()
@@ -324,6 +331,11 @@ class ProgramOptions:
     tune_metric: str | None = None
     head: str | None = None
     agc: float | None = None
+    seed_env: str | None = None
+    seed_all: Annotated[bool, Flag] = False
+    unseeded: Annotated[bool, Flag] = False
+    timeout: str | None = None
+    reuse_anyway: Annotated[bool, Flag] = False
 
 
 @Parameter(name="*")

@@ -65,7 +65,7 @@ def describe_study(results: Results, states: Mapping[str, str] | None = None) ->
     name = source.file if source else "runs"
     recipe = ""
     if study is not None:
-        hidden = {"fingerprint": True, "base": {"seed"}}
+        hidden = {"fingerprint": True, "code": True, "base": {"seed"}}
         program = study.program.public().model_dump(mode="json", exclude=hidden)
         recipe = yaml.safe_dump(program.get("base", program), sort_keys=False, allow_unicode=True)
     return {

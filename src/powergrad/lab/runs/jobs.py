@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import Self
 
 from powergrad.lab.trainer.recipe import RecipeError
 from powergrad.lab.trainer.run_folder import Result, Run, RunError
@@ -105,10 +106,14 @@ class Program(Record):
     def title(self) -> str:
         """A short description of the training."""
 
-    @property
-    def changing(self) -> str:
-        """A clause that says that `fingerprint` has changed."""
-        return f"{self.title} has changed"
+    def changed_since(self, earlier: Program) -> str:
+        """What has changed since the runs of `earlier`, as a clause; empty if nothing."""
+        is_same = earlier.fingerprint in ("", self.fingerprint)
+        return "" if is_same else f"{self.title} has changed"
+
+    def with_arms(self, arms: Mapping[str, Changes]) -> Self:
+        """The program with what follows from its arms; raises RecipeError for impossible arms."""
+        return self
 
     @abstractmethod
     def identity(self, arm: str, changes: Changes, seed: int) -> str:

@@ -60,7 +60,7 @@ class RunsFailed(JobError):  # noqa: N818
     def __init__(self, failed: Mapping[str, str], results: Mapping[str, Any]) -> None:
         self.failed, self.results = dict(failed), dict(results)
         lines = [f"{len(failed)} of {len(failed) + len(results)} runs failed:"]
-        causes = _by_cause(failed)
+        causes = by_cause(failed)
         for names in causes[:SHOWN]:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             lines.append(f"  {names[0]}{more}: {failed[names[0]]}")
@@ -69,7 +69,7 @@ class RunsFailed(JobError):  # noqa: N818
         super().__init__("\n".join(lines))
 
 
-def _by_cause(failed: Mapping[str, str]) -> list[list[str]]:
+def by_cause(failed: Mapping[str, str]) -> list[list[str]]:
     """The failed runs by reason, ignoring the name of the run in it."""
     causes: dict[str, list[str]] = {}
     for name, reason in failed.items():
@@ -322,7 +322,7 @@ class _Batch:
 
     def check_hope(self) -> None:
         """Raise JobError if the first runs of our own recipes all failed in the same way."""
-        is_early = len(self.results) == self.at_start[0] and len(_by_cause(self.failed)) == 1
+        is_early = len(self.results) == self.at_start[0] and len(by_cause(self.failed)) == 1
         is_foreign = any(job.is_foreign for job in self.jobs)
         if is_early and len(self.failed) >= max(2, self.pool.workers) and not is_foreign:
             raise JobError(

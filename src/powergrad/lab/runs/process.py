@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -21,13 +22,18 @@ LONGEST = 1 << 20  # the maximal length of a line; longer lines are split
 
 
 def run_process(
-    command: Sequence[str], output: Path, environment: Mapping[str, str]
+    command: Sequence[str],
+    output: Path,
+    environment: Mapping[str, str],
+    directory: Path | None = None,
+    timeout: float | None = None,  # seconds
 ) -> tuple[int, float]:
     """Run a command without a shell until it ends; return its exit code and its memory in MiB.
 
     The memory is the largest sum of the peaks of processes that were alive at the same time. The
     list of processes is renewed so rarely that this takes 2% of the time.
     """
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
     with open(output, "wb") as file, watching_signals(second_interrupts=False) as stopped:
         try:
             process = subprocess.Popen(
@@ -36,6 +42,7 @@ def run_process(
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
+                cwd=directory,
                 start_new_session=True,
             )
         except OSError as error:
@@ -53,6 +60,9 @@ def run_process(
             if stopped():
                 _end(process)
                 raise Interrupted("the run was stopped and will be repeated")
+            if time.monotonic() > deadline:
+                _end(process)
+                raise RunFailed(f"it was ended after --timeout {timeout:g}s")
 
 
 def _peak_memory(process: psutil.Process) -> int:

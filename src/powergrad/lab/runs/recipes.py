@@ -37,9 +37,8 @@ class RecipeProgram(Program):
     def title(self) -> str:
         return f"{self.base.model.name} on {self.base.data.title}"
 
-    @property
-    def changing(self) -> str:
-        return f"The images of {self.title} have changed"
+    def changed_since(self, earlier: Program) -> str:
+        return super().changed_since(earlier) and f"The images of {self.title} have changed"
 
     def recipe(self, changes: Changes, seed: int) -> Recipe:
         """The recipe of one run."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from powergrad.lab.runs.commands import FLAGS
+from powergrad.lab.runs.commands import COMMAND, FLAGS, REF, VARIABLES
 from powergrad.lab.study.records import Grid
 from powergrad.lab.trainer.recipe import Recipe, RecipeError, parse_overrides
 from powergrad.lab.words import did_you_mean
 
 Changes = dict[str, Any]
 AGC = 0.01  # the threshold of Brock et al.
+# In capitals, because programs have flags such as lr=0.1.
+VARIABLE = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
 
 SHORT = {
     "lr": "optimizer.lr",
@@ -159,8 +162,8 @@ def command_arms(
 ) -> dict[str, Changes]:
     """The arms of a comparison of a user's program.
 
-    An arm is made of methods joined by ``+``, or ``NAME: METHODS FLAGS``, where the flags are added
-    to the command, and the methods are optional.
+    An arm is made of methods joined by ``+``, or ``NAME: METHODS @REF VARIABLE=VALUE FLAGS``, with
+    any of these parts in this order. Instead of flags, ``-- COMMAND`` is another command.
     """
     arms: dict[str, Changes] = {}
     for text in texts:
@@ -173,9 +176,9 @@ def command_arms(
             ) from None
         if not name or not words:
             raise RecipeError(f'Expected an arm such as "name: --flag value", but got {text!r}.')
-        methods, flags = [part.strip() for part in words[0].split("+")], words[1:]
+        methods, own = [part.strip() for part in words[0].split("+")], words[1:]
         if colon and not set(methods) <= OF_PROGRAMS.keys():
-            methods, flags = [], words
+            methods, own = [], words
         for method in (method for method in methods if method not in OF_PROGRAMS):
             raise RecipeError(
                 f"Expected an arm made of {', '.join(OF_PROGRAMS)}, joined by +, but got "
@@ -186,10 +189,29 @@ def command_arms(
             changes: Changes = {}
             for method in methods:
                 changes |= OF_PROGRAMS[method](alpha, exponent, AGC if agc is None else agc)
-            _add(arms, f"{name}{ending}", {**changes, **({FLAGS: flags} if flags else {})})
+            _add(arms, f"{name}{ending}", {**changes, **_own_changes(own)})
     if agc is not None and not any("--agc" in changes for changes in arms.values()):
         raise RecipeError(f"Expected --agc only with an agc arm, but got {', '.join(arms)}.")
     return arms
+
+
+def _own_changes(words: list[str]) -> Changes:
+    """The git ref, environment variables, and flags or another command of an arm."""
+    changes: Changes = {}
+    while words:
+        variable = VARIABLE.fullmatch(words[0])
+        if words[0].startswith("@") and REF not in changes:
+            changes[REF] = words[0][1:]
+        elif variable:
+            changes.setdefault(VARIABLES, {})[variable[1]] = variable[2]
+        else:
+            break
+        words = words[1:]
+    if words == ["--"]:
+        raise RecipeError('Expected an arm such as "name: -- COMMAND", but got no command.')
+    if words:
+        changes |= {COMMAND: words[1:]} if words[0] == "--" else {FLAGS: words}
+    return changes
 
 
 def parse_grid(texts: Iterable[str]) -> Grid:

@@ -114,7 +114,8 @@ def _about_runs(results: Results) -> Iterator[str]:
                 "your script does not use {seed}."
             )
     repeated = [row.value(name) for row in results.repeated]
-    if len(repeated) == 2 and repeated[0] != repeated[1]:
+    is_seeded = not getattr(results.study.program, "unseeded", False)
+    if is_seeded and len(repeated) == 2 and repeated[0] != repeated[1]:
         yield (
             f"Runs are not repeatable: the first run gave {name} {repeated[0]}, and the same run "
             f"again {repeated[1]}. So the noise between runs is not only due to the seeds."
@@ -137,7 +138,7 @@ def _about_first_losses(results: Results, study: Study) -> Iterator[str]:
                 "the data order or the initialisation differs, because altered gradients and "
                 "scaled learning rates do not change the first loss"
                 if all(key.startswith("--") for key in changed)
-                else "its flags change the network, the data or their order"
+                else "its own changes affect the network, the data or their order"
             )
             yield (
                 f"The first loss of {arm} differs from that of {results.baseline} (seed "

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import csv_text, json_safe, write_json, write_text
-from powergrad.lab.runs import Job
+from powergrad.lab.runs import Job, Program
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.metrics import COLUMNS, METRICS, Metric, guess_metric, metric_names
 from powergrad.lab.study.notes import advice, notes, verdict
@@ -30,7 +30,7 @@ from powergrad.lab.study.records import RunRow
 from powergrad.lab.study.results import Results, usual_baseline
 from powergrad.lab.study.tables import read_table
 from powergrad.lab.trainer.recipe import RecipeError
-from powergrad.lab.trainer.run_folder import Run, RunError
+from powergrad.lab.trainer.run_folder import Result, Run, RunError
 from powergrad.lab.words import hide_folders
 
 FORMAT = 4
@@ -216,8 +216,11 @@ def claim(study: Study, folder: Path) -> Study:
     return results.study or study
 
 
-def check_folder(study: Study, folder: Path) -> Results | None:
-    """The results of an earlier start of the same study; raises RecipeError for another study."""
+def check_folder(study: Study, folder: Path) -> tuple[Results, Study, Program] | None:
+    """An earlier start in `folder`: its results and study, and the program with the arms of both.
+
+    Raises RecipeError if the folder holds another study.
+    """
     if not (folder / FILE).exists():
         return None
     results = load(folder)
@@ -230,27 +233,26 @@ def check_folder(study: Study, folder: Path) -> Results | None:
             f"Expected {str(folder)!r} to hold this study, but got one of another program, "
             "metric pattern or tuning; choose another --name."
         )
-    return results
-
-
-def _continue_study(study: Study, results: Results, folder: Path) -> Results:
-    earlier = results.study
-    assert earlier is not None
     for arm, changes in study.arms.items():
         if arm in earlier.arms and earlier.arms[arm] != json_safe(changes):
             raise RecipeError(
                 f"Expected the arm {arm!r} of {str(folder)!r} to change {dict(changes)}, but "
                 f"got {dict(earlier.arms[arm])}; choose another --name."
             )
+    return results, earlier, study.program.with_arms({**earlier.arms, **study.arms})
+
+
+def _continue_study(study: Study, started: tuple[Results, Study, Program], folder: Path) -> Results:
+    results, earlier, program = started
     looked, design = set(earlier.earlier), study.design
-    if earlier.program.fingerprint not in ("", study.program.fingerprint):  # of other data
+    if changed := program.changed_since(earlier.program):
         for name in (FILE, "study.csv"):
             path, digest = folder / name, earlier.program.fingerprint.partition(":")[2][:8]
             if path.exists():
                 path.rename(path.with_stem(f"study-{digest}"))
         print(
-            f"{study.program.changing} since the runs in {folder} were made: all runs are "
-            "repeated, and the earlier ones are not used.",
+            f"{changed} since the runs in {folder} were made: these runs are repeated, and the "
+            "earlier ones are not used.",
             file=sys.stderr,
         )
         looked, results = set(), Results.of(study)
@@ -260,9 +262,32 @@ def _continue_study(study: Study, results: Results, folder: Path) -> Results:
         looked.add(earlier.design.last)
     merged = replace(
         study,
+        program=program,
         design=design,
         arms={**earlier.arms, **study.arms},
         chosen={**earlier.chosen, **study.chosen},
         earlier=tuple(sorted(looked - {study.design.last})),
     )
     return replace(results, study=merged, metric=merged.metric, margin=merged.margin)
+
+
+def reuse_anyway(study: Study, folder: Path) -> tuple[dict[str, Result], list[str]]:
+    """Finished runs in `folder`, by the names that they have with the current code; a remark."""
+    if (started := check_folder(study, folder)) is None:
+        return {}, []
+    _, earlier, program = started
+    changed, known, rows = program.changed_since(earlier.program), {}, []
+    results, now = load_study(folder), replace(earlier, program=program)
+    for row in (row for row in results.rows if not row.failed):
+        name = now.job(row.arm, row.seed).name
+        if name != row.run:
+            about = {**row.about, "old_code": changed or "the code has changed"}
+            new = {"run": name, "about": about, "is_elsewhere": True}
+            row = row.model_copy(update=new)
+        known[name] = Result(metrics=row.metrics, about={**row.about, "commit": row.commit})
+        rows.append(row)
+    write_json(folder / FILE, to_json(replace(results, rows=rows, study=now), is_partial=True))
+    reasons = [str(row.about["old_code"]) for row in rows if "old_code" in row.about]
+    why = "; ".join(dict.fromkeys(reasons))
+    remark = f"{len(reasons)} runs of earlier code are reused (--reuse-anyway): {why}."
+    return known, [remark] if reasons else []
