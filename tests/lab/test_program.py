@@ -307,10 +307,18 @@ def compare_plain(
 @pytest.mark.parametrize(
     ("text", "seeds", "words"),
     [
-        (f"{AT}sys.exit(9)\n{NOISY}", 8, "1 of 8 runs of b failed and do not count"),
-        (f"if len(sys.argv) > 2: sys.exit(9)\n{NOISY}", 6, "This arm is not compared"),
-        (f"{AT}print('accuracy', 'nan'); sys.exit()\n{NOISY}", 8, "Diverged: 1 of 8 runs of b"),
-        ("print('accuracy 92')", "6,8", "your script does not use {seed}"),
+        (f"{AT}sys.exit(9)\n{NOISY}", 8, "1 of 8 runs of b failed (seed 1)"),
+        (
+            f"if len(sys.argv) > 2: sys.exit(9)\n{NOISY}",
+            6,
+            "b is worse than baseline, by its failures",
+        ),
+        (
+            f"{AT}print('accuracy', 'nan'); sys.exit()\n{NOISY}",
+            8,
+            "1 of 8 runs of b failed (seed 1): accuracy is nan",
+        ),
+        ("print('accuracy 92')", "6,8", "the program does not use its seed"),
         ("print('accuracy', 90 + random.random())", 6, "Runs are not repeatable"),
     ],
 )

@@ -192,9 +192,9 @@ def test_runs_without_a_number_are_left_out_or_diverged(tmp_path, capsys):
         "Left out: 1 run of baseline marked as crashed (seed 1); 1 run without Group (line 9); 1 "
         "run of pgt without val/acc (seed 3)."
     ) in said
-    assert "Diverged: 2 of 7 runs of pgt. A run that diverged counts as 89.8." in said
+    assert "2 of 7 runs of pgt failed (seed 4, 5): val/acc is nan" in said
     (comparison,) = load(tmp_path / "runs/r").comparisons
-    assert (comparison.n, comparison.n_baseline, comparison.diverged) == (7, 6, 2)
+    assert (comparison.n, comparison.n_baseline, comparison.failed) == (5, 6, 2)
     again = read_table(tmp_path / "runs/r/study.csv", "val/acc")  # what is left out stays so
     left_out = {(run.arm, run.seed) for run in again.source.left_out if run.arm}
     assert left_out == {("baseline", 1), ("pgt", 3)}

@@ -49,11 +49,9 @@ def run_and_report(
 
     execution = replace(execution, seen=write_page)
     results = run_study(study, folder, execution, tuner=tuner, **records)
-    has_metric = all(
-        len(results.values(arm)) == sum(not row.failed for row in results.of_arm(arm))
-        for arm in results.arms
-    )
-    if results.comparable() is None and has_metric:  # one arm, or one run each
+    if results.comparable() is None and all(
+        map(results.has_ended, results.rows)
+    ):  # one arm, or one run each
         show_tuning(results)
         show_runs(results)
         return

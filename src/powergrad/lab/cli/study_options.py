@@ -25,6 +25,7 @@ from powergrad.lab.runs.pool import Pool
 from powergrad.lab.stats import DEFAULT, Design, parse_runs
 from powergrad.lab.study import Execution, Metric, Study, StudyKind, metric_named
 from powergrad.lab.study.execute import known_runs
+from powergrad.lab.study.records import Question
 from powergrad.lab.study.space import Space, split_overrides
 from powergrad.lab.study.tuning import Map, Tuner
 from powergrad.lab.terminal import Watch
@@ -167,7 +168,8 @@ class StudyOptions:
             design = DEFAULT if runs is None else Design(parse_runs(runs))
         except ValueError as error:
             raise ValueError(f"--repeats: {error}" if repeats else str(error)) from None
-        return Study(kind, program, dict(arms), design, metric, margin, self.first_seed, finals)  # pyright: ignore[reportArgumentType]
+        made = Study(kind, program, dict(arms), design, metric, margin, self.first_seed, finals)  # pyright: ignore[reportArgumentType]
+        return replace(made, question=Question(pairs=True))
 
     def free_folder(self, study: Study) -> Path:
         """The folder of the study; with --fresh, the folder of an earlier start is renamed."""

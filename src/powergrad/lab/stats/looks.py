@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEAST = 6  # with fewer runs per arm, no verdict is given
+LEAST_KNOWN = 2  # the same if the noise is known
 # Gauss-Legendre quadrature over the region in which a study continues.
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(96)
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from powergrad.lab.stats.looks import DEFAULT, LEAST, Design, sidak
-from powergrad.lab.stats.tests import Array, check_positive, pooled_sd, welch
+from powergrad.lab.stats.looks import DEFAULT, LEAST, LEAST_KNOWN, Design, sidak
+from powergrad.lab.stats.tests import Array, Noise, check_positive, compare_means, pooled_sd
 from powergrad.lab.words import duration
 
 STUDIES = 4_000
@@ -45,13 +45,15 @@ def judge(
     margin: float,
     comparisons: int = 1,
     step: float = 0.0,
+    noise: Noise | None = None,
 ) -> Judged:
     """Judge many studies as :func:`powergrad.lab.stats.compare` judges one."""
     sign, is_equivalent = np.zeros(len(arm), int), np.zeros(len(arm), bool)
     n = np.full(len(arm), design.last)
     for look, size in enumerate(design.looks):
-        if size >= LEAST:
-            difference = welch(arm[:, :size], baseline[:, :size], step=step)
+        if size >= (LEAST_KNOWN if noise else LEAST):
+            samples = arm[:, :size], baseline[:, :size]
+            difference = compare_means(*samples, step=step, noise=noise)
             signs, equal = difference.judge(design.nominal(look, comparisons), margin)
             is_settled = (sign == 0) & ~is_equivalent & ((signs != 0) | equal)
             sign[is_settled], is_equivalent[is_settled] = signs[is_settled], equal[is_settled]
@@ -110,23 +112,6 @@ def runs_to_settle(sd: float, margin: float, *, comparisons: int = 1, level: flo
 
 
 # Noise -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Noise:
-    """The variation of runs that differ only in their seed."""
-
-    sigma: float  # standard deviation of a run
-    runs: int  # runs from which it was estimated; 0 if it was given
-    df: int = 0  # degrees of freedom of the estimate
-
-    def interval(self) -> tuple[float, float]:
-        """The 95% interval of sigma, by the chi-square distribution of a normal variance."""
-        from scipy.special import chdtri  # slow to import
-
-        df = self.df or self.runs - 1
-        low, high = chdtri(df, [0.025, 0.975])
-        return self.sigma * math.sqrt(df / low), self.sigma * math.sqrt(df / high)
 
 
 # In points of test accuracy: Keller Jordan, On the Variance of Neural Network Training with respect

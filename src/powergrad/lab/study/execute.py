@@ -112,9 +112,7 @@ def run_study(
             if not study.program.is_foreign or done >= study.design.looks[0]:
                 execution.seen(results)
         so_far = results.comparable()
-        values = [set(results.values(arm).values()) for arm in results.arms]
-        is_constant = study.program.is_foreign and all(len(distinct) <= 1 for distinct in values)
-        if so_far and (is_constant or not any(c.is_open for c in so_far.comparisons)):
+        if so_far and not any(c.is_open for c in so_far.comparisons):
             break
     return results
 
