@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,15 @@ def test_bad_input_is_named_before_any_run(tmp_path, capsys, tokens, word):
 def test_plan_is_that_of_the_library(capsys, sigma):
     assert powergrad("plan", "--delta", 0.14, "--sigma", sigma) == 0
     assert capsys.readouterr().out.startswith(f"{plan(0.14, 0.118).seeds} runs per arm ")
+
+
+def test_plan_with_known_noise_needs_fewer_runs(capsys):
+    assert powergrad("plan", "--delta", 0.4, "--sigma", 0.118, "--known") == 0
+    n = int(capsys.readouterr().out.split()[0])
+    assert n == plan(0.4, 0.118, known=True).seeds < 6
+    power = [statistics.NormalDist().cdf(0.4 / (0.118 * (2 / k) ** 0.5) - 1.96) for k in (n - 1, n)]
+    assert power[1] > 0.79  # and with fewer runs it is smaller, unless two are the least
+    assert n == 2 or power[0] < 0.81
 
 
 @pytest.mark.parametrize("tokens", [[], ["--delta", "0", "--sigma", "0.1"], ["--sigma", "mnist"]])

@@ -330,6 +330,22 @@ def test_odd_programs_are_noted(in_process, tmp_path, capsys, text, seeds, words
     assert any(state["state"] == "failed" for state in states) == ("sys.exit(9)" in text)
 
 
+def test_other_questions_about_a_program(in_process, tmp_path, capsys):
+    path = script(tmp_path, NOISY)
+    assert compare_plain(tmp_path, path, "--sigma", 0.4, seeds=2) == 0
+    assert "known noise 0.4" in capsys.readouterr().out
+    assert compare_plain(tmp_path, path, "--sigma", 0.5, seeds=2) == 2
+    assert "choose another --name" in capsys.readouterr().err
+    assert compare_plain(tmp_path / "t", path, "--target", 80, seeds=6) == 0
+    said = capsys.readouterr()
+    assert "baseline and b are better than the target 80" in said.out
+    assert "There will be no verdict" not in said.err
+    assert compare_plain(tmp_path / "a", path, "--and", "seconds: not worse 9", seeds=3) == 0
+    assert "There will be no verdict: it needs 6 runs" in capsys.readouterr().err
+    assert compare_plain(tmp_path / "b", path, "--and", "speed: better higher", seeds=6) == 2
+    assert "--and with one of seconds, accuracy" in capsys.readouterr().err
+
+
 @pytest.mark.studies
 def test_runs_of_a_changed_script_are_repeated_and_fresh_ones_too(in_process, tmp_path, capsys):
     path = script(tmp_path, NOISY)

@@ -87,9 +87,14 @@ def compare_table(table: TableOptions, options: StudyOptions) -> int:
     assert path is not None
     folder = options.out / (options.name or path.stem)
     earlier = _earlier_table(folder)
-    wanted = {"metric": options.metric, "margin": options.margin, "better": table.better}
+    wanted: dict[str, Any] = {
+        "metric": options.metric,
+        "margin": options.usual_margin,
+        "better": table.better,
+    }
     columns = parse_columns(table.columns)
-    results = compare_rows(path, columns=columns, baseline=table.baseline, **wanted)
+    wanted |= {"baseline": table.baseline, "question": options.question()}
+    results = compare_rows(path, columns=columns, **wanted)
     assert results.source is not None
     if earlier is not None and earlier.source is not None:
         if earlier.source.digest != results.source.digest:

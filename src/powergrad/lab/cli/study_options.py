@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from powergrad.lab.cli.common import Flag, Words, put_aside, refuse
+from powergrad.lab.cli.planning import noise_of
 from powergrad.lab.preflight import (
     Plan,
     check_recipe,
@@ -22,10 +23,11 @@ from powergrad.lab.preflight import (
 from powergrad.lab.runs import CommandProgram, Program, RecipeProgram
 from powergrad.lab.runs.devices import visible_devices, worker_environments
 from powergrad.lab.runs.pool import Pool
-from powergrad.lab.stats import DEFAULT, Design, parse_runs
+from powergrad.lab.stats import DEFAULT, Design, Noise, check_positive, parse_runs
 from powergrad.lab.study import Execution, Metric, Study, StudyKind, metric_named
 from powergrad.lab.study.execute import known_runs
-from powergrad.lab.study.records import Question
+from powergrad.lab.study.metrics import parse_second
+from powergrad.lab.study.records import USUAL, Question
 from powergrad.lab.study.space import Space, split_overrides
 from powergrad.lab.study.tuning import Map, Tuner
 from powergrad.lab.terminal import Watch
@@ -115,6 +117,15 @@ class StudyOptions:
             epochs and seeds are chosen to fit, unless given, and no run is started that would
             finish too late. For your own program nothing is chosen.
         fresh: Do not reuse an earlier start; its folder is renamed.
+        sigma: The known standard deviation of a run. The verdict uses it instead of an estimate, so
+            that 2 runs per arm are enough for one.
+        sigma_from: An earlier study (its folder, or study.csv) whose noise is used instead.
+        target: A value of the metric. Every arm, also the baseline, is compared with it: is its
+            mean better?
+        and_: A second metric, and what must hold for "better": "seconds: better" (while the first
+            metric is not worse by the margin), or "memory: not worse 100" (while the first is
+            better). The number is the margin of the second metric; after it, higher or lower says
+            which is better.
     """
 
     seeds: str | None = None
@@ -129,6 +140,29 @@ class StudyOptions:
     reuse: Path | None = None
     budget: str | None = None
     fresh: Annotated[bool, Flag] = False
+    sigma: float | None = None
+    sigma_from: Path | None = None
+    target: float | None = None
+    and_: Annotated[str | None, Parameter(name="--and")] = None
+
+    @property
+    def usual_margin(self) -> float | None:
+        """The margin; with a target, which needs none, one that only sets the digits."""
+        has_none = self.margin is None and self.target is not None
+        return abs(self.target or 1) / 1000 if has_none else self.margin
+
+    def question(self) -> Question:
+        """What is asked about the metric."""
+        for first, second in (("sigma", "sigma_from"), ("target", "and_")):
+            if None not in (getattr(self, first), getattr(self, second)):
+                names = [f"--{name.strip('_').replace('_', '-')}" for name in (first, second)]
+                raise ValueError(f"Expected {' or '.join(names)}, but got both.")
+        noise = None if self.sigma is None else Noise(check_positive(self.sigma, "sigma"), 0)
+        if self.sigma_from is not None:
+            noise, _ = noise_of(self.sigma_from, self.metric)
+        second, claim = parse_second(self.and_) if self.and_ else (None, "")
+        asked = {"noise": noise, "target": self.target, "second": second, "claim": claim}
+        return USUAL.model_copy(update=asked)
 
     def base(self, recipe: str, overrides: Sequence[str], *, is_plain: bool = True) -> Recipe:
         """The recipe of every run; if it must be plain, the arms set alpha."""
@@ -169,7 +203,10 @@ class StudyOptions:
         except ValueError as error:
             raise ValueError(f"--repeats: {error}" if repeats else str(error)) from None
         made = Study(kind, program, dict(arms), design, metric, margin, self.first_seed, finals)  # pyright: ignore[reportArgumentType]
-        return replace(made, question=Question(pairs=True))
+        made = replace(made, question=self.question())
+        if design.last < (least := made.question.least):
+            say(f"There will be no verdict: it needs {least} runs per arm, or the noise (--sigma).")
+        return made
 
     def free_folder(self, study: Study) -> Path:
         """The folder of the study; with --fresh, the folder of an earlier start is renamed."""

@@ -9,6 +9,7 @@ power      simulated studies, noise, and plans
 
 from powergrad.lab.stats.looks import DEFAULT as DEFAULT
 from powergrad.lab.stats.looks import LEAST as LEAST
+from powergrad.lab.stats.looks import LEAST_KNOWN as LEAST_KNOWN
 from powergrad.lab.stats.looks import Design as Design
 from powergrad.lab.stats.looks import error_of_looks as error_of_looks
 from powergrad.lab.stats.looks import parse_runs as parse_runs

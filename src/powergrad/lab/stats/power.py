@@ -80,6 +80,7 @@ def simulate(
     margin: float,
     comparisons: int = 1,
     step: float = 0.0,
+    known: Noise | None = None,
     seed: int = 0,
 ) -> Outcome:
     """The outcome of a design in simulated studies with normal noise."""
@@ -91,7 +92,8 @@ def simulate(
     if step:
         between = step * rng.random((STUDIES, 1))  # position of the baseline between two steps
         arm, baseline = (step * np.round((x + between) / step) for x in (arm, baseline))
-    judged = judge(arm, baseline, design, margin=margin, comparisons=comparisons, step=step)
+    rule = {"margin": margin, "comparisons": comparisons, "step": step}
+    judged = judge(arm, baseline, design, **rule, noise=known)
     shares = (judged.sign > 0, judged.is_equivalent, judged.n)
     return Outcome(effect, *(float(share.mean()) for share in shares))
 
@@ -178,8 +180,12 @@ def plan(
     design: Design | None = None,
     seconds: float | None = None,
     workers: int = 1,
+    known: bool = False,
 ) -> Plan:
-    r"""The number of runs that detect a difference, with a fixed number and with looks."""
+    r"""The number of runs that detect a difference, with a fixed number and with looks.
+
+    If the noise is `known`, the verdict uses it and does not estimate it.
+    """
     check_positive(abs(difference), "difference")
     if not 0 < power < 1:
         raise ValueError(f"Expected `power` to be between 0 and 1, but got {power}.")
@@ -190,13 +196,15 @@ def plan(
     noise = _as_noise(noise)
     looks = Design((design or DEFAULT).looks, level)
     step = 100 / images if images else 0.0
-    outcome = partial(simulate, margin=margin, comparisons=comparisons, step=step)
+    rule = {"margin": margin, "comparisons": comparisons, "step": step}
+    outcome = partial(simulate, **rule, known=noise if known else None)
 
     def at(n: int, sigma: float) -> Outcome:
         return outcome(difference, sigma, Design((n,), level))
 
     def fewest(sigma: float) -> int | None:  # with this power; None if too large
-        low, high = LEAST - 1, LEAST
+        high = LEAST_KNOWN if known else LEAST
+        low = high - 1
         while at(high, sigma).found < power:
             if high > MOST:
                 return None

@@ -25,7 +25,7 @@ from powergrad.lab.runs import Job
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.metrics import COLUMNS, METRICS, Metric, guess_metric, metric_names
 from powergrad.lab.study.notes import advice, notes, verdict
-from powergrad.lab.study.records import RunRow
+from powergrad.lab.study.records import USUAL, Question, RunRow
 from powergrad.lab.study.results import Results, usual_baseline
 from powergrad.lab.study.tables import read_table
 from powergrad.lab.trainer.recipe import RecipeError
@@ -123,13 +123,15 @@ def compare_rows(
     baseline: str | None = None,
     margin: float | None = None,
     better: str | None = None,
+    question: Question = USUAL,
 ) -> Results:
     """The results of runs made elsewhere, from a table with one line per run."""
     table = read_table(path, metric, columns=columns)
     values = [value for row in table.rows if (value := row.value(table.metric)) is not None]
     chosen = guess_metric(table.metric, values, margin=margin, better=better)
     arm = baseline or usual_baseline(row.arm for row in table.rows)
-    results = Results(chosen, chosen.margin, arm, table.rows, source=table.source)
+    source = table.source.model_copy(update={"question": question})
+    results = Results(chosen, chosen.margin, arm, table.rows, source=source)
     _ = results.comparisons  # raises if there is nothing to compare
     return results
 
