@@ -323,9 +323,9 @@ def run_kinds() -> None:
     rows = [r for r in rows if r["table"] != "kinds" or r["commit"] == shared["commit"]]
     done = {(r["test"], r["arms"], r["effect"]) for r in rows if r["table"] == "kinds"}
     for kind, (rules, *_) in OTHER_KINDS.items():
-        cases = [(1, FIXED, 0.0), (3, DEFAULT, 0.0)]
+        cases = [(1, DEFAULT, 0.0), (3, FIXED, 0.0)]
         if kind in WITH_EFFECT:
-            cases.append((3, DEFAULT, -MARGIN if len(rules) > 1 else MARGIN))
+            cases.append((1, DEFAULT, -MARGIN if len(rules) > 1 else MARGIN))
         for arms, design, effect in cases:
             if (kind, str(arms), str(effect)) not in done:
                 row = simulate_kind(kind, arms, design, effect, 10_000)

@@ -50,9 +50,11 @@ class Arm(NamedTuple):
 
     @property
     def is_constant(self) -> bool:
-        """Whether its runs do not vary, unless all of them diverged."""
-        has_lost_all = len(self.diverged) == len(self.values)
-        return len(self.values) > 1 and not has_lost_all and variance([*self.values.values()]) == 0
+        """Whether its runs do not vary, apart from rounding; not if all of them diverged."""
+        values = [*self.values.values()]
+        if len(values) < 2 or len(self.diverged) == len(values):
+            return False
+        return max(values) - min(values) <= 1e-12 * max(map(abs, values))
 
     def first(self, size: int) -> Arm:
         """Its runs with the smallest seeds."""
