@@ -262,6 +262,7 @@ def simulate_kind(
 ) -> dict[str, Any]:
     """Studies without a difference; with an `effect`, every arm differs by it in the first metric.
 
+    Without an effect, the margin is too small for "equivalent", so that no study ends early by it.
     With two metrics, an effect of minus the margin makes the arms worse in the first, and they are
     much better in the second: "better" is then false.
     """
@@ -270,6 +271,8 @@ def simulate_kind(
     design, begin, rng = own or design, time.process_time(), np.random.default_rng(7)
     noise = correlated((studies, metrics, arms + 1, design.last), correlation, rng)
     noise[:, 0, 1:] += effect
+    if metrics == 1 and not effect:
+        rules = (replace(rules[0], margin=SIGMA / 100),)
     if metrics > 1 and effect:
         noise[:, 1, 1:] += 10
     failed = rng.random((studies, arms + 1, design.last)) < failures

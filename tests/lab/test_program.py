@@ -334,6 +334,7 @@ def test_other_questions_about_a_program(in_process, tmp_path, capsys):
     path = script(tmp_path, NOISY)
     assert compare_plain(tmp_path, path, "--sigma", 0.4, seeds=2) == 0
     assert "known noise 0.4" in capsys.readouterr().out
+    assert compare_plain(tmp_path, path, "--sigma", 0.4, seeds=2) == 0  # the same study
     assert compare_plain(tmp_path, path, "--sigma", 0.5, seeds=2) == 2
     assert "choose another --name" in capsys.readouterr().err
     assert compare_plain(tmp_path / "t", path, "--target", 80, seeds=6) == 0

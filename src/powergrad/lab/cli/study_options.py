@@ -23,7 +23,7 @@ from powergrad.lab.preflight import (
 from powergrad.lab.runs import CommandProgram, Program, RecipeProgram
 from powergrad.lab.runs.devices import visible_devices, worker_environments
 from powergrad.lab.runs.pool import Pool
-from powergrad.lab.stats import DEFAULT, Design, Noise, check_positive, parse_runs
+from powergrad.lab.stats import DEFAULT, Design, Noise, check_positive, least_runs, parse_runs
 from powergrad.lab.study import Execution, Metric, Study, StudyKind, metric_named
 from powergrad.lab.study.execute import known_runs
 from powergrad.lab.study.metrics import parse_second
@@ -120,12 +120,10 @@ class StudyOptions:
         sigma: The known standard deviation of a run. The verdict uses it instead of an estimate, so
             that 2 runs per arm are enough for one.
         sigma_from: An earlier study (its folder, or study.csv) whose noise is used instead.
-        target: A value of the metric. Every arm, also the baseline, is compared with it: is its
-            mean better?
-        and_: A second metric, and what must hold for "better": "seconds: better" (while the first
-            metric is not worse by the margin), or "memory: not worse 100" (while the first is
-            better). The number is the margin of the second metric; after it, higher or lower says
-            which is better.
+        target: A value of the metric, with which every arm, also the baseline, is compared.
+        and_: A second metric, and what must hold for "better": "seconds: better" (and the first not
+            worse by the margin), or "memory: not worse 100" (by that margin; and the first better).
+            A last word, higher or lower, says which is better.
     """
 
     seeds: str | None = None
@@ -153,10 +151,10 @@ class StudyOptions:
 
     def question(self) -> Question:
         """What is asked about the metric."""
-        for first, second in (("sigma", "sigma_from"), ("target", "and_")):
-            if None not in (getattr(self, first), getattr(self, second)):
-                names = [f"--{name.strip('_').replace('_', '-')}" for name in (first, second)]
-                raise ValueError(f"Expected {' or '.join(names)}, but got both.")
+        if self.sigma is not None and self.sigma_from is not None:
+            raise ValueError("Expected --sigma or --sigma-from, but got both.")
+        if self.target is not None and self.and_ is not None:
+            raise ValueError("Expected --target or --and, but got both.")
         noise = None if self.sigma is None else Noise(check_positive(self.sigma, "sigma"), 0)
         if self.sigma_from is not None:
             noise, _ = noise_of(self.sigma_from, self.metric)
@@ -204,7 +202,7 @@ class StudyOptions:
             raise ValueError(f"--repeats: {error}" if repeats else str(error)) from None
         made = Study(kind, program, dict(arms), design, metric, margin, self.first_seed, finals)  # pyright: ignore[reportArgumentType]
         made = replace(made, question=self.question())
-        if design.last < (least := made.question.least):
+        if design.last < (least := least_runs(made.question.noise)):
             say(f"There will be no verdict: it needs {least} runs per arm, or the noise (--sigma).")
         return made
 

@@ -9,9 +9,9 @@ power      simulated studies, noise, and plans
 
 from powergrad.lab.stats.looks import DEFAULT as DEFAULT
 from powergrad.lab.stats.looks import LEAST as LEAST
-from powergrad.lab.stats.looks import LEAST_KNOWN as LEAST_KNOWN
 from powergrad.lab.stats.looks import Design as Design
 from powergrad.lab.stats.looks import error_of_looks as error_of_looks
+from powergrad.lab.stats.looks import least_runs as least_runs
 from powergrad.lab.stats.looks import parse_runs as parse_runs
 from powergrad.lab.stats.power import KNOWN_NOISE as KNOWN_NOISE
 from powergrad.lab.stats.power import Plan as Plan

@@ -30,9 +30,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEAST = 6  # with fewer runs per arm, no verdict is given
-LEAST_KNOWN = 2  # the same if the noise is known
 # Gauss-Legendre quadrature over the region in which a study continues.
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(96)
+
+
+def least_runs(known_noise: object) -> int:
+    """The smallest number of runs per arm for a verdict."""
+    return 2 if known_noise else LEAST
 
 
 @dataclass(frozen=True)

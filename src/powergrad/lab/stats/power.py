@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from powergrad.lab.stats.looks import DEFAULT, LEAST, LEAST_KNOWN, Design, sidak
+from powergrad.lab.stats.looks import DEFAULT, LEAST, Design, least_runs, sidak
 from powergrad.lab.stats.tests import Array, Noise, check_positive, compare_means, pooled_sd
 from powergrad.lab.words import duration
 
@@ -51,7 +51,7 @@ def judge(
     sign, is_equivalent = np.zeros(len(arm), int), np.zeros(len(arm), bool)
     n = np.full(len(arm), design.last)
     for look, size in enumerate(design.looks):
-        if size >= (LEAST_KNOWN if noise else LEAST):
+        if size >= least_runs(noise):
             samples = arm[:, :size], baseline[:, :size]
             difference = compare_means(*samples, step=step, noise=noise)
             signs, equal = difference.judge(design.nominal(look, comparisons), margin)
@@ -203,7 +203,7 @@ def plan(
         return outcome(difference, sigma, Design((n,), level))
 
     def fewest(sigma: float) -> int | None:  # with this power; None if too large
-        high = LEAST_KNOWN if known else LEAST
+        high = least_runs(known)
         low = high - 1
         while at(high, sigma).found < power:
             if high > MOST:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from powergrad.lab.stats.looks import LEAST, LEAST_KNOWN, Design
+from powergrad.lab.stats.looks import LEAST, Design, least_runs
 from powergrad.lab.stats.tests import (
     Array,
     Noise,
@@ -76,11 +76,6 @@ class Rule:
     pairs: bool = False  # whether runs are compared in pairs where that pays
     claim: Claim = ""  # with two metrics, what must be shown of this one for "better"
 
-    @property
-    def least(self) -> int:
-        """The smallest number of runs per arm for a verdict."""
-        return LEAST_KNOWN if self.noise else LEAST
-
     def pairing(self, arm: Arm, baseline: Arm) -> tuple[float | None, bool]:
         """The correlation of the runs of the same seed, and whether they are compared in pairs."""
         a, b = arm.values, baseline.values
@@ -109,7 +104,7 @@ class Rule:
         both = [arm, baseline][: len(samples)]
         part = part._replace(sd=pooled_sd(samples))
         part = part._replace(constant=tuple(one.name for one in both if one.is_constant))
-        if not level or least < self.least or part.constant:
+        if not level or least < least_runs(self.noise) or part.constant:
             return part
         if a == b and self.target is None:
             return part._replace(interval=(0.0, 0.0), is_identical=True, is_equivalent=True)
@@ -134,7 +129,7 @@ class Rule:
 
     def doubt(self, part: Part, level: float) -> str:
         """A sentence if tests with other assumptions disagree; otherwise empty."""
-        if not math.isfinite(part.interval[0]) or part.is_identical:
+        if not math.isfinite(part.interval[0]) or part.is_identical or part.pairs:
             return ""
         if self.noise is not None:
             sd, df = pooled_sd(part.samples), sum(len(sample) - 1 for sample in part.samples)
@@ -144,10 +139,7 @@ class Rule:
         if self.target is not None:
             return ""
         a, b = map(tuple, part.samples)
-        others = {
-            "a permutation test": permutation_p(a, b, part.pairs > 0),
-            "a rank test": rank_p(a, b, part.pairs > 0),
-        }
+        others = {"a permutation test": permutation_p(a, b), "a rank test": rank_p(a, b)}
         disagree = {name: p for name, p in others.items() if (p < level) != (part.sign != 0)}
         which = " and ".join(f"{name} (p = {p:.2g})" for name, p in disagree.items())
         if not which:
@@ -170,6 +162,7 @@ class Part(NamedTuple):
     is_equivalent: bool = False
     is_identical: bool = False
     constant: tuple[str, ...] = ()  # the names of arms that do not vary
+    correlation: float | None = None  # of the runs of the same seed, at the first look
 
 
 class Settled(NamedTuple):
@@ -179,10 +172,8 @@ class Settled(NamedTuple):
     arm: Arm
     baseline: Arm
     parts: list[Part]  # one per metric
-    correlations: list[float | None]
     verdict: Verdict
     by: By  # what decides the verdict, or prevents one
-    failures_p: float
     look: int
     tests: int  # that share the error
     level: float  # of each of them at this look
@@ -215,26 +206,20 @@ def settle(
         tests = arms * (len(rules) + has_failures)
         level = plan.nominal(look, tests) if min(sizes) >= plan.looks[0] else 0.0
         parts = [
-            rule.judge(a, b, level, is_paired)
-            for (rule, a, b), (_, is_paired) in zip(both, pairing, strict=True)
+            rule.judge(a, b, level, is_paired)._replace(correlation=correlation)
+            for (rule, a, b), (correlation, is_paired) in zip(both, pairing, strict=True)
         ]
-        verdict, by, chance = combine(rules, parts), "mean", 1.0
-        if all(part.is_identical for part in parts):
-            by = "identity"
+        verdict = combine(rules, parts)
+        by = "identity" if all(part.is_identical for part in parts) else "mean"
         excess = mine.rate - theirs.rate
         too_good = ("better", "equivalent") if excess > 0 else ("worse",) if excess < 0 else ()
         if verdict in too_good:
             verdict, by = "not settled", "failures"
-        if has_failures:
-            chance = failures_p(
-                len(mine.failed), len(mine.seeds), len(theirs.failed), len(theirs.seeds)
-            )
-            if chance < level:
-                verdict, by = "worse" if excess > 0 else "better", "failures"
-        correlations = [correlation for correlation, _ in pairing]
-        found = Settled(
-            plan, mine, theirs, parts, correlations, verdict, by, chance, look, tests, level
-        )
+        counts = (n for one in (mine, theirs) for n in (len(one.failed), len(one.seeds)))
+        if has_failures and (p := failures_p(*counts)) < level:
+            verdict, by = "worse" if excess > 0 else "better", "failures"
+            parts[0] = parts[0]._replace(p=p)
+        found = Settled(plan, mine, theirs, parts, verdict, by, look, tests, level)
         if verdict != "not settled":
             break
     assert found is not None  # there is always one look

@@ -2,7 +2,7 @@ r"""Tests for the difference between two samples of runs.
 
 The verdict uses Welch's t test, which allows different variances; or Student's for the differences
 within pairs of runs with the same seed, if these are correlated; or the normal distribution, if the
-noise is known. If the assumptions of the first two are doubtful, the sentence of a verdict also
+noise is known. If the assumptions of Welch's test are doubtful, the sentence of a verdict also
 reports a permutation test and a rank test. Numbers of failed runs are compared by Fisher's test.
 
 References:
@@ -109,10 +109,9 @@ def correlation(arm: ArrayLike, baseline: ArrayLike) -> Array:
 
 
 def should_pair(correlation: float, pairs: int) -> bool:
-    """Whether samples are compared in pairs: their correlation is above 0 at the level of 1%.
+    """Whether samples are compared in pairs: their correlation is above 0 (1%, one-sided).
 
-    Then the differences vary less than unpaired runs, and the error of the comparison, simulated in
-    ``benchmarks/verdicts.py``, is that of the level. The test of the correlation is one-sided.
+    The error of comparisons by this rule is simulated in ``benchmarks/verdicts.py``.
     """
     from scipy.special import stdtrit  # slow to import
 
@@ -146,20 +145,17 @@ def pooled_sd(samples: Sequence[Array]) -> float:
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
     """Student's 95% interval for a mean."""
-    x = np.asarray(values, float)
-    error, df = x.std(ddof=1) / math.sqrt(len(x)), np.array(len(x) - 1.0)
-    reach = float(Difference(x.mean(), error, df).reach(0.05))
-    return float(x.mean()) - reach, float(x.mean()) + reach
+    found = compare_means(values, 0.0)
+    reach = found.reach(0.05)
+    return float(found.mean - reach), float(found.mean + reach)
 
 
 @functools.lru_cache(maxsize=1024)  # a report asks several times for the same two samples
-def permutation_p(
-    arm: tuple[float, ...], baseline: tuple[float, ...], is_paired: bool = False
-) -> float:
+def permutation_p(arm: tuple[float, ...], baseline: tuple[float, ...]) -> float:
     """The two-sided p-value of a permutation test of the means.
 
-    All divisions of the runs into two groups (for pairs, all exchanges of arm and baseline) are
-    counted if there are few, otherwise 9,999 random ones.
+    All divisions of the runs into two groups are counted if there are few, otherwise 9,999 random
+    ones.
     """
     from scipy.stats import permutation_test  # slow to import
 
@@ -169,7 +165,6 @@ def permutation_p(
     result = permutation_test(
         (np.array(arm), np.array(baseline)),
         statistic,
-        permutation_type="samples" if is_paired else "independent",
         alternative="greater",
         n_resamples=9_999,
         rng=np.random.default_rng(0),
@@ -177,12 +172,11 @@ def permutation_p(
     return float(result.pvalue)
 
 
-def rank_p(arm: ArrayLike, baseline: ArrayLike, is_paired: bool = False) -> float:
-    """The two-sided p-value of the rank test of Mann and Whitney, for pairs of Wilcoxon."""
-    from scipy.stats import mannwhitneyu, wilcoxon  # slow to import
+def rank_p(arm: ArrayLike, baseline: ArrayLike) -> float:
+    """The two-sided p-value of the Mann-Whitney rank test."""
+    from scipy.stats import mannwhitneyu  # slow to import
 
-    result: Any = wilcoxon(arm, baseline) if is_paired else mannwhitneyu(arm, baseline)
-    return float(result.pvalue)
+    return float(mannwhitneyu(arm, baseline, alternative="two-sided").pvalue)
 
 
 def failure_bound(failures: int, runs: int) -> float:

@@ -12,16 +12,12 @@ from the baseline: a t interval at the nominal level of the look, corrected for 
 The p-value is the smallest error at which the interval would exclude 0. It is below 0.05 exactly if
 the verdict is *better* or *worse*. Further rules:
 
-- A failed run has no value: the mean is that of the other runs. Where runs failed, the numbers of
-  failures are compared too, by Fisher's test, which shares the error like another arm. If they
-  differ, that is the verdict. Otherwise the side that failed more often is never called better, and
-  an arm that failed more often never equivalent.
-- Without variation between the runs of the arm or of the baseline, there is no verdict.
-- An arm whose every run equals the baseline's at the same seed has no effect: it is equivalent.
-- Runs are compared in pairs of the same seed if their correlation at the first look shows that this
-  pays (:func:`powergrad.lab.stats.tests.should_pair`). This is decided once.
-- If the noise of a run is known, it replaces the estimate, and 2 runs are enough.
-- With a target, every arm is compared with that number instead of the baseline.
+- Where runs failed, Fisher's test of their numbers shares the error like another arm. If they
+  differ, that is the verdict. Otherwise the side that failed more often is never called better.
+- Without variation between the runs of the arm or of the baseline, there is no verdict. An arm that
+  equals the baseline at every seed is equivalent.
+- At the first look it is decided whether runs of the same seed are compared in pairs.
+- A known noise replaces the estimate; a target replaces the baseline.
 - A second metric shares the error like another arm. An arm is better if both claims are shown:
   better in the one metric, and in the other not worse by the margin.
 """
@@ -31,7 +27,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from powergrad.lab.files import json_safe
@@ -55,7 +51,7 @@ class Comparison:
     difference: float  # mean of the arm minus the mean of the baseline
     interval: tuple[float, float]  # its interval
     p: float  # p-value, corrected in the same way
-    p_alone: float  # uncorrected p-value of Welch's test
+    p_alone: float  # uncorrected p-value; of the failures if they decide the verdict
     sd: float  # standard deviation of one run; of pairs, that of a difference / sqrt(2)
     margin: float  # largest difference that does not matter
     step: float  # resolution of the metric; 0 if it is continuous
@@ -97,11 +93,11 @@ class Comparison:
     @property
     def ending(self) -> str:
         """What the arm is, such as ``better than baseline``."""
-        parts = [self, *([self.second] if self.second else [])]
         if self.by == "identity":
             return f"without effect: its {self.counted} are those of {self.baseline}"
         if self.verdict == "equivalent":
-            return f"equivalent to {self.baseline} within {' and '.join(map(_margin, parts))}"
+            also = f" and {self.second.margin:g}" if self.second else ""
+            return f"equivalent to {self.baseline} within {self.margin:g}{also}"
         if self.verdict == "not settled":
             return "without a verdict" if self.constant else self.verdict
         what = self.claims if self.second and self.verdict == "better" else self.verdict
@@ -112,16 +108,16 @@ class Comparison:
     def claims(self) -> str:
         """What must be shown of two metrics for "better"."""
         return " and ".join(
-            f"{part.claim} in {part.unit}"
-            + (f" by {_margin(part)}" if part.claim == "not worse" else "")
+            f"{part.claim} in {part.unit}" + f" by {part.margin:g}" * (part.claim == "not worse")
             for part in (self, self.second)
-            if part is not None
+            if part
         )
 
     @property
     def sentence(self) -> str:
         """The verdict as a sentence, with its numbers."""
         numbers = self._numbers + (f" and {self.second._numbers}" if self.second else "")
+        is_small = max(map(abs, self.interval)) < self.margin and not self.second
         text = f"{self.arm} is {self.ending}: {numbers}."
         if self.done < self.looks[0]:
             finished = f"{self.done} of {self.looks[0]} {self.counted} are finished"
@@ -137,13 +133,9 @@ class Comparison:
         elif self.verdict == "not settled":
             has_interval = math.isfinite(self.interval[0]) and not self.constant
             text = f"{self._cannot_tell(self.n)}: {numbers}." if has_interval else self._why_none
-        elif self.verdict != "equivalent" and self._is_within_margin and not self.second:
+        elif self.verdict != "equivalent" and is_small:
             text += f" The difference is smaller than the margin of {self.margin:g}."
         return " ".join(filter(None, [text, self.doubt, self._failures]))
-
-    @property
-    def _is_within_margin(self) -> bool:
-        return self.target is None and max(map(abs, self.interval)) < self.margin
 
     @property
     def fails_more(self) -> bool:
@@ -252,20 +244,20 @@ def compare(
     The docstring of this module explains the procedure. An arm is judged at the first look at which
     it is settled. Later runs do not count, so a verdict does not change afterwards.
     """
-    _check_arms(values, baseline, failed, target)
+    planned = {arm: [*runs, *failed.get(arm, ())] for arm, runs in values.items()}
+    _check_arms(planned, baseline, 2 if target is None else 1)
     arms = [arm for arm in values if arm != baseline or target is not None]
-    measured, units = [values], [unit]
-    rules = [Rule(check_positive(margin, "margin"), higher_is_better)]
+    check_positive(margin, "margin")
+    measured, units, claim = [values], [unit], ""
     if second is not None:
-        claim: Claim = "not worse" if second.claim == "better" else "better"
-        rules = [replace(rules[0], claim=claim)]
-        rules += [Rule(second.margin, second.higher_is_better, claim=second.claim)]
         measured, units = [values, second.values], [unit, second.unit]
-    for place, runs in enumerate(measured):
-        every = [value for arm in runs.values() for value in arm.values()]
-        known = {"noise": noise, "target": target} if place == 0 else {}
-        resolution = step_of(every) if step is None else step
-        rules[place] = replace(rules[place], step=resolution, pairs=pairs, **known)
+        claim = "not worse" if second.claim == "better" else "better"
+    every = [[v for arm in runs.values() for v in arm.values()] for runs in measured]
+    steps = [step_of(one) if step is None else step for one in every]
+    rules = [Rule(margin, higher_is_better, steps[0], noise, target, pairs, claim)]
+    if second is not None:
+        about = second.margin, second.higher_is_better, steps[1]
+        rules.append(Rule(*about, pairs=pairs, claim=second.claim))
 
     def runs_of(name: str) -> list[Arm]:
         lost = failed.get(name, ()), diverged.get(name, ())
@@ -281,8 +273,6 @@ def compare(
         compared = None
         for place in reversed(range(len(rules))):  # the first metric holds the second
             rule, part = rules[place], found.parts[place]
-            is_by_failures = found.by == "failures" and found.verdict != "not settled"
-            p = found.failures_p if is_by_failures and place == 0 else part.p
             compared = Comparison(
                 arm=name,
                 baseline=baseline if target is None else f"the target {target:g}",
@@ -294,8 +284,8 @@ def compare(
                 level=plan.level,
                 difference=part.difference,
                 interval=part.interval,
-                p=plan.overall(p, found.look, found.tests),
-                p_alone=p,
+                p=plan.overall(part.p, found.look, found.tests),
+                p_alone=part.p,
                 sd=part.sd,
                 margin=rule.margin,
                 step=rule.step,
@@ -309,7 +299,7 @@ def compare(
                 failed_baseline=len(other.failed),
                 by=found.by,
                 constant=tuple(dict.fromkeys(n for p in found.parts[place:] for n in p.constant)),
-                correlation=found.correlations[place],
+                correlation=part.correlation,
                 pairs=part.pairs,
                 noise=rule.noise,
                 target=rule.target,
@@ -339,20 +329,11 @@ def format_interval(interval: Sequence[float], digits: int = 2) -> str:
     return f"{low} to {high}"
 
 
-def _margin(part: Comparison) -> str:
-    return f"{part.margin:g}"
-
-
-def _check_arms(
-    values: Mapping[str, Mapping[int, float]],
-    baseline: str,
-    failed: Mapping[str, Collection[int]],
-    target: float | None,
-) -> None:
-    names = ", ".join(map(repr, values)) or "none"
-    if len(values) < 2 and target is None:
+def _check_arms(arms: Mapping[str, Collection[int]], baseline: str, least: int) -> None:
+    names = ", ".join(map(repr, arms)) or "none"
+    if len(arms) < least:
         raise ValueError(f"Expected a baseline and at least one other arm, but got {names}.")
-    if baseline not in values:
+    if baseline not in arms:
         raise ValueError(f"Expected `baseline` to be one of {names}, but got {baseline!r}.")
-    for arm in (arm for arm, runs in values.items() if not runs and not failed.get(arm)):
+    for arm in (arm for arm, runs in arms.items() if not runs):
         raise ValueError(f"Expected runs of every arm, but got none of {arm!r}.")

@@ -13,6 +13,7 @@ from powergrad.lab.environment import describe_machine
 from powergrad.lab.runs import Job, JobError
 from powergrad.lab.runs.pool import Pool, RunsFailed, Snapshot
 from powergrad.lab.signals import Interrupted
+from powergrad.lab.stats import least_runs
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.records import RunRow
 from powergrad.lab.study.results import Results
@@ -159,7 +160,7 @@ def _cut_short(results: Results, study: Study, missing: Mapping[str, int]) -> Re
         f"{count} {what[:-1] if count == 1 else what} of {arm}" for arm, count in missing.items()
     )
     least, looks = min(len(results.units(a)) for a in results.unfinished_arms()), study.design.looks
-    if least >= study.question.least and least not in looks:
+    if least >= least_runs(study.question.noise) and least not in looks:
         design = replace(study.design, looks=tuple(sorted({*looks, least})))
         study = claim(replace(study, design=design), results.folder)
     remark = (

@@ -95,25 +95,20 @@ def describe_failed(results: Results) -> Iterator[str]:
 
 def _about_question(results: Results) -> Iterator[str]:
     """Notes about the noise: known, missing, or shared by runs of the same seed."""
-    constant = {name: None for c in results.comparisons for name in c.constant}
-    if constant:
-        are_all = len(constant) == len(results.arms)
-        why = (
-            "the program does not use its seed"
-            if are_all
-            else "other arms vary, so these may be stuck, for example at chance level"
-        )
+    name, noise = results.metric.name, results.question.noise
+    if constant := {name: None for c in results.comparisons for name in c.constant}:
+        why = "other arms vary, so these may be stuck, for example at chance level"
+        if len(constant) == len(results.arms):
+            why = "the program does not use its seed"
         yield f"All runs of {' and of '.join(constant)} give the same number: {why}."
-    noise, name = results.question.noise, results.metric.name
     if noise is not None:
         source = noise.source or "as given with --sigma"
         yield f"The noise of {name} is not estimated: {noise.sigma:g}, {source}."
     found = [c for c in results.comparisons if c.correlation is not None]
-    if found:
-        listed = ", ".join(
-            f"{c.arm} {c.correlation:.2f}{' (in pairs)' if c.pairs else ''}" for c in found
-        )
-        yield f"Correlation of the runs with the same seed as {results.baseline}'s: {listed}."
+    listed = [f"{c.arm} {c.correlation:.2f}{' (in pairs)' if c.pairs else ''}" for c in found]
+    if listed:
+        baseline = results.baseline
+        yield f"Correlation of the runs with the same seed as {baseline}'s: {', '.join(listed)}."
 
 
 def _about_runs(results: Results) -> Iterator[str]:
@@ -168,7 +163,7 @@ def _about_design(results: Results) -> Iterator[str]:
     if not study.design.is_fixed and results.arms:
         settled = [c for c in results.comparisons if c.verdict != "not settled"]
         most = max((comparison.n for comparison in results.comparisons), default=0)
-        if stopped := [f"{c.arm} after {c.n}" for c in settled if c.n < most]:
+        if stopped := [f"{c.arm} after {c.n}" for c in settled if c.n < most and c.target is None]:
             yield (
                 f"An arm stops once it is settled: {', '.join(stopped)} {what}. It is compared "
                 f"with as many {what} of {results.baseline}."
@@ -277,6 +272,8 @@ def _tune_first(study: Study) -> str | None:
 
 def _settle(results: Results) -> Iterator[str]:
     """Advice on how to settle the open arms, after all planned runs."""
+    if results.question.target is not None or results.question.second is not None:
+        return  # neither the margin nor the noise of one metric decides
     ended = [c for c in results.comparisons if not (c.withheld or c.is_open)]
     unsettled = [c for c in ended if c.verdict == "not settled" and math.isfinite(c.interval[0])]
     if not unsettled:

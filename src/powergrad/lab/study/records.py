@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from powergrad.lab.runs import Record
-from powergrad.lab.stats import LEAST, LEAST_KNOWN, Claim, Noise
+from powergrad.lab.stats import Claim, Noise
 from powergrad.lab.study.metrics import Metric
 from powergrad.lab.words import number, short_key
 
@@ -26,11 +26,6 @@ class Question(Record):
     second: Metric | None = None  # a second metric; its margin is 0 if it has none
     claim: Claim = ""  # what must be shown of the second metric
     pairs: bool = False  # compare in pairs where that pays; not in studies of earlier versions
-
-    @property
-    def least(self) -> int:
-        """The smallest number of runs per arm for a verdict."""
-        return LEAST_KNOWN if self.noise else LEAST
 
 
 USUAL = Question(pairs=True)  # of every new study without further options

@@ -203,16 +203,13 @@ def _continue_study(study: Study, folder: Path) -> Results:
         raise RecipeError(f"Expected {str(folder / FILE)!r} to hold runs, but got a table.")
     pairs = {"pairs": earlier.question.pairs}  # the rule of the first start
     study = replace(study, question=study.question.model_copy(update=pairs))
-    if study.question != earlier.question:
-        raise RecipeError(
-            f"Expected the --target, --and and --sigma with which {str(folder)!r} was started, but "
-            "got others; choose another --name. To use its runs, pass its study.csv to --reuse."
-        )
-    before, now = ((s.kind, s.tuned, s.finals, s.program.public().key) for s in (earlier, study))
+    before, now = (
+        (s.kind, s.tuned, s.finals, s.question, s.program.public().key) for s in (earlier, study)
+    )
     if before != now or (earlier.tuning and earlier.tuning != json_safe(study.tuning)):
         raise RecipeError(
             f"Expected {str(folder)!r} to hold this study, but got one of another program "
-            "or tuning; choose another --name."
+            "or tuning, or another --target, --and or --sigma; choose another --name."
         )
     for arm, changes in study.arms.items():
         if arm in earlier.arms and earlier.arms[arm] != json_safe(changes):
