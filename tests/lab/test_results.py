@@ -66,7 +66,9 @@ def test_arm_whose_runs_are_all_nan_is_worse(tmp_path):
     save(results, tmp_path)
     saved = json.loads((tmp_path / "study.json").read_text())
     assert saved["comparisons"][1]["by"] == "failures"
-    assert "b is worse than a, by its failures" in describe_results(load(tmp_path))
+    said = describe_results(load(tmp_path))
+    assert "b is worse than a, by its failures" in said
+    assert "+nan" not in said
     write_report([results], tmp_path / "report.html")
     draw_study(results, tmp_path / "study.png")
 

@@ -117,7 +117,8 @@ class Comparison:
     def sentence(self) -> str:
         """The verdict as a sentence, with its numbers."""
         numbers = self._numbers + (f" and {self.second._numbers}" if self.second else "")
-        is_small = max(map(abs, self.interval)) < self.margin and not self.second
+        is_simple = self.second is None and self.target is None
+        is_small = is_simple and max(map(abs, self.interval)) < self.margin
         text = f"{self.arm} is {self.ending}: {numbers}."
         if self.done < self.looks[0]:
             finished = f"{self.done} of {self.looks[0]} {self.counted} are finished"
@@ -312,8 +313,8 @@ def compare(
 
 
 def format_signed(value: float, digits: int = 2) -> str:
-    """Format a difference with its sign; zero is always +0."""
-    return f"{round(value, digits) + 0.0:+.{digits}f}"
+    """Format a difference with its sign; zero is always +0, and NaN is a dash."""
+    return "-" if math.isnan(value) else f"{round(value, digits) + 0.0:+.{digits}f}"
 
 
 def format_p(p: float, digits: int = 2) -> str:

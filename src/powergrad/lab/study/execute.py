@@ -102,8 +102,8 @@ def run_study(
                 results = _tune_repeat(still, last, results, execution)
             results = _run_units(results, study, range(done, last + 1), execution)
             done = last + 1
-            if all(row.failed for row in results.rows):
-                raise JobError(f"every run failed. {results.rows[0].failed}")
+            if all(map(results.why_failed, results.rows)):
+                raise JobError(f"every run failed. {results.why_failed(results.rows[0])}")
             counts = {arm: len(results.of_arm(arm)) for arm in results.unfinished_arms()}
             lacking = {arm: done - count // (study.finals or 1) for arm, count in counts.items()}
             if missing := {arm: count for arm, count in lacking.items() if count > 0}:
