@@ -2,6 +2,7 @@
 
 python benchmarks/verdicts.py                 every table: results/bench_verdicts.csv
 python benchmarks/verdicts.py --choice        only the table by which the test was chosen
+python benchmarks/verdicts.py --kinds         only the last table; a second start continues it
 
 *Error*: studies in which no arm differs from the baseline. Counted is the share with any arm called
 better or worse; and, where every arm truly differs by exactly the margin, the share with any arm
@@ -13,6 +14,10 @@ that powergrad uses; "pooled" is the same with one variance for all arms, as in 
 "sign-flip" flips the signs of differences between runs of the same seed; "permutation" exchanges
 runs of the two arms. The last two are corrected by Holm's method, and call equivalent by two
 one-sided t tests.
+
+*Kinds*: the error of the other kinds of verdicts, each study judged by `settle` of
+`powergrad.lab.stats`: pairs by the rule of the first look, known noise, a target, two metrics, and
+runs that fail.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import harness
@@ -30,8 +36,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from powergrad.lab.files import csv_text, write_text
 from powergrad.lab.stats.looks import DEFAULT, Design
 from powergrad.lab.stats.power import judge
+from powergrad.lab.stats.settle import Arm, Rule, settle
+from powergrad.lab.stats.tests import Noise
 
 Array = NDArray[np.float64]
 
@@ -215,6 +224,119 @@ TESTS = {
 }
 
 
+# Other kinds of verdicts --------------------------------------------------------------------------
+
+
+def correlated(shape: tuple[int, ...], correlation: float, rng: np.random.Generator) -> Array:
+    """Normal noise of (studies, metrics, arms, runs), correlated between arms at the same seed."""
+    shared = rng.standard_normal((*shape[:2], 1, shape[3]))
+    own = rng.standard_normal(shape)
+    return SIGMA * (math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own)
+
+
+PAIRS = Rule(MARGIN, pairs=True)
+BOTH = (Rule(MARGIN, claim="not worse", pairs=True), Rule(0.0, claim="better", pairs=True))
+FEW = Design((2, 3, 4))
+# The rules, the correlation, the rate of failures and, where it is not that of the table, the
+# design. "earlier runs" is a sigma with 8 degrees of freedom, drawn for every study.
+OTHER_KINDS: dict[str, tuple[tuple[Rule, ...], float, float, Design | None]] = {
+    **{
+        f"pairs, correlation {r}": ((PAIRS,), r, 0.0, None) for r in (0.0, 0.3, 0.5, 0.7, 0.9, 0.99)
+    },
+    "known noise": ((Rule(MARGIN, noise=Noise(SIGMA, 0)),), 0.0, 0.0, None),
+    "known noise, few runs": ((Rule(MARGIN, noise=Noise(SIGMA, 0)),), 0.0, 0.0, FEW),
+    "noise of earlier runs": ((Rule(MARGIN, noise=Noise(SIGMA, 9, 8)),), 0.0, 0.0, None),
+    "target": ((Rule(MARGIN, target=0.0),), 0.0, 0.0, None),
+    "two metrics": (BOTH, 0.0, 0.0, None),
+    "two metrics, correlation 0.9": (BOTH, 0.9, 0.0, None),
+    "failures, 5%": ((PAIRS,), 0.0, 0.05, None),
+    "failures, 30%": ((PAIRS,), 0.0, 0.3, None),
+    "failures, 30%, correlation 0.9": ((PAIRS,), 0.9, 0.3, None),
+}
+
+WITH_EFFECT = ("pairs, correlation 0.7", "known noise", "two metrics", "failures, 30%")
+
+
+def simulate_kind(
+    kind: str, arms: int, design: Design, effect: float, studies: int
+) -> dict[str, Any]:
+    """Studies without a difference; with an `effect`, every arm differs by it in the first metric.
+
+    Without an effect, the margin is too small for "equivalent", so that no study ends early by it.
+    With two metrics, an effect of minus the margin makes the arms worse in the first, and they are
+    much better in the second: "better" is then false.
+    """
+    rules, correlation, failures, own = OTHER_KINDS[kind]
+    metrics = len(rules)
+    design, begin, rng = own or design, time.process_time(), np.random.default_rng(7)
+    noise = correlated((studies, metrics, arms + 1, design.last), correlation, rng)
+    noise[:, 0, 1:] += effect
+    if metrics == 1 and not effect:
+        rules = (replace(rules[0], margin=SIGMA / 100),)
+    if metrics > 1 and effect:
+        noise[:, 1, 1:] += 10
+    failed = rng.random((studies, arms + 1, design.last)) < failures
+    counts = dict.fromkeys(("better", "worse", "equivalent", "not settled", "n"), 0.0)
+    different = false_better = equivalent = 0
+    for study in range(studies):
+        if rules[0].noise is not None and rules[0].noise.df:
+            sigma = SIGMA * math.sqrt(rng.chisquare(8) / 8)
+            rules = (replace(rules[0], noise=Noise(sigma, 9, 8)),)
+        runs = [
+            [
+                Arm(
+                    str(arm),
+                    {s: v for s, v in enumerate(values[arm].tolist()) if not failed[study, arm, s]},
+                    failed[study, arm].nonzero()[0].tolist(),
+                )
+                for values in noise[study]
+            ]
+            for arm in range(arms + 1)
+        ]
+        settled = [settle(arm, runs[0], rules, design, arms) for arm in runs[1:]]
+        for one in settled:
+            counts[one.verdict] += 1
+            counts["n"] += len(one.arm.seeds)
+        verdicts = {one.verdict for one in settled}
+        different += bool(verdicts & {"better", "worse"})
+        false_better += "better" in verdicts
+        equivalent += "equivalent" in verdicts
+    is_wrong_claim = metrics > 1 and effect != 0
+    return {
+        "test": kind,
+        "noise": "normal",
+        "arms": arms,
+        "runs": str(design),
+        "effect": effect,
+        "studies": studies,
+        "any_called_different": (false_better if is_wrong_claim else different) / studies,
+        "any_called_equivalent": equivalent / studies,
+        "called_different": (counts["better"] + counts["worse"]) / studies / arms,
+        "called_equivalent": counts["equivalent"] / studies / arms,
+        "mean_runs": counts["n"] / studies / arms,
+        "seconds": time.process_time() - begin,
+    }
+
+
+def run_kinds() -> None:
+    """Add the rows that are missing at this commit to the file."""
+    path, shared = harness.RESULTS / "bench_verdicts.csv", harness.conditions()
+    with path.open(newline="") as file:
+        rows: list[dict[str, Any]] = [*csv.DictReader(file)]
+    rows = [r for r in rows if r["table"] != "kinds" or r["commit"] == shared["commit"]]
+    done = {(r["test"], r["arms"], r["effect"]) for r in rows if r["table"] == "kinds"}
+    for kind, (rules, *_) in OTHER_KINDS.items():
+        cases = [(1, DEFAULT, 0.0), (3, FIXED, 0.0)]
+        if kind in WITH_EFFECT:
+            cases.append((1, DEFAULT, -MARGIN if len(rules) > 1 else MARGIN))
+        for arms, design, effect in cases:
+            if (kind, str(arms), str(effect)) not in done:
+                row = simulate_kind(kind, arms, design, effect, 10_000)
+                rows.append({"table": "kinds", **row, **shared})
+                write_text(path, csv_text([*rows[0]], rows))
+                print(kind, arms, effect, row["any_called_different"], flush=True)
+
+
 # Tables ------------------------------------------------------------------------------------------
 
 
@@ -247,7 +369,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--choice", action="store_true", help="only the table of the choice")
-    choice_only = parser.parse_args().choice
+    parser.add_argument("--kinds", action="store_true", help="only the table of other kinds")
+    given = parser.parse_args()
+    if given.kinds:
+        run_kinds()
+        return
     rows = []
     for test in TESTS:
         for kind in ("normal", "one arm varies thrice", "baseline varies thrice", "as measured"):
@@ -257,7 +383,7 @@ def main() -> None:
             for design in (FIXED, DEFAULT):
                 rows.append(simulate(test, "as measured", 3, design, effect, 1_000))
     rows = [{"table": "choice", **row} for row in rows]
-    if not choice_only:
+    if not given.choice:
         for kind in KINDS:
             for arms in (1, 3, 8):
                 for design in (FIXED, DEFAULT):
@@ -275,6 +401,8 @@ def main() -> None:
             {key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()}, flush=True
         )
     harness.save("verdicts", rows)
+    if not given.choice:
+        run_kinds()
 
 
 if __name__ == "__main__":

@@ -248,6 +248,7 @@ def test_a_study_whose_runs_are_all_in_a_larger_one_is_shown_and_not_counted(tmp
 def test_runs_that_diverged_count_as_guessing_and_only_in_the_test_accuracy(tmp_path):
     accuracy = {"baseline": spread(80), "pgt": {**spread(81), 3: 0.0}}
     train = {"baseline": spread(90), "pgt": {**spread(93), 3: 0.0}}
+    train = {arm: {s: v + 0.01 * (s % 3) for s, v in runs.items()} for arm, runs in train.items()}
     write_study(tmp_path, TWO, accuracy, diverged={("pgt", 3)}, train=train)
     assert glance(tmp_path, "Training accuracy")[0] == "1"
     assert glance(tmp_path, "The gap")[0] == "1"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,13 @@ def test_arm_stops_at_the_look_that_settles_it(made_up, compare):
 
 
 def test_other_numbers_of_seeds_are_noted_and_runs_are_reused(made_up, compare):
-    assert not compare("--seeds", 8).get("notes")
+    (note,) = compare("--seeds", 8)["notes"]
+    assert "Correlation" in note
     fewer = compare("--seeds", 6)
     assert runs_of(fewer) == {"baseline": 6, "pgt": 6}
     assert len(made_up.done) == 16
     more = compare("--seeds", 12)
-    (note,) = more["notes"]
+    (note,) = [note for note in more["notes"] if "Correlation" not in note]
     assert "6 and 8 and 12 seeds" in note
     assert f"is {100 * error_of_looks((6, 8, 12), 1):.1f}%, not 5%" in note
     assert compare("--seeds", 12)["notes"] == more["notes"]  # the same command changes nothing
@@ -329,6 +331,15 @@ def test_bad_input_is_named_before_any_run(tmp_path, capsys, tokens, word):
 def test_plan_is_that_of_the_library(capsys, sigma):
     assert powergrad("plan", "--delta", 0.14, "--sigma", sigma) == 0
     assert capsys.readouterr().out.startswith(f"{plan(0.14, 0.118).seeds} runs per arm ")
+
+
+def test_plan_with_known_noise_needs_fewer_runs(capsys):
+    assert powergrad("plan", "--delta", 0.4, "--sigma", 0.118, "--known") == 0
+    n = int(capsys.readouterr().out.split()[0])
+    assert n == plan(0.4, 0.118, known=True).seeds < 6
+    power = [statistics.NormalDist().cdf(0.4 / (0.118 * (2 / k) ** 0.5) - 1.96) for k in (n - 1, n)]
+    assert power[1] > 0.79  # and with fewer runs it is smaller, unless two are the least
+    assert n == 2 or power[0] < 0.81
 
 
 @pytest.mark.parametrize("tokens", [[], ["--delta", "0", "--sigma", "0.1"], ["--sigma", "mnist"]])

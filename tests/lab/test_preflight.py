@@ -184,7 +184,7 @@ def test_cut_study_continues_as_planned(tmp_path):
 
 
 def test_arm_that_ran_out_of_time_is_not_settled(tmp_path):
-    results = cut_study(tmp_path, 23, "8", 0.0, 2.0, (0.9,))  # 8, 8 and 7
+    results = cut_study(tmp_path, 23, "8", 0.1, 2.0, (0.9,))  # 8, 8 and 7
     found = [(comparison.n, comparison.verdict) for comparison in results.comparisons]
     assert found == [(8, "not settled"), (7, "not settled")]
     assert not any("An arm stops" in note for note in notes(results))

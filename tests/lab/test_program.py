@@ -420,10 +420,18 @@ def compare_plain(
 @pytest.mark.parametrize(
     ("text", "seeds", "words"),
     [
-        (f"{AT}sys.exit(9)\n{NOISY}", 8, "1 of 8 runs of b failed and do not count"),
-        (f"if len(sys.argv) > 2: sys.exit(9)\n{NOISY}", 6, "This arm is not compared"),
-        (f"{AT}print('accuracy', 'nan'); sys.exit()\n{NOISY}", 8, "Diverged: 1 of 8 runs of b"),
-        ("print('accuracy 92')", "6,8", "your script does not use {seed}"),
+        (f"{AT}sys.exit(9)\n{NOISY}", 8, "1 of 8 runs of b failed (seed 1)"),
+        (
+            f"if len(sys.argv) > 2: sys.exit(9)\n{NOISY}",
+            6,
+            "b is worse than baseline, by its failures",
+        ),
+        (
+            f"{AT}print('accuracy', 'nan'); sys.exit()\n{NOISY}",
+            8,
+            "1 of 8 runs of b failed (seed 1): accuracy is nan",
+        ),
+        ("print('accuracy 92')", "6,8", "the program does not use its seed"),
         ("print('accuracy', 90 + random.random())", 6, "Runs are not repeatable"),
     ],
 )
@@ -434,6 +442,23 @@ def test_odd_programs_are_noted(in_process, tmp_path, capsys, text, seeds, words
     assert not list((tmp_path / "s").glob("*-seed6-*")) or seeds == 8  # constant ones stop early
     states = json.loads((tmp_path / "s/progress.json").read_text())["runs"].values()
     assert any(state["state"] == "failed" for state in states) == ("sys.exit(9)" in text)
+
+
+def test_other_questions_about_a_program(in_process, tmp_path, capsys):
+    path = script(tmp_path, NOISY)
+    assert compare_plain(tmp_path, path, "--sigma", 0.4, seeds=2) == 0
+    assert "known noise 0.4" in capsys.readouterr().out
+    assert compare_plain(tmp_path, path, "--sigma", 0.4, seeds=2) == 0  # the same study
+    assert compare_plain(tmp_path, path, "--sigma", 0.5, seeds=2) == 2
+    assert "choose another --name" in capsys.readouterr().err
+    assert compare_plain(tmp_path / "t", path, "--target", 80, seeds=6) == 0
+    said = capsys.readouterr()
+    assert "baseline and b are better than the target 80" in said.out
+    assert "There will be no verdict" not in said.err
+    assert compare_plain(tmp_path / "a", path, "--and", "seconds: not worse 9", seeds=3) == 0
+    assert "There will be no verdict: it needs 6 runs" in capsys.readouterr().err
+    assert compare_plain(tmp_path / "b", path, "--and", "speed: better higher", seeds=6) == 2
+    assert "--and with one of seconds, accuracy" in capsys.readouterr().err
 
 
 @pytest.mark.studies

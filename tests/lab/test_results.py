@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 from studies import SMALL, results_of, spread, study_of
 
+from powergrad.lab.figures import draw_study
 from powergrad.lab.files import write_json
+from powergrad.lab.report import write_report
 from powergrad.lab.runs import CommandProgram
 from powergrad.lab.runs.functions import FunctionProgram
 from powergrad.lab.study import Metric, RunRow, Tuning, load, load_study, save
-from powergrad.lab.study.notes import advice, missing_control, notes
-from powergrad.lab.study.records import Choice, IdentityCheck, Trial
+from powergrad.lab.study.notes import advice, missing_control, notes, verdict
+from powergrad.lab.study.records import Choice, IdentityCheck, Source, Trial
 from powergrad.lab.study.saving import claim, to_csv, to_json
+from powergrad.lab.terminal import describe_results
 from powergrad.lab.trainer.recipe import RecipeError, load_recipe
 from powergrad.lab.trainer.run_folder import Result, Run, RunError
 
@@ -38,16 +41,53 @@ def lost(arm: str, seed: int, **about: Any) -> RunRow:
     return RunRow(arm=arm, seed=seed, metrics={"test_accuracy": math.nan}, about=about)
 
 
-def test_diverged_run_counts_as_chance_or_as_worst_value():
+def test_diverged_run_counts_as_chance_or_as_failed():
     results = results_of({"a": [90.0, 91.0], "b": [80.0, 92.0]})
     unknown = replace(results, rows=[*results.rows, lost("b", 2, diverged=True)])
-    assert unknown.values("b")[2] == 80.0
+    assert (list(unknown.values("b")), unknown.failed_units("b")) == ([0, 1], {2})
+    assert "1 of 3 runs of b failed (seed 2): test_accuracy is nan" in notes(unknown)
+    assert unknown.comparable() is unknown
     known = replace(results, rows=[*results.rows, lost("b", 2, diverged=True, classes=4)])
     assert known.values("b")[2] == 25.0
     assert "1 of 3 runs of b" in notes(known)[0]
     assert "counts as 25" in notes(known)[0]
     infinite = RunRow(arm="b", seed=2, metrics={"test_accuracy": math.inf})
-    assert replace(results, rows=[*results.rows, infinite]).values("b")[2] == 80.0
+    assert replace(results, rows=[*results.rows, infinite]).failed_units("b") == {2}
+
+
+def test_arm_whose_runs_are_all_nan_is_worse(tmp_path):
+    rows = [lost("b", seed, diverged=True) for seed in range(8)]
+    results = results_of({"a": spread(90, 0.1), "c": spread(90, 0.1)[::-1]})
+    results = replace(results, rows=[*results.rows, *rows])
+    assert [(c.arm, c.verdict) for c in results.comparisons] == [
+        ("c", "equivalent"),
+        ("b", "worse"),
+    ]
+    save(results, tmp_path)
+    saved = json.loads((tmp_path / "study.json").read_text())
+    assert saved["comparisons"][1]["by"] == "failures"
+    said = describe_results(load(tmp_path))
+    assert "b is worse than a, by its failures" in said
+    assert "+nan" not in said
+    write_report([results], tmp_path / "report.html")
+    draw_study(results, tmp_path / "study.png")
+
+
+def test_arm_without_variation_is_explained():
+    stuck = results_of({"a": spread(90, 0.1), "b": [10.0] * 8})
+    assert "stuck, for example at chance level" in " ".join(notes(stuck))
+    assert "b is without a verdict" in verdict(stuck)
+    ignored = results_of({"a": [90.0] * 8, "b": [91.0] * 8})
+    assert "the program does not use its seed" in " ".join(notes(ignored))
+    assert not advice(ignored)
+
+
+def test_correlation_is_in_the_report():
+    values = {"a": spread(90, 1), "b": [value + 0.01 * value % 0.02 for value in spread(90, 1)]}
+    old = results_of(values)
+    assert "Correlation" not in " ".join(notes(old))  # of an earlier version: never in pairs
+    source = Source(file="r.csv", digest="", columns={"metric": "test_accuracy"})
+    assert "b 1.00 (in pairs)" in " ".join(notes(replace(old, source=source)))
 
 
 def test_unit_of_a_repeat_is_the_mean_over_its_seeds():
@@ -58,6 +98,9 @@ def test_unit_of_a_repeat_is_the_mean_over_its_seeds():
     ]
     results = replace(results_of({"a": [1.0]}), rows=rows)
     assert results.units("a") == {0: 90.5, 1: 92.5}
+    failed = [*rows[:-1], rows[-1].model_copy(update={"about": {"failed": "no memory"}})]
+    assert replace(results, rows=failed).units("b") == {0: 90.5}
+    assert replace(results, rows=failed).failed_units("b") == {1}
     assert replace(results, rows=rows[:-1]).units("b") == {0: 90.5}  # the other is not complete
 
 
@@ -98,7 +141,7 @@ def test_too_few_fixed_seeds_advise_more():
 def test_impossible_numbers_of_seeds_advise_images_or_a_margin():
     # 100 test images, on which 80% scatter by 4 points by chance alone.
     coarse = spread(80, 4, 24, step=1.0)
-    few = compared(coarse, coarse, "24", **TUNED)
+    few = compared(coarse, coarse[::-1], "24", **TUNED)
     needed = few.comparisons[0].runs_needed
     images, margin = advice(few)
     assert "With 100 test images" in images
@@ -111,7 +154,7 @@ def test_impossible_numbers_of_seeds_advise_images_or_a_margin():
     fine = spread(80, 4, 24, step=0.01)  # the number of images does not explain this scatter
     (line,) = advice(compared(fine, fine[::-1], "24", **TUNED))
     assert "margin" in line
-    assert advice(replace(compared(fine, fine), study=None))  # runs made elsewhere, too
+    assert advice(replace(compared(fine, fine[::-1]), study=None))  # runs made elsewhere, too
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(2, "lr=0.1:3.2"), (0, "lr=0.025:0.8")])
@@ -199,7 +242,9 @@ def test_committed_studies_give_the_conclusions_in_their_files(path):
         return json.loads(text, parse_float=lambda digits: f"{float(digits):.12g}")
 
     saved, again = rounded(path.read_bytes()), rounded(json.dumps(to_json(load(path))))
-    for name in ("verdict", "comparisons", "advice"):
+    for now, before in zip(again["comparisons"], saved["comparisons"], strict=True):
+        assert {name: now[name] for name in before} == before  # later versions have more fields
+    for name in ("verdict", "advice"):
         assert again[name] == saved[name]
 
 

@@ -16,6 +16,7 @@ from powergrad.lab.stats import (
     LEAST,
     Design,
     Noise,
+    Second,
     compare,
     error_of_looks,
     estimate_noise,
@@ -24,7 +25,8 @@ from powergrad.lab.stats import (
     t_interval,
 )
 from powergrad.lab.stats.power import judge, runs_to_settle, simulate
-from powergrad.lab.stats.tests import failure_bound, permutation_p, step_of, welch
+from powergrad.lab.stats.settle import Arm, Rule, settle
+from powergrad.lab.stats.tests import failure_bound, permutation_p, should_pair, step_of, welch
 
 stats: Any = scipy_stats  # its results are typed as less than they are
 
@@ -236,11 +238,220 @@ def test_runs_without_any_spread_have_no_verdict():
     found = one([99.123456] * 2, [98.7] * 2, step=0.0)
     assert found.verdict == "not settled"
     assert "give the same number, so their noise is unknown" in found.sentence
-    same = one([98.0] * 8, [98.0] * 8)
-    assert same.verdict == "not settled"
-    assert one([0.3] * 8, [0.1 + 0.2] * 8, step=0.0).verdict == "not settled"  # rounding
-    apart = one([99.0] * 8, [98.0] * 8)  # two values: their step bounds the spread
-    assert apart.verdict == "better"
+    rng = np.random.default_rng(0)
+    some = rng.normal(98, 0.1, 24).tolist()
+    rounded = [0.3] * 4 + [0.1 + 0.2] * 4
+    for arm, baseline in (
+        ([98.0] * 8, [98.0] * 8),
+        ([99.0] * 8, [98.0] * 8),  # a program that ignores its seed
+        (rounded, [0.1 + 0.2] * 8),
+        ([90.0] * 8, some[:8]),
+        (some[:8], [90.0] * 8),
+    ):
+        for design in (Design((8,)), DEFAULT):
+            found = one(arm, baseline, design=design)
+            assert found.verdict == "not settled"
+            assert not found.is_open  # nothing is learned from more such runs
+            assert math.isinf(found.interval[0])
+            assert found.p == 1
+            assert "so their noise is unknown" in found.sentence
+    lost = one([10.0] * 8, some[:8], diverged={"arm": range(8)})  # chance is no accident
+    assert lost.verdict == "worse"
+
+
+def test_an_arm_equal_to_the_baseline_at_every_seed_has_no_effect():
+    base = np.random.default_rng(0).normal(98, 3, 8)
+    found = one(base, base, design=DEFAULT)
+    assert (found.verdict, found.by, found.interval) == ("equivalent", "identity", (0, 0))
+    assert "without effect" in found.sentence
+    assert one(base[::-1], base, design=DEFAULT).is_open  # at other seeds
+    assert one(base[:3], base[:3], design=DEFAULT).is_open
+
+
+def failing(arm, baseline, failed=(), failed_baseline=(), **options):
+    """The comparison of runs of which some failed."""
+    lost = {"arm": set(failed), "base": set(failed_baseline)}
+    values = {"base": seeded(baseline), "arm": seeded(arm)}
+    values = {
+        name: {seed: value for seed, value in runs.items() if seed not in lost[name]}
+        for name, runs in values.items()
+    }
+    options = {"margin": MARGIN, "failed": lost, **options}
+    (found,) = compare(values, "base", **options)
+    return found
+
+
+@pytest.mark.parametrize("design", [FIXED, DEFAULT, None], ids=str)
+def test_failures_are_outcomes_of_their_own(design):
+    base = 98 + 0.1 * np.random.default_rng(4).standard_normal(8)
+    arm = base[::-1] + 0.01
+
+    def verdict(arm, failed, failed_baseline=()):
+        found = failing(arm, base, failed, failed_baseline, design=design)
+        assert (found.failed, found.failed_baseline) == (len(failed), len(failed_baseline))
+        assert found.done == 8
+        return found.verdict, found.by
+
+    every = range(8)
+    assert verdict(arm, []) == ("equivalent", "mean")
+    assert verdict(arm, every) == ("worse", "failures")
+    assert verdict(arm, [], every) == ("better", "failures")
+    assert verdict(arm + 1, every[1:]) == ("worse", "failures")
+    assert verdict(arm, every, every) == ("not settled", "mean")
+    assert verdict(arm, [3]) == ("not settled", "failures")
+    assert verdict(arm + 1, [3]) == ("not settled", "failures")  # never better, either
+    assert verdict(arm - 1, [3]) == ("worse", "mean")
+    assert verdict(arm - 1, [], [3]) == ("not settled", "failures")
+    assert verdict(arm + 1, [2], [3, 4]) == ("better", "mean")
+    assert verdict(arm, [2], [3]) == ("equivalent", "mean")
+    assert "more runs of arm failed" in failing(arm, base, [3], design=design).sentence
+    assert "more runs of base failed" in failing(arm - 1, base, [], [3], design=design).sentence
+    gone = failing(arm, base, every, design=design)
+    p = stats.fisher_exact([[8, 0], [0, 8]]).pvalue
+    assert gone.p == pytest.approx(design.overall(p, 0, 2) if design else 1 - (1 - p) ** 2)
+    assert "8 of 8 runs failed, so up to 100% might" in gone.sentence
+
+
+def test_an_arm_that_failed_more_often_gets_more_runs():
+    base = 98 + 0.1 * np.random.default_rng(4).standard_normal(12)
+    assert failing(base[:8] + 1, base[:8], [3], design=DEFAULT).is_open
+    assert failing(base + 1, base, [3], [9], design=DEFAULT).verdict == "better"
+
+
+def correlated(rng, correlation, shape):
+    """Standard normal numbers of (..., arms, runs): the runs of one seed are correlated."""
+    own = rng.standard_normal(shape)
+    shared = rng.standard_normal((*shape[:-2], 1, shape[-1]))
+    return math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own
+
+
+def test_runs_are_paired_if_their_correlation_shows_that_it_pays():
+    rng = np.random.default_rng(1)
+    base, arm = correlated(rng, 0.99, (2, 24))
+    for design in (FIXED, DEFAULT, None):
+        found = one(arm[:8] + 0.3, base[:8], design=design, pairs=True, margin=0.05)
+        assert (found.verdict, found.pairs) == ("better", 8)
+        r, p = stats.pearsonr(arm[:8], base[:8]).statistic, stats.ttest_rel(arm[:8] + 0.3, base[:8])
+        assert found.correlation == pytest.approx(r)
+        assert found.p_alone == pytest.approx(p.pvalue)
+        level = 1 - (design or FIXED).nominal(0, 1)
+        assert found.interval == pytest.approx(tuple(p.confidence_interval(level)))
+        assert "8 pairs of runs" in found.sentence
+        assert one(arm[:8] + 0.3, base[:8], design=design, margin=0.05).pairs == 0
+    # It is decided at the first look, whatever the later runs show.
+    late = one(np.r_[arm[:8], -arm[8:]], base, design=DEFAULT, pairs=True, margin=0.01)
+    assert (late.n, late.pairs) == (24, 24)
+    assert late.correlation == pytest.approx(r)
+    few = failing(arm + 0.1, base, [0, 1], [1, 2], design=Design((24,)), pairs=True)
+    assert (few.n, few.n_baseline, few.pairs) == (22, 22, 21)
+
+
+@pytest.mark.parametrize(("pairs", "critical"), [(6, 0.882), (8, 0.789), (24, 0.472)])
+def test_correlations_that_pay_are_significant_at_one_per_cent(pairs, critical):
+    """The critical values of Pearson's correlation, one-sided, as in printed tables."""
+    assert not should_pair(critical - 0.001, pairs)
+    assert should_pair(critical + 0.001, pairs)
+
+
+def test_known_noise_needs_two_runs():
+    noise = Noise(0.1, 0, source="from a table")
+    found = one([98.5, 98.6], [98.0, 98.1], noise=noise, design=Design((2,)))
+    assert found.verdict == "better"
+    reach = 1.959964 * 0.1  # times the square root of 1/2 + 1/2
+    assert found.interval == pytest.approx((0.5 - reach, 0.5 + reach))
+    assert "known noise 0.1 from a table" in found.sentence
+    estimated = one([98.5, 98.6], [98.0, 98.1], noise=Noise(0.1, 9, 8), design=Design((2,)))
+    reach = stats.t.isf(0.025, 8) * 0.1
+    assert estimated.interval == pytest.approx((0.5 - reach, 0.5 + reach))
+    assert one([98.5, 98.6], [98.0, 98.1], design=Design((2,))).verdict == "not settled"
+    wild = one([98.5, 99.6], [98.0, 97.1], noise=noise, design=Design((2,)))
+    assert "vary by 0.71, which is more than the known noise" in wild.sentence
+    assert "more than" not in found.sentence
+
+
+def test_target_replaces_the_baseline():
+    runs = 3.28 + 0.01 * np.random.default_rng(2).standard_normal((2, 8))
+    values = {"base": seeded(runs[0]), "low": seeded(runs[1] - 0.02)}
+    options = {"margin": 0.01, "target": 3.28, "higher_is_better": False, "design": FIXED}
+    at, low = compare(values, "base", **options)
+    assert (at.verdict, low.verdict) == ("not settled", "better")  # never equivalent
+    level = 0.95**0.5
+    expected = stats.ttest_1samp(runs[1] - 0.02, 3.28).confidence_interval(level)
+    assert low.interval == pytest.approx(tuple(np.array(expected) - 3.28))
+    assert "low is better than the target 3.28" in low.sentence
+    assert "margin" not in low.sentence
+    assert compare({"a": values["low"]}, "a", **options)[0].verdict == "better"
+    fails = compare(values, "base", failed={"low": [-1]}, **options)[1]
+    assert (fails.verdict, fails.by) == ("not settled", "failures")  # not reached by every run
+
+
+def test_two_metrics_share_the_error():
+    rng = np.random.default_rng(3)
+    values = {"base": seeded(rng.normal(98, 0.1, 8)), "arm": seeded(rng.normal(98, 0.1, 8))}
+    seconds = {"base": seeded(rng.normal(60, 1, 8)), "arm": seeded(rng.normal(50, 1, 8))}
+    slower = {"base": seconds["arm"], "arm": seconds["base"]}
+
+    def verdict(seconds, shift=0.0, claim: Any = "better", margin=0.0):
+        second = Second(seconds, claim, margin, False, "seconds")
+        runs = {**values, "arm": {seed: value + shift for seed, value in values["arm"].items()}}
+        (found,) = compare(runs, "base", margin=MARGIN, design=FIXED, second=second)
+        assert found.comparisons == 2
+        level = 0.95**0.5
+        for part, (a, b) in ((found, runs.values()), (found.second, seconds.values())):
+            test = stats.ttest_ind([*b.values()], [*a.values()], equal_var=False)
+            assert part
+            assert part.interval == pytest.approx(tuple(test.confidence_interval(level)))
+        assert found.sentence
+        return found.verdict
+
+    assert verdict(seconds) == "better"  # faster at equal quality
+    assert verdict(seconds, -0.2) == "better"  # worse, but by less than the margin
+    assert verdict(seconds, -1) == "worse"
+    assert verdict(slower) == "worse"
+    assert verdict(slower, 1) == "worse"
+    same = {"base": seconds["base"], "arm": seeded(reversed(seconds["base"].values()))}
+    assert verdict(same) == "not settled"
+    assert verdict(same, 1) == "not settled"
+    assert verdict(same, 0, "better", 5.0) == "equivalent"
+    assert verdict(same, 1, "not worse", 5.0) == "better"
+    assert verdict(same, 0, "not worse", 5.0) == "equivalent"
+    assert verdict(slower, 1, "not worse", 5.0) == "worse"
+    assert verdict(slower, 1, "not worse", 20.0) == "better"
+
+
+@pytest.mark.parametrize("design", [Design((6,)), DEFAULT], ids=str)
+@pytest.mark.parametrize(
+    "kind", ["correlated", "known", "estimated", "two runs", "target", "two metrics", "failures"]
+)
+def test_new_kinds_of_false_verdicts_are_as_rare_as_promised(kind, design):
+    """The same, with 10,000 studies of more kinds, is `benchmarks/verdicts.py`."""
+    rng, studies, arms = np.random.default_rng(6), 600, 2
+    rules = [Rule(MARGIN, pairs=True)]
+    noise = 0.4 * correlated(rng, 0.8, (studies, 2, arms + 1, design.last))
+    failed = rng.random((studies, arms + 1, design.last)) < 0.3 * (kind == "failures")
+    if kind in ("known", "estimated", "two runs"):
+        noise = 0.4 * rng.standard_normal(noise.shape)
+        rules = [Rule(MARGIN, noise=Noise(0.4, 0))]
+        design = Design((2, 3, 4)) if kind == "two runs" else design
+    if kind == "target":
+        rules = [Rule(MARGIN, target=0.0)]
+    if kind == "two metrics":
+        rules = [Rule(0.1, claim="not worse"), Rule(0.0, claim="better")]
+    wrong = 0
+    for study in range(studies):
+        if kind == "estimated":
+            earlier = 0.4 * rng.standard_normal(9)
+            rules = [Rule(MARGIN, noise=Noise(float(earlier.std(ddof=1)), 9, 8))]
+        made = []
+        for arm in range(arms + 1):
+            lost = failed[study, arm].nonzero()[0].tolist()
+            parts = [
+                {s: v for s, v in seeded(x).items() if s not in lost} for x in noise[study, :, arm]
+            ]
+            made.append([Arm(str(arm), part, lost) for part in parts[: len(rules)]])
+        found = [settle(arm, made[0], rules, design, arms).verdict for arm in made[1:]]
+        wrong += any(verdict in ("better", "worse") for verdict in found)
+    assert wrong / studies <= 0.075
 
 
 def test_better_is_withheld_with_its_reason():

@@ -192,9 +192,9 @@ def test_runs_without_a_number_are_left_out_or_diverged(tmp_path, capsys):
         "Left out: 1 run of baseline marked as crashed (seed 1); 1 run without Group (line 9); 1 "
         "run of pgt without val/acc (seed 3)."
     ) in said
-    assert "Diverged: 2 of 7 runs of pgt. A run that diverged counts as 89.8." in said
+    assert "2 of 7 runs of pgt failed (seed 4, 5): val/acc is nan" in said
     (comparison,) = load(tmp_path / "runs/r").comparisons
-    assert (comparison.n, comparison.n_baseline, comparison.diverged) == (7, 6, 2)
+    assert (comparison.n, comparison.n_baseline, comparison.failed) == (5, 6, 2)
     again = read_table(tmp_path / "runs/r/study.csv", "val/acc")  # what is left out stays so
     left_out = {(run.arm, run.seed) for run in again.source.left_out if run.arm}
     assert left_out == {("baseline", 1), ("pgt", 3)}
@@ -271,3 +271,72 @@ def test_folder_with_other_files_is_left_alone(tmp_path, capsys, file):
     assert [f.name for f in folder.iterdir()] == [file]
     assert (folder / file).read_text() == PLAIN
     assert compare(path, "--name", "other") == 0
+
+
+TIMED = lines("arm,seed,acc,seconds", "{arm},{seed},{value},{seed}.5")
+
+
+def conclusion(tmp_path: Path, text: str, *options: object) -> tuple[Any, str]:
+    """The only comparison of a table, and the text of its page."""
+    assert compare(write(tmp_path / "r.csv", text), *options) == 0
+    results = load(tmp_path / "runs/r")
+    page = (tmp_path / "runs/r/report.html").read_text()
+    assert verdict(results) in page  # what the terminal printed
+    (comparison,) = results.comparisons
+    return comparison, f"{verdict(results)} {comparison.sentence}"
+
+
+def test_target_of_a_table_with_one_arm(tmp_path, capsys):
+    text = "arm,seed,loss\n" + "".join(f"new,{seed},3.2{seed}\n" for seed in range(8))
+    found, said = conclusion(tmp_path, text, "--metric", "loss", "--target", 3.28)
+    assert (found.verdict, found.target) == ("better", 3.28)
+    assert "new is better than the target 3.28" in said
+    (tmp_path / "runs").rename(tmp_path / "before")
+    found, said = conclusion(tmp_path, text, "--metric", "loss", "--target", 3.23)
+    assert found.verdict == "not settled"
+    assert "cannot tell whether new differs from the target 3.23" in said
+
+
+def test_known_noise_of_a_table_with_two_runs(tmp_path, capsys):
+    text = "\n".join(line for line in PLAIN.splitlines() if not re.search(",[2-7],", line)) + "\n"
+    options = ("--metric", "metric", "--margin", 0.1)
+    found, _ = conclusion(tmp_path, text, *options)
+    assert found.verdict == "not settled"
+    capsys.readouterr()
+    found, said = conclusion(tmp_path, text, *options, "--sigma", 0.2)
+    assert found.verdict == "better"
+    assert "known noise 0.2" in said
+    assert "The noise of metric is not estimated: 0.2, as given" in capsys.readouterr().out
+    write(tmp_path / "earlier.csv", PLAIN)
+    earlier = ("--sigma-from", tmp_path / "earlier.csv")
+    found, said = conclusion(tmp_path, text, *options, *earlier)
+    assert (found.noise.runs, found.noise.df, found.verdict) == (16, 14, "better")
+    assert "estimated from 16 runs of earlier.csv" in said
+
+
+def test_second_metric_of_a_table(tmp_path, capsys):
+    options = ("--metric", "acc", "--margin", 0.5, "--and")
+    found, said = conclusion(tmp_path, TIMED, *options, "seconds: better")
+    assert found.verdict == "not settled"
+    assert "whether pgt is not worse in acc by 0.5 and better in seconds than baseline" in said
+    found, said = conclusion(tmp_path, TIMED, *options, "seconds: not worse 9")
+    assert found.verdict == "better"
+    assert "pgt is better in acc and not worse in seconds by 9 than baseline" in said
+    assert found.second.margin == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (("--and", "seconds"), "such as"),
+        (("--and", "seconds: not worse"), "the margin"),
+        (("--and", "tokens: better"), "tokens"),
+        (("--and", "seconds: better", "--target", 1), "--target or --and"),
+        (("--sigma", 1, "--sigma-from", "x.csv"), "--sigma or --sigma-from"),
+        (("--sigma", 0), "`sigma`"),
+        (("--sigma-from", "nowhere.csv"), "nowhere.csv"),
+    ],
+)
+def test_bad_questions_are_named(tmp_path, capsys, options, word):
+    assert compare(write(tmp_path / "r.csv", TIMED), "--metric", "acc", *options) == 2
+    assert word in capsys.readouterr().err

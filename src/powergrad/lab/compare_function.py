@@ -26,6 +26,7 @@ from powergrad.lab.study import Execution, Metric, Results, Study, run_study, sa
 from powergrad.lab.study.execute import run_first
 from powergrad.lab.study.metrics import choose_metric
 from powergrad.lab.study.notes import notes, verdict
+from powergrad.lab.study.records import USUAL
 from powergrad.lab.terminal import Watch, compared_cells, describe_results
 
 WORKER = "POWERGRAD_WORKER"  # set in processes that import `train`
@@ -109,6 +110,7 @@ def compare_function(
     unknown = Metric(name=metric or "metric", higher_is_better=True, unit="", margin=1.0)
     settings, design = _settings(arms), Design(parse_runs(seeds))
     study = Study("compare", program, settings, design, unknown, unknown.margin, first_seed)
+    study = replace(study, question=USUAL)
     place = Path(tempfile.mkdtemp(prefix="powergrad-") if out is None else out)
     folder = place / (name or study.name)
     pool = Pool(folder, workers=len(environments), environments=environments)

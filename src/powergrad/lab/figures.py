@@ -49,7 +49,8 @@ def draw_study(results: Results, path: Path, note: str = "") -> None:
     unit = " (%)" if results.metric.name.endswith("accuracy") else ""
     left.set_xlabel(results.metric.title + unit)
     left.set_title("every run, and the mean", fontsize=10)
-    right.set_xlabel(f"difference from {_literal(results.baseline)}")
+    against = next((c.baseline for c in results.comparisons), results.baseline)
+    right.set_xlabel(f"difference from {_literal(against)}")
     right.set_title("mean and 95% interval; grey: the margin", fontsize=10)
     right.margins(x=0.25)
     left.set_ylim(len(arms) - 0.5, -0.5)

@@ -82,13 +82,13 @@ def compare(
         options: The options of every study.
     """
     if table.from_ is not None:
-        kept = replace(_OPTIONS, metric=options.metric, margin=options.margin)
-        kept = replace(kept, out=options.out, name=options.name, json=options.json)
-        kept = replace(kept, quiet=options.quiet, fail_unless=options.fail_unless)
+        free = ("metric", "margin", "out", "name", "sigma", "sigma_from", "target", "and_")
+        free += ("json", "quiet", "fail_unless")
+        kept = replace(_OPTIONS, **{name: getattr(options, name) for name in free})
         rest = (recipe, overrides, arms, arm, alpha, command, program, tuning, options)
         if rest != (None, (), None, (), "0.25", (), _PROGRAM, _TUNE, kept):
-            others = "--metric, --margin, --better, --baseline, --columns, --out, --name, --json,"
-            others += " --quiet and --fail-unless"
+            others = "--metric, --margin, --better, --baseline, --columns, --out, --name, --sigma, "
+            others += "--sigma-from, --target, --and, --json, --quiet and --fail-unless"
             raise ValueError(f"Expected --from only with {others}, but got options for new runs.")
         return compare_table(table, options)
     refuse(table, ("columns", "baseline"), "--from")
@@ -158,9 +158,9 @@ def _compare_program(
     if known is None and usual:
         raise ValueError(f"Expected --metric, one of {', '.join(usual)}, but got none.")
     if known is not None:  # raises before any run if an option is missing
-        guess_metric(known, [100.0], margin=options.margin, better=better)
+        guess_metric(known, [100.0], margin=options.usual_margin, better=better)
     elif usual:
-        choose_metric([dict.fromkeys(usual, 0.0)], None, margin=options.margin, better=better)
+        choose_metric([dict.fromkeys(usual, 0.0)], None, margin=options.usual_margin, better=better)
     tuner = None
     if given.tune_metric is not None:
         judging = guess_metric(given.tune_metric, [], margin=1.0, better=None)
@@ -179,7 +179,10 @@ def _compare_program(
             exponent = head_exponent(first[0].about.get("optimizers", []))
             arms = command_arms(texts, alphas, exponent=exponent, agc=given.agc)
         runs = [row.metrics for row in first]
-        metric = choose_metric(runs, known, usual, margin=options.margin, better=better)
+        metric = choose_metric(runs, known, usual, margin=options.usual_margin, better=better)
+        if (second := study.question.second) and second.name not in runs[0]:
+            listed = ", ".join(runs[0])
+            raise ValueError(f"Expected --and with one of {listed}, but got {second.name!r}.")
         study = replace(study, arms=arms, metric=metric, margin=metric.margin)
         tuner = replace(tuner, study=study) if tuner else None
         seconds = max(run["seconds"] for run in runs)

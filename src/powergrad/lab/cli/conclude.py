@@ -50,11 +50,9 @@ def run_and_report(
 
     execution = replace(execution, seen=write_page)
     results = run_study(study, folder, execution, tuner=tuner, **records)
-    has_metric = all(
-        len(results.values(arm)) == sum(not row.failed for row in results.of_arm(arm))
-        for arm in results.arms
-    )
-    if results.comparable() is None and has_metric:  # one arm, or one run each
+    if results.comparable() is None and all(
+        map(results.has_ended, results.rows)
+    ):  # one arm, or one run each
         show_tuning(results)
         show_runs(results)
         if failed := next((row.failed for row in results.rows if row.failed), ""):
@@ -95,9 +93,14 @@ def compare_table(table: TableOptions, options: StudyOptions) -> Results:
     assert path is not None
     folder = options.out / (options.name or path.stem)
     earlier = _earlier_table(folder)
-    wanted = {"metric": options.metric, "margin": options.margin, "better": table.better}
+    wanted: dict[str, Any] = {
+        "metric": options.metric,
+        "margin": options.usual_margin,
+        "better": table.better,
+    }
     columns = parse_columns(table.columns)
-    results = compare_rows(path, columns=columns, baseline=table.baseline, **wanted)
+    wanted |= {"baseline": table.baseline, "question": options.question()}
+    results = compare_rows(path, columns=columns, **wanted)
     assert results.source is not None
     if earlier is not None and earlier.source is not None:
         if earlier.source.digest != results.source.digest:

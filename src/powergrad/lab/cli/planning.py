@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
+from powergrad.lab.cli.common import Flag
 from powergrad.lab.stats import KNOWN_NOISE, Design, Noise, estimate_noise, parse_runs
 from powergrad.lab.stats import plan as plan_runs
-from powergrad.lab.study import Results, load
+from powergrad.lab.study import load
 from powergrad.lab.terminal import show_plan
 
 
@@ -25,6 +28,7 @@ def plan(
     seeds: str = "8..24",
     seconds: float | None = None,
     workers: int = 1,
+    known: Annotated[bool, Flag] = False,
 ) -> int:
     """Compute how many seeds a claim needs.
 
@@ -42,30 +46,40 @@ def plan(
         seeds: The looks of the sequential design, as in `powergrad compare --seeds`.
         seconds: The time of one run in seconds; by default as measured in --study.
         workers: The number of runs at a time.
+        known: Plan a study whose verdict uses this sigma (`powergrad compare --sigma`), so that 2
+            runs per arm are enough for one.
     """
     if arms < 2:
         raise ValueError(f"Expected `arms` to be at least 2, but got {arms}.")
     noise: float | str | Noise
     if study is not None:
-        noise, measured = _noise_of(load(study, metric), metric, study)
+        noise, measured = noise_of(study, metric)
         seconds = measured if seconds is None else seconds
     elif sigma is None:
-        known = ", ".join(KNOWN_NOISE)
-        raise ValueError(f"Expected --sigma (a number, or one of {known}) or --study.")
+        names = ", ".join(KNOWN_NOISE)
+        raise ValueError(f"Expected --sigma (a number, or one of {names}) or --study.")
     else:
         noise = sigma
         with contextlib.suppress(ValueError):
             noise = float(sigma)
     claim = {"power": power, "level": level, "comparisons": arms - 1, "margin": margin}
-    runs = {"design": Design(parse_runs(seeds)), "seconds": seconds, "workers": workers}
+    runs = {
+        "design": Design(parse_runs(seeds)),
+        "seconds": seconds,
+        "workers": workers,
+        "known": known,
+    }
     show_plan(plan_runs(delta, noise, images=images, **claim, **runs))
     return 0
 
 
-def _noise_of(results: Results, metric: str | None, source: Path) -> tuple[Noise, float | None]:
+def noise_of(study: Path, metric: str | None) -> tuple[Noise, float | None]:
     """The noise within the arms of a study, and the mean time of a run."""
+    results = load(study, metric)
     samples = [list(results.values(arm, metric).values()) for arm in results.arms]
     if not any(samples):
-        raise ValueError(f"Expected runs in {str(source)!r}, but got none.")
+        raise ValueError(f"Expected runs in {str(study)!r}, but got none.")
     times = [time for row in results.rows if (time := row.value("seconds")) is not None]
-    return estimate_noise(samples), sum(times) / len(times) if times else None
+    noise = estimate_noise(samples)
+    source = f"estimated from {noise.runs} runs of {study.name}"
+    return replace(noise, source=source), sum(times) / len(times) if times else None

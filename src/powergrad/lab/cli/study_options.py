@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from powergrad.lab.cli.common import Flag, Words, put_aside, refuse
+from powergrad.lab.cli.planning import noise_of
 from powergrad.lab.preflight import (
     Plan,
     check_recipe,
@@ -26,9 +27,11 @@ from powergrad.lab.preflight import (
 from powergrad.lab.runs import CommandProgram, Program, RecipeProgram
 from powergrad.lab.runs.devices import visible_devices, worker_environments
 from powergrad.lab.runs.pool import Pool
-from powergrad.lab.stats import DEFAULT, LEAST, Design, parse_runs
+from powergrad.lab.stats import DEFAULT, Design, Noise, check_positive, least_runs, parse_runs
 from powergrad.lab.study import Execution, Metric, Results, Study, StudyKind, metric_named
 from powergrad.lab.study.execute import known_runs
+from powergrad.lab.study.metrics import parse_second
+from powergrad.lab.study.records import USUAL, Question
 from powergrad.lab.study.saving import summarise
 from powergrad.lab.study.space import Space, split_overrides
 from powergrad.lab.study.tuning import Map, Tuner
@@ -124,6 +127,13 @@ class StudyOptions:
         quiet: Print only the results and errors.
         fail_unless: Exit with code 4 unless every arm except the baseline is better, equivalent, or
             not-worse (by more than the margin).
+        sigma: The known standard deviation of a run. The verdict uses it instead of an estimate, so
+            that 2 runs per arm are enough for one.
+        sigma_from: An earlier study (its folder, or study.csv) whose noise is used instead.
+        target: A value of the metric, with which every arm, also the baseline, is compared.
+        and_: A second metric, and what must hold for "better": "seconds: better" (and the first not
+            worse by the margin), or "memory: not worse 100" (by that margin; and the first better).
+            A last word, higher or lower, says which is better.
     """
 
     seeds: str | None = None
@@ -141,6 +151,29 @@ class StudyOptions:
     json: Annotated[bool, Flag] = False
     quiet: Annotated[bool, Flag] = False
     fail_unless: Literal["better", "not-worse", "equivalent"] | None = None
+    sigma: float | None = None
+    sigma_from: Path | None = None
+    target: float | None = None
+    and_: Annotated[str | None, Parameter(name="--and")] = None
+
+    @property
+    def usual_margin(self) -> float | None:
+        """The margin; with a target, which needs none, one that only sets the digits."""
+        has_none = self.margin is None and self.target is not None
+        return abs(self.target or 1) / 1000 if has_none else self.margin
+
+    def question(self) -> Question:
+        """What is asked about the metric."""
+        if self.sigma is not None and self.sigma_from is not None:
+            raise ValueError("Expected --sigma or --sigma-from, but got both.")
+        if self.target is not None and self.and_ is not None:
+            raise ValueError("Expected --target or --and, but got both.")
+        noise = None if self.sigma is None else Noise(check_positive(self.sigma, "sigma"), 0)
+        if self.sigma_from is not None:
+            noise, _ = noise_of(self.sigma_from, self.metric)
+        second, claim = parse_second(self.and_) if self.and_ else (None, "")
+        asked = {"noise": noise, "target": self.target, "second": second, "claim": claim}
+        return USUAL.model_copy(update=asked)
 
     def base(self, recipe: str, overrides: Sequence[str], *, is_plain: bool = True) -> Recipe:
         """The recipe of every run; if it must be plain, the arms set alpha."""
@@ -180,15 +213,18 @@ class StudyOptions:
             design = DEFAULT if runs is None else Design(parse_runs(runs))
         except ValueError as error:
             raise ValueError(f"--repeats: {error}" if repeats else str(error)) from None
-        if design.last < LEAST and kind != "tune":
-            reason = f"a verdict needs at least {LEAST}"
+        made = Study(kind, program, dict(arms), design, metric, margin, self.first_seed, finals)  # pyright: ignore[reportArgumentType]
+        made = replace(made, question=self.question())
+        least = least_runs(made.question.noise)
+        if design.last < least and kind != "tune":
+            reason = f"a verdict needs at least {least} per arm, or the noise (--sigma)"
             if self.fail_unless:
                 got = f"got {design.last} runs per arm"
                 raise ValueError(
                     f"Expected --fail-unless only with a verdict, but {got}; {reason}."
                 )
             say(f"No verdict is possible with {design.last} runs per arm: {reason}.")
-        return Study(kind, program, dict(arms), design, metric, margin, self.first_seed, finals)  # pyright: ignore[reportArgumentType]
+        return made
 
     def free_folder(self, study: Study) -> Path:
         """The folder of the study; with --fresh, the folder of an earlier start is renamed."""

@@ -52,7 +52,7 @@ def describe_study(results: Results, states: Mapping[str, str] | None = None) ->
     notes: list[str] = []
     content = _describe_results(results, states, notes)
     if study is not None and states is None:
-        few = [arm for arm in study.arms if len(results.units(arm)) < 2]
+        few = [arm for arm in study.arms if usable is None or arm not in usable.arms]
         notes += [f"Too few finished runs to compare: {', '.join(few)}."] if few else []
     conclusions = conclude(usable) if usable else NO_VERDICT
     parts = None

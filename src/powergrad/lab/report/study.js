@@ -11,7 +11,7 @@ function forest(study, groups) {
   const place = (arm) => study.arms.findIndex((candidate) => candidate.name === arm);
   const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
   const bySeed = (comparison) => {
-    const base = mean((study.units[study.baseline] || []).slice(0, comparison.n_baseline));
+    const base = comparison.target ?? mean((study.units[study.baseline] || []).slice(0, comparison.n_baseline));
     return (study.units[comparison.arm] || []).slice(0, comparison.n).map((value) => value - base);
   };
 
@@ -42,22 +42,24 @@ function forest(study, groups) {
     const [from, to] = [comparison.interval[0] ?? low, comparison.interval[1] ?? high];
     const bounded = comparison.interval.every(isNumber);
     const interval = bounded ? `${signed(from, digits)} to ${signed(to, digits)}` : "no interval yet";
+    const measured = isNumber(comparison.difference);
+    const difference = measured ? signed(comparison.difference, digits) : "–";
     const drawing = s("svg", {
-      role: "img", "aria-label": `${signed(comparison.difference, digits)}, ${bounded ? "from " : ""}${interval}`,
+      role: "img", "aria-label": `${difference}, ${bounded ? "from " : ""}${interval}`,
     }, ground(42), s("g", { class: colour(index) },
       bySeed(comparison).map((value) => s("circle", { class: "seed", cx: percent(value), cy: 32, r: 3 })),
       s("line", { class: `whisker ${bounded ? "" : "faint"}`, x1: percent(from), x2: percent(to), y1: 18, y2: 18 }),
-      s("circle", { class: "dot", cx: percent(comparison.difference), cy: 18, r: 6.5 })));
+      measured && s("circle", { class: "dot", cx: percent(comparison.difference), cy: 18, r: 6.5 })));
     return h("tr", {},
       h("th", { class: "who", scope: "row" }, swatch(index), named(comparison.arm),
         groups.length > 1 && h("span", { class: "does" }, changes(index))),
       h("td", { class: "plot" }, drawing),
       h("td", { class: "much" },
-        h("strong", {}, signed(comparison.difference, digits)), ` (${interval})`),
+        h("strong", {}, difference), ` (${interval})`),
       h("td", { class: "said" },
         h("span", { class: verdictClass(comparison) }, comparison.verdict),
         h("span", { class: "does" }, comparison.p < 0.001 ? "p < 0.001" : `p = ${fmt(comparison.p)}`,
-          `, ${comparison.n} runs`)));
+          `, ${comparison.n} runs`, comparison.failed > 0 && `, ${comparison.failed} failed`)));
   };
   const axis = s("svg", { role: "presentation" }, ground(6),
     X.ticks(5).map(([value, text]) => [
@@ -87,9 +89,9 @@ function verdictSection(study) {
     study.comparisons.length > 0 && [
       forest(study, [["", study.comparisons]]),
       h("p", { class: "soft small" },
-        "Large dots: mean difference from ", named(study.baseline), ", with its 95% interval, ",
-        "corrected for all arms and looks. Small dots: each run minus the mean of ",
-        named(study.baseline), ". Shaded: the margin of ", String(study.margin),
+        "Large dots: mean difference from ", named(study.comparisons[0].baseline), ", with its 95% ",
+        "interval, corrected for all arms and looks. Small dots: each run minus the mean of ",
+        named(study.comparisons[0].baseline), ". Shaded: the margin of ", String(study.margin),
         ", within which a difference does not matter. ",
         study.higher ? "Higher is better." : "Lower is better."),
       h("details", {}, h("summary", {}, "As sentences"), h("ul", {},
@@ -138,7 +140,7 @@ function tableSection(study) {
     ...(compared.size ? [
       ["verdict", (arm) => compared.get(arm.name)?.verdict, verdict, "words"],
       ["difference", (arm) => compared.get(arm.name)?.difference, (arm) =>
-        (compared.has(arm.name)
+        (isNumber(compared.get(arm.name)?.difference)
           ? signed(compared.get(arm.name).difference, decimals(study.metric)) : "–")],
     ] : []),
     ...shown.filter((metric) => metric !== "steps").map((metric) =>

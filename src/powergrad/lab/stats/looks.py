@@ -34,6 +34,11 @@ LEAST = 6  # with fewer runs per arm, no verdict is given
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(96)
 
 
+def least_runs(known_noise: object) -> int:
+    """The smallest number of runs per arm for a verdict."""
+    return 2 if known_noise else LEAST
+
+
 @dataclass(frozen=True)
 class Design:
     """The numbers of runs per arm at which a study tests its results."""

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from powergrad.lab.stats.looks import DEFAULT, LEAST, Design, sidak
-from powergrad.lab.stats.tests import Array, check_positive, pooled_sd, welch
+from powergrad.lab.stats.looks import DEFAULT, LEAST, Design, least_runs, sidak
+from powergrad.lab.stats.tests import Array, Noise, check_positive, compare_means, pooled_sd
 from powergrad.lab.words import duration
 
 STUDIES = 4_000
@@ -45,13 +45,15 @@ def judge(
     margin: float,
     comparisons: int = 1,
     step: float = 0.0,
+    noise: Noise | None = None,
 ) -> Judged:
     """Judge many studies as :func:`powergrad.lab.stats.compare` judges one."""
     sign, is_equivalent = np.zeros(len(arm), int), np.zeros(len(arm), bool)
     n = np.full(len(arm), design.last)
     for look, size in enumerate(design.looks):
-        if size >= LEAST:
-            difference = welch(arm[:, :size], baseline[:, :size], step=step)
+        if size >= least_runs(noise):
+            samples = arm[:, :size], baseline[:, :size]
+            difference = compare_means(*samples, step=step, noise=noise)
             signs, equal = difference.judge(design.nominal(look, comparisons), margin)
             is_settled = (sign == 0) & ~is_equivalent & ((signs != 0) | equal)
             sign[is_settled], is_equivalent[is_settled] = signs[is_settled], equal[is_settled]
@@ -78,6 +80,7 @@ def simulate(
     margin: float,
     comparisons: int = 1,
     step: float = 0.0,
+    known: Noise | None = None,
     seed: int = 0,
 ) -> Outcome:
     """The outcome of a design in simulated studies with normal noise."""
@@ -89,7 +92,8 @@ def simulate(
     if step:
         between = step * rng.random((STUDIES, 1))  # position of the baseline between two steps
         arm, baseline = (step * np.round((x + between) / step) for x in (arm, baseline))
-    judged = judge(arm, baseline, design, margin=margin, comparisons=comparisons, step=step)
+    rule = {"margin": margin, "comparisons": comparisons, "step": step}
+    judged = judge(arm, baseline, design, **rule, noise=known)
     shares = (judged.sign > 0, judged.is_equivalent, judged.n)
     return Outcome(effect, *(float(share.mean()) for share in shares))
 
@@ -110,23 +114,6 @@ def runs_to_settle(sd: float, margin: float, *, comparisons: int = 1, level: flo
 
 
 # Noise -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Noise:
-    """The variation of runs that differ only in their seed."""
-
-    sigma: float  # standard deviation of a run
-    runs: int  # runs from which it was estimated; 0 if it was given
-    df: int = 0  # degrees of freedom of the estimate
-
-    def interval(self) -> tuple[float, float]:
-        """The 95% interval of sigma, by the chi-square distribution of a normal variance."""
-        from scipy.special import chdtri  # slow to import
-
-        df = self.df or self.runs - 1
-        low, high = chdtri(df, [0.025, 0.975])
-        return self.sigma * math.sqrt(df / low), self.sigma * math.sqrt(df / high)
 
 
 # In points of test accuracy: Keller Jordan, On the Variance of Neural Network Training with respect
@@ -193,8 +180,12 @@ def plan(
     design: Design | None = None,
     seconds: float | None = None,
     workers: int = 1,
+    known: bool = False,
 ) -> Plan:
-    r"""The number of runs that detect a difference, with a fixed number and with looks."""
+    r"""The number of runs that detect a difference, with a fixed number and with looks.
+
+    If the noise is `known`, the verdict uses it and does not estimate it.
+    """
     check_positive(abs(difference), "difference")
     if not 0 < power < 1:
         raise ValueError(f"Expected `power` to be between 0 and 1, but got {power}.")
@@ -205,13 +196,15 @@ def plan(
     noise = _as_noise(noise)
     looks = Design((design or DEFAULT).looks, level)
     step = 100 / images if images else 0.0
-    outcome = partial(simulate, margin=margin, comparisons=comparisons, step=step)
+    rule = {"margin": margin, "comparisons": comparisons, "step": step}
+    outcome = partial(simulate, **rule, known=noise if known else None)
 
     def at(n: int, sigma: float) -> Outcome:
         return outcome(difference, sigma, Design((n,), level))
 
     def fewest(sigma: float) -> int | None:  # with this power; None if too large
-        low, high = LEAST - 1, LEAST
+        high = least_runs(known)
+        low = high - 1
         while at(high, sigma).found < power:
             if high > MOST:
                 return None

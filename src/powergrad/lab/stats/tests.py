@@ -1,13 +1,14 @@
 r"""Tests for the difference between two samples of runs.
 
-Runs are not paired: two runs with the same seed are hardly more similar than two with different
-seeds (correlation 0.08 over the studies in ``results/``), so a paired test would only lose degrees
-of freedom. The verdict uses Welch's t test, which allows different variances. If its assumptions
-are doubtful, the sentence of a verdict also reports a permutation test and a rank test.
+The verdict uses Welch's t test, which allows different variances; or Student's for the differences
+within pairs of runs with the same seed, if these are correlated; or the normal distribution, if the
+noise is known. If the assumptions of Welch's test are doubtful, the sentence of a verdict also
+reports a permutation test and a rank test. Numbers of failed runs are compared by Fisher's test.
 
 References:
     Welch, *The generalization of Student's problem when several different population variances are
-    involved*, 1947. Clopper and Pearson, *The use of confidence or fiducial limits*, 1934.
+    involved*, 1947. Clopper and Pearson, *The use of confidence or fiducial limits*, 1934. Fisher,
+    *The logic of inductive inference*, 1935.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -51,10 +53,76 @@ class Difference(NamedTuple):
         return np.where(differs, np.sign(self.mean), 0), is_equivalent
 
 
+@dataclass(frozen=True)
+class Noise:
+    """The variation of runs that differ only in their seed."""
+
+    sigma: float  # standard deviation of a run
+    runs: int  # runs from which it was estimated; 0 if it was given
+    df: int = 0  # degrees of freedom of the estimate
+    source: str = ""  # where it is from, for people
+
+    def interval(self) -> tuple[float, float]:
+        """The 95% interval of sigma, by the chi-square distribution of a normal variance."""
+        from scipy.special import chdtri  # slow to import
+
+        df = self.df or self.runs - 1
+        low, high = chdtri(df, [0.025, 0.975])
+        return self.sigma * math.sqrt(df / low), self.sigma * math.sqrt(df / high)
+
+    def is_exceeded(self, sd: float, df: int) -> bool:
+        """Whether runs vary more, at the level of 1% (chi-square test, or F test)."""
+        from scipy.special import chdtrc, fdtrc  # slow to import
+
+        ratio = (sd / self.sigma) ** 2
+        return (fdtrc(df, self.df, ratio) if self.df else chdtrc(df, df * ratio)) < 0.01
+
+
+def compare_means(
+    arm: ArrayLike,
+    baseline: ArrayLike,
+    *,
+    step: float = 0.0,
+    noise: Noise | None = None,
+    is_paired: bool = False,
+) -> Difference:
+    """The comparison of two samples, or of a sample with a number, by the test that fits them."""
+    a, b = np.asarray(arm, float), np.asarray(baseline, float)
+    if noise is not None:
+        each = 1 / a.shape[-1] + (1 / b.shape[-1] if b.ndim else 0.0)
+        mean = a.mean(-1) - (b.mean(-1) if b.ndim else b)
+        df = np.full_like(mean, noise.df or math.inf)
+        return Difference(mean, np.full_like(mean, noise.sigma * math.sqrt(each)), df)
+    if not is_paired and b.ndim:
+        return welch(a, b, step=step)
+    d = a - b
+    squared = np.maximum(variance(d), step**2 / 6) / d.shape[-1]
+    return Difference(d.mean(-1), np.sqrt(squared), np.full_like(squared, d.shape[-1] - 1))
+
+
+def correlation(arm: ArrayLike, baseline: ArrayLike) -> Array:
+    """The correlation of paired samples; 0 if one of them does not vary."""
+    a, b = (x - x.mean(-1, keepdims=True) for x in (np.asarray(arm), np.asarray(baseline)))
+    size = np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
+    varies = (variance(arm) > 0) & (variance(baseline) > 0)
+    return np.divide((a * b).sum(-1), size, out=np.zeros_like(size), where=varies)
+
+
+def should_pair(correlation: float, pairs: int) -> bool:
+    """Whether samples are compared in pairs: their correlation is above 0 (1%, one-sided).
+
+    The error of comparisons by this rule is simulated in ``benchmarks/verdicts.py``.
+    """
+    from scipy.special import stdtrit  # slow to import
+
+    t = float(stdtrit(pairs - 2, 0.99))
+    return correlation > t / math.sqrt(pairs - 2 + t * t)
+
+
 def welch(arm: ArrayLike, baseline: ArrayLike, *, step: float = 0.0) -> Difference:
     r"""Welch's comparison of two means with different variances."""
     a, b = np.asarray(arm, float), np.asarray(baseline, float)
-    va, vb = (np.maximum(_variance(x), step**2 / 12) / x.shape[-1] for x in (a, b))
+    va, vb = (np.maximum(variance(x), step**2 / 12) / x.shape[-1] for x in (a, b))
     squared = va + vb
     # Welch and Satterthwaite; if nothing varies, the degrees of freedom do not matter.
     below = va**2 / (a.shape[-1] - 1) + vb**2 / (b.shape[-1] - 1)
@@ -62,10 +130,11 @@ def welch(arm: ArrayLike, baseline: ArrayLike, *, step: float = 0.0) -> Differen
     return Difference(a.mean(-1) - b.mean(-1), np.sqrt(squared), df)
 
 
-def _variance(x: Array) -> Array:
+def variance(x: ArrayLike) -> Array:
     """The variance of each sample; 0 if it is only rounding error."""
-    variance = np.var(x, axis=-1, ddof=1)
-    return np.where(variance > (1e-12 * np.abs(x).max(-1)) ** 2, variance, 0.0)
+    values = np.asarray(x, float)
+    found = values.var(-1, ddof=1)
+    return np.where(found > (1e-12 * np.abs(values).max(-1)) ** 2, found, 0.0)
 
 
 def pooled_sd(samples: Sequence[Array]) -> float:
@@ -76,10 +145,9 @@ def pooled_sd(samples: Sequence[Array]) -> float:
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
     """Student's 95% interval for a mean."""
-    x = np.asarray(values, float)
-    error, df = x.std(ddof=1) / math.sqrt(len(x)), np.array(len(x) - 1.0)
-    reach = float(Difference(x.mean(), error, df).reach(0.05))
-    return float(x.mean()) - reach, float(x.mean()) + reach
+    found = compare_means(values, 0.0)
+    reach = found.reach(0.05)
+    return float(found.mean - reach), float(found.mean + reach)
 
 
 @functools.lru_cache(maxsize=1024)  # a report asks several times for the same two samples
@@ -116,6 +184,16 @@ def failure_bound(failures: int, runs: int) -> float:
     from scipy.special import betaincinv  # slow to import
 
     return 1.0 if failures >= runs else float(betaincinv(failures + 1, runs - failures, 0.95))
+
+
+@functools.lru_cache(maxsize=4096)
+def failures_p(failed: int, runs: int, failed_baseline: int, runs_baseline: int) -> float:
+    """The two-sided p-value of Fisher's exact test of two numbers of failed runs."""
+    from scipy.stats import fisher_exact  # slow to import
+
+    table = [[failed, runs - failed], [failed_baseline, runs_baseline - failed_baseline]]
+    result: Any = fisher_exact(table)
+    return float(result.pvalue)
 
 
 def step_of(values: Sequence[float]) -> float:

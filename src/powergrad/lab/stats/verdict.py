@@ -2,15 +2,24 @@ r"""The verdict on each arm: better, worse, equivalent, or not settled.
 
 One procedure gives interval, p-value and verdict, so they cannot contradict each other. At each
 look of the study's design, every arm has a *repeated confidence interval* for its mean difference
-from the baseline: Welch's t interval at the nominal level of the look, corrected for the other
-arms. With 95% confidence, all intervals of all arms at all looks contain the true differences. So
+from the baseline: a t interval at the nominal level of the look, corrected for the other arms. With
+95% confidence, all intervals of all arms at all looks contain the true differences. So
 
 1. an arm is *better* or *worse* as soon as its interval excludes 0;
 2. otherwise it is *equivalent* as soon as its interval lies inside the margin;
 3. otherwise it is *not settled*, and gets more runs until the last look.
 
 The p-value is the smallest error at which the interval would exclude 0. It is below 0.05 exactly if
-the verdict is *better* or *worse*.
+the verdict is *better* or *worse*. Further rules:
+
+- Where runs failed, Fisher's test of their numbers shares the error like another arm. If they
+  differ, that is the verdict. Otherwise the side that failed more often is never called better.
+- Without variation between the runs of the arm or of the baseline, there is no verdict. An arm that
+  equals the baseline at every seed is equivalent.
+- At the first look it is decided whether runs of the same seed are compared in pairs.
+- A known noise replaces the estimate; a target replaces the baseline.
+- A second metric shares the error like another arm. An arm is better if both claims are shown:
+  better in the one metric, and in the other not worse by the margin.
 """
 
 from __future__ import annotations
@@ -19,25 +28,12 @@ import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from powergrad.lab.files import json_safe
 from powergrad.lab.stats.looks import LEAST, Design
-from powergrad.lab.stats.tests import (
-    Array,
-    check_positive,
-    failure_bound,
-    permutation_p,
-    pooled_sd,
-    rank_p,
-    step_of,
-    welch,
-)
-
-Verdict = Literal["better", "worse", "equivalent", "not settled"]
-VERDICTS: tuple[Verdict, ...] = ("better", "worse", "equivalent", "not settled")
+from powergrad.lab.stats.settle import Arm, By, Claim, Rule, Verdict, settle
+from powergrad.lab.stats.tests import Noise, check_positive, failure_bound, step_of
 
 
 @dataclass(frozen=True)
@@ -50,13 +46,13 @@ class Comparison:
     n: int  # compared runs of the arm
     n_baseline: int  # compared runs of the baseline
     looks: tuple[int, ...]  # runs per arm at each look of the design
-    comparisons: int  # arms that share the error
+    comparisons: int  # tests that share the error: arms, their second metrics and failures
     level: float  # probability of any false verdict, over all looks and arms
     difference: float  # mean of the arm minus the mean of the baseline
     interval: tuple[float, float]  # its interval
     p: float  # p-value, corrected in the same way
-    p_alone: float  # uncorrected p-value of Welch's test
-    sd: float  # standard deviation of one run, pooled over both arms
+    p_alone: float  # uncorrected p-value; of the failures if they decide the verdict
+    sd: float  # standard deviation of one run; of pairs, that of a difference / sqrt(2)
     margin: float  # largest difference that does not matter
     step: float  # resolution of the metric; 0 if it is continuous
     diverged: int  # diverged runs of the arm
@@ -67,6 +63,14 @@ class Comparison:
     counted: str = "runs"  # what is compared, "runs" or "repeats"
     failed: int = 0  # failed runs of the arm: planned runs without a value
     failed_baseline: int = 0  # failed runs of the baseline
+    by: By = "mean"  # what decides the verdict, or prevents one
+    constant: tuple[str, ...] = ()  # which of the two do not vary, so that there is no verdict
+    correlation: float | None = None  # of the runs of the same seed, at the first look
+    pairs: int = 0  # compared pairs of runs of the same seed; 0 if runs are not paired
+    noise: Noise | None = None  # the known noise of a run; None if it is estimated
+    target: float | None = None  # compared with instead of the baseline
+    claim: Claim = ""  # with a second metric, what must be shown of this one for "better"
+    second: Comparison | None = None  # the same by the second metric, at the same look
 
     @property
     def done(self) -> int:  # including failed runs
@@ -75,7 +79,9 @@ class Comparison:
     @property
     def is_open(self) -> bool:
         """Whether more runs are planned for this arm."""
-        return self.verdict == "not settled" and not self.withheld and self.done < self.looks[-1]
+        has_ended = self.withheld or (self.constant and self.done >= max(LEAST, self.looks[0]))
+        is_settled = self.verdict != "not settled"
+        return not is_settled and not has_ended and self.done < self.looks[-1]
 
     @functools.cached_property
     def runs_needed(self) -> int:
@@ -85,41 +91,76 @@ class Comparison:
         return runs_to_settle(self.sd, self.margin, comparisons=self.comparisons, level=self.level)
 
     @property
+    def ending(self) -> str:
+        """What the arm is, such as ``better than baseline``."""
+        if self.by == "identity":
+            return f"without effect: its {self.counted} are those of {self.baseline}"
+        if self.verdict == "equivalent":
+            also = f" and {self.second.margin:g}" if self.second else ""
+            return f"equivalent to {self.baseline} within {self.margin:g}{also}"
+        if self.verdict == "not settled":
+            return "without a verdict" if self.constant else self.verdict
+        what = self.claims if self.second and self.verdict == "better" else self.verdict
+        by = ", by its failures" if self.by == "failures" else ""
+        return f"{what} than {self.baseline}{by}"
+
+    @property
+    def claims(self) -> str:
+        """What must be shown of two metrics for "better"."""
+        return " and ".join(
+            f"{part.claim} in {part.unit}" + f" by {part.margin:g}" * (part.claim == "not worse")
+            for part in (self, self.second)
+            if part
+        )
+
+    @property
     def sentence(self) -> str:
         """The verdict as a sentence, with its numbers."""
-        numbers = " ".join(filter(None, [self._number, self.unit, f"({self._evidence})"]))
+        numbers = self._numbers + (f" and {self.second._numbers}" if self.second else "")
+        is_simple = self.second is None and self.target is None
+        is_small = is_simple and max(map(abs, self.interval)) < self.margin
+        text = f"{self.arm} is {self.ending}: {numbers}."
         if self.done < self.looks[0]:
             finished = f"{self.done} of {self.looks[0]} {self.counted} are finished"
             text = f"{self.arm} has no verdict yet: {finished}."
-        elif not math.isfinite(self.interval[0]):
-            text = self._why_none
-        elif self.withheld:
-            text = f"{self.arm} against {self.baseline}: {numbers}. {self.withheld}"
-        elif self.verdict == "equivalent":
-            text = f"{self.arm} is equivalent to {self.baseline} within {self.margin:g}: {numbers}."
-        elif self.verdict != "not settled":
-            text = f"{self.arm} is {self.verdict} than {self.baseline}: {numbers}."
-            if max(map(abs, self.interval)) < self.margin:
-                text += f" The difference is smaller than the margin of {self.margin:g}."
-        else:
-            text = f"{self._cannot_tell(self.n)}: {numbers}."
+        elif self.verdict != "not settled" and self.by == "failures":
+            text = f"{self.arm} is {self.ending} ({format_p(self.p)}, exact test)."
+        elif self.by == "identity":
+            text = f"{self.arm} is {self.ending} at every seed, to the last digit."
+        elif self.withheld or (self.by == "failures" and math.isfinite(self.interval[0])):
+            who = self.arm if self.fails_more else self.baseline
+            why = self.withheld or f"No verdict, because more {self.counted} of {who} failed."
+            text = f"{self.arm} against {self.baseline}: {numbers}. {why}"
+        elif self.verdict == "not settled":
+            has_interval = math.isfinite(self.interval[0]) and not self.constant
+            text = f"{self._cannot_tell(self.n)}: {numbers}." if has_interval else self._why_none
+        elif self.verdict != "equivalent" and is_small:
+            text += f" The difference is smaller than the margin of {self.margin:g}."
         return " ".join(filter(None, [text, self.doubt, self._failures]))
+
+    @property
+    def fails_more(self) -> bool:
+        """Whether a larger part of the runs of the arm failed than of the baseline."""
+        done_baseline = self.n_baseline + self.failed_baseline
+        return self.failed * done_baseline > self.failed_baseline * self.done
 
     @property
     def _why_none(self) -> str:
         """Why there is no interval."""
-        least = min(self.n, self.n_baseline)
-        if least < 2:
-            reason = f"the noise cannot be estimated from one {self.counted[:-1]}"
-            return f"{self.arm} has no verdict yet: {reason}."
-        if self.sd == 0 and (self.step == 0 or self.difference == 0):
-            same = f"all {self.n} {self.counted} of each arm give the same number"
+        least = self.n if self.target is not None else min(self.n, self.n_baseline)
+        if self.constant:
+            same = f"all {self.counted} of {' and of '.join(self.constant)} give the same number"
             return f"{self.arm} has no verdict: {same}, so their noise is unknown."
+        if least < 2:
+            reason = f"the noise cannot be estimated from {least} finished {self.counted}"
+            return f"{self.arm} has no verdict yet: {reason}."
         needed = f"A verdict needs at least {LEAST} {self.counted} per arm."
         return f"{self._cannot_tell(least)} ({self._number} between the means). {needed}"
 
     def _cannot_tell(self, n: int) -> str:
         whether = f"whether {self.arm} differs from {self.baseline}"
+        if self.second:
+            whether = f"whether {self.arm} is {self.claims} than {self.baseline}"
         return f"{n} {self.counted} per arm cannot tell {whether}"
 
     @property
@@ -127,34 +168,58 @@ class Comparison:
         return format_signed(self.difference, self._digits)
 
     @property
+    def _numbers(self) -> str:
+        return " ".join(filter(None, [self._number, self.unit, f"({self._evidence})"]))
+
+    @property
     def _digits(self) -> int:
         """The decimals for two digits of the interval's width, and at least one of the margin."""
         half = (self.interval[1] - self.interval[0]) / 2
         size = half if math.isfinite(half) else abs(self.difference)
-        return max(0, 1 - math.floor(math.log10(max(size, self.margin / 10))))
+        return max(0, 1 - math.floor(math.log10(max(self.margin / 10, size) or 1)))
 
     @property
     def _evidence(self) -> str:
-        is_same = self.n == self.n_baseline
+        is_same = self.n == self.n_baseline or self.target is not None
         counts = f"{self.n}" if is_same else f"{self.n} and {self.n_baseline}"
         sizes = f"{counts} {self.counted}{' per arm' if is_same else ''}"
+        if self.pairs:
+            sizes = f"{self.pairs} pairs of {self.counted}"
+        if self.noise:
+            sizes += f", known noise {self.noise.sigma:g} {self.noise.source}".rstrip()
         interval = format_interval(self.interval, self._digits)
         return f"{100 * (1 - self.level):g}% interval {interval}, {format_p(self.p)}, {sizes}"
 
     @property
     def _failures(self) -> str:
-        """The number of diverged runs and a bound of the rate; empty if it does not matter."""
-        if not self.diverged and not self.diverged_baseline and self.verdict != "equivalent":
+        """The number of lost runs and a bound of the rate; empty if it does not matter."""
+        what, lost, lost_baseline = "diverged", self.diverged, self.diverged_baseline
+        runs, runs_baseline = self.n, self.n_baseline
+        if self.failed or self.failed_baseline:
+            what, lost, lost_baseline = "failed", self.failed, self.failed_baseline
+            runs, runs_baseline = self.done, self.n_baseline + lost_baseline
+        if not lost and not lost_baseline and self.verdict != "equivalent":
             return ""
-        bound = f"up to {100 * failure_bound(self.diverged, self.n):.0f}% might (95% confidence)"
-        text = f"{self.diverged} of {self.n} {self.counted} diverged, so {bound}."
-        if self.diverged_baseline:
-            text += f" Of {self.baseline}, {self.diverged_baseline} of {self.n_baseline} diverged."
+        bound = f"up to {100 * failure_bound(lost, runs):.0f}% might (95% confidence)"
+        text = f"{lost} of {runs} {self.counted} {what}, so {bound}."
+        if lost_baseline or (what == "failed" and self.target is None):
+            text += f" Of {self.baseline}, {lost_baseline} of {runs_baseline} {what}."
         return text
 
     def to_dict(self) -> dict[str, Any]:
         """Every field and the sentence, for JSON."""
         return json_safe({**asdict(self), "open": self.is_open, "sentence": self.sentence})
+
+
+@dataclass(frozen=True)
+class Second:
+    """A second metric, and the values of its runs."""
+
+    values: Mapping[str, Mapping[int, float]]
+    claim: Claim  # what must be shown of it for "better"; of the first metric, the other claim
+    margin: float
+    higher_is_better: bool
+    unit: str
 
 
 def compare(
@@ -170,125 +235,86 @@ def compare(
     failed: Mapping[str, Collection[int]] = {},
     withhold: Mapping[str, str] = {},
     counted: str = "runs",
+    noise: Noise | None = None,
+    target: float | None = None,
+    pairs: bool = False,
+    second: Second | None = None,
 ) -> list[Comparison]:
-    r"""Compare every arm with the baseline.
+    r"""Compare every arm with the baseline, or with a target.
 
     The docstring of this module explains the procedure. An arm is judged at the first look at which
     it is settled. Later runs do not count, so a verdict does not change afterwards.
     """
-    _check_arms(values, baseline)
-    margin = float(check_positive(margin, "margin"))
-    arms = [arm for arm in values if arm != baseline]
-    if step is None:
-        step = step_of([value for runs in values.values() for value in runs.values()])
-    planned = {arm: sorted({*values[arm], *failed.get(arm, ())}) for arm in values}
+    planned = {arm: [*runs, *failed.get(arm, ())] for arm, runs in values.items()}
+    _check_arms(planned, baseline, 2 if target is None else 1)
+    arms = [arm for arm in values if arm != baseline or target is not None]
+    check_positive(margin, "margin")
+    measured, units, claim = [values], [unit], ""
+    if second is not None:
+        measured, units = [values, second.values], [unit, second.unit]
+        claim = "not worse" if second.claim == "better" else "better"
+    every = [[v for arm in runs.values() for v in arm.values()] for runs in measured]
+    steps = [step_of(one) if step is None else step for one in every]
+    rules = [Rule(margin, higher_is_better, steps[0], noise, target, pairs, claim)]
+    if second is not None:
+        about = second.margin, second.higher_is_better, steps[1]
+        rules.append(Rule(*about, pairs=pairs, claim=second.claim))
+
+    def runs_of(name: str) -> list[Arm]:
+        lost = failed.get(name, ()), diverged.get(name, ())
+        return [Arm(name, metric.get(name, {}), *lost) for metric in measured]
+
     results = []
-    for arm in arms:
-        pair = (arm, baseline)
-        counts = [len(planned[name]) for name in pair]
-        plan = design or Design((min(counts),))
-        # The numbers of runs of arm and baseline at each look that is reached; at least one.
-        looks = [(n, n) for n in plan.looks if n <= min(counts)] or [(min(counts),) * 2]
-        judged, seeds = None, planned
-        for look, sizes in enumerate(looks if design else [counts]):
-            is_early = min(sizes) < plan.looks[0]
-            seeds = {name: planned[name][:size] for name, size in zip(pair, sizes, strict=True)}
-            if any(values[name].keys().isdisjoint(seeds[name]) for name in pair):
-                seeds, is_early = planned, True  # all of them failed
-            first, second = (
-                np.array([values[name][seed] for seed in seeds[name] if seed in values[name]])
-                for name in pair
-            )
-            level = 0.0 if is_early else plan.nominal(look, len(arms))
-            judged = _Judged(first, second, look, level).judge(margin, step, higher_is_better)
-            if judged.verdict != "not settled":
-                break
-        assert judged is not None  # there is always one look
-        lost = [len({*seeds[name]}.intersection(diverged.get(name, ()))) for name in pair]
-        missing = [len({*seeds[name]} - values[name].keys()) for name in pair]
-        withheld = withhold.get(arm, "") if judged.verdict == "better" else ""
-        results.append(
-            Comparison(
-                arm=arm,
-                baseline=baseline,
-                unit=unit,
-                n=len(judged.arm),
-                n_baseline=len(judged.baseline),
+    for name in arms:
+        against = runs_of(baseline if target is None else "")
+        found = settle(runs_of(name), against, rules, design, len(arms))
+        arm, other, plan = found.arm, found.baseline, found.plan
+        withheld = withhold.get(name, "") if found.verdict == "better" else ""
+        verdict: Verdict = "not settled" if withheld else found.verdict
+        compared = None
+        for place in reversed(range(len(rules))):  # the first metric holds the second
+            rule, part = rules[place], found.parts[place]
+            compared = Comparison(
+                arm=name,
+                baseline=baseline if target is None else f"the target {target:g}",
+                unit=units[place],
+                n=len(arm.values),
+                n_baseline=len(other.values) if target is None else 0,
                 looks=plan.looks,
-                comparisons=len(arms),
+                comparisons=found.tests,
                 level=plan.level,
-                difference=judged.difference,
-                interval=judged.interval,
-                p=plan.overall(judged.p, judged.look, len(arms)),
-                p_alone=judged.p,
-                sd=judged.sd,
-                margin=margin,
-                step=step,
-                diverged=lost[0],
-                diverged_baseline=lost[1],
-                verdict="not settled" if withheld else judged.verdict,
+                difference=part.difference,
+                interval=part.interval,
+                p=plan.overall(part.p, found.look, found.tests),
+                p_alone=part.p,
+                sd=part.sd,
+                margin=rule.margin,
+                step=rule.step,
+                diverged=len(arm.diverged),
+                diverged_baseline=len(other.diverged),
+                verdict=verdict,
                 withheld=withheld,
-                doubt=judged.doubt(),
+                doubt=rule.doubt(part, found.level),
                 counted=counted,
-                failed=missing[0],
-                failed_baseline=missing[1],
+                failed=len(arm.failed),
+                failed_baseline=len(other.failed),
+                by=found.by,
+                constant=tuple(dict.fromkeys(n for p in found.parts[place:] for n in p.constant)),
+                correlation=part.correlation,
+                pairs=part.pairs,
+                noise=rule.noise,
+                target=rule.target,
+                claim=rule.claim,
+                second=compared,
             )
-        )
+        assert compared is not None
+        results.append(compared)
     return results
 
 
-class _Judged(NamedTuple):
-    """The result of one look; without a verdict if its nominal level is 0."""
-
-    arm: Array
-    baseline: Array
-    look: int
-    level: float
-    difference: float = math.nan
-    sd: float = math.nan
-    verdict: Verdict = "not settled"
-    interval: tuple[float, float] = (-math.inf, math.inf)
-    p: float = 1.0
-
-    def judge(self, margin: float, step: float, higher_is_better: bool) -> _Judged:
-        least = min(len(self.arm), len(self.baseline))
-        difference = float(self.arm.mean() - self.baseline.mean())
-        judged = self._replace(difference=difference)
-        if least < 2:
-            return judged
-        judged = judged._replace(sd=pooled_sd([self.arm, self.baseline]))
-        summary = welch(self.arm, self.baseline, step=step)
-        if summary.error == 0 or not self.level or least < LEAST:
-            return judged
-        sign, is_equivalent = summary.judge(self.level, margin)
-        verdict: Verdict = "equivalent" if is_equivalent else "not settled"
-        if sign:
-            verdict = "better" if (sign > 0) == higher_is_better else "worse"
-        reach = float(summary.reach(self.level))
-        interval = difference - reach, difference + reach
-        return judged._replace(verdict=verdict, interval=interval, p=float(summary.p()))
-
-    def doubt(self) -> str:
-        """A sentence if tests with other assumptions disagree; otherwise empty."""
-        if not math.isfinite(self.interval[0]):
-            return ""
-        others = {
-            "a permutation test": permutation_p(tuple(self.arm), tuple(self.baseline)),
-            "a rank test": rank_p(self.arm, self.baseline),
-        }
-        is_different = self.verdict in ("better", "worse")
-        disagree = {name: p for name, p in others.items() if (p < self.level) != is_different}
-        which = " and ".join(f"{name} (p = {p:.2g})" for name, p in disagree.items())
-        if not which:
-            return ""
-        if is_different:
-            return f"But {which} would not find a difference: it may depend on a few extreme runs."
-        return f"But {which}, uncorrected, would find a difference: the noise is not symmetric."
-
-
 def format_signed(value: float, digits: int = 2) -> str:
-    """Format a difference with its sign; zero is always +0."""
-    return f"{round(value, digits) + 0.0:+.{digits}f}"
+    """Format a difference with its sign; zero is always +0, and NaN is a dash."""
+    return "-" if math.isnan(value) else f"{round(value, digits) + 0.0:+.{digits}f}"
 
 
 def format_p(p: float, digits: int = 2) -> str:
@@ -304,11 +330,11 @@ def format_interval(interval: Sequence[float], digits: int = 2) -> str:
     return f"{low} to {high}"
 
 
-def _check_arms(values: Mapping[str, Mapping[int, float]], baseline: str) -> None:
-    names = ", ".join(map(repr, values)) or "none"
-    if len(values) < 2:
+def _check_arms(arms: Mapping[str, Collection[int]], baseline: str, least: int) -> None:
+    names = ", ".join(map(repr, arms)) or "none"
+    if len(arms) < least:
         raise ValueError(f"Expected a baseline and at least one other arm, but got {names}.")
-    if baseline not in values:
+    if baseline not in arms:
         raise ValueError(f"Expected `baseline` to be one of {names}, but got {baseline!r}.")
-    for arm in (arm for arm, runs in values.items() if not runs):
+    for arm in (arm for arm, runs in arms.items() if not runs):
         raise ValueError(f"Expected runs of every arm, but got none of {arm!r}.")

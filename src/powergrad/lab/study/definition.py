@@ -12,7 +12,7 @@ from typing import Any, Literal
 from powergrad.lab.runs import AnyProgram, Job, RecipeProgram
 from powergrad.lab.stats import Design, check_positive
 from powergrad.lab.study.metrics import METRICS, Metric
-from powergrad.lab.study.records import RunRow
+from powergrad.lab.study.records import Question, RunRow
 from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.run_folder import Result, Run
 from powergrad.lab.words import short_key
@@ -40,6 +40,7 @@ class Study:
     tuning: dict[str, Any] = field(default_factory=dict)  # its settings, which must stay the same
     chosen: dict[str, dict[str, Any]] = field(default_factory=dict)  # by a single tuning
     earlier: tuple[int, ...] = ()  # sizes at which results were looked at without planning it
+    question: Question = field(default_factory=Question)
 
     def __post_init__(self) -> None:
         check_positive(self.margin, "margin")

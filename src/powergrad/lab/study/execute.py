@@ -13,7 +13,7 @@ from powergrad.lab.environment import describe_machine
 from powergrad.lab.runs import Job, JobError
 from powergrad.lab.runs.pool import Pool, RunsFailed, Snapshot
 from powergrad.lab.signals import Interrupted
-from powergrad.lab.stats import LEAST
+from powergrad.lab.stats import least_runs
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.records import RunRow
 from powergrad.lab.study.results import Results
@@ -102,8 +102,8 @@ def run_study(
                 results = _tune_repeat(still, last, results, execution)
             results = _run_units(results, study, range(done, last + 1), execution)
             done = last + 1
-            if all(row.failed for row in results.rows):
-                raise JobError(f"every run failed. {results.rows[0].failed}")
+            if all(map(results.why_failed, results.rows)):
+                raise JobError(f"every run failed. {results.why_failed(results.rows[0])}")
             counts = {arm: len(results.of_arm(arm)) for arm in results.unfinished_arms()}
             lacking = {arm: done - count // (study.finals or 1) for arm, count in counts.items()}
             if missing := {arm: count for arm, count in lacking.items() if count > 0}:
@@ -112,9 +112,7 @@ def run_study(
             if not study.program.is_foreign or done >= study.design.looks[0]:
                 execution.seen(results)
         so_far = results.comparable()
-        values = [set(results.values(arm).values()) for arm in results.arms]
-        is_constant = study.program.is_foreign and all(len(distinct) <= 1 for distinct in values)
-        if so_far and (is_constant or not any(c.is_open for c in so_far.comparisons)):
+        if so_far and not any(c.is_open for c in so_far.comparisons):
             break
     return results
 
@@ -162,7 +160,7 @@ def _cut_short(results: Results, study: Study, missing: Mapping[str, int]) -> Re
         f"{count} {what[:-1] if count == 1 else what} of {arm}" for arm, count in missing.items()
     )
     least, looks = min(len(results.units(a)) for a in results.unfinished_arms()), study.design.looks
-    if least >= LEAST and least not in looks:
+    if least >= least_runs(study.question.noise) and least not in looks:
         design = replace(study.design, looks=tuple(sorted({*looks, least})))
         study = claim(replace(study, design=design), results.folder)
     remark = (

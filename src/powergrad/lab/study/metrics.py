@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 from powergrad.lab.runs import Record
 from powergrad.lab.runs.sources import MEASURED
+from powergrad.lab.stats import Claim, check_positive
 from powergrad.lab.trainer.recipe import RecipeError
 
 
@@ -40,7 +42,8 @@ METRICS = {
         ("dead_units", False, "dead units", 1.0),
     )
 }
-LOWER_IS_BETTER = ("loss", "err", "nll", "perplexity", "ppl", *MEASURED)  # words in names
+# Parts of names that show that lower is better.
+LOWER = ("loss", "err", "nll", "perplexity", "ppl", "time", "latency", *MEASURED)
 # The columns of study.csv after arm, seed and run.
 COLUMNS = (
     *("train_loss", "train_accuracy", "test_accuracy", "test_top5", "nll", "nll_scaled", "ece"),
@@ -73,6 +76,22 @@ def metric_named(name: str, margin: float | None = None) -> Metric:
     return METRICS[name]
 
 
+def parse_second(text: str) -> tuple[Metric, Claim]:
+    """Parse a second metric and its claim, such as ``seconds: better`` or ``f1: not worse 0.5``."""
+    name, _, rest = text.rpartition(":")
+    claim, margin, better = "", "", None
+    if match := re.fullmatch(r" *(better|not worse)( [\d.e+-]+)?(?: (higher|lower))? *", rest):
+        claim, margin, better = match.groups()
+    if not name or not (margin if claim == "not worse" else claim):
+        raise RecipeError(
+            'Expected --and with a metric and what must hold, such as "seconds: better" or '
+            f'"memory: not worse 100" (the margin), but got {text!r}.'
+        )
+    metric = guess_metric(name.strip(), [], margin=1.0, better=better)
+    own = check_positive(float(margin), "margin") if margin else 0.0
+    return metric.model_copy(update={"margin": own}), cast("Claim", claim)
+
+
 def guess_metric(
     name: str, values: Sequence[float], *, margin: float | None, better: str | None
 ) -> Metric:
@@ -84,7 +103,7 @@ def guess_metric(
         higher = better == "higher"
     elif known is not None:
         higher = known.higher_is_better
-    elif any(word in lower_name for word in LOWER_IS_BETTER):
+    elif any(word in lower_name for word in LOWER):
         higher = False
     elif is_percentage:
         higher = True

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator
 
 from powergrad.lab.runs import RecipeProgram
-from powergrad.lab.stats import DEFAULT, Comparison, error_of_looks
+from powergrad.lab.stats import DEFAULT, VERDICTS, Comparison, error_of_looks
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.records import LeftOut, Source, Tuning
 from powergrad.lab.study.results import Results
@@ -18,16 +18,14 @@ WIDER = 4  # the factor by which advice widens a range
 
 def verdict(results: Results) -> str:
     """The conclusion, in one sentence."""
-    baseline, phrases = results.baseline, []
-    for name, ending in (
-        ("better", f"better than {baseline}"),
-        ("worse", f"worse than {baseline}"),
-        ("equivalent", f"equivalent to {baseline} within {results.margin:g}"),
-        ("not settled", "not settled"),
-    ):
-        if arms := [f'"{arm}"' if "," in arm else arm for arm in results.with_verdict(name)]:
-            listed = arms[0] if len(arms) == 1 else f"{', '.join(arms[:-1])} and {arms[-1]}"
-            phrases.append(f"{listed} {'is' if len(arms) == 1 else 'are'} {ending}")
+    groups: dict[str, list[str]] = {}
+    for comparison in sorted(results.comparisons, key=lambda c: VERDICTS.index(c.verdict)):
+        arm = f'"{comparison.arm}"' if "," in comparison.arm else comparison.arm
+        groups.setdefault(comparison.ending, []).append(arm)
+    phrases = []
+    for ending, arms in groups.items():
+        listed = arms[0] if len(arms) == 1 else f"{', '.join(arms[:-1])} and {arms[-1]}"
+        phrases.append(f"{listed} {'is' if len(arms) == 1 else 'are'} {ending}")
     return f"Here {'; '.join(phrases)}."
 
 
@@ -73,46 +71,53 @@ def _about_source(source: Source) -> Iterator[str]:
 
 
 def describe_diverged(results: Results) -> str:
-    """A sentence about the arms with diverged runs; empty if there are none."""
+    """A sentence about runs that count as guessing; empty if there are none."""
     name, counts = results.metric.name, []
+    chance = results.chance(name)
     for arm in results.arms:
         runs = results.of_arm(arm)
-        if lost := sum(row.is_lost(name) for row in runs):
+        if chance is not None and (lost := sum(row.is_lost(name) for row in runs)):
             counts.append(f"{lost} of {len(runs)} runs of {arm}")
     if not counts:
         return ""
-    value = results.lost_value(name)
-    counts_as = "no value" if value is None else f"{value:.4g}"
-    return f"Diverged: {', '.join(counts)}. A run that diverged counts as {counts_as}."
+    return f"Diverged: {', '.join(counts)}. A run that diverged counts as {chance:.4g}."
 
 
 def describe_failed(results: Results) -> Iterator[str]:
     """Notes about the arms with failed runs."""
     for arm in results.arms:
         runs = results.of_arm(arm)
-        if failed := [row for row in runs if row.failed]:
-            seeds = ", ".join(str(row.seed) for row in failed[:6])
-            more = ", ..." if len(failed) > 6 else ""
-            rest = "" if len(failed) < len(runs) else " This arm is not compared."
-            yield (
-                f"{len(failed)} of {len(runs)} runs of {arm} failed and do not count (seed "
-                f"{seeds}{more}): {failed[0].failed.splitlines()[0]}{rest}"
-            )
+        if failed := {row.seed: why for row in runs if (why := results.why_failed(row))}:
+            seeds = ", ".join(map(str, [*failed][:6])) + (", ..." if len(failed) > 6 else "")
+            reason = next(iter(failed.values())).splitlines()[0]
+            yield f"{len(failed)} of {len(runs)} runs of {arm} failed (seed {seeds}): {reason}"
+
+
+def _about_question(results: Results) -> Iterator[str]:
+    """Notes about the noise: known, missing, or shared by runs of the same seed."""
+    name, noise = results.metric.name, results.question.noise
+    if constant := {name: None for c in results.comparisons for name in c.constant}:
+        why = "other arms vary, so these may be stuck, for example at chance level"
+        if len(constant) == len(results.arms):
+            why = "the program does not use its seed"
+        yield f"All runs of {' and of '.join(constant)} give the same number: {why}."
+    if noise is not None:
+        source = noise.source or "as given with --sigma"
+        yield f"The noise of {name} is not estimated: {noise.sigma:g}, {source}."
+    found = [c for c in results.comparisons if c.correlation is not None]
+    listed = [f"{c.arm} {c.correlation:.2f}{' (in pairs)' if c.pairs else ''}" for c in found]
+    if listed:
+        baseline = results.baseline
+        yield f"Correlation of the runs with the same seed as {baseline}'s: {', '.join(listed)}."
 
 
 def _about_runs(results: Results) -> Iterator[str]:
     """Notes about the runs of a user's program."""
     name = results.metric.name
     yield from describe_failed(results)
+    yield from _about_question(results)
     if results.study is None or not results.study.program.is_foreign:
         return
-    for arm in results.arms:
-        values = [value for row in results.of_arm(arm) if (value := row.value(name)) is not None]
-        if len(values) > 1 and len(set(values)) == 1:
-            yield (
-                f"All {len(values)} seeds of {arm} give the same {name} ({values[0]:g}), so "
-                "your script does not use {seed}."
-            )
     repeated = [row.value(name) for row in results.repeated]
     is_seeded = not getattr(results.study.program, "unseeded", False)
     if is_seeded and len(repeated) == 2 and repeated[0] != repeated[1]:
@@ -159,7 +164,7 @@ def _about_design(results: Results) -> Iterator[str]:
     if not study.design.is_fixed and results.arms:
         settled = [c for c in results.comparisons if c.verdict != "not settled"]
         most = max((comparison.n for comparison in results.comparisons), default=0)
-        if stopped := [f"{c.arm} after {c.n}" for c in settled if c.n < most]:
+        if stopped := [f"{c.arm} after {c.n}" for c in settled if c.n < most and c.target is None]:
             yield (
                 f"An arm stops once it is settled: {', '.join(stopped)} {what}. It is compared "
                 f"with as many {what} of {results.baseline}."
@@ -268,6 +273,8 @@ def _tune_first(study: Study) -> str | None:
 
 def _settle(results: Results) -> Iterator[str]:
     """Advice on how to settle the open arms, after all planned runs."""
+    if results.question.target is not None or results.question.second is not None:
+        return  # neither the margin nor the noise of one metric decides
     ended = [c for c in results.comparisons if not (c.withheld or c.is_open)]
     unsettled = [c for c in ended if c.verdict == "not settled" and math.isfinite(c.interval[0])]
     if not unsettled:

@@ -10,10 +10,25 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from powergrad.lab.runs import Record
+from powergrad.lab.stats import Claim, Noise
+from powergrad.lab.study.metrics import Metric
 from powergrad.lab.words import number, short_key
 
 # JSON has no NaN, which is stored as null.
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+
+
+class Question(Record):
+    """What is asked about the compared metric, apart from its margin."""
+
+    noise: Noise | None = None  # of a run, if it is known
+    target: float | None = None  # with which the arms are compared, instead of the baseline
+    second: Metric | None = None  # a second metric; its margin is 0 if it has none
+    claim: Claim = ""  # what must be shown of the second metric
+    pairs: bool = False  # compare in pairs where that pays; not in studies of earlier versions
+
+
+USUAL = Question(pairs=True)  # of every new study without further options
 
 
 class RunRow(Record):
@@ -176,6 +191,7 @@ class LeftOut(Record):
 class Source(Record):
     """The table from which results were read."""
 
+    question: Question = USUAL
     file: str
     digest: str  # the SHA-256 of its content
     columns: dict[str, str]  # the columns of arm, seed and metric

@@ -16,8 +16,8 @@ from typing import Any
 
 from powergrad.lab import stats
 from powergrad.lab.study.definition import Study
-from powergrad.lab.study.metrics import COLUMNS, METRICS, Metric, chance_of
-from powergrad.lab.study.records import Grid, IdentityCheck, RunRow, Source, Tuning
+from powergrad.lab.study.metrics import COLUMNS, Metric, chance_of
+from powergrad.lab.study.records import Grid, IdentityCheck, Question, RunRow, Source, Tuning
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,21 @@ class Results:
     def of_arm(self, arm: str) -> list[RunRow]:
         return [row for row in self.rows if row.arm == arm]
 
-    def values(self, arm: str, metric: str | None = None) -> dict[int, float]:
-        """A metric of an arm by seed; by default the compared metric.
+    @property
+    def question(self) -> Question:
+        asked = self.study or self.source
+        return asked.question if asked else Question()
 
-        A run that diverged has the value of random guessing or, if that is not known, the worst
-        value of all runs.
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The names of the compared metrics."""
+        second = self.question.second
+        return (self.metric.name, second.name) if second else (self.metric.name,)
+
+    def values(self, arm: str, metric: str | None = None) -> dict[int, float]:
+        """A metric of an arm by seed, without failed runs; by default the compared metric.
+
+        A run that diverged has the value of random guessing. If that is not known, it failed.
         """
         name = metric or self.metric.name
         values = {row.seed: self.value(row, name) for row in self.of_arm(arm)}
@@ -64,36 +74,49 @@ class Results:
         """A metric of one run, as it is compared."""
         if row.failed:
             return None
-        return self.lost_value(metric) if row.is_lost(metric) else row.value(metric)
-
-    def units(self, arm: str) -> dict[int, float]:
-        """The compared values: the metric of each seed, or its mean over each repeat."""
-        units: dict[int, list[float]] = {}
-        counts: Counter[int] = Counter()
-        for row in self.of_arm(arm):
-            value = self.value(row, self.metric.name)
-            if value is not None:
-                units.setdefault(_unit(row), []).append(value)
-            if value is not None or row.failed:
-                counts[_unit(row)] += 1
-        finals = self.study.finals if self.study else 0
-        whole = finals or max(counts.values(), default=0)  # unfinished repeats are excluded
-        return {unit: sum(v) / len(v) for unit, v in units.items() if counts[unit] == whole}
+        return self.chance(metric) if row.is_lost(metric) else row.value(metric)
 
     @functools.cached_property
     def _classes(self) -> int | None:
         found = (row.about.get("classes") for row in self.rows)
         return next((int(count) for count in found if count), None)
 
-    def lost_value(self, metric: str) -> float | None:
-        """The value of a run that diverged; None if it is not known."""
-        if self._classes and (chance := chance_of(metric, self._classes)) is not None:
-            return chance
-        known = METRICS.get(metric)
-        higher = known.higher_is_better if known else self.metric.higher_is_better
-        usable = [row.value(metric) for row in self.rows if not row.is_lost(metric)]
-        values = [value for value in usable if value is not None]
-        return (min if higher else max)(values) if values else None
+    def chance(self, metric: str) -> float | None:
+        """The value of random guessing; None if it is not known."""
+        return chance_of(metric, self._classes) if self._classes else None
+
+    def why_failed(self, row: RunRow) -> str:
+        """Why a run has no value to compare; empty if it did not fail."""
+        lost = [name for name in self.compared if row.is_lost(name) and self.chance(name) is None]
+        return row.failed or (f"{lost[0]} is {row.metrics.get(lost[0])}" if lost else "")
+
+    def has_ended(self, row: RunRow) -> bool:
+        """Whether a run failed or has the compared metrics."""
+        values = [self.value(row, name) for name in self.compared]
+        return None not in values or bool(self.why_failed(row))
+
+    def units(self, arm: str, metric: str | None = None) -> dict[int, float]:
+        """The compared values: the metric of each seed, or its mean over each repeat."""
+        name, units = metric or self.metric.name, {}
+        for unit, rows in self._groups(arm).items():
+            values = [v for row in rows if (v := self.value(row, name)) is not None]
+            if not any(map(self.why_failed, rows)):
+                units[unit] = sum(values) / len(values)
+        return units
+
+    def failed_units(self, arm: str) -> set[int]:
+        """The seeds, or the repeats, of which a run failed."""
+        groups = self._groups(arm)
+        return {unit for unit, rows in groups.items() if any(map(self.why_failed, rows))}
+
+    def _groups(self, arm: str) -> dict[int, list[RunRow]]:
+        """The runs of every unit, without unfinished repeats."""
+        groups: dict[int, list[RunRow]] = {}
+        for row in filter(self.has_ended, self.of_arm(arm)):
+            groups.setdefault(_unit(row), []).append(row)
+        finals = self.study.finals if self.study else 0
+        whole = finals or max(map(len, groups.values()), default=0)
+        return {unit: rows for unit, rows in groups.items() if len(rows) == whole}
 
     def mean(self, arm: str, metric: str | None = None) -> float:
         """The mean over the seeds of an arm; NaN if no run has the metric."""
@@ -139,14 +162,18 @@ class Results:
         counts = Counter((row.arm, row.seed) for row in self.rows)
         for arm, seed in (key for key, count in counts.items() if count > 1):
             raise ValueError(f"Expected each seed of {arm!r} once, but got seed {seed} twice.")
-        # An arm whose runs all failed is not compared; the notes mention it.
-        arms = [arm for arm in self.arms if not all(row.failed for row in self.of_arm(arm))]
         for row in self.rows:
-            if not row.failed and self.value(row, name) is None:
+            if not self.has_ended(row):
+                missing = next(n for n in self.compared if self.value(row, n) is None)
                 raise ValueError(
-                    f"Expected {name} of every run to be a number, but got "
-                    f"{row.metrics.get(name)!r} for {row.arm!r} at seed {row.seed}."
+                    f"Expected {missing} of every run to be a number, but got "
+                    f"{row.metrics.get(missing)!r} for {row.arm!r} at seed {row.seed}."
                 )
+        arms, question, second = self.arms, self.question, None
+        if (other := question.second) is not None:
+            measured = {arm: self.units(arm, other.name) for arm in arms}
+            about = (other.margin, other.higher_is_better, other.unit)
+            second = stats.Second(measured, question.claim, *about)
         return stats.compare(
             {arm: self.units(arm) for arm in arms},
             self.baseline,
@@ -156,15 +183,14 @@ class Results:
             unit=self.metric.unit,
             step=0.0 if self.has_repeats else None,
             diverged={a: {_unit(r) for r in self.of_arm(a) if r.is_lost(name)} for a in arms},
-            failed={arm: self._failed_units(arm) for arm in arms},
+            failed={arm: self.failed_units(arm) for arm in arms},
             withhold=self.tuning.doubts(self.baseline) if self.tuning else {},
             counted="repeats" if self.has_repeats else "runs",
+            noise=question.noise,
+            target=question.target,
+            pairs=question.pairs,
+            second=second,
         )
-
-    def _failed_units(self, arm: str) -> set[int]:
-        """The units of an arm whose runs all failed."""
-        rows = self.of_arm(arm)
-        return {_unit(row) for row in rows if row.failed} - {_unit(r) for r in rows if not r.failed}
 
     def comparison(self, arm: str) -> stats.Comparison | None:
         return next((c for c in self.comparisons if c.arm == arm), None)
@@ -173,18 +199,16 @@ class Results:
         return [c.arm for c in self.comparisons if c.verdict == verdict]
 
     def comparable(self) -> Results | None:
-        """The results of the arms with at least two units; None if there is nothing to compare.
+        """The results of the arms with two or more units; None if there is nothing to compare.
 
         For a study that is not finished.
         """
-        name = self.metric.name
-        rows = [row for row in self.rows if row.failed or self.value(row, name) is not None]
-        kept = self if len(rows) == len(self.rows) else replace(self, rows=rows)
-        enough = [arm for arm in kept.arms if len(kept.units(arm)) > 1]
-        if self.baseline not in enough or len(enough) < 2:
+        rows = [row for row in self.rows if self.has_ended(row)]
+        enough = [arm for arm in self.arms if len(self._groups(arm)) > 1]
+        has_target = self.question.target is not None
+        if not enough or (not has_target and (self.baseline not in enough or len(enough) < 2)):
             return None
-        enough += [arm for arm in kept.arms if all(row.failed for row in kept.of_arm(arm))]
-        if len(enough) == len(self.arms) and kept is self:
+        if len(enough) == len(self.arms) and len(rows) == len(self.rows):
             return self
         return replace(self, rows=[row for row in rows if row.arm in enough])
 
@@ -195,7 +219,6 @@ class Results:
         if so_far is None:
             return list(self.study.arms)
         settled = {c.arm for c in so_far.comparisons if not c.is_open}
-        settled |= {arm for arm in self.arms if all(row.failed for row in self.of_arm(arm))}
         return [arm for arm in self.study.arms if arm not in settled]
 
 

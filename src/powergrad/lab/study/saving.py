@@ -26,7 +26,7 @@ from powergrad.lab.runs import Job, Program
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.metrics import COLUMNS, METRICS, Metric, guess_metric, metric_names
 from powergrad.lab.study.notes import advice, notes, verdict
-from powergrad.lab.study.records import RunRow
+from powergrad.lab.study.records import USUAL, Question, RunRow
 from powergrad.lab.study.results import Results, usual_baseline
 from powergrad.lab.study.tables import read_table
 from powergrad.lab.trainer.recipe import RecipeError
@@ -144,13 +144,15 @@ def compare_rows(
     baseline: str | None = None,
     margin: float | None = None,
     better: str | None = None,
+    question: Question = USUAL,
 ) -> Results:
     """The results of runs made elsewhere, from a table with one line per run."""
     table = read_table(path, metric, columns=columns)
     values = [value for row in table.rows if (value := row.value(table.metric)) is not None]
     chosen = guess_metric(table.metric, values, margin=margin, better=better)
     arm = baseline or usual_baseline(row.arm for row in table.rows)
-    results = Results(chosen, chosen.margin, arm, table.rows, source=table.source)
+    source = table.source.model_copy(update={"question": question})
+    results = Results(chosen, chosen.margin, arm, table.rows, source=source)
     _ = results.comparisons  # raises if there is nothing to compare
     return results
 
@@ -227,11 +229,15 @@ def check_folder(study: Study, folder: Path) -> tuple[Results, Study, Program] |
     earlier = results.study
     if earlier is None:
         raise RecipeError(f"Expected {str(folder / FILE)!r} to hold runs, but got a table.")
-    before, now = ((s.kind, s.tuned, s.finals, s.program.public().key) for s in (earlier, study))
+    pairs = {"pairs": earlier.question.pairs}  # the rule of the first start
+    study = replace(study, question=study.question.model_copy(update=pairs))
+    before, now = (
+        (s.kind, s.tuned, s.finals, s.question, s.program.public().key) for s in (earlier, study)
+    )
     if before != now or (earlier.tuning and earlier.tuning != json_safe(study.tuning)):
         raise RecipeError(
-            f"Expected {str(folder)!r} to hold this study, but got one of another program, "
-            "metric pattern or tuning; choose another --name."
+            f"Expected {str(folder)!r} to hold this study, but got one of another program, metric "
+            "pattern or tuning, or another --target, --and or --sigma; choose another --name."
         )
     for arm, changes in study.arms.items():
         if arm in earlier.arms and earlier.arms[arm] != json_safe(changes):
