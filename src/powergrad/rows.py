@@ -75,17 +75,9 @@ class RowStatistics:
             whole[part] = values
 
     def reshape(self, shape: tuple[int, ...]) -> RowStatistics:
-        """Give each statistic that was computed another shape."""
+        """All of them, in another shape."""
         rows = RowStatistics(self.logits, self.call)
-        if self.logits.numel() and self.logits.dim() > 1:
-            rows.logits = self.logits.reshape(*shape, -1)
-            rows.call = self.call.replace(
-                target=self.call.target.reshape(*shape, *self.call.target.shape[1:])
-            )
-        stored = {
-            name: vars(self)[name].reshape(shape) for name in self.NAMES if name in vars(self)
-        }
-        vars(rows).update(stored)
+        vars(rows).update({name: getattr(self, name).reshape(shape) for name in self.NAMES})
         return rows
 
     @cached_property
@@ -96,23 +88,21 @@ class RowStatistics:
     @cached_property
     def counted(self) -> Tensor:
         """Whether the row is not ignored."""
-        if self.call.soft:
+        if self.call.soft():
             return torch.ones_like(self.call.target[..., 0], dtype=torch.bool)
         return self.call.target != self.call.ignore_index
 
     @cached_property
     def p_target(self) -> Tensor:
         """The probability of the target, ``sum(q * p)`` for class probabilities ``q``; or 0."""
-        if self.call.soft:
+        if self.call.soft():
             return (self._p() * self.call.target).sum(-1)
-        label = self.call.target.masked_fill(~self.counted, 0).unsqueeze(-1)
-        own = self.logits.gather(-1, label).squeeze(-1)
-        return (own - self.lse).exp().masked_fill(~self.counted, 0)
+        return self.loss.neg().exp().masked_fill(~self.counted, 0)
 
     @cached_property
     def loss(self) -> Tensor:
         """Cross-entropy with the target, without weights, smoothing or further terms."""
-        if self.call.soft:
+        if self.call.soft():
             return -((self.logits - self.lse.unsqueeze(-1)) * self.call.target).sum(-1)
         label = self.call.target.masked_fill(~self.counted, 0).unsqueeze(-1)
         own = self.logits.gather(-1, label).squeeze(-1)
@@ -131,7 +121,7 @@ class RowStatistics:
     @cached_property
     def correct(self) -> Tensor:
         """Whether the prediction is the target, or its most likely class."""
-        target = self.call.target.argmax(-1) if self.call.soft else self.call.target
+        target = self.call.target.argmax(-1) if self.call.soft() else self.call.target
         return (self.prediction == target) & self.counted
 
     def _p(self) -> Tensor:
@@ -182,7 +172,7 @@ def coefficients(call: Call, dtype: torch.dtype, all_valid: bool) -> Coefficient
     gradients are 0. With class weights, a mean divides the z-loss by the number of counted rows.
     """
     target, rows, mean = call.target, call.target.shape[0], call.reduction == "mean"
-    ignored = None if call.soft or all_valid else target == call.ignore_index
+    ignored = None if call.soft() or all_valid else target == call.ignore_index
     labels = target if ignored is None else target.masked_fill(ignored, 0)
     kept = None if ignored is None else (~ignored).to(dtype)
     count: float | Tensor = rows if kept is None else kept.sum()
@@ -191,7 +181,7 @@ def coefficients(call: Call, dtype: torch.dtype, all_valid: bool) -> Coefficient
     divisor: float | Tensor = 1
     if mean:
         divisor = count or 1 if isinstance(count, (int, float)) else count.clamp(min=1)
-        if call.weight is not None and not call.soft:
+        if call.weight is not None and not call.soft():
             own = call.weight.to(dtype)[labels]
             mass = own.sum() if kept is None else (own * kept).sum()
             mass = torch.where(mass != 0, mass, math.nan)
@@ -236,7 +226,7 @@ def loss_and_gradient(logits: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     if native is not None:
         return native
     others = (
-        call.soft,
+        call.soft(),
         call.label_smoothing,
         call.z_loss,
         0 <= call.ignore_index < logits.shape[1],
@@ -263,7 +253,7 @@ def _by_operations(logits: Tensor, call: Call, all_valid: bool) -> tuple[Tensor,
         return reduced(losses, call, common), gradient
     gradient = logits.new_empty(n, c, dtype=dtype)
     losses = logits.new_empty(n, dtype=wide)
-    narrow = 2 if dtype.itemsize < 4 or call.maps_logits else 1  # a second buffer
+    narrow = 2 if dtype.itemsize < 4 or call.maps_logits() else 1  # a second buffer
     size = max(1, BLOCK // narrow // c)
     for start in range(0, n, size):
         part = slice(start, start + size)
@@ -289,16 +279,20 @@ def write(
     wide = torch.promote_types(logits.dtype, torch.float32)
     if factor is not None:
         block = replace(block, g=block.g * factor.reshape(-1, 1).to(wide))
-    if out is not None:  # otherwise the kernel was asked before
-        native = _of_kernel(logits, call, block, part, out)
+    # Otherwise the kernel was asked before.
+    if isinstance(block.g, Tensor) and out is not None and out.is_cpu and kernels.available():
+        target = call.target if part is None else call.target[part]
+        own = call.replace(target=target, alpha=block.alpha, token_weight=block.g)
+        own = own.replace(z_loss=float(block.z_loss), reduction="none")
+        native = kernels.cross_entropy(logits, own, out=out)
         if native is not None:
             return native
     z, tanh = logits if logits.dtype == wide else logits.to(wide), None
     buffer = out if out is not None and out.dtype == wide else None
-    if call.maps_logits:
+    if call.maps_logits():
         z, tanh = _mapped_with_tanh(z, call, buffer)
         buffer = z
-    compute = _of_probabilities if call.soft else _of_labels
+    compute = _of_probabilities if call.soft() else _of_labels
     losses, grad = compute(z, call, block, buffer)
     if block.ignored is not None:  # if class 0 is masked, an ignored row has a loss of NaN here
         losses = losses.masked_fill(block.ignored, 0)
@@ -322,22 +316,6 @@ def _mapped_with_tanh(x: Tensor, call: Call, out: Tensor | None) -> tuple[Tensor
     else:
         tanh = z.tanh()
     return torch.mul(tanh, call.softcap, out=z), tanh
-
-
-def _of_kernel(
-    logits: Tensor, call: Call, block: Coefficients, part: slice | Tensor | None, out: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    if not (isinstance(block.g, Tensor) and logits.is_cpu and kernels.available()):
-        return None
-    target = block.labels
-    if block.ignored is not None and part is not None:
-        target = call.target[part]
-    elif block.ignored is not None:
-        target = call.target
-    call = call.replace(
-        target=target, alpha=block.alpha, z_loss=float(block.z_loss), reduction="none"
-    )
-    return kernels.cross_entropy(logits, call, out=out, row_weight=block.g)
 
 
 def _of_labels(

@@ -173,7 +173,7 @@ class Notice(NamedTuple):
     def special(self) -> bool:
         """Whether its gradient at the input is not ``m (p' - q)`` with one alpha for all rows."""
         call, per_row = self.call, isinstance(self.alpha, Tensor) and self.alpha.numel() > 1
-        maps = call is not None and (call.maps_logits or call.z_loss > 0)
+        maps = call is not None and (call.maps_logits() or call.z_loss > 0)
         return maps or per_row or "binary" in self.name
 
 
@@ -254,7 +254,7 @@ def log_softmax(
     if is_plain(input):
         if LISTENERS:
             tell("powergrad.log_softmax", input, alpha)
-        return _LogSoftmax.apply(input, exponent, dim, dtype)
+        return LogSoftmax.apply(input, exponent, dim, dtype)
     if needs_operator():
         return torch.ops.powergrad.log_softmax(input, exponent, dim, dtype)
     return definition(input, alpha if isinstance(alpha, float) else exponent, dim, dtype)
@@ -344,32 +344,25 @@ def altered_backward(
     return grad.scatter(dim, top, at_top).to(dtype)
 
 
-def scores_to_save(input: Tensor, log_p: Tensor) -> Tensor:
-    """The tensor to save for the backward pass, as softmax(alpha * z) = softmax(alpha * log p).
-
-    log p is in memory anyway. In 16 bits, however, it is not precise enough: in bfloat16 its
-    rounding, unlike that of z, would change the gradient by 6%.
-    """
-    return log_p if log_p.dtype in (torch.float32, torch.float64) else input
-
-
-class _LogSoftmax(torch.autograd.Function):
+class LogSoftmax(torch.autograd.Function):
     """The definition for plain eager tensors: faster, and precise where p' rounds to 1."""
 
     @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, alpha: Tensor, dim: int, dtype: torch.dtype | None
-    ) -> Tensor:
-        log_p = plain_log_softmax(input, dim, dtype)
-        ctx.save_for_backward(scores_to_save(input, log_p), alpha)
-        ctx.dim, ctx.input_dtype = dim, input.dtype
-        return log_p
+    def forward(input: Tensor, alpha: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        return plain_log_softmax(input, dim, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        z, alpha, ctx.dim, _ = inputs
+        ctx.input_dtype = z.dtype
+        # softmax(alpha * z) = softmax(alpha * log p), and log p is in memory anyway. In 16 bits,
+        # however, its rounding, unlike that of z, would change the gradient by 6%.
+        ctx.save_for_backward(output if output.dtype.itemsize >= 4 else z, alpha)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scores, alpha = ctx.saved_tensors
-        grad = altered_backward(grads[0], scores, alpha, ctx.dim, ctx.input_dtype)
-        return grad, None, None, None
+        return altered_backward(grads[0], scores, alpha, ctx.dim, ctx.input_dtype), *[None] * 3
 
 
 # Two classes -------------------------------------------------------------------------------------
