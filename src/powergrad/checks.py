@@ -212,9 +212,9 @@ class Call(NamedTuple):
     softcap: float | None = None
     logit_scale: float = 1.0
     z_loss: float = 0.0
-    token_weight: Tensor | None = None
     zero_empty: bool = False
     gate: Callable[[Any], Tensor] | None = None
+    token_weight: Tensor | None = None
 
     def soft(self) -> bool:
         """Whether `target` holds class probabilities."""
@@ -233,25 +233,21 @@ class Call(NamedTuple):
         pairs = zip(_FIELDS, self, strict=True)
         return Call(*[changes.get(name, value) for name, value in pairs])
 
-    def split(self) -> tuple[list[Tensor | None], list[Any]]:
+    def split(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
         """The tensors, for ``ctx.save_for_backward``, and the rest."""
-        rest: list[Any] = list(self)
-        tensors = [rest[i] if isinstance(rest[i], Tensor) else None for i in _TENSORS]
-        for i, tensor in zip(_TENSORS, tensors, strict=True):
-            rest[i] = None if tensor is not None else rest[i]
-        return tensors, rest
+        alpha, many = self.alpha, isinstance(self.alpha, Tensor)
+        tensors: Any = (self.target, self.weight, alpha if many else None, self.token_weight)
+        return tensors, (None if many else alpha, *self[3:-1])
 
     @classmethod
-    def joined(cls, tensors: Sequence[Tensor | None], rest: list[Any]) -> Call:
+    def joined(cls, tensors: Sequence[Tensor | None], rest: Sequence[Any]) -> Call:
         """The inverse of :meth:`split`."""
-        values = rest.copy()
-        for i, tensor in zip(_TENSORS, tensors, strict=True):
-            values[i] = values[i] if tensor is None else tensor
-        return cls(*values)
+        target, weight, alpha, token_weight = tensors
+        alpha = rest[0] if alpha is None else alpha
+        return cls(target, weight, alpha, *rest[1:], token_weight)  # pyright: ignore
 
 
 _FIELDS = Call._fields
-_TENSORS = [_FIELDS.index(name) for name in ("target", "weight", "alpha", "token_weight")]
 
 
 def check_call(input: Tensor, call: Call, class_dim: int | None = None) -> tuple[int, Call]:

@@ -161,7 +161,7 @@ def cross_entropy(
         tensor([[ 0.4810, -0.7082,  0.2272]])
     """
     numbers = (ignore_index, label_smoothing, reduction, softcap, logit_scale, z_loss)
-    call = Call(target, weight, alpha, *numbers, token_weight, zero_empty, gate)
+    call = Call(target, weight, alpha, *numbers, zero_empty, gate, token_weight)
     if gate is None and not return_stats:
         return loss_of(input, call)
     loss, rows = loss_and_statistics(input, call)
@@ -335,7 +335,7 @@ def _z_loss(z: Tensor, class_dim: int, call: Call) -> Tensor:
 # Plain eager tensors: the gradient is computed with the value -------------------------------------
 
 
-_DEFAULTS = tuple(Call._field_defaults.values())[1:]
+_DEFAULTS = tuple(Call._field_defaults.values())[1:-1]
 
 
 def _is_common_case(input: Tensor, call: Call) -> bool:
@@ -347,8 +347,8 @@ def _is_common_case(input: Tensor, call: Call) -> bool:
     return (
         is_plain(input, target)
         and weight is None
-        and call.token_weight is None  # comparing a tensor takes longer than all the rest
-        and call[4:] == _DEFAULTS
+        and call.token_weight is None
+        and call[4:-1] == _DEFAULTS
         and type(alpha) is float
         and 0 <= alpha < 1
         and input.dtype == torch.float32

@@ -225,14 +225,10 @@ def loss_and_gradient(logits: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     native = kernels.cross_entropy(logits, call)
     if native is not None:
         return native
-    others = (
-        call.soft(),
-        call.label_smoothing,
-        call.z_loss,
-        0 <= call.ignore_index < logits.shape[1],
-    )
-    weights = call.weight is not None or call.token_weight is not None
-    if logits.numel() < SMALL and logits.is_cpu and not (weights or any(others)):
+    kinds = (call.soft(), call.label_smoothing, call.z_loss, call.weight is not None)
+    simple = not any(kinds) and call.token_weight is None
+    small = logits.numel() < SMALL and logits.is_cpu
+    if small and simple and not 0 <= call.ignore_index < logits.shape[1]:
         try:
             return _by_operations(logits, call, True)
         except IndexError:  # not all labels are valid, says `nll_loss`
@@ -247,14 +243,15 @@ def _by_operations(logits: Tensor, call: Call, all_valid: bool) -> tuple[Tensor,
     wide = torch.promote_types(dtype, torch.float32)
     common = coefficients(call, wide, all_valid)
     n, c = logits.shape
-    if n * c < LARGE:
+    # Further buffers of a block: one that is not the gradient's, and two for a soft cap.
+    buffers = 1 + (dtype.itemsize < 4 or call.maps_logits()) + 2 * (call.softcap is not None)
+    if n * c < (LARGE if call.softcap is None else BLOCK // buffers):
         losses, gradient = write(logits, call, common)
         gradient = gradient if gradient.dtype == dtype else gradient.to(dtype)
         return reduced(losses, call, common), gradient
     gradient = logits.new_empty(n, c, dtype=dtype)
     losses = logits.new_empty(n, dtype=wide)
-    narrow = 2 if dtype.itemsize < 4 or call.maps_logits() else 1  # a second buffer
-    size = max(1, BLOCK // narrow // c)
+    size = max(1, BLOCK // buffers // c)
     for start in range(0, n, size):
         part = slice(start, start + size)
         losses[part], _ = write(logits[part], call, common, part, gradient[part])
@@ -279,10 +276,9 @@ def write(
     wide = torch.promote_types(logits.dtype, torch.float32)
     if factor is not None:
         block = replace(block, g=block.g * factor.reshape(-1, 1).to(wide))
-    # Otherwise the kernel was asked before.
-    if isinstance(block.g, Tensor) and out is not None and out.is_cpu and kernels.available():
-        target = call.target if part is None else call.target[part]
-        own = call.replace(target=target, alpha=block.alpha, token_weight=block.g)
+    # Where g is a number, or all rows are one block, the kernel was asked before.
+    if out is not None and isinstance(block.g, Tensor) and out.is_cpu and kernels.available():
+        own = call.replace(target=call.target[part], alpha=block.alpha, token_weight=block.g)
         own = own.replace(z_loss=float(block.z_loss), reduction="none")
         native = kernels.cross_entropy(logits, own, out=out)
         if native is not None:

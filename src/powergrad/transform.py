@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import softplus
 
 from powergrad.checks import (
     PLAIN,
@@ -311,29 +311,17 @@ def needs_operator() -> bool:
 plain_log_softmax = torch.ops.aten.log_softmax.int
 
 
-def flattened(scores: Tensor, alpha: Tensor, dim: int) -> Tensor:
-    """``p' = softmax(alpha * (z - max z))`` in float32 or wider; `scores` is ``z`` or ``log p``.
-
-    The maximum is subtracted first, because ``alpha * z`` would lose precision for logits with a
-    large common offset. A class at ``-inf`` is masked: its probability is 0, also at alpha 0 (where
-    ``0 * -inf`` would be NaN).
-    """
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    shifted = scores - scores.detach().amax(dim, keepdim=True)
-    scaled = (alpha * shifted).masked_fill(shifted == -torch.inf, -torch.inf)
-    exps = scaled.to(scores.dtype).exp()
-    # torch.softmax sums term by term, with an error of 1e-6 for a thousand classes.
-    return exps / exps.sum(dim, keepdim=True)
-
-
 def altered_backward(
     u: Tensor, scores: Tensor, alpha: Tensor, dim: int, dtype: torch.dtype
 ) -> Tensor:
     """``u - p' * sum(u)`` in `dtype`; `scores` is ``z`` or ``log p``."""
     if u.numel() == 0:
         return torch.empty_like(u, dtype=dtype)
-    p = flattened(scores, alpha, dim)
-    u = u.to(p.dtype)
+    # As in `potential`. `torch.softmax` would sum term by term: an error of 1e-6 for 1000 classes.
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    u, shifted = u.to(wide), scores.to(wide) - scores.detach().to(wide).amax(dim, keepdim=True)
+    exps = (alpha * shifted).masked_fill(shifted == -torch.inf, -torch.inf).to(wide).exp()
+    p = exps / exps.sum(dim, keepdim=True)
     grad = u - p * u.sum(dim, keepdim=True)
     # At the most likely class p' may round to 1, and u - p' u to 0. There, 1 - p' is computed as
     # the sum of the other classes' p', and sum(u) - u as the sum of their u.
@@ -345,7 +333,7 @@ def altered_backward(
 
 
 class LogSoftmax(torch.autograd.Function):
-    """The definition for plain eager tensors: faster, and precise where p' rounds to 1."""
+    """The definition for plain eager tensors, and the operator: precise where p' rounds to 1."""
 
     @staticmethod
     def forward(input: Tensor, alpha: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -380,5 +368,6 @@ def log_sigmoid(input: Tensor, alpha: Tensor) -> Tensor:
         return torch.ops.powergrad.log_softmax(two, alpha, input.dim(), None).select(-1, 0)
     positive = alpha > TINY
     nonzero = alpha.where(positive, 1)
-    s = torch.where(positive, logsigmoid(nonzero * input) / nonzero, input / 2)
-    return logsigmoid(input).detach() + (s - s.detach())
+    # Not `logsigmoid`, whose backward DTensor does not know. Above 40, 1 + e^x is e^x.
+    s = torch.where(positive, -softplus(-nonzero * input, 1, 40) / nonzero, input / 2)
+    return -softplus(-input, 1, 40).detach() + (s - s.detach())
