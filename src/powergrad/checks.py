@@ -262,10 +262,27 @@ def check_call(input: Tensor, call: Call, class_dim: int | None = None) -> tuple
     if shape[class_dim] == 0:
         raise ValueError(f"Expected `input` to have classes, but got shape {shape_of(input)}.")
     positions = shape[:class_dim] + shape[class_dim + 1 :]
-    _check_target(target, shape, positions, call.ignore_index)
+    if not isinstance(target, Tensor):
+        raise TypeError(f"Expected `target` to be a tensor, but got {type(target).__name__}.")
+    soft = call.soft()
+    if not soft and target.dtype not in (torch.int64, torch.uint8):
+        raise TypeError(
+            "Expected `target` to hold class indices (torch.int64 or torch.uint8) or class "
+            f"probabilities (floating-point), but got {target.dtype}."
+        )
+    if target.shape != (shape if soft else positions):
+        raise ValueError(
+            f"Expected `target` to have shape {tuple(positions)} for class indices, or "
+            f"{tuple(shape)} for class probabilities, but got {shape_of(target)}."
+        )
+    if soft and call.ignore_index >= 0:
+        raise ValueError(
+            "Expected `ignore_index` to be negative for a `target` of class probabilities, "
+            f"but got {call.ignore_index}."
+        )
     if weight is not None:
         check_floating(weight, "weight", (shape[class_dim],))
-        if not call.soft():
+        if not soft:
             check_dtype(weight, input, "weight")
     if call.token_weight is not None:
         check_floating(call.token_weight, "token_weight", positions)
@@ -293,29 +310,6 @@ def check_options(call: Call) -> None:
     ):
         if not valid:
             raise ValueError(f"Expected `{name}` to be {expected}, but got {value}.")
-
-
-def _check_target(
-    target: Tensor, shape: torch.Size, positions: tuple[int, ...], ignore_index: int
-) -> None:
-    if not isinstance(target, Tensor):
-        raise TypeError(f"Expected `target` to be a tensor, but got {type(target).__name__}.")
-    soft = target.is_floating_point()
-    if not soft and target.dtype not in (torch.int64, torch.uint8):
-        raise TypeError(
-            "Expected `target` to hold class indices (torch.int64 or torch.uint8) or class "
-            f"probabilities (floating-point), but got {target.dtype}."
-        )
-    if target.shape != (shape if soft else positions):
-        raise ValueError(
-            f"Expected `target` to have shape {tuple(positions)} for class indices, or "
-            f"{tuple(shape)} for class probabilities, but got {shape_of(target)}."
-        )
-    if soft and ignore_index >= 0:
-        raise ValueError(
-            "Expected `ignore_index` to be negative for a `target` of class probabilities, "
-            f"but got {ignore_index}."
-        )
 
 
 def check_labels(target: Tensor, num_classes: int, ignore_index: int) -> bool:

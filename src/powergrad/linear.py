@@ -183,7 +183,8 @@ def linear_cross_entropy(
     else:
         if LISTENERS:
             tell("powergrad.linear_cross_entropy", input, call.alpha, None, linear_weight)
-        rows = RowStatistics.empty(call) if return_stats else None
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        rows = RowStatistics.zeros(call, wide) if return_stats else None
         loss = _InBlocks.apply(*layer, call, chunk_rows, rows)
     if call.reduction == "none":
         loss = loss.reshape(leading)

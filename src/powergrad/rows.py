@@ -61,18 +61,18 @@ class RowStatistics:
         return f"RowStatistics({', '.join(self.NAMES)}; of {tuple(self.counted.shape)} rows)"
 
     @classmethod
-    def empty(cls, call: Call) -> RowStatistics:
-        """Statistics of all rows of a call, to be stored block by block; 0 for other rows."""
+    def zeros(cls, call: Call, dtype: torch.dtype) -> RowStatistics:
+        """Statistics of all rows of a call, to be stored block by block."""
         rows = cls(torch.empty(0), call)
-        vars(rows)["counted"] = rows.counted
+        dtypes = {"prediction": torch.int64, "correct": torch.bool}
+        for name in cls.NAMES[:-1]:
+            vars(rows)[name] = torch.zeros_like(rows.counted, dtype=dtypes.get(name, dtype))
         return rows
 
     def store(self, part: slice | Tensor, block: RowStatistics) -> None:
         """Keep the statistics of a block of rows."""
         for name in self.NAMES[:-1]:
-            values = getattr(block, name)
-            whole = vars(self).setdefault(name, values.new_zeros(self.counted.shape))
-            whole[part] = values
+            vars(self)[name][part] = getattr(block, name)
 
     def reshape(self, shape: tuple[int, ...]) -> RowStatistics:
         """All of them, in another shape."""

@@ -73,21 +73,11 @@ def cross_entropy(
 ) -> tuple[Tensor, Tensor] | None:
     """The value of the loss and its gradient at the logits, as :mod:`powergrad.rows` defines them.
 
-    Args:
-        input: Logits of shape (N, C), float32 or bfloat16, with the classes contiguous. Input and
-            target must be plain (``checks.is_plain``), which is not checked again here.
-        call: The other arguments. The target must be class indices.
-        out: The tensor for the gradient, (N, C) and contiguous; may be `input` itself.
-        threads: The maximal number of threads, by default PyTorch's. It does not affect the result.
-        level: The best instruction set to use; see :func:`best_level`.
-
-    Returns:
-        The value in float32, of shape (N,) or (), and the gradient (N, C) in the dtype of
-        ``input``; None if the kernel is not available or does not support these tensors.
-
-    Raises:
-        ValueError: If a target is neither a class nor ``ignore_index``.
-        MemoryError: If memory for a copy of a row cannot be allocated.
+    `input` (N, C) and the target, class indices, must be plain (``checks.is_plain``), which is not
+    checked again here. The gradient is written to `out`, which may be `input` itself. `threads`, by
+    default PyTorch's, do not affect the result; `level` is the best instruction set to use. Returns
+    None if the kernel is not available or does not support these tensors. Raises ValueError for a
+    target that is neither a class nor ``ignore_index``, and MemoryError.
     """
     kernel = library()
     if kernel is None:
