@@ -203,18 +203,11 @@ class _InBlocks(torch.autograd.Function):
     """Computes the gradients in the forward pass, except for "none", where each row is scaled."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Tensor,
-        bias: Tensor | None,
-        call: Call,
-        chunk_rows: int | None,
-        found: RowStatistics | None,
-    ) -> Tensor:
-        layer, later = (hidden, head, bias), call.reduction == "none"
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *layer, call, chunk_rows, found = arguments
+        later = call.reduction == "none"
         needed = (False,) * 3 if later else ctx.needs_input_grad[:3]
-        with without_autocast(hidden):
+        with without_autocast(layer[0]):
             loss, gradients, call = _over_blocks(layer, call, chunk_rows, needed, found=found)
         tensors, ctx.options = call.split()
         ctx.save_for_backward(*layer, *gradients, *tensors)

@@ -333,6 +333,7 @@ def _of_labels(
         weight = weight.to(log_p.dtype)
         own_w, total = weight[label], weight.sum()
     of_label = own_w * (1 - eps)
+    # Statistics
     plain = weight is None and not (eps or call.z_loss) and block.empty is False
     plain = plain and block.whole and isinstance(g, float)  # the losses of all rows count alike
     reduction = call.reduction if plain else "none"
@@ -348,6 +349,7 @@ def _of_labels(
     own = e.gather(1, label)
     rest = e.scatter_(1, label, 0.0).sum(1, keepdim=True)
     sums = own + rest
+    # Coefficients
     mass = of_label + share * total if eps else of_label
     if lse is None and not eps:
         return losses, e.scatter_(1, label, rest.neg_()).mul_(_quotient(g * mass, sums))
@@ -355,7 +357,7 @@ def _of_labels(
         scale = _quotient(g * mass, sums)
         at_label = (rest * scale).neg_()
     else:
-        losses = losses + block.z_loss * (lse * lse).squeeze(1)
+        losses = losses + block.z_loss * lse.squeeze(1).square()
         extra = (alpha * lse + sums.log()) * (2 * block.z_loss)
         unit = _quotient(g, sums)
         scale = (extra + mass) * unit
@@ -363,6 +365,7 @@ def _of_labels(
     if eps:
         direct = scale * own - g * (of_label + share * own_w)
         at_label = torch.where(own < rest, direct, at_label + g * share * (total - own_w))
+    # Write
     e.mul_(scale)
     if eps:
         e.sub_(g * share * (1.0 if weight is None else weight))
