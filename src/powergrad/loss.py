@@ -343,10 +343,10 @@ def _is_common_case(input: Tensor, call: Call) -> bool:
 
     The individual checks with their error messages take 5% of the time of a small loss.
     """
-    target, weight, alpha = call[:3]
+    target, alpha = call.target, call.alpha
     return (
-        is_plain(input, target)
-        and weight is None
+        is_plain(input, target)  # first: TorchDynamo of PyTorch 2.6 takes no slice of a call
+        and call.weight is None
         and call.token_weight is None
         and call[4:-1] == _DEFAULTS
         and type(alpha) is float

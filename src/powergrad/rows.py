@@ -243,8 +243,9 @@ def _by_operations(logits: Tensor, call: Call, all_valid: bool) -> tuple[Tensor,
     wide = torch.promote_types(dtype, torch.float32)
     common = coefficients(call, wide, all_valid)
     n, c = logits.shape
-    # Further buffers of a block: one that is not the gradient's, and two for a soft cap.
-    buffers = 1 + (dtype.itemsize < 4 or call.maps_logits()) + 2 * (call.softcap is not None)
+    # The buffers of a block: one more if it is not the gradient's, two more with a soft cap.
+    buffers = 2 if dtype.itemsize < 4 or call.maps_logits() else 1
+    buffers = 3 if call.softcap is not None else buffers
     if n * c < (LARGE if call.softcap is None else BLOCK // buffers):
         losses, gradient = write(logits, call, common)
         gradient = gradient if gradient.dtype == dtype else gradient.to(dtype)
