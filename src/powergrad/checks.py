@@ -288,14 +288,16 @@ def check_call(input: Tensor, call: Call, class_dim: int | None = None) -> tuple
         check_floating(call.token_weight, "token_weight", positions)
     if isinstance(alpha, Tensor):
         check_alpha(alpha, input, class_dim)
+    elif type(alpha) is not float:
+        call = call.replace(alpha=check_number(alpha))
     else:
-        alpha = check_number(alpha)
+        check_number(alpha)
     known = not isinstance(alpha, Tensor) or values_readable(alpha)
     if call.z_loss and known and not (alpha.all() if isinstance(alpha, Tensor) else alpha):
         raise ValueError("Expected `alpha` to be positive with `z_loss`, but got 0.")
     if target.dtype == torch.uint8:  # -100 would wrap to 156
-        target = target.long()
-    return class_dim, call.replace(target=target, alpha=alpha)
+        call = call.replace(target=target.long())
+    return class_dim, call
 
 
 def check_options(call: Call) -> None:

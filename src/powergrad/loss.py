@@ -201,12 +201,13 @@ def gated(call: Call, rows: RowStatistics) -> Tensor:
 def loss_of(input: Tensor, call: Call) -> Tensor:
     """:func:`cross_entropy` without gate and statistics."""
     note_own_call()
-    class_dim, way = 1, "rows"
-    if not _is_common_case(input, call):
-        class_dim, call = check_call(input, call)
-        way = way_of(input, call)
+    common = _is_common_case(input, call)
+    class_dim, call = (1, call) if common else check_call(input, call)
     if LISTENERS and is_plain(input):
         tell("powergrad.cross_entropy", input, call.alpha, call)
+    if common:
+        return _rows_loss(input, call)
+    way = way_of(input, call)
     if way == "rows":
         loss = _rows_loss(*as_rows(input, call))
         if call.reduction == "none" and input.dim() != 2:
