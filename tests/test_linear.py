@@ -168,6 +168,27 @@ def test_gates_and_statistics_are_those_of_the_logits(device, soft, reduction):
             torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_statistics_of_ignored_rows_are_zero(device):
+    hidden, head, target = case(device, 3, 2)
+    target.fill_(-100)
+    _, rows = linear_cross_entropy(hidden, head, target, alpha=0.3, return_stats=True)
+    for name in rows.NAMES:
+        assert getattr(rows, name).shape == (3, 2)
+        assert not getattr(rows, name).any()
+
+
+def test_a_bias_may_depend_on_the_head(device):
+    hidden, head, target = case(device, 7)
+    expected, actual = (
+        torch.autograd.grad(loss, head, create_graph=True)[0]
+        for loss in (
+            cross_entropy(F.linear(hidden, head, head.sum(1)), target, alpha=0.3),
+            linear_cross_entropy(hidden, head, target, alpha=0.3, linear_bias=head.sum(1)),
+        )
+    )
+    torch.testing.assert_close(actual, expected)
+
+
 def test_shift_predicts_the_next_token(device):
     hidden, head, target = case(device, 3, 7)
     target[1, 4:] = -100

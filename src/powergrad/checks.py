@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -38,12 +38,9 @@ def is_plain(*tensors: Tensor) -> bool:
     return True
 
 
-def values_readable(*tensors: Tensor) -> bool:
-    """Whether reading the values of `tensors` needs no synchronisation and breaks no trace."""
-    for tensor in tensors:
-        if not tensor.is_cpu:
-            return False
-    return is_plain(*tensors)
+def values_readable(tensor: Tensor) -> bool:
+    """Whether reading the values of `tensor` needs no synchronisation and breaks no trace."""
+    return tensor.is_cpu and is_plain(tensor)
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -53,12 +50,25 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(tensor.device.type, enabled=False)
 
 
-def check_floating(tensor: Tensor, name: str) -> Tensor:
+def check_floating(tensor: Tensor, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"Expected `{name}` to be a tensor, but got {type(tensor).__name__}.")
     if not tensor.is_floating_point():
         raise TypeError(f"Expected `{name}` to be a floating-point tensor, but got {tensor.dtype}.")
+    if shape is not None and tensor.shape != shape:
+        raise ValueError(
+            f"Expected `{name}` to have shape {tuple(shape)}, but got {shape_of(tensor)}."
+        )
     return tensor
+
+
+def check_dtype(tensor: Tensor | None, input: Tensor, name: str) -> None:
+    """`tensor` has the dtype of `input`, unless autocast converts them."""
+    if tensor is not None and tensor.dtype != input.dtype and not is_autocasting(input.device.type):
+        raise TypeError(
+            f"Expected `{name}` to have the dtype of `input`, {input.dtype}, "
+            f"but got {tensor.dtype}."
+        )
 
 
 def check_dim(tensor: Tensor, dim: int, name: str) -> int:
@@ -137,11 +147,6 @@ def _real(value: Any, name: str) -> float:
     return float(value)
 
 
-def check_eps(eps: float) -> None:
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"Expected `eps` to be finite and at least 0, but got {eps}.")
-
-
 def is_one(alpha: float | Tensor) -> bool:
     """Whether `alpha` is the number 1, at which PyTorch's own functions are called."""
     return not isinstance(alpha, Tensor) and alpha == 1
@@ -162,20 +167,20 @@ def check_reduction(reduction: str) -> None:
         )
 
 
-def check_broadcasts(factor: Tensor | None, input: Tensor, name: str) -> None:
-    if factor is None:
-        return
-    check_floating(factor, name)
-    shape, input_shape = shape_of(factor), shape_of(input)
-    sizes = zip(reversed(shape), reversed(input_shape), strict=False)
-    if len(shape) > len(input_shape) or any(size not in (1, whole) for size, whole in sizes):
+def check_broadcasts(factor: Tensor, input: Tensor, name: str) -> None:
+    shape, whole = shape_of(check_floating(factor, name)), shape_of(input)
+    sizes = zip(reversed(shape), reversed(whole), strict=False)
+    if len(shape) > len(whole) or any(size not in (1, most) for size, most in sizes):
         raise ValueError(
-            f"Expected `{name}` to broadcast over `input` of shape {input_shape}, but got {shape}."
+            f"Expected `{name}` to broadcast over `input` of shape {whole}, but got {shape}."
         )
 
 
 class Call(NamedTuple):
-    """The arguments of `cross_entropy` after the logits."""
+    """The arguments of `cross_entropy` after the logits.
+
+    It has no properties, and `replace` instead of `_replace`, for TorchDynamo of PyTorch 2.6.
+    """
 
     target: Tensor
     weight: Tensor | None
@@ -186,132 +191,106 @@ class Call(NamedTuple):
     softcap: float | None = None
     logit_scale: float = 1.0
     z_loss: float = 0.0
-    token_weight: Tensor | None = None
     zero_empty: bool = False
+    gate: Callable[[Any], Tensor] | None = None
+    token_weight: Tensor | None = None
 
-    @property
     def soft(self) -> bool:
         """Whether `target` holds class probabilities."""
         return self.target.is_floating_point()
 
-    @property
     def maps_logits(self) -> bool:
         return self.softcap is not None or self.logit_scale != 1
 
+    def extended(self) -> bool:
+        """Whether it uses an option that PyTorch's function does not have."""
+        return bool(
+            self.maps_logits() or self.z_loss or self.zero_empty or self.token_weight is not None
+        )
+
     def replace(self, **changes: Any) -> Call:
-        """``_replace``, in a form that TorchDynamo of PyTorch 2.6 can trace."""
         pairs = zip(_FIELDS, self, strict=True)
         return Call(*[changes.get(name, value) for name, value in pairs])
 
     def split(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
         """The tensors, for ``ctx.save_for_backward``, and the rest."""
-        target, weight, alpha, *middle, token_weight, zero_empty = self
-        number = None if isinstance(alpha, Tensor) else alpha
-        tensor = alpha if isinstance(alpha, Tensor) else None
-        return (target, weight, tensor, token_weight), (number, *middle, zero_empty)
+        alpha, many = self.alpha, isinstance(self.alpha, Tensor)
+        tensors: Any = (self.target, self.weight, alpha if many else None, self.token_weight)
+        return tensors, (None if many else alpha, *self[3:-1])
 
     @classmethod
     def joined(cls, tensors: Sequence[Tensor | None], rest: Sequence[Any]) -> Call:
         """The inverse of :meth:`split`."""
         target, weight, alpha, token_weight = tensors
-        number, *middle, zero_empty = rest
-        alpha = number if alpha is None else alpha
-        return cls(target, weight, alpha, *middle, token_weight, zero_empty)  # pyright: ignore
+        alpha = rest[0] if alpha is None else alpha
+        return cls(target, weight, alpha, *rest[1:], token_weight)  # pyright: ignore
 
 
 _FIELDS = Call._fields
 
 
-def check_call(input: Tensor, call: Call) -> tuple[int, Call]:
+def check_call(input: Tensor, call: Call, class_dim: int | None = None) -> tuple[int, Call]:
     """Check everything except label values; return the class dimension and int64 labels."""
     check_floating(input, "input")
     check_options(call)
-    shape = input.shape
+    shape, target, weight, alpha = input.shape, call.target, call.weight, call.alpha
     if not shape:
         raise ValueError("Expected `input` to have a class dimension, but got shape ().")
-    class_dim = 0 if len(shape) == 1 else 1
-    num_classes = shape[class_dim]
-    if num_classes == 0:
+    if class_dim is None:
+        class_dim = 0 if len(shape) == 1 else 1
+    if shape[class_dim] == 0:
         raise ValueError(f"Expected `input` to have classes, but got shape {shape_of(input)}.")
-    target, weight, alpha = call.target, call.weight, call.alpha
-    positions = _check_target(target, shape, class_dim, call.ignore_index)
+    positions = shape[:class_dim] + shape[class_dim + 1 :]
+    if not isinstance(target, Tensor):
+        raise TypeError(f"Expected `target` to be a tensor, but got {type(target).__name__}.")
+    soft = call.soft()
+    if not soft and target.dtype not in (torch.int64, torch.uint8):
+        raise TypeError(
+            "Expected `target` to hold class indices (torch.int64 or torch.uint8) or class "
+            f"probabilities (floating-point), but got {target.dtype}."
+        )
+    if target.shape != (shape if soft else positions):
+        raise ValueError(
+            f"Expected `target` to have shape {tuple(positions)} for class indices, or "
+            f"{tuple(shape)} for class probabilities, but got {shape_of(target)}."
+        )
+    if soft and call.ignore_index >= 0:
+        raise ValueError(
+            "Expected `ignore_index` to be negative for a `target` of class probabilities, "
+            f"but got {call.ignore_index}."
+        )
     if weight is not None:
-        check_floating(weight, "weight")
-        if shape_of(weight) != (num_classes,):
-            raise ValueError(
-                f"Expected `weight` to have shape ({num_classes},), one per class, "
-                f"but got {shape_of(weight)}."
-            )
-        same = weight.dtype == input.dtype or target.is_floating_point()
-        if not same and not is_autocasting(input.device.type):
-            raise TypeError(
-                f"Expected `weight` to have the dtype of `input`, {input.dtype}, "
-                f"but got {weight.dtype}."
-            )
+        check_floating(weight, "weight", (shape[class_dim],))
+        if not soft:
+            check_dtype(weight, input, "weight")
     if call.token_weight is not None:
-        check_floating(call.token_weight, "token_weight")
-        if shape_of(call.token_weight) != positions:
-            raise ValueError(
-                f"Expected `token_weight` to have shape {positions}, one per row of logits, "
-                f"but got {shape_of(call.token_weight)}."
-            )
+        check_floating(call.token_weight, "token_weight", positions)
     if isinstance(alpha, Tensor):
         check_alpha(alpha, input, class_dim)
+    elif type(alpha) is not float:
+        call = call.replace(alpha=check_number(alpha))
     else:
-        alpha = check_number(alpha)
+        check_number(alpha)
     known = not isinstance(alpha, Tensor) or values_readable(alpha)
     if call.z_loss and known and not (alpha.all() if isinstance(alpha, Tensor) else alpha):
         raise ValueError("Expected `alpha` to be positive with `z_loss`, but got 0.")
     if target.dtype == torch.uint8:  # -100 would wrap to 156
-        target = target.long()
-    return class_dim, call.replace(target=target, alpha=alpha)
+        call = call.replace(target=target.long())
+    return class_dim, call
 
 
 def check_options(call: Call) -> None:
     """Check the numbers among the options, which a module knows before its first call."""
     check_reduction(call.reduction)
-    if not 0 <= call.label_smoothing <= 1:
-        raise ValueError(
-            f"Expected `label_smoothing` to be in [0, 1], but got {call.label_smoothing}."
-        )
-    if call.softcap is not None and not 0 < call.softcap < math.inf:
-        raise ValueError(f"Expected `softcap` to be positive, but got {call.softcap}.")
-    if not 0 < call.logit_scale < math.inf:
-        raise ValueError(f"Expected `logit_scale` to be positive, but got {call.logit_scale}.")
-    if not 0 <= call.z_loss < math.inf:
-        raise ValueError(f"Expected `z_loss` to be at least 0, but got {call.z_loss}.")
-
-
-def _check_target(
-    target: Tensor, shape: torch.Size, class_dim: int, ignore_index: int
-) -> tuple[int, ...]:
-    """Return the shape of the positions: that of the logits without the classes."""
-    positions = tuple(shape[:class_dim] + shape[class_dim + 1 :])
-    if not isinstance(target, Tensor):
-        raise TypeError(f"Expected `target` to be a tensor, but got {type(target).__name__}.")
-    if target.is_floating_point():
-        if target.shape != shape:
-            raise ValueError(
-                f"Expected `target` of class probabilities to have the shape of `input`, "
-                f"{tuple(shape)}, but got {shape_of(target)}."
-            )
-        if ignore_index >= 0:
-            raise ValueError(
-                "Expected `ignore_index` to be negative for a `target` of class probabilities, "
-                f"but got {ignore_index}."
-            )
-        return positions
-    if target.dtype not in (torch.int64, torch.uint8):
-        raise TypeError(
-            "Expected `target` to hold class indices (torch.int64 or torch.uint8) or class "
-            f"probabilities (floating-point), but got {target.dtype}."
-        )
-    if target.shape != positions:
-        raise ValueError(
-            f"Expected `target` of class indices to have shape {positions} for `input` of "
-            f"shape {tuple(shape)}, but got {shape_of(target)}."
-        )
-    return positions
+    smoothing, cap, scale = call.label_smoothing, call.softcap, call.logit_scale
+    check_number(call.z_loss, "z_loss")
+    for name, value, valid, expected in (
+        ("label_smoothing", smoothing, 0 <= smoothing <= 1, "in [0, 1]"),
+        ("softcap", cap, cap is None or 0 < cap < math.inf, "finite and positive"),
+        ("logit_scale", scale, 0 < scale < math.inf, "finite and positive"),
+    ):
+        if not valid:
+            raise ValueError(f"Expected `{name}` to be {expected}, but got {value}.")
 
 
 def check_labels(target: Tensor, num_classes: int, ignore_index: int) -> bool:

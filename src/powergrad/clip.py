@@ -27,7 +27,7 @@ from torch.linalg import vector_norm
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from powergrad.checks import check_eps, check_threshold
+from powergrad.checks import check_number, check_threshold
 from powergrad.head import find_head, find_heads
 from powergrad.units import TRANSPOSED, WHOLE, Dims, by_unit, unit_norms
 
@@ -386,7 +386,7 @@ def adaptive_clip_grad_(
         3
     """
     check_threshold(clip, "clip")
-    check_eps(eps)
+    check_number(eps, "eps")
     alone = head == "auto" and not isinstance(module_or_parameters, nn.Module)
     parameters = parameters_of(module_or_parameters)
     for parameter in _head_parameters(module_or_parameters, None if alone else head):
@@ -459,7 +459,7 @@ def clip_grads_before_step(
         got = ", ".join(f"`{method}`" for method in thresholds) or "none"
         raise TypeError(f"Expected one or more thresholds for {', '.join(known)}, but got {got}.")
     methods = {name: check_threshold(value, name) for name, value in thresholds.items()}
-    check_eps(eps)
+    check_number(eps, "eps")
     spared = _head_parameters(module, head) if "agc" in methods else set()
     in_model = {} if module is None else parameters_of(module)
     if in_model and in_model.keys().isdisjoint(parameters_of(optimizer)):

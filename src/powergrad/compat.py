@@ -34,12 +34,6 @@ _pre_dispatch = _private("_C.DispatchKey.PreDispatch")
 # has no values that could be read. 2.6 to 2.13.
 is_wrapped = _private("_C._functorch.is_functorch_wrapped_tensor")
 is_batched = _private("_C._functorch.is_legacy_batchedtensor")
-_is_tracing = _private("_C._is_tracing")  # of `torch.jit.trace`
-_log_softmax = _private("_log_softmax")
-# TorchDynamo enters the transforms that it traces. 2.6 to 2.13.
-_interpreters = _private("_C._functorch.peek_interpreter_stack")
-# `torch.compiler.is_exporting` does not exist in 2.6, and is true inside `torch.compile` up to 2.9.
-_TELLS_EXPORT = torch.__version__ >= "2.10"  # a TorchVersion
 _KNOWN = None not in (
     _transforms_active,
     _dispatch_modes,
@@ -47,9 +41,11 @@ _KNOWN = None not in (
     _pre_dispatch,
     is_wrapped,
     is_batched,
-    _is_tracing,
     getattr(forward_ad, "_current_level", None),
 )
+# `torch.compiler.is_exporting` does not exist in 2.6, and is true inside `torch.compile` up to 2.9.
+_TELLS_EXPORT = torch.__version__ >= "2.10"  # a TorchVersion
+_log_softmax = _private("_log_softmax")
 
 
 def nothing_traced() -> bool:
@@ -62,7 +58,7 @@ def nothing_traced() -> bool:
         or _transforms_active()
         or _dispatch_modes()
         or _key_included(_pre_dispatch)
-        or _is_tracing()
+        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
     )
 
 
@@ -75,7 +71,7 @@ def log_softmax_of_rows(z: Tensor) -> Tensor:
 
 def in_transform() -> bool:
     """Whether the caller, which may be traced by TorchDynamo, is inside ``torch.func``."""
-    return _interpreters is None or _interpreters() is not None
+    return _transforms_active is None or _transforms_active()  # TorchDynamo enters what it traces
 
 
 def gradients_hidden() -> bool:
@@ -115,21 +111,11 @@ for _function in (in_transform, in_loss_parallel):
     _function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` where no transform is active.
-
-    This skips a Python layer for transforms, which takes 5% of the time of a small loss.
-    """
-    apply = getattr(super(torch.autograd.Function, function), "apply", None)
-    return function.apply if apply is None else apply
-
-
 def graph_recorded() -> bool:
     """Whether ``make_fx`` or ``torch.jit.trace`` records, or may record, operators in a graph."""
-    # 2.6 to 2.13.
     proxies = _private("fx.experimental.proxy_tensor.get_proxy_mode")
-    recorded = not nothing_traced() if proxies is None else proxies() is not None
-    return recorded or _is_tracing is None or _is_tracing()
+    recorded = not nothing_traced() if proxies is None else proxies() is not None  # 2.6 to 2.13
+    return recorded or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 # PowerGrad and enable -----------------------------------------------------------------------------
@@ -161,16 +147,8 @@ def set_cache_key(key: str) -> None:
         config.cache_key_tag = tag.split("|powergrad")[0] + (key and f"|powergrad {key}")
 
 
-def _tree_map(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _tree_map(function, item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_tree_map(function, item) for item in value)
-    return function(value)
-
-
 # Maps over a nested output; `torch.utils.pytree` is public only in later versions. 2.6 to 2.13.
-tree_map: Callable[..., Any] = _private("utils._pytree.tree_map") or _tree_map
+tree_map: Callable[..., Any] = _private("utils._pytree.tree_map")
 
 
 # Only for run/ ----------------------------------------------------------------------

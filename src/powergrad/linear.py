@@ -12,8 +12,9 @@ needs memory for dW and dh, which are needed anyway, and for one block. Ignored 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch import Tensor
 from powergrad.checks import (
     Call,
     check_call,
+    check_dtype,
     check_floating,
     check_labels,
     is_plain,
@@ -31,10 +33,10 @@ from powergrad.checks import (
 )
 from powergrad.compat import is_autocasting
 from powergrad.loss import (
-    Gate,
     LossOptions,
-    cross_entropy,
+    call_for_rows,
     gated,
+    loss_and_statistics,
     loss_by_definition,
     statistics,
 )
@@ -90,18 +92,10 @@ def linear_cross_entropy(
     alpha: float | Tensor,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    z_loss: float = 0.0,
-    token_weight: Tensor | None = None,
-    gate: Gate | None = None,
-    zero_empty: bool = False,
     shift: bool = False,
     chunk_rows: int | None = None,
     return_stats: bool = False,
+    **options: Unpack[LossOptions],
 ) -> Tensor | tuple[Tensor, RowStatistics]:
     r"""``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` in blocks of logits.
 
@@ -114,24 +108,18 @@ def linear_cross_entropy(
         input: Hidden states, of shape (..., H).
         linear_weight: The head, of shape (C, H).
         target: Class indices, of shape (...); or class probabilities, of shape (..., C).
-        alpha: A number, at least 0; or a tensor of them: 0-d, or of shape (...).
+        alpha: As in :func:`powergrad.cross_entropy`, with logits of shape (..., C).
         linear_bias: The bias of the head, of shape (C).
         weight: One weight per class, of shape (C).
-        ignore_index: Positions with this class index contribute to neither value nor gradient.
-        reduction: "mean", "sum" or "none".
-        label_smoothing: The probability mass that is spread evenly over all classes.
-        softcap: As in :func:`powergrad.cross_entropy`, and so are the next five.
-        logit_scale: A factor of the logits.
-        z_loss: The factor of the squared logsumexp of the logits.
-        token_weight: One factor per row, of the shape of a ``target`` of class indices.
-        gate: A function of the statistics of a block of rows that returns such factors.
-        zero_empty: Whether a mean of no rows is 0 instead of NaN.
         shift: Whether the logits of a position predict the target of the next one, as in causal
             language models; the last position is ignored. Target and token weights are shifted
             here, the hidden states are not copied.
         chunk_rows: Rows per block. By default 22 MB of logits, but at least 128 rows.
         return_stats: Whether to also return the :class:`~powergrad.rows.RowStatistics`, which needs
             some more passes over each block of logits.
+        **options: Those of :func:`powergrad.cross_entropy`: ``ignore_index``, ``reduction``,
+            ``label_smoothing``, ``softcap``, ``logit_scale``, ``z_loss``, ``token_weight``,
+            ``gate``, which is called for each block of rows, and ``zero_empty``.
 
     Returns:
         The loss: 0-d, or of shape (...) for "none".
@@ -151,243 +139,160 @@ def linear_cross_entropy(
         >>> hidden.grad.shape, head.weight.grad.shape
         (torch.Size([6, 8]), torch.Size([1000, 8]))
     """
-    leading = _check_head(input, linear_weight, linear_bias, chunk_rows)
-    classes = linear_weight.shape[0]
-    soft = isinstance(target, Tensor) and target.is_floating_point()
-    if isinstance(target, Tensor) and shape_of(target) != leading + ((classes,) if soft else ()):
+    check_floating(input, "input")
+    if input.dim() == 0:
+        raise ValueError("Expected `input` to have shape (..., H), but got ().")
+    leading, width = shape_of(input)[:-1], input.shape[-1]
+    check_floating(linear_weight, "linear_weight")
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != width:
         raise ValueError(
-            f"Expected `target` to have shape {leading}, or {(*leading, classes)} with class "
-            f"probabilities, but got {shape_of(target)}."
+            f"Expected `linear_weight` to have shape (C, {width}) for `input` of shape "
+            f"{shape_of(input)}, but got {shape_of(linear_weight)}."
         )
-    for name, tensor in (("alpha", alpha), ("token_weight", token_weight)):
-        if isinstance(tensor, Tensor) and tensor.dim() and shape_of(tensor) != leading:
-            allowed = f"() or {leading}" if name == "alpha" else f"{leading}"
-            raise ValueError(
-                f"Expected `{name}` to have shape {allowed}, but got {shape_of(tensor)}."
-            )
-    if shift:
-        if soft or not leading:
-            raise ValueError("Expected `target` of shape (..., T) with class indices for `shift`.")
-        target = _shifted(target, ignore_index)
-        token_weight = None if token_weight is None else _shifted(token_weight, 0)
-    hidden, head = input.reshape(-1, input.shape[-1]), linear_weight
+    classes = linear_weight.shape[0]
+    if linear_bias is not None:
+        check_floating(linear_bias, "linear_bias", (classes,))
+        check_dtype(linear_bias, input, "linear_bias")
+    check_dtype(linear_weight, input, "linear_weight")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"Expected `chunk_rows` to be at least 1, but got {chunk_rows}.")
+    layer: Layer = [input.reshape(-1, width), linear_weight, linear_bias]
     autocasting = is_autocasting(input.device.type)
     if autocasting:
         dtype = torch.get_autocast_dtype(input.device.type)
-        hidden, linear_weight = hidden.to(dtype), linear_weight.to(dtype)
-        linear_bias = None if linear_bias is None else linear_bias.to(dtype)
-    rows = hidden.shape[0]
-    call = Call(
-        target.reshape(rows, classes) if soft else target.reshape(rows),
-        weight,
-        alpha.reshape(rows) if isinstance(alpha, Tensor) and alpha.dim() else alpha,
-        ignore_index,
-        label_smoothing,
-        reduction,
-        softcap,
-        logit_scale,
-        z_loss,
-        None if token_weight is None else token_weight.reshape(rows),
-        zero_empty,
-    )
-    _, call = check_call(hidden.new_empty(1, 1).expand(rows, classes), call)
-    layer = (hidden, linear_weight, linear_bias)
+        layer = [None if t is None else t.to(dtype) for t in layer]
+    logits = layer[0].new_empty(()).expand(*leading, classes)  # their shape
+    _, call = check_call(logits, Call(target, weight, alpha, **options), len(leading))
+    if shift:
+        if call.soft() or not leading:
+            raise ValueError("Expected `target` of shape (..., T) with class indices for `shift`.")
+        tokens = call.token_weight
+        call = call.replace(
+            target=_shifted(call.target, call.ignore_index),
+            token_weight=None if tokens is None else _shifted(tokens, 0),
+        )
+    call = call_for_rows(logits, call, len(leading))
     constants = [t for t in (call.target, weight, call.token_weight) if t is not None]
-    tensors = [*constants, *(t for t in layer if t is not None)]
-    found = None
-    if any(t.requires_grad for t in constants) or not is_plain(*tensors):
-        names = ("target", "weight", "alpha", *Call._fields[3:])
-        options: Any = dict(zip(names, call, strict=True), gate=gate)
-        loss, found = cross_entropy(F.linear(*layer), **options, return_stats=True)
+    rows = None
+    if any(t.requires_grad for t in constants) or not is_plain(
+        *constants, *(t for t in layer if t is not None)
+    ):
+        loss, rows = loss_and_statistics(F.linear(*layer), call)
     else:
-        tell("powergrad.linear_cross_entropy", input, call.alpha, None, head)
-        plan = _plan(call, classes, hidden.dtype, chunk_rows)
-        found = RowStatistics.empty(call) if return_stats else None
-        loss = _InBlocks.apply(*layer, call, plan, gate, found)
-    if reduction == "none":
+        tell("powergrad.linear_cross_entropy", input, call.alpha, None, linear_weight)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        rows = RowStatistics.zeros(call, wide) if return_stats else None
+        loss = _InBlocks.apply(*layer, call, chunk_rows, rows)
+    if call.reduction == "none":
         loss = loss.reshape(leading)
     loss = loss if autocasting else loss.to(input.dtype)
-    return loss if not return_stats or found is None else (loss, found.reshape(leading))
+    return (loss, rows.reshape(leading)) if return_stats and rows is not None else loss
 
 
 def _shifted(values: Tensor, last: float) -> Tensor:
     return torch.cat([values[..., 1:], torch.full_like(values[..., :1], last)], -1)
 
 
-class Plan(NamedTuple):
-    """Which rows are computed, and how many at a time."""
-
-    rows: Tensor | None  # indices; None for all
-    block_rows: int
-
-
-def _plan(call: Call, classes: int, dtype: torch.dtype, chunk_rows: int | None) -> Plan:
-    """Ignored rows are left out, before the matrix product."""
-    rows = None
-    if not check_labels(call.target, classes, call.ignore_index) and not call.soft:
-        rows = (call.target != call.ignore_index).nonzero().squeeze(1)
-    fitting = BLOCK_BYTES // (classes * dtype.itemsize)
-    return Plan(rows, chunk_rows or max(LEAST_ROWS, fitting // MULTIPLE * MULTIPLE))
-
-
-Layer = tuple[Tensor, Tensor, "Tensor | None"]  # hidden states, head, bias
-
-
-def _check_head(
-    input: Tensor, weight: Tensor, bias: Tensor | None, chunk_rows: int | None
-) -> tuple[int, ...]:
-    check_floating(input, "input")
-    check_floating(weight, "linear_weight")
-    if input.dim() == 0:
-        raise ValueError("Expected `input` to have shape (..., H), but got ().")
-    width = input.shape[-1]
-    if weight.dim() != 2 or weight.shape[1] != width:
-        raise ValueError(
-            f"Expected `linear_weight` to have shape (C, {width}) for `input` of shape "
-            f"{shape_of(input)}, but got {shape_of(weight)}."
-        )
-    if bias is not None:
-        check_floating(bias, "linear_bias")
-        if shape_of(bias) != (weight.shape[0],):
-            raise ValueError(
-                f"Expected `linear_bias` to have shape ({weight.shape[0]},), "
-                f"but got {shape_of(bias)}."
-            )
-    for name, tensor in (("linear_weight", weight), ("linear_bias", bias)):
-        if (
-            tensor is not None
-            and tensor.dtype != input.dtype
-            and not is_autocasting(input.device.type)
-        ):
-            raise TypeError(
-                f"Expected `{name}` to have the dtype of `input`, {input.dtype}, "
-                f"but got {tensor.dtype}."
-            )
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"Expected `chunk_rows` to be at least 1, but got {chunk_rows}.")
-    return shape_of(input)[:-1]
+Layer = Sequence[Any]  # hidden states, head, bias or None
 
 
 class _InBlocks(torch.autograd.Function):
     """Computes the gradients in the forward pass, except for "none", where each row is scaled."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Tensor,
-        bias: Tensor | None,
-        call: Call,
-        plan: Plan,
-        gate: Gate | None,
-        found: RowStatistics | None,
-    ) -> Tensor:
-        needed = ctx.needs_input_grad[:3]
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *layer, call, chunk_rows, found = arguments
         later = call.reduction == "none"
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        weights = None if gate is None else hidden.new_zeros(hidden.shape[0], dtype=wide)
-        with without_autocast(hidden):
-            loss, gradients = _over_blocks(
-                (hidden, head, bias),
-                call,
-                plan,
-                (False,) * 3 if later else needed,
-                gate=gate,
-                gate_weights=weights,
-                found=found,
-            )
-        if weights is not None:
-            tokens = weights if call.token_weight is None else weights * call.token_weight
-            call = call.replace(token_weight=tokens)
+        needed = (False,) * 3 if later else ctx.needs_input_grad[:3]
+        with without_autocast(layer[0]):
+            loss, gradients, call = _over_blocks(layer, call, chunk_rows, needed, found=found)
         tensors, ctx.options = call.split()
-        ctx.save_for_backward(hidden, head, bias, *gradients, *tensors)
-        ctx.plan, ctx.later = plan, later
+        ctx.save_for_backward(*layer, *gradients, *tensors)
+        ctx.chunk_rows, ctx.later = chunk_rows, later
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        (grad,), needed = grads, ctx.needs_input_grad[:3]
+        grad, needed = grads[0], ctx.needs_input_grad[:3]
         saved = ctx.saved_tensors  # read once: a checkpoint refuses to unpack a tensor again
-        (hidden, head, bias), gradients = saved[:3], saved[3:6]
-        call, layer = Call.joined(saved[6:], ctx.options), (hidden, head, bias)
+        layer, gradients, call = saved[:3], saved[3:6], Call.joined(saved[6:], ctx.options)
         if torch.is_grad_enabled() or (ctx.later and not is_plain(grad)):
-            return *_by_definition(layer, call, needed, grad), *[None] * 4
+            return *_by_definition(layer, call, needed, grad), *[None] * 3
         if ctx.later:
             with without_autocast(grad):
-                _, gradients = _over_blocks(layer, call, ctx.plan, needed, scale=grad)
+                _, gradients, _ = _over_blocks(layer, call, ctx.chunk_rows, needed, scale=grad)
         elif not (values_readable(grad) and grad.item() == 1):
             gradients = [None if g is None else g * grad for g in gradients]
-        dtype = hidden.dtype
-        return *(None if g is None else g.to(dtype) for g in gradients), *[None] * 4
+        dtype = layer[0].dtype
+        return *(None if g is None else g.to(dtype) for g in gradients), *[None] * 3
 
 
 def _by_definition(
-    layer: Layer, call: Call, needed: tuple[bool, ...], grad: Tensor
+    layer: Layer, call: Call, needed: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
     """The gradients from all logits at once, for higher derivatives and batched gradients."""
-    differentiated = torch.is_grad_enabled()
+    create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        if not differentiated:
-            layer = tuple(  # pyright: ignore[reportAssignmentType]
-                None if tensor is None else tensor.detach().requires_grad_(need)
-                for tensor, need in zip(layer, needed, strict=True)
-            )
-        wanted = [t for t, need in zip(layer, needed, strict=True) if need and t is not None]
+        layer = [None if t is None else t.view_as(t) for t in layer]  # one may depend on another
         loss = loss_by_definition(F.linear(*layer), call)
-        results = iter(
-            torch.autograd.grad(loss, wanted, grad.to(loss.dtype), create_graph=differentiated)
-        )
-    return [next(results) if need else None for need in needed]
+        wanted = [t for t, need in zip(layer, needed, strict=True) if need and t is not None]
+        results = torch.autograd.grad(loss, wanted, grad.to(loss.dtype), create_graph=create_graph)
+    return [results[sum(needed[:i])] if need else None for i, need in enumerate(needed)]
 
 
 def _over_blocks(
     layer: Layer,
     call: Call,
-    plan: Plan,
-    needed: tuple[bool, ...],
+    chunk_rows: int | None,
+    needed: Sequence[bool],
     *,
     scale: Tensor | None = None,
-    gate: Gate | None = None,
-    gate_weights: Tensor | None = None,
     found: RowStatistics | None = None,
-) -> tuple[Tensor, list[Tensor | None]]:
-    """One pass over the blocks: the loss, and the gradients that are `needed`.
+) -> tuple[Tensor, list[Tensor | None], Call]:
+    """One pass over the blocks: the loss; the gradients that are `needed`; the call without gate.
 
-    `scale` is the incoming gradient of "none", one per row. `gate_weights` and `found` are filled.
+    `scale` is the incoming gradient of "none", one per row. `found` is filled. Ignored rows are
+    left out, before the matrix product.
     """
-    hidden, head, bias = layer
+    given = layer[0].dtype
     # Small p' would underflow in float16, so it is widened; bfloat16 is not.
-    dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
-    hidden, head = hidden.to(dtype), head.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
+    dtype = torch.float32 if given == torch.float16 else given
+    widened: Layer = [None if t is None else t.to(dtype) for t in layer]
+    hidden, head, bias = widened
     # The gradients of the head are accumulated in float32 or wider.
     wide = torch.promote_types(dtype, torch.float32)
-    rows = hidden.shape[0]
+    rows, classes = hidden.shape[0], head.shape[0]
     d_hidden = torch.zeros_like(hidden) if needed[0] else None
     d_head = torch.zeros_like(head, dtype=wide) if needed[1] else None
-    d_bias = torch.zeros_like(bias, dtype=wide) if needed[2] and bias is not None else None
-    common = coefficients(call, wide, plan.rows is None)
+    d_bias = torch.zeros_like(bias, dtype=wide) if needed[2] else None
+    kept, count = None, rows
+    if not check_labels(call.target, classes, call.ignore_index) and not call.soft():
+        kept = (call.target != call.ignore_index).nonzero().squeeze(1)
+        count = len(kept)
+    common = coefficients(call, wide, kept is None)
     if not isinstance(common.g, Tensor):
         common = replace(common, g=hidden.new_full((rows, 1), common.g, dtype=wide))
+    gates = None if call.gate is None else hidden.new_zeros(rows, dtype=wide)
     losses = hidden.new_zeros(rows, dtype=wide)
-    count = rows if plan.rows is None else plan.rows.shape[0]
-    buffer = hidden.new_empty(min(plan.block_rows, count), head.shape[0])
-    for start in range(0, count, plan.block_rows):
-        part: slice | Tensor = slice(start, min(start + plan.block_rows, count))
+    fitting = BLOCK_BYTES // (classes * given.itemsize)
+    block_rows = chunk_rows or max(LEAST_ROWS, fitting // MULTIPLE * MULTIPLE)
+    buffer = hidden.new_empty(min(block_rows, count), classes)
+    for start in range(0, count, block_rows):
+        part: slice | Tensor = slice(start, min(start + block_rows, count))
         z = buffer[: part.stop - start]
-        if plan.rows is not None:
-            part = plan.rows[part]
+        if kept is not None:
+            part = kept[part]
         h = hidden[part]
         if bias is None:
             torch.mm(h, head.t(), out=z)
         else:
             torch.addmm(bias, h, head.t(), out=z)
         factor = None if scale is None else scale[part]
-        if gate is not None or found is not None:
-            block = statistics(z, call.replace(target=call.target[part], token_weight=None))
-            if gate is not None and gate_weights is not None:
-                factor = gated(block.call, block, gate).token_weight
-                gate_weights[part] = factor.to(gate_weights.dtype)  # pyright: ignore
+        if gates is not None or found is not None:
+            own = call.replace(target=call.target[part], token_weight=None)
+            block = statistics(z, own, 1)
+            if gates is not None:
+                factor = gates[part] = gated(own, block).to(wide)
             if found is not None:
                 found.store(part, block)
         losses[part], _ = write(z, call, common, part, z, factor)
@@ -400,4 +305,7 @@ def _over_blocks(
                 d_head.add_(z.t() @ h)
         if d_bias is not None:
             d_bias.add_(z.sum(0, dtype=wide))
-    return reduced(losses, call, common), [d_hidden, d_head, d_bias]
+    if gates is not None:
+        tokens = gates if call.token_weight is None else gates * call.token_weight
+        call = call.replace(token_weight=tokens, gate=None)
+    return reduced(losses, call, common), [d_hidden, d_head, d_bias], call

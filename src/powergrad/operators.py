@@ -14,14 +14,9 @@ import torch
 from torch import Tensor
 
 from powergrad.checks import Call
-from powergrad.loss import loss_by_definition
+from powergrad.loss import Rows
 from powergrad.rows import loss_and_gradient
-from powergrad.transform import (
-    altered_backward,
-    plain_log_softmax,
-    scores_to_save,
-    tell,
-)
+from powergrad.transform import LogSoftmax, tell
 
 __all__: list[str] = []
 
@@ -36,29 +31,11 @@ def _define(schema: str, kernel: Callable[..., Any], backward: Any, setup_contex
     torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_LIBRARY)
 
 
-# The primitive -----------------------------------------------------------------------------------
-
-
-def _log_softmax(input: Tensor, alpha: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
-    return plain_log_softmax(input, dim, dtype)
-
-
-def _log_softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    logits, alpha, ctx.dim, _ = inputs
-    ctx.input_dtype = logits.dtype
-    ctx.save_for_backward(scores_to_save(logits, output), alpha)
-
-
-def _log_softmax_grad(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
-    scores, alpha = ctx.saved_tensors
-    return altered_backward(u, scores, alpha, ctx.dim, ctx.input_dtype), None, None, None
-
-
 _define(
     "log_softmax(Tensor input, Tensor alpha, int dim, ScalarType? dtype) -> Tensor",
-    _log_softmax,
-    _log_softmax_grad,
-    _log_softmax_setup,
+    LogSoftmax.forward,
+    LogSoftmax.backward,
+    LogSoftmax.setup_context,
 )
 
 
@@ -81,34 +58,29 @@ def _cross_entropy(
     return loss_and_gradient(input, call)
 
 
-def _cross_entropy_fake(input: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _fake(input: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(input.dtype, torch.float32)
     value = input.new_empty(input.shape[:1] if arguments[-1] == "none" else (), dtype=wide)
     dtype = torch.float32 if input.dtype == torch.float16 else input.dtype
     return value, input.new_empty(input.shape, dtype=dtype)
 
 
-def _cross_entropy_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1], *inputs[:4])
-    ctx.options = inputs[4:]
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, target, weight, alpha, *options = inputs
+    alpha = alpha.reshape(-1) if alpha.dim() else alpha
+    tensors, ctx.options = Call(target, weight, alpha, *options).split()
+    ctx.save_for_backward(output[1].detach(), logits, None, *tensors)
 
 
-def _cross_entropy_grad(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    gradient, logits, target, weight, alpha = ctx.saved_tensors
-    if torch.is_grad_enabled():  # the gradient is itself differentiated
-        per_row = alpha.reshape(-1) if alpha.dim() else alpha
-        loss = loss_by_definition(logits, Call(target, weight, per_row, *ctx.options))
-        (result,) = torch.autograd.grad(loss, logits, grad.to(loss.dtype), create_graph=True)
-    else:
-        result = gradient * (grad.unsqueeze(1) if grad.dim() else grad)
-    return result.to(logits.dtype), *[None] * 6
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    return Rows.backward(ctx, *grads)[0], *[None] * 6
 
 
 _define(
     "cross_entropy(Tensor input, Tensor target, Tensor? weight, Tensor alpha, int ignore_index,"
     " float label_smoothing, str reduction) -> (Tensor, Tensor)",
     _cross_entropy,
-    _cross_entropy_grad,
-    _cross_entropy_setup,
+    _backward,
+    _setup_context,
 )
-torch.library.register_fake("powergrad::cross_entropy", _cross_entropy_fake, lib=_LIBRARY)
+torch.library.register_fake("powergrad::cross_entropy", _fake, lib=_LIBRARY)

@@ -61,31 +61,23 @@ class RowStatistics:
         return f"RowStatistics({', '.join(self.NAMES)}; of {tuple(self.counted.shape)} rows)"
 
     @classmethod
-    def empty(cls, call: Call) -> RowStatistics:
-        """Statistics of all rows of a call, to be stored block by block; 0 for other rows."""
+    def zeros(cls, call: Call, dtype: torch.dtype) -> RowStatistics:
+        """Statistics of all rows of a call, to be stored block by block."""
         rows = cls(torch.empty(0), call)
-        vars(rows)["counted"] = rows.counted
+        dtypes = {"prediction": torch.int64, "correct": torch.bool}
+        for name in cls.NAMES[:-1]:
+            vars(rows)[name] = torch.zeros_like(rows.counted, dtype=dtypes.get(name, dtype))
         return rows
 
     def store(self, part: slice | Tensor, block: RowStatistics) -> None:
         """Keep the statistics of a block of rows."""
         for name in self.NAMES[:-1]:
-            values = getattr(block, name)
-            whole = vars(self).setdefault(name, values.new_zeros(self.counted.shape))
-            whole[part] = values
+            vars(self)[name][part] = getattr(block, name)
 
     def reshape(self, shape: tuple[int, ...]) -> RowStatistics:
-        """Give each statistic that was computed another shape."""
+        """All of them, in another shape."""
         rows = RowStatistics(self.logits, self.call)
-        if self.logits.numel() and self.logits.dim() > 1:
-            rows.logits = self.logits.reshape(*shape, -1)
-            rows.call = self.call.replace(
-                target=self.call.target.reshape(*shape, *self.call.target.shape[1:])
-            )
-        stored = {
-            name: vars(self)[name].reshape(shape) for name in self.NAMES if name in vars(self)
-        }
-        vars(rows).update(stored)
+        vars(rows).update({name: getattr(self, name).reshape(shape) for name in self.NAMES})
         return rows
 
     @cached_property
@@ -96,23 +88,21 @@ class RowStatistics:
     @cached_property
     def counted(self) -> Tensor:
         """Whether the row is not ignored."""
-        if self.call.soft:
+        if self.call.soft():
             return torch.ones_like(self.call.target[..., 0], dtype=torch.bool)
         return self.call.target != self.call.ignore_index
 
     @cached_property
     def p_target(self) -> Tensor:
         """The probability of the target, ``sum(q * p)`` for class probabilities ``q``; or 0."""
-        if self.call.soft:
+        if self.call.soft():
             return (self._p() * self.call.target).sum(-1)
-        label = self.call.target.masked_fill(~self.counted, 0).unsqueeze(-1)
-        own = self.logits.gather(-1, label).squeeze(-1)
-        return (own - self.lse).exp().masked_fill(~self.counted, 0)
+        return self.loss.neg().exp().masked_fill(~self.counted, 0)
 
     @cached_property
     def loss(self) -> Tensor:
         """Cross-entropy with the target, without weights, smoothing or further terms."""
-        if self.call.soft:
+        if self.call.soft():
             return -((self.logits - self.lse.unsqueeze(-1)) * self.call.target).sum(-1)
         label = self.call.target.masked_fill(~self.counted, 0).unsqueeze(-1)
         own = self.logits.gather(-1, label).squeeze(-1)
@@ -131,7 +121,7 @@ class RowStatistics:
     @cached_property
     def correct(self) -> Tensor:
         """Whether the prediction is the target, or its most likely class."""
-        target = self.call.target.argmax(-1) if self.call.soft else self.call.target
+        target = self.call.target.argmax(-1) if self.call.soft() else self.call.target
         return (self.prediction == target) & self.counted
 
     def _p(self) -> Tensor:
@@ -182,7 +172,7 @@ def coefficients(call: Call, dtype: torch.dtype, all_valid: bool) -> Coefficient
     gradients are 0. With class weights, a mean divides the z-loss by the number of counted rows.
     """
     target, rows, mean = call.target, call.target.shape[0], call.reduction == "mean"
-    ignored = None if call.soft or all_valid else target == call.ignore_index
+    ignored = None if call.soft() or all_valid else target == call.ignore_index
     labels = target if ignored is None else target.masked_fill(ignored, 0)
     kept = None if ignored is None else (~ignored).to(dtype)
     count: float | Tensor = rows if kept is None else kept.sum()
@@ -191,7 +181,7 @@ def coefficients(call: Call, dtype: torch.dtype, all_valid: bool) -> Coefficient
     divisor: float | Tensor = 1
     if mean:
         divisor = count or 1 if isinstance(count, (int, float)) else count.clamp(min=1)
-        if call.weight is not None and not call.soft:
+        if call.weight is not None and not call.soft():
             own = call.weight.to(dtype)[labels]
             mass = own.sum() if kept is None else (own * kept).sum()
             mass = torch.where(mass != 0, mass, math.nan)
@@ -235,14 +225,10 @@ def loss_and_gradient(logits: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     native = kernels.cross_entropy(logits, call)
     if native is not None:
         return native
-    others = (
-        call.soft,
-        call.label_smoothing,
-        call.z_loss,
-        0 <= call.ignore_index < logits.shape[1],
-    )
-    weights = call.weight is not None or call.token_weight is not None
-    if logits.numel() < SMALL and logits.is_cpu and not (weights or any(others)):
+    kinds = (call.soft(), call.label_smoothing, call.z_loss, call.weight is not None)
+    simple = not any(kinds) and call.token_weight is None
+    small = logits.numel() < SMALL and logits.is_cpu
+    if small and simple and not 0 <= call.ignore_index < logits.shape[1]:
         try:
             return _by_operations(logits, call, True)
         except IndexError:  # not all labels are valid, says `nll_loss`
@@ -257,14 +243,17 @@ def _by_operations(logits: Tensor, call: Call, all_valid: bool) -> tuple[Tensor,
     wide = torch.promote_types(dtype, torch.float32)
     common = coefficients(call, wide, all_valid)
     n, c = logits.shape
-    if n * c < LARGE:
+    # The buffers of a block: one more if it is not the gradient's, two more with a soft cap.
+    buffers = 1 if call.softcap is None else 3
+    if n * c < (LARGE if buffers == 1 else BLOCK // buffers):
         losses, gradient = write(logits, call, common)
         gradient = gradient if gradient.dtype == dtype else gradient.to(dtype)
         return reduced(losses, call, common), gradient
     gradient = logits.new_empty(n, c, dtype=dtype)
     losses = logits.new_empty(n, dtype=wide)
-    narrow = 2 if dtype.itemsize < 4 or call.maps_logits else 1  # a second buffer
-    size = max(1, BLOCK // narrow // c)
+    if buffers == 1 and (dtype.itemsize < 4 or call.maps_logits()):
+        buffers = 2
+    size = max(1, BLOCK // buffers // c)
     for start in range(0, n, size):
         part = slice(start, start + size)
         losses[part], _ = write(logits[part], call, common, part, gradient[part])
@@ -289,16 +278,19 @@ def write(
     wide = torch.promote_types(logits.dtype, torch.float32)
     if factor is not None:
         block = replace(block, g=block.g * factor.reshape(-1, 1).to(wide))
-    if out is not None:  # otherwise the kernel was asked before
-        native = _of_kernel(logits, call, block, part, out)
+    # Where g is a number, or all rows are one block, the kernel was asked before.
+    if out is not None and isinstance(block.g, Tensor) and out.is_cpu and kernels.available():
+        own = call.replace(target=call.target[part], alpha=block.alpha, token_weight=block.g)
+        own = own.replace(z_loss=float(block.z_loss), reduction="none")
+        native = kernels.cross_entropy(logits, own, out=out)
         if native is not None:
             return native
     z, tanh = logits if logits.dtype == wide else logits.to(wide), None
     buffer = out if out is not None and out.dtype == wide else None
-    if call.maps_logits:
+    if call.maps_logits():
         z, tanh = _mapped_with_tanh(z, call, buffer)
         buffer = z
-    compute = _of_probabilities if call.soft else _of_labels
+    compute = _of_probabilities if call.soft() else _of_labels
     losses, grad = compute(z, call, block, buffer)
     if block.ignored is not None:  # if class 0 is masked, an ignored row has a loss of NaN here
         losses = losses.masked_fill(block.ignored, 0)
@@ -324,22 +316,6 @@ def _mapped_with_tanh(x: Tensor, call: Call, out: Tensor | None) -> tuple[Tensor
     return torch.mul(tanh, call.softcap, out=z), tanh
 
 
-def _of_kernel(
-    logits: Tensor, call: Call, block: Coefficients, part: slice | Tensor | None, out: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    if not (isinstance(block.g, Tensor) and logits.is_cpu and kernels.available()):
-        return None
-    target = block.labels
-    if block.ignored is not None and part is not None:
-        target = call.target[part]
-    elif block.ignored is not None:
-        target = call.target
-    call = call.replace(
-        target=target, alpha=block.alpha, z_loss=float(block.z_loss), reduction="none"
-    )
-    return kernels.cross_entropy(logits, call, out=out, row_weight=block.g)
-
-
 def _of_labels(
     z: Tensor, call: Call, block: Coefficients, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -359,6 +335,7 @@ def _of_labels(
         weight = weight.to(log_p.dtype)
         own_w, total = weight[label], weight.sum()
     of_label = own_w * (1 - eps)
+    # Statistics
     plain = weight is None and not (eps or call.z_loss) and block.empty is False
     plain = plain and block.whole and isinstance(g, float)  # the losses of all rows count alike
     reduction = call.reduction if plain else "none"
@@ -374,6 +351,7 @@ def _of_labels(
     own = e.gather(1, label)
     rest = e.scatter_(1, label, 0.0).sum(1, keepdim=True)
     sums = own + rest
+    # Coefficients
     mass = of_label + share * total if eps else of_label
     if lse is None and not eps:
         return losses, e.scatter_(1, label, rest.neg_()).mul_(_quotient(g * mass, sums))
@@ -381,7 +359,7 @@ def _of_labels(
         scale = _quotient(g * mass, sums)
         at_label = (rest * scale).neg_()
     else:
-        losses = losses + block.z_loss * (lse * lse).squeeze(1)
+        losses = losses + block.z_loss * lse.squeeze(1).square()
         extra = (alpha * lse + sums.log()) * (2 * block.z_loss)
         unit = _quotient(g, sums)
         scale = (extra + mass) * unit
@@ -389,6 +367,7 @@ def _of_labels(
     if eps:
         direct = scale * own - g * (of_label + share * own_w)
         at_label = torch.where(own < rest, direct, at_label + g * share * (total - own_w))
+    # Write
     e.mul_(scale)
     if eps:
         e.sub_(g * share * (1.0 if weight is None else weight))

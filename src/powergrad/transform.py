@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import softplus
 
 from powergrad.checks import (
     PLAIN,
@@ -172,7 +172,7 @@ class Notice(NamedTuple):
     def special(self) -> bool:
         """Whether its gradient at the input is not ``m (p' - q)`` with one alpha for all rows."""
         call, per_row = self.call, isinstance(self.alpha, Tensor) and self.alpha.numel() > 1
-        maps = call is not None and (call.maps_logits or call.z_loss > 0)
+        maps = call is not None and (call.maps_logits() or call.z_loss > 0)
         return maps or per_row or "binary" in self.name
 
 
@@ -252,7 +252,7 @@ def log_softmax(
             "`input.redistribute(placements=[Replicate()])`."
         )
     if is_plain(input):
-        return _LogSoftmax.apply(input, exponent, dim, dtype)
+        return LogSoftmax.apply(input, exponent, dim, dtype)
     if needs_operator():
         return torch.ops.powergrad.log_softmax(input, exponent, dim, dtype)
     return definition(input, alpha if isinstance(alpha, float) else exponent, dim, dtype)
@@ -309,29 +309,17 @@ def needs_operator() -> bool:
 plain_log_softmax = torch.ops.aten.log_softmax.int
 
 
-def flattened(scores: Tensor, alpha: Tensor, dim: int) -> Tensor:
-    """``p' = softmax(alpha * (z - max z))`` in float32 or wider; `scores` is ``z`` or ``log p``.
-
-    The maximum is subtracted first, because ``alpha * z`` would lose precision for logits with a
-    large common offset. A class at ``-inf`` is masked: its probability is 0, also at alpha 0 (where
-    ``0 * -inf`` would be NaN).
-    """
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    shifted = scores - scores.detach().amax(dim, keepdim=True)
-    scaled = (alpha * shifted).masked_fill(shifted == -torch.inf, -torch.inf)
-    exps = scaled.to(scores.dtype).exp()
-    # torch.softmax sums term by term, with an error of 1e-6 for a thousand classes.
-    return exps / exps.sum(dim, keepdim=True)
-
-
 def altered_backward(
     u: Tensor, scores: Tensor, alpha: Tensor, dim: int, dtype: torch.dtype
 ) -> Tensor:
     """``u - p' * sum(u)`` in `dtype`; `scores` is ``z`` or ``log p``."""
     if u.numel() == 0:
         return torch.empty_like(u, dtype=dtype)
-    p = flattened(scores, alpha, dim)
-    u = u.to(p.dtype)
+    # As in `potential`. `torch.softmax` would sum term by term: an error of 1e-6 for 1000 classes.
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    u, shifted = u.to(wide), scores.to(wide) - scores.detach().to(wide).amax(dim, keepdim=True)
+    exps = (alpha * shifted).masked_fill(shifted == -torch.inf, -torch.inf).to(wide).exp()
+    p = exps / exps.sum(dim, keepdim=True)
     grad = u - p * u.sum(dim, keepdim=True)
     # At the most likely class p' may round to 1, and u - p' u to 0. There, 1 - p' is computed as
     # the sum of the other classes' p', and sum(u) - u as the sum of their u.
@@ -342,32 +330,25 @@ def altered_backward(
     return grad.scatter(dim, top, at_top).to(dtype)
 
 
-def scores_to_save(input: Tensor, log_p: Tensor) -> Tensor:
-    """The tensor to save for the backward pass, as softmax(alpha * z) = softmax(alpha * log p).
-
-    log p is in memory anyway. In 16 bits, however, it is not precise enough: in bfloat16 its
-    rounding, unlike that of z, would change the gradient by 6%.
-    """
-    return log_p if log_p.dtype in (torch.float32, torch.float64) else input
-
-
-class _LogSoftmax(torch.autograd.Function):
-    """The definition for plain eager tensors: faster, and precise where p' rounds to 1."""
+class LogSoftmax(torch.autograd.Function):
+    """The definition for plain eager tensors, and the operator: precise where p' rounds to 1."""
 
     @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, alpha: Tensor, dim: int, dtype: torch.dtype | None
-    ) -> Tensor:
-        log_p = plain_log_softmax(input, dim, dtype)
-        ctx.save_for_backward(scores_to_save(input, log_p), alpha)
-        ctx.dim, ctx.input_dtype = dim, input.dtype
-        return log_p
+    def forward(input: Tensor, alpha: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        return plain_log_softmax(input, dim, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        z, alpha, ctx.dim, _ = inputs
+        ctx.input_dtype = z.dtype
+        # softmax(alpha * z) = softmax(alpha * log p), and log p is in memory anyway. In 16 bits,
+        # however, its rounding, unlike that of z, would change the gradient by 6%.
+        ctx.save_for_backward(output if output.dtype.itemsize >= 4 else z, alpha)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scores, alpha = ctx.saved_tensors
-        grad = altered_backward(grads[0], scores, alpha, ctx.dim, ctx.input_dtype)
-        return grad, None, None, None
+        return altered_backward(grads[0], scores, alpha, ctx.dim, ctx.input_dtype), *[None] * 3
 
 
 # Two classes -------------------------------------------------------------------------------------
@@ -384,5 +365,6 @@ def log_sigmoid(input: Tensor, alpha: Tensor) -> Tensor:
         return torch.ops.powergrad.log_softmax(two, alpha, input.dim(), None).select(-1, 0)
     positive = alpha > TINY
     nonzero = alpha.where(positive, 1)
-    s = torch.where(positive, logsigmoid(nonzero * input) / nonzero, input / 2)
-    return logsigmoid(input).detach() + (s - s.detach())
+    # Not `logsigmoid`, whose backward DTensor does not know. Above 40, 1 + e^x is e^x.
+    s = torch.where(positive, -softplus(-nonzero * input, 1, 40) / nonzero, input / 2)
+    return -softplus(-input, 1, 40).detach() + (s - s.detach())

@@ -68,34 +68,22 @@ def cross_entropy(
     call: Call,
     *,
     out: Tensor | None = None,
-    row_weight: Tensor | None = None,
     threads: int | None = None,
     level: int = 9,
 ) -> tuple[Tensor, Tensor] | None:
     """The value of the loss and its gradient at the logits, as :mod:`powergrad.rows` defines them.
 
-    Args:
-        input: Logits of shape (N, C), float32 or bfloat16, with the classes contiguous. Input and
-            target must be plain (``checks.is_plain``), which is not checked again here.
-        call: The other arguments. The target must be class indices.
-        out: The tensor for the gradient, (N, C) and contiguous; may be `input` itself.
-        row_weight: The N weights of the rows, instead of the token weights.
-        threads: The maximal number of threads, by default PyTorch's. It does not affect the result.
-        level: The best instruction set to use; see :func:`best_level`.
-
-    Returns:
-        The value in float32, of shape (N,) or (), and the gradient (N, C) in the dtype of
-        ``input``; None if the kernel is not available or does not support these tensors.
-
-    Raises:
-        ValueError: If a target is neither a class nor ``ignore_index``.
-        MemoryError: If memory for a copy of a row cannot be allocated.
+    `input` (N, C) and the target, class indices, must be plain (``checks.is_plain``), which is not
+    checked again here. The gradient is written to `out`, which may be `input` itself. `threads`, by
+    default PyTorch's, do not affect the result; `level` is the best instruction set to use. Returns
+    None if the kernel is not available or does not support these tensors. Raises ValueError for a
+    target that is neither a class nor ``ignore_index``, and MemoryError.
     """
     kernel = library()
     if kernel is None:
         return None
     target, weight, alpha, ignore_index, smoothing, reduction = call[:6]
-    softcap, logit_scale, z_loss, tokens, zero_empty = call[6:]
+    softcap, logit_scale, z_loss, zero_empty, _, tokens = call[6:]
     dtype = _DTYPES.get(input.dtype)
     if dtype is None or target.dtype != torch.int64 or not (input.is_cpu and target.is_cpu):
         return None
@@ -109,22 +97,13 @@ def cross_entropy(
         out.is_contiguous() and out.shape == input.shape and out.dtype == input.dtype
     ):
         return None
-    if weight is not None:
-        if weight.shape != (classes,) or not values_readable(weight):
-            return None
-        weight = weight.to(torch.float32).resolve_neg().contiguous()
-    tokens = tokens if row_weight is None else row_weight
-    if tokens is not None:
-        if not values_readable(tokens):
-            return None
-        tokens = tokens.to(torch.float32).resolve_neg().reshape(-1).contiguous()
-    alphas = None
-    if isinstance(alpha, Tensor):
-        if alpha.numel() not in (1, rows) or not values_readable(alpha):
-            return None
-        alphas = alpha.to(torch.float64).resolve_neg().reshape(-1).expand(rows).contiguous()
-        alpha = 1.0
-
+    alphas = alpha if isinstance(alpha, Tensor) else None
+    if weight is not None and (weight := _vector(weight, classes, torch.float32)) is None:
+        return None
+    if tokens is not None and (tokens := _vector(tokens, rows, torch.float32)) is None:
+        return None
+    if alphas is not None and (alphas := _vector(alphas, rows, torch.float64)) is None:
+        return None
     target = target.contiguous()
     value = input.new_empty(shape[:1] if reduction == "none" else (), dtype=torch.float32)
     grad = input.new_empty(rows, classes) if out is None else out
@@ -139,7 +118,7 @@ def cross_entropy(
         0 if weight is None else weight.data_ptr(),
         smoothing,
         0 if alphas is None else alphas.data_ptr(),
-        alpha,
+        alpha if alphas is None else 1.0,
         REDUCTIONS[reduction],
         value.data_ptr(),
         grad.data_ptr(),
@@ -155,10 +134,13 @@ def cross_entropy(
         check_labels(target, classes, ignore_index)  # raises
     if status < 0:
         raise MemoryError(f"Could not allocate memory for a copy of a row of {classes} logits.")
-    if zero_empty and reduction == "mean" and value.isnan() and not _counted(call):
+    if zero_empty and value.isnan().all() and not (target != ignore_index).any():
         value.zero_()
     return value, grad
 
 
-def _counted(call: Call) -> bool:
-    return bool((call.target != call.ignore_index).any())
+def _vector(values: Tensor, count: int, dtype: torch.dtype) -> Tensor | None:
+    """One value per row or class for the library; None if it cannot read them."""
+    if values.numel() not in (1, count) or not values_readable(values):
+        return None
+    return values.to(dtype).resolve_neg().reshape(-1).expand(count).contiguous()
