@@ -272,7 +272,7 @@ def no_data_elsewhere(monkeypatch: pytest.MonkeyPatch):
 
 def idx(values: np.ndarray) -> bytes:
     header = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
-    return gzip.compress(header + values.tobytes())
+    return gzip.compress(header + values.tobytes(), mtime=0)
 
 
 @pytest.fixture
@@ -351,9 +351,9 @@ SHEET, LABELS = "npm/package/data_batch_3.png", "npm/package/test_lables.json"
     [
         (IDX, idx(np.zeros(30, np.uint8))[:-9]),
         (IDX, b"<html>not found</html>"),
-        (IDX, gzip.compress(b"\0\0\x0d\1\0\0\0\1aaaa")),  # magic number
-        (IDX, gzip.compress(b"")),
-        (IDX, gzip.compress(gzip.decompress(idx(np.zeros(30, np.uint8)))[:-1])),
+        (IDX, gzip.compress(b"\0\0\x0d\1\0\0\0\1aaaa", mtime=0)),  # magic number
+        (IDX, gzip.compress(b"", mtime=0)),
+        (IDX, gzip.compress(gzip.decompress(idx(np.zeros(30, np.uint8)))[:-1], mtime=0)),
         (IDX, idx(np.zeros(29, np.uint8))),
         (IDX, idx(np.full(30, 10, np.uint8))),  # labels
         (IDX, idx(np.zeros((30, 1), np.uint8))),
