@@ -34,12 +34,19 @@ def _losses_grad(ctx: Any, up: Tensor, *others: Tensor | None) -> tuple[Tensor |
     logits, target, weight, alphas, g, z_factor, kept = ctx.saved_tensors
     options: Options = ctx.options
     if torch.is_grad_enabled():  # the gradient is itself differentiated
-        alpha = options.alpha if alphas is None else alphas
-        z_loss: Any = options.z_loss if z_factor is None else options.z_loss * z_factor
-        tokens = None if g is None else g.expand(logits.shape[:1])
-        plain = (options.ignore_index, options.label_smoothing, "none")
-        mapped = (options.softcap, options.logit_scale, z_loss)
-        losses = loss_by_definition(logits, Call(target, weight, alpha, *plain, *mapped, tokens))
+        call = Call(
+            target,
+            weight,
+            options.alpha if alphas is None else alphas,
+            ignore_index=options.ignore_index,
+            label_smoothing=options.label_smoothing,
+            reduction="none",
+            softcap=options.softcap,
+            logit_scale=options.logit_scale,
+            z_loss=options.z_loss if z_factor is None else options.z_loss * z_factor,  # pyright: ignore
+            token_weight=None if g is None else g.expand(logits.shape[:1]),
+        )
+        losses = loss_by_definition(logits, call)
         (grad,) = torch.autograd.grad(losses, logits, up, create_graph=True)
     else:
         grad = torch.ops.powergrad.row_gradients(

@@ -1,3 +1,4 @@
+# type: ignore  (Triton's language, not Python's)
 r"""Statistics and gradient of rows of logits on GPUs: two Triton kernels.
 
 For a row of logits x with class y, class weights w, label smoothing eps, z-loss lambda and a weight
@@ -29,8 +30,6 @@ FP fusion disabled. With z = s x fused into z - m, the largest class would not h
 Triton's interpreter can run is used: tanh and log1p are made of exp and series. Offsets have 64
 bits.
 """
-
-# type: ignore  # Triton's language, not Python's
 
 from __future__ import annotations
 
