@@ -23,7 +23,6 @@ from powergrad.kernels import gpu
 
 pytestmark = pytest.mark.triton
 
-interpreter.round_to_nearest()
 INF = math.inf
 ALPHAS = [0.0, 1e-3, 0.05, 0.25, 0.3, 0.5, 1.0, 1.5]
 CASES, PARTS = 500, 20
@@ -221,7 +220,9 @@ def random_case(rng: random.Random) -> Case:
         x,
         y,
         rng.choice([uniform(n) + 0.5, torch.tensor([1024.0]).expand(n)]),
-        weight=uniform(c) + 0.01 if rng.random() < 0.4 else None,
+        weight=(uniform(c) + 0.01).to(rng.choice([torch.float32, dtype]))
+        if rng.random() < 0.4
+        else None,
         alphas=rng.choice([None, None, several, several[:1]]),
         g=g,
         z_factor=uniform(1) + 0.5 if rng.random() < 0.3 else None,

@@ -13,18 +13,23 @@ from torch import Tensor
 from powergrad.checks import Call
 from powergrad.kernels import gpu
 
-__all__ = ["cross_entropy", "losses_of", "reduced", "usable"]
+__all__ = ["losses_of", "reduced", "serves", "usable"]
 
 
-def usable(logits: Tensor, call: Call, stats: bool = False) -> bool:
-    """Whether the kernels compute the loss of rows (N, C); checks them at their first use."""
-    flags = _flags(call)
-    rows = logits.dim() == 2 and logits.shape[1] > 0
+def serves(input: Tensor) -> bool:
+    """Whether there are kernels for tensors on this device."""
+    return gpu.runs_on(input.device)
+
+
+serves._dynamo_marked_constant = True  # pyright: ignore  # see powergrad.compat
+
+
+def usable(input: Tensor, call: Call, stats: bool = False) -> bool:
+    """Whether the kernels compute the loss of `input`; at their first use, they are checked."""
     target = call.target.dtype
-    return (
-        rows
-        and (target == torch.int64 or call.target.is_floating_point())
-        and gpu.usable(logits.device, logits.dtype, target, logits.shape[1], *flags, stats)
+    classes = input.shape[1 if input.dim() > 1 else 0]
+    return (target == torch.int64 or call.target.is_floating_point()) and gpu.usable(
+        input.device, input.dtype, target, classes, *_flags(call), stats
     )
 
 
@@ -40,12 +45,6 @@ def _flags(call: Call) -> tuple[bool, ...]:
         call.label_smoothing > 0,
         call.softcap is not None,
     )
-
-
-def cross_entropy(logits: Tensor, call: Call) -> Tensor:
-    """The loss of logits (N, C), checked; of shape (N) for "none"."""
-    losses, divisor, _ = losses_of(logits, call)
-    return reduced(losses, call, divisor)
 
 
 def reduced(losses: Tensor, call: Call, divisor: Tensor | float) -> Tensor:
@@ -78,26 +77,50 @@ def losses_of(
             divisor = torch.where(count == 0, 1, divisor)
     elif call.reduction == "mean" and not logits.shape[0]:
         divisor = 1.0 if call.zero_empty else torch.nan
-    number, alphas = call.alpha, None
-    if isinstance(number, Tensor):
-        number, alphas = 1.0, number.to(logits.device, torch.float32).reshape(-1)
-    losses, _, found = torch.ops.powergrad.row_losses(
-        logits,
-        call.target,
-        None if call.weight is None else call.weight.contiguous(),
-        alphas,
-        None if call.token_weight is None else call.token_weight.reshape(-1),
-        z_factor,
-        number,
-        call.ignore_index,
-        call.label_smoothing,
-        call.softcap,
-        call.logit_scale,
-        call.z_loss,
-        stats,
-    )
+    tensors, options = _arguments(logits, call, call.token_weight)
+    losses, _, found = torch.ops.powergrad.row_losses(logits, *tensors, z_factor, *options, stats)
     if not stats:
         return losses, divisor, {}
     names = ("lse", "loss", "p_target", "entropy", "prediction")
     statistics = dict(zip(names, found.unbind(), strict=True))
     return losses, divisor, {**statistics, "prediction": statistics["prediction"].long()}
+
+
+def losses_and_gradient(
+    logits: Tensor, call: Call, g: Tensor, out: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Both at once for a block of rows with weights g, written to `out`, perhaps the logits.
+
+    None if the kernels are not usable. The z-loss of the call may be a tensor.
+    """
+    z_factor = call.z_loss if isinstance(call.z_loss, Tensor) else None
+    if z_factor is not None:
+        call = call.replace(z_loss=1.0)
+    flags = (*_flags(call)[:2], True, z_factor is not None, *_flags(call)[4:], False)
+    shape = (logits.device, logits.dtype, call.target.dtype, logits.shape[1])
+    if not gpu.usable(*shape, *flags):
+        return None
+    tensors, options = _arguments(logits, call, g)
+    losses, kept, _ = gpu.row_losses(logits, *tensors, z_factor, *options)
+    one = losses.new_ones(1).expand(losses.shape)
+    return losses, gpu.row_gradients(logits, *tensors, kept, one, *options, out=out)
+
+
+def _arguments(
+    logits: Tensor, call: Call, g: Tensor | None
+) -> tuple[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None], gpu.Options]:
+    """Target, class weights, alphas, row weights, and the numbers, as the operators take them."""
+    alpha, alphas = call.alpha, None
+    if isinstance(alpha, Tensor):
+        alpha, alphas = 1.0, alpha.to(logits.device, torch.float32).reshape(-1)
+    weight = None if call.weight is None else call.weight.contiguous()
+    g = None if g is None else g.reshape(-1)
+    options = gpu.Options(
+        alpha,
+        call.ignore_index,
+        call.label_smoothing,
+        call.softcap,
+        call.logit_scale,
+        call.z_loss,
+    )
+    return (call.target, weight, alphas, g), options
