@@ -96,7 +96,7 @@ def compiled(
         (k,): [["tt.divisibility", 16]] for k, n in enumerate(function.arg_names) if n in ALIGNED
     }
     source = ASTSource(function, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": tile.warps, "enable_fp_fusion": False}
+    options = gpu.compiler_options(tile, nvidia=not amd)
     return triton.compile(source, target=target, options=options), tile, lanes
 
 

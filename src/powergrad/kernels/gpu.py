@@ -96,6 +96,12 @@ def tile(classes: int, itemsize: int, live: int, lanes: int = 32) -> Tile:
     return Tile(max(1, size // block), min(block, size), warps)
 
 
+def compiler_options(shape: Tile, nvidia: bool) -> dict[str, Any]:
+    """No FP fusion, see triton.py; and no spills for more threads than the tile was made for."""
+    options = {"num_warps": shape.warps, "enable_fp_fusion": False}
+    return {**options, "maxnreg": THREAD_REGISTERS} if nvidia else options
+
+
 def live_values(flags: dict[str, bool], gradient: bool) -> int:
     """How many float32 values per element a kernel holds: z, and exponentials with their sums."""
     targets = 2 * flags["SOFT"] or flags["SMOOTH"]
@@ -167,8 +173,7 @@ def _launch(
             share=options.label_smoothing / classes,
             R=shape.rows,
             BLOCK=shape.classes,
-            num_warps=shape.warps,
-            enable_fp_fusion=False,  # see the derivation in triton.py
+            **compiler_options(shape, nvidia=not torch.version.hip),
             **{**flags, **others},
         )
 
