@@ -92,8 +92,11 @@ $(VENV)/.triton: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt triton
 	touch $@
 
+INTERPRETED := POWERGRAD_TRITON=interpret TRITON_INTERPRET=1
+
 test-triton: $(VENV)/.triton ## the Triton kernels: interpreted against float64, and compiled for named GPUs
-	POWERGRAD_TRITON=interpret TRITON_INTERPRET=1 $(PYTEST) -n 2 -m triton tests/test_triton.py
+	$(INTERPRETED) $(PYTEST) -n 2 -m triton tests/test_triton.py tests/test_triton_path.py
+	$(INTERPRETED) $(PYTEST) -n 2 -m '$(QUICK)' -k 'not 128_000' tests/test_loss.py tests/test_linear.py
 	$(PYTEST) -n 2 -m triton tests/test_triton_offline.py
 
 test-gpu: setup ## like test, on CUDA

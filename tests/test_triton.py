@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import os
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -371,6 +373,12 @@ def test_bytes_moved(dtype, soft, passes):
     case.run()
     moved = sum(case.moved.values()) / (case.logits.numel() * case.logits.element_size())
     assert passes <= moved <= passes + 0.02
+    key = str(dtype)[6:], "probabilities" if soft else "labels"
+    with (Path(__file__).parents[1] / "results" / "gpu_bytes.csv").open() as file:
+        (row,) = [row for row in csv.DictReader(file) if (row["dtype"], row["target"]) == key]
+    assert (int(row["loaded"]), int(row["stored"])) == (case.moved["load"], case.moved["store"])
+    assert row["passes"] == f"{moved:.4f}"
+    assert row["expected_ratio"] == f"{moved / int(row['pytorch_passes']):.3f}"
 
 
 def test_ignored_rows_are_not_read():
