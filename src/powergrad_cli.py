@@ -22,6 +22,7 @@ from typing import Any
 COMMANDS = {
     "compare": ("compare", "Find out whether PGT helps your program or data, with a verdict."),
     "run": ("", "Run an unmodified program with altered gradients: run --alpha 0.3 -- train.py."),
+    "doctor": ("", "Print versions, devices, and what computes a loss on each of them."),
     "sweep": ("presets", "Run a grid over alpha, or over any other key, with several seeds."),
     "decompose": ("presets", "Find out which part of PGT makes a difference."),
     "plan": ("planning", "Compute how many seeds a claim needs."),
@@ -73,6 +74,13 @@ def _call(tokens: Sequence[str]) -> int | Callable[[], int]:
             return partial(launch, Program(command), Options(**options))
         rows = {f"{name} {value}": line for name, (value, line) in RUN_OPTIONS.items()}
         _print_help(RUN_USAGE, rows)
+    elif name == "doctor":
+        if tokens[1:]:
+            _print_help("powergrad doctor", {"doctor": COMMANDS["doctor"][1]})
+            return 0 if tokens[1:] in (["--help"], ["-h"]) else 2
+        from powergrad.doctor import main as report
+
+        return report()
     elif name in COMMANDS:
         return _call_lab(tokens)
     elif name == "--version":
@@ -238,7 +246,7 @@ def _postpone_core() -> None:
 
 def _explain(error: Exception, tokens: Sequence[str]) -> tuple[str, int] | None:
     """The message for an error that the user can fix, and the exit code; None for another error."""
-    if tokens[0] == "run" or tokens[0] not in COMMANDS:
+    if tokens[0] in ("run", "doctor") or tokens[0] not in COMMANDS:
         return (str(error), 2) if isinstance(error, (ValueError, OSError)) else None
     if isinstance(error, ModuleNotFoundError) and error.name:
         needed = "needs the workbench: pip install 'powergrad[lab]'"

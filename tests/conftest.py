@@ -25,6 +25,12 @@ settings.register_profile("deep", max_examples=1000, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
+if os.environ.get("POWERGRAD_TRITON") == "interpret":
+    import interpreter
+
+    interpreter.round_to_nearest()
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The device under test: CPU, or what `make test-gpu` asks for."""

@@ -86,7 +86,7 @@ def _commands(package: Any) -> list[str]:
     """The commands with their options, which are the parameters of the functions behind them."""
     options = (f"{name} {value}".strip() for name, (value, _) in powergrad_cli.RUN_OPTIONS.items())
     lines = [f"$ powergrad run({', '.join(options)})"]
-    for name in [name for name in powergrad_cli.COMMANDS if name != "run"]:
+    for name in [name for name, (module, _) in powergrad_cli.COMMANDS.items() if module]:
         module, function = powergrad_cli.place_of(name).removeprefix("powergrad.").split(":")
         if function != "app":
             lines.append(_signature(f"$ powergrad {name}", package[f"{module}.{function}"]))

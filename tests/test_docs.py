@@ -61,7 +61,7 @@ def commands() -> Iterator[Any]:
 def app() -> App:
     """The command line, as `powergrad_cli.main` makes it."""
     command_line = App(name="powergrad")
-    for name in [name for name in powergrad_cli.COMMANDS if name != "run"]:
+    for name in [name for name, (module, _) in powergrad_cli.COMMANDS.items() if module]:
         command_line.command(powergrad_cli.place_of(name), name=name)
     return command_line
 

@@ -1,6 +1,7 @@
 """PowerGrad Transform: altered gradients in the backward pass of softmax cross-entropy."""
 
-from powergrad import operators as _operators  # noqa: F401  # registers them
+from powergrad import gpu_operators as _gpu_operators  # noqa: F401  # registers them
+from powergrad import operators as _operators  # noqa: F401
 from powergrad._version import __version__
 from powergrad.alter import alter_gradient, alter_output
 from powergrad.calibration import fold_alpha

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
+# With Triton's interpreter, CPU tensors go the way of a GPU's, whose values are never read.
+INTERPRETED = os.environ.get("POWERGRAD_TRITON") == "interpret"
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -40,7 +43,7 @@ def is_plain(*tensors: Tensor) -> bool:
 
 def values_readable(tensor: Tensor) -> bool:
     """Whether reading the values of `tensor` needs no synchronisation and breaks no trace."""
-    return tensor.is_cpu and is_plain(tensor)
+    return tensor.is_cpu and not INTERPRETED and is_plain(tensor)
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:

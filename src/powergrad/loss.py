@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from powergrad import kernels
+from powergrad import kernels, on_gpu
 from powergrad.checks import (
     PLAIN,
     REDUCTIONS,
@@ -171,6 +171,9 @@ def loss_and_statistics(input: Tensor, call: Call) -> tuple[Tensor, RowStatistic
     """The loss, with the weights of its gate, and the statistics of its rows."""
     class_dim, call = check_call(input, call)
     check_labels(call.target, input.shape[class_dim], call.ignore_index)
+    if way_of(input, call, stats=True) == "kernels":
+        loss, rows = _loss_of_kernels(input, call, class_dim, stats=True)
+        return _in_dtype(loss, input, call), rows
     rows = statistics(input, call, class_dim)
     if call.gate is not None:
         call = call.replace(token_weight=gated(call, rows), gate=None)
@@ -222,16 +225,24 @@ def loss_of(input: Tensor, call: Call) -> Tensor:
             loss, _ = torch.ops.powergrad.cross_entropy(
                 input, target, weight, alpha, ignore_index, label_smoothing, reduction
             )
+        elif way == "kernels":
+            loss, _ = _loss_of_kernels(input, call, class_dim)
         else:
             loss = loss_by_definition(input, call)
+    return _in_dtype(loss, input, call)
+
+
+def _in_dtype(loss: Tensor, input: Tensor, call: Call) -> Tensor:
+    """The dtype of PyTorch's loss; under autocast, float32."""
     dtype = torch.promote_types(input.dtype, call.target.dtype)
     return loss if loss.dtype == dtype or is_autocasting(input.device.type) else loss.to(dtype)
 
 
-def way_of(input: Tensor, call: Call) -> str:
+def way_of(input: Tensor, call: Call, stats: bool = False) -> str:
     """How the loss of checked arguments is computed; all ways have the same gradient.
 
     - "pytorch": alpha is the number 1, and no option is used that PyTorch does not have;
+    - "kernels": on a GPU, eager or in a compiled graph: the two Triton kernels, as operators;
     - "rows": plain eager tensors: the gradient is computed with the value, by the C kernel where
       it supports the tensors, otherwise in blocks that stay in the cache;
     - "operator": a compiled graph calls the C kernel, where that is faster than fused operations;
@@ -242,28 +253,33 @@ def way_of(input: Tensor, call: Call) -> str:
         return "pytorch"
     target = call.target
     others = [t for t in (target, call.weight, call.token_weight) if t is not None]
-    if (
-        not (torch.is_grad_enabled() and input.requires_grad)
-        or any(t.requires_grad for t in others)
-        or (call.soft() and target.dtype.itemsize > input.dtype.itemsize)
-    ):
+    differentiated = torch.is_grad_enabled() and input.requires_grad
+    if not differentiated or any(t.requires_grad for t in others):
         return "definition"
-    if is_plain(input, *others):
-        return "rows"
+    plain = is_plain(input, *others)
     compiled = (
         torch.compiler.is_compiling()
         and type(input) in PLAIN
+        and is_exporting() is not True
+        and not in_transform()
+    )
+    if (plain or compiled) and on_gpu.usable(input, call, stats):
+        return "kernels"
+    if call.soft() and target.dtype.itemsize > input.dtype.itemsize:
+        return "definition"
+    if plain:
+        return "rows"
+    operator = (
+        compiled
         and input.dim() == 2
         and input.is_cpu
         and input.dtype in (torch.float32, torch.bfloat16)
         and target.dtype == torch.int64
         and input.numel() >= OPERATOR
         and not call.extended()
-        and is_exporting() is not True
-        and not in_transform()
         and kernels.available()
     )
-    return "operator" if compiled else "definition"
+    return "operator" if operator else "definition"
 
 
 # The definition: an ordinary loss of log p, right for every option and under every transform ------
@@ -357,6 +373,7 @@ def _is_common_case(input: Tensor, call: Call) -> bool:
         and shape[:1] == target.shape
         and input.requires_grad
         and torch.is_grad_enabled()
+        and not on_gpu.serves(input)
     )
 
 
@@ -379,6 +396,25 @@ def call_for_rows(logits: Tensor, call: Call, class_dim: int) -> Call:
         alpha = check_alpha(alpha, logits, class_dim).squeeze(class_dim).expand(positions).flatten()
     tokens = None if tokens is None else tokens.flatten()
     return call.replace(target=target, alpha=alpha, token_weight=tokens)
+
+
+def _loss_of_kernels(
+    input: Tensor, call: Call, class_dim: int, stats: bool = False
+) -> tuple[Tensor, RowStatistics]:
+    """The loss on a GPU, and its statistics; a gate is computed between the two kernels."""
+    shape = input.shape[:class_dim] + input.shape[class_dim + 1 :]
+    losses, divisor, values = on_gpu.losses_of(*as_rows(input, call), stats)
+    rows = RowStatistics(torch.empty(0), call)
+    vars(rows).update({name: value.reshape(shape) for name, value in values.items()})
+    if call.gate is not None:
+        weights = gated(call.replace(token_weight=None), rows)
+        losses, tokens = losses * weights.reshape(-1), call.token_weight
+        weights = weights if tokens is None else weights * tokens
+        call = call.replace(token_weight=weights, gate=None)
+    if stats:  # otherwise `loss_of` has told
+        tell("powergrad.cross_entropy", input, call.alpha, call)
+    loss = on_gpu.reduced(losses, call, divisor)
+    return loss.reshape(shape) if call.reduction == "none" else loss, rows
 
 
 class Rows(torch.autograd.Function):

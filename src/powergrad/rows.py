@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powergrad import kernels
+from powergrad import kernels, on_gpu
 from powergrad.checks import Call, check_labels, without_autocast
 from powergrad.compat import log_softmax_of_rows
 
@@ -279,10 +279,14 @@ def write(
     if factor is not None:
         block = replace(block, g=block.g * factor.reshape(-1, 1).to(wide))
     # Where g is a number, or all rows are one block, the kernel was asked before.
-    if out is not None and isinstance(block.g, Tensor) and out.is_cpu and kernels.available():
+    if out is not None and isinstance(block.g, Tensor):
         own = call.replace(target=call.target[part], alpha=block.alpha, token_weight=block.g)
-        own = own.replace(z_loss=float(block.z_loss), reduction="none")
-        native = kernels.cross_entropy(logits, own, out=out)
+        own, native = own.replace(z_loss=block.z_loss, reduction="none"), None
+        if on_gpu.serves(out):
+            native = on_gpu.losses_and_gradient(logits, own, block.g, out)
+        elif out.is_cpu and kernels.available():
+            own = own.replace(z_loss=float(block.z_loss))
+            native = kernels.cross_entropy(logits, own, out=out)
         if native is not None:
             return native
     z, tanh = logits if logits.dtype == wide else logits.to(wide), None
