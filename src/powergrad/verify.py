@@ -216,9 +216,7 @@ class StepWatcher:
         logits = getattr(output, "logits", output)
         logits = logits.get("logits") if isinstance(logits, dict) else logits
         if isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim():
-            linear = isinstance(self._head, nn.Linear) and calls is self._calls[0]
-            dims = [logits.dim() - 1] if linear or logits.dim() < 3 else [1, logits.dim() - 1]
-            self._observe(logits, dims, calls)
+            self._observe(logits, calls)
         elif calls is self._calls[0]:
             raise _UnclearError(f"the output of the head is a {type(output).__name__}, not logits")
 
@@ -229,14 +227,14 @@ class StepWatcher:
         logits, classes = notice.input, getattr(self._head, "out_features", None)
         fits = logits.dim() and classes in (None, logits.shape[min(1, logits.dim() - 1)])
         if notice.call is not None and logits.requires_grad and fits and not any(self._calls[:2]):
-            self._observe(logits, [min(1, logits.dim() - 1)], self._calls[2])
+            self._observe(logits, self._calls[2])
 
-    def _observe(self, logits: Tensor, dims: list[int], calls: list[_Logits]) -> None:
+    def _observe(self, logits: Tensor, calls: list[_Logits]) -> None:
         if not is_plain(logits):
             raise _UnclearError(
                 f"the logits are a {type(logits).__name__}, or inside a transform of torch.func"
             )
-        calls.append(seen := _Logits(logits.detach(), dims, logits._version))
+        calls.append(seen := _Logits(logits.detach(), logits._version))
         if (node := logits.grad_fn) is None:
             return
 
@@ -290,7 +288,6 @@ class _Logits:
     """The logits of one call, and what is kept of them when their gradient arrives."""
 
     logits: Tensor
-    dims: list[int]  # those that may be that of the classes
     version: int
     arrived: bool = False
     told: Verification | None = None  # by losses of powergrad, and confirmed
@@ -310,10 +307,11 @@ class _Logits:
             raise _UnclearError("the logits were changed in place before their gradient arrived")
         if not bool(grad.isfinite().all()) or not bool((logits < math.inf).all()):
             raise _UnclearError("logits or gradient have NaN or infinite entries")
-        sums = [float(grad.sum(dim).norm() / grad.abs().sum(dim).norm()) for dim in self.dims]
+        dims = sorted({min(1, grad.dim() - 1), grad.dim() - 1})
+        sums = [float(grad.sum(dim).norm() / grad.abs().sum(dim).norm()) for dim in dims]
         if len(sums) > 1 and max(sums) < 1e-3:  # the gradient sums to zero over the classes
             raise _UnclearError(f"logits of {shape_of(logits)} have two possible class dimensions")
-        dim = self.dims[sums.index(min(sums))]
+        dim = dims[sums.index(min(sums))]
         z, g = (x.movedim(dim, -1).reshape(-1, x.shape[dim]) for x in (logits, grad))
         rows = (g != 0).any(1).nonzero().squeeze(1)
         self.count, limit = len(rows), max(8, STORED // z.shape[1])
