@@ -81,15 +81,13 @@ def enable(alpha: float, *, log_softmax: bool = True) -> Enabled:
     """From now on, the cross-entropies and log-softmaxes of this process use PowerGrad Transform.
 
     It replaces ``F.cross_entropy``, ``F.linear_cross_entropy``, ``F.log_softmax``,
-    ``torch.log_softmax``, ``torch.special.log_softmax`` and ``Tensor.log_softmax``, in every
-    thread, until :func:`disable`: for modules such as ``nn.CrossEntropyLoss``, for names that other
-    modules have imported, and for attributes of objects. It also reaches code that is compiled,
-    checkpointed, transformed or exported. Values do not change.
+    ``torch.log_softmax``, ``torch.special.log_softmax`` and ``Tensor.log_softmax`` in every thread
+    until :func:`disable`, also where modules have imported them and where objects hold them, and in
+    code that is compiled, checkpointed, transformed or exported. Values do not change.
 
     It does not reach TorchScript, kernels of other libraries, other processes, and functions stored
-    elsewhere before the call, as in a ``functools.partial``: call it first in a program.
-
-    Call it again to change alpha; compiled functions are then compiled again.
+    elsewhere before the call, as in a ``functools.partial``: call it first in a program. Call it
+    again to change alpha; compiled functions are then compiled again.
 
     Args:
         alpha: A number, at least 0; 1 is plain cross-entropy.
@@ -183,24 +181,6 @@ class _Block(TorchFunctionMode):
         """Note that this thread has called a loss of this package."""
         self.altered = self.altered or self in _thread.blocks
 
-    def refuse(self, name: str) -> None:
-        """Raise if a call of the loss `name` does not belong here, or would be repeated later."""
-        if _context.get() is not self:
-            raise RuntimeError(
-                f"`{name}` was called by another coroutine than the one that entered the innermost "
-                f"PowerGrad of this thread. {_ABOUT_TASKS}"
-            )
-        hooks = saved_tensor_hooks()
-        repeated = is_checkpoint_hook(hooks) and hooks != self.hooks
-        if repeated or self.in_custom_function():
-            self.altered = True  # no warning, because the error says more
-            where = "a checkpoint" if repeated else "a checkpoint or custom autograd function"
-            raise RuntimeError(
-                f"`{name}` was called inside {where} that was entered within PowerGrad. Its "
-                "backward pass repeats or replaces the call after PowerGrad has ended. Enter "
-                f"PowerGrad inside that function.{_REMEDY}"
-            )
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -221,7 +201,7 @@ class _Block(TorchFunctionMode):
                 block.in_custom_function()
                 block.seen = args[0]
         try:
-            out = _run(func, args, kwargs)
+            out = func(*args, **kwargs)
         finally:
             _thread.blocks = blocks
         for block in blocks:
@@ -254,19 +234,31 @@ class _Block(TorchFunctionMode):
             self.suspect = self.in_custom_function()
 
     def alter(self, function: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the altered `function`."""
+        """Call the altered `function`; raise if it does not belong here, or is repeated later."""
         owner = self.owner
         if function.kind == "log_softmax" and (not owner.log_softmax or "out" in kwargs):
-            out = _run(function.original, args, kwargs)
+            out = function.original(*args, **kwargs)
             self.saw(function.original, out)
             return out
-        self.refuse(function.name)
+        if _context.get() is not self:
+            raise RuntimeError(
+                f"`{function.name}` was called by another coroutine than the one that entered the "
+                f"innermost PowerGrad of this thread. {_ABOUT_TASKS}"
+            )
+        hooks = saved_tensor_hooks()
+        if (is_checkpoint_hook(hooks) and hooks != self.hooks) or self.in_custom_function():
+            self.altered = True  # no warning, because the error says more
+            raise RuntimeError(
+                f"`{function.name}` was called inside a checkpoint or custom autograd function that"
+                " was entered within PowerGrad. Its backward pass repeats or replaces the call "
+                f"after PowerGrad has ended. Enter PowerGrad inside that function.{_REMEDY}"
+            )
         if not (torch.is_grad_enabled() or gradients_hidden()):
             for outer in _thread.blocks:  # a custom function may enter a block again later
                 outer.altered = outer.altered or outer.in_custom_function()
-            return _run(function.original, args, kwargs)
+            return function.original(*args, **kwargs)
         out = function.alter(owner.alpha, *args, **kwargs)
-        if saved_tensor_hooks() == () and not gradients_hidden():
+        if hooks == () and not gradients_hidden():
             for _ in range(9):  # a checkpoint refuses a recomputation that saves fewer tensors
                 out = out * torch.ones_like(out)
         if out.requires_grad or gradients_hidden():
@@ -280,7 +272,6 @@ class _Block(TorchFunctionMode):
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.blocks: list[_Block] = []
-        self.handling = False  # PyTorch runs a function, and hides it from the mode
 
 
 _thread = _Thread()
@@ -394,7 +385,7 @@ class PowerGrad:
                     F.cross_entropy = _CROSS_ENTROPY.original
         while blocks and blocks[-1].closed:  # also those that were left too early
             blocks.pop().__exit__(exc_type, exc, traceback)
-        if not mine or not in_order:
+        if not in_order:
             raise RuntimeError(
                 "PowerGrad was not left as the innermost mode of its thread, by the coroutine that "
                 f"entered it. {_ABOUT_TASKS}"
@@ -443,28 +434,14 @@ class PowerGrad:
         return cast(_Callable, decorated)
 
 
-def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of PyTorch that the mode has seen."""
-    handling, _thread.handling = _thread.handling, True
-    try:
-        return func(*args, **kwargs)
-    finally:
-        _thread.handling = handling
-
-
 def _refuse_compiled(what: Any) -> None:
     """Raise at a loss that is compiled in a block, or at what may have one in its body."""
-    if what == "PowerGrad":
-        where = "PowerGrad was entered in code that `torch.compile` or `torch.export` compiles"
-    elif what in _KNOWN or is_higher_order(what):
-        name = _KNOWN[what].name if what in _KNOWN else getattr(what, "__name__", what)
-        where = f"`{name}` is compiled within PowerGrad"
-    else:
-        return
-    raise RuntimeError(
-        f"{where}. The compiled function outlives the block, so PowerGrad is for eager code only."
-        + _REMEDY
-    )
+    if what == "PowerGrad" or what in _KNOWN or is_higher_order(what):
+        name = what if what == "PowerGrad" else getattr(what, "__name__", what)
+        raise RuntimeError(
+            f"`{name}` is compiled within PowerGrad or entered in compiled code. The compiled "
+            f"function outlives the block, so PowerGrad is for eager code only.{_REMEDY}"
+        )
 
 
 # The functions ------------------------------------------------------------------------------------
@@ -495,14 +472,13 @@ def _replacement(original: Any, kind: str, alter: Callable[..., Tensor]) -> Call
         if has_torch_function(arguments):
             return handle_torch_function(altered, arguments, *args, **kwargs)
         if _thread.blocks:  # a call that the mode does not see
-            if not _thread.handling or torch.compiler.is_compiling():  # TorchDynamo hides it
+            if torch.compiler.is_compiling():
                 _refuse_compiled(altered)
             return _thread.blocks[-1].alter(_KNOWN[altered], args, kwargs)
-        enabled = _enabled
-        if enabled is None or not _is_altered(enabled, kind, kwargs):
-            if enabled is None and torch.is_grad_enabled():
-                for block in tuple(_open):  # in other threads
-                    block.suspect = True
+        has_gradient, enabled = torch.is_grad_enabled() or gradients_hidden(), _enabled
+        if enabled is None or not _is_altered(kind, has_gradient, *kwargs):
+            for block in tuple(_open):  # in other threads
+                block.suspect |= enabled is None and has_gradient
             return original(*args, **kwargs)
         out = alter(enabled.alpha, *args, **kwargs)
         if type(out).__name__ in ("FakeTensor", "FunctionalTensor"):
@@ -529,23 +505,20 @@ def _replacement(original: Any, kind: str, alter: Callable[..., Tensor]) -> Call
     return altered
 
 
-def _is_altered(enabled: Enabled, kind: str, names: Any) -> bool:
-    if kind == "log_softmax" and (not enabled.log_softmax or "out" in names):
+def _is_altered(kind: str, has_gradient: bool, *names: str) -> bool:
+    """Whether `enable` alters a call with the keywords `names`."""
+    if _enabled is None or (kind == "log_softmax" and (not _enabled.log_softmax or "out" in names)):
         return False
-    if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
-        return False
-    return torch.is_grad_enabled() or gradients_hidden()
+    return has_gradient and not ("torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export())
 
 
-def _alters_traced(kind: str, has_gradient: bool, *names: str) -> bool:
+def _alters_traced(kind: str, *arguments: Any) -> bool:
     """Whether to alter a call that TorchDynamo traces."""
     if _thread.blocks:
         _refuse_compiled(next(f.altered for f in _FUNCTIONS if f.kind == kind))
-    enabled = _enabled
-    if enabled is None or not has_gradient or not _is_altered(enabled, kind, names):
-        return False
-    _count(enabled.compiled, kind)
-    return True
+    if altered := _is_altered(kind, *arguments):
+        _count(cast(Enabled, _enabled).compiled, kind)
+    return altered
 
 
 # TorchDynamo runs these functions instead of tracing them, and errors in them reach the user.
