@@ -183,36 +183,30 @@ class StepWatcher:
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
         """Call `function`; an exception ends the watch instead of breaking the user's step."""
-        if self._reason:
+        if torch.compiler.is_compiling() or self._reason:
             return
         try:
             with torch.no_grad():
                 function(*args)
-        except _UnclearError as error:
-            self._reason = str(error)
         except Exception as error:
-            self._reason = f"watching failed: {type(error).__name__}: {error}"
+            failed = f"watching failed: {type(error).__name__}: {error}"
+            self._reason = str(error) if isinstance(error, _UnclearError) else failed
 
     def _attach(self) -> None:
         self._head = find_head(unwrap(self._model), self._name)
-
-        def watch(module: nn.Module, calls: list[_Logits]) -> None:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                if not torch.compiler.is_compiling():
-                    self._guarded(self._on_output, output, calls)
-
-            # As the first hook, it sees the gradient after any changes by other hooks.
-            self._undo.append(module.register_forward_hook(hook, prepend=True).remove)
-
-        watch(self._head, self._calls[0])
+        watched = [(self._head, self._calls[0])]
         for module in self._model.modules():  # compiled code ignores hooks on what is inside
             if "_orig_mod" in module._modules and self._head in set(module.modules()):
-                watch(module, self._calls[1])
+                watched.append((module, self._calls[1]))
+        for module, calls in watched:
+            hook = partial(self._guarded, self._on_output, calls)
+            # As the first hook, it sees the gradient after any changes by other hooks.
+            self._undo.append(module.register_forward_hook(hook, prepend=True).remove)
         listener = partial(self._guarded, self._on_loss)
         LISTENERS.append(listener)
         self._undo.append(partial(LISTENERS.remove, listener))
 
-    def _on_output(self, output: Any, calls: list[_Logits]) -> None:
+    def _on_output(self, calls: list[_Logits], _: nn.Module, args: Any, output: Any) -> None:
         logits = getattr(output, "logits", output)
         logits = logits.get("logits") if isinstance(logits, dict) else logits
         if isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim():
