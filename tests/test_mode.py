@@ -158,11 +158,11 @@ def test_heads_of_other_shapes_and_blocks(device, rows):
 
 
 @pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 3, 4), (2, 3, 4, 5)])
-def test_an_implicit_dimension_is_pytorchs_and_warns(shape, generator):
+def test_an_implicit_dimension_is_pytorchs(shape, generator):
     z = torch.randn(shape, generator=generator, requires_grad=True)
     with pytest.warns(UserWarning, match="Implicit"):
         expected = F.log_softmax(z)
-    with pytest.warns(UserWarning, match="Implicit"), PowerGrad(0.3):
+    with PowerGrad(0.3):
         torch.testing.assert_close(F.log_softmax(z), expected)
 
 
@@ -317,23 +317,20 @@ def scripted(z: Tensor, y: Tensor) -> Tensor:
     return torch.jit.script(nn.CrossEntropyLoss())(z * 2, y)
 
 
-INSTEAD: dict[str, tuple[str, Callable[[Tensor, Tensor], object]]] = {
-    "a softmax": ("nll_loss", lambda z, y: F.nll_loss(z.softmax(1).log(), y)),
-    "logsumexp": ("logsumexp", lambda z, y: (z.logsumexp(1) - z.gather(1, y[:, None])[:, 0]).sum()),
-    "squares": ("mse_loss", lambda z, y: F.mse_loss(z, F.one_hot(y, 5).to(z))),
-    "an operator": (
-        "cross_entropy_loss",
-        lambda z, y: torch.ops.aten.cross_entropy_loss(z, y),
-    ),
-    "a custom function": ("", lambda z, y: Chunked.apply(z, y)),
-    "another thread": ("", in_a_thread),
-    "TorchScript": ("", scripted),
+INSTEAD: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "a softmax": lambda z, y: F.nll_loss(z.softmax(1).log(), y),
+    "logsumexp": lambda z, y: (z.logsumexp(1) - z.gather(1, y[:, None])[:, 0]).sum(),
+    "squares": lambda z, y: F.mse_loss(z, F.one_hot(y, 5).to(z)),
+    "an operator": lambda z, y: torch.ops.aten.cross_entropy_loss(z, y),
+    "a custom function": lambda z, y: Chunked.apply(z, y),
+    "another thread": in_a_thread,
+    "TorchScript": scripted,
 }
 
 
 @pytest.mark.parametrize("name", INSTEAD)
-def test_warns_or_raises_and_names_what_was_called(z, y, name):
-    called, loss = INSTEAD[name]
+def test_warns_or_raises_if_nothing_was_altered(z, y, name):
+    loss = INSTEAD[name]
 
     def in_block(mode: PowerGrad) -> None:
         with mode:
@@ -344,13 +341,12 @@ def test_warns_or_raises_and_names_what_was_called(z, y, name):
             run(PowerGrad(0.3))
         record = [r for r in record if r.category is not DeprecationWarning]
         assert [warning.filename for warning in record] == [__file__]
-        assert not called or f"The block called `{called}`, which" in str(record[0].message)
         with pytest.raises(RuntimeError, match=NOTHING):
             run(PowerGrad(0.3, strict=True))
 
 
-def test_log_softmax_that_is_left_alone_is_named(z):
-    with pytest.warns(UserWarning, match=r"called `log_softmax`, which PowerGrad does not alter"):
+def test_log_softmax_that_is_left_alone_warns(z):
+    with pytest.warns(UserWarning, match=NOTHING):
         PowerGrad(0.3, log_softmax=False)(F.log_softmax)(z, 1)
 
 
@@ -423,7 +419,7 @@ def batches() -> Iterator[int]:
     yield 1
 
 
-@pytest.mark.parametrize(("function", "message"), [(Wrapped, "class"), (3, "int")])
+@pytest.mark.parametrize(("function", "message"), [(Wrapped, "Wrapped"), (3, "3")])
 def test_what_cannot_be_decorated_is_refused(function, message):
     with pytest.raises(TypeError, match=message):
         PowerGrad(0.3)(function)
@@ -435,6 +431,7 @@ LAZY: dict[str, Callable[[Tensor], object]] = {
     "coroutine": lambda z: Asynchronous()(),
     "partial coroutine": functools.partial(lambda call, z: call(), Asynchronous()),
     "map": lambda z: map(F.cross_entropy, z, Y),
+    "iterator": lambda z: iter([z]),
     "starmap": lambda z: itertools.starmap(F.cross_entropy, zip(z, Y, strict=False)),
 }
 
@@ -446,7 +443,7 @@ def test_what_computes_later_is_refused_when_it_returns(z, name):
 
 
 def test_other_results_pass(z):
-    for result in ((z, 1), {"loss": z}, [z], None, iter([z]), range(3), Wrapped()):
+    for result in ((z, 1), {"loss": z}, [z], None, range(3), Wrapped()):
         assert PowerGrad(0.3)(lambda result=result: result)() is result
 
 

@@ -241,7 +241,7 @@ UNALTERED = {  # the options, the script, and a part of the message
         "but got none before step 2 of SGD",
     ),
     "not measured": ("--alpha 0.3 --strict", CE, "not confirmed: there was no second step"),
-    "another alpha": ("--alpha 0.3 --strict", SCALED, "was not confirmed"),
+    "another alpha": ("--alpha 0.3 --strict", SCALED, "not confirmed: cannot tell: alpha 0.600"),
 }
 
 

@@ -61,11 +61,10 @@ def measured(
     classes: int = 10,
     dtype: torch.dtype = torch.float32,
     spread: float = 6.0,
-    target: Tensor | None = None,
 ) -> Verification:
     model = Net(classes, spread).to(dtype)
     x, y = batch(rows, classes)
-    return verify(lambda: loss(model(x.to(dtype)), y).backward(), model, target=target)
+    return verify(lambda: loss(model(x.to(dtype)), y).backward(), model)
 
 
 def foreign(z: Tensor, y: Tensor, alpha: float = 0.3, **options: Any) -> Tensor:
@@ -270,14 +269,6 @@ def test_the_verdict_on_a_loss(name):
 def test_saturated_rows(spread):
     for alpha, loss in ((0.3, foreign), (1.0, F.cross_entropy)):
         assert_alpha(measured(loss, spread=spread), alpha)
-
-
-def test_a_target_is_used_if_it_is_passed():
-    probabilities = measured(lambda z, y: foreign(z, SOFT), target=SOFT)
-    assert_alpha(probabilities, 0.3, 1e-5)
-    assert_alpha(measured(foreign, target=Y), 0.3, 1e-5)
-    assert_cannot_tell(measured(foreign, target=Y.roll(1)), "no alpha explains")
-    assert_cannot_tell(measured(foreign, target=torch.ones(3, 4)), "got (3, 4)")
 
 
 def test_two_classes_are_enough_for_a_loss_that_says_its_target():
@@ -638,10 +629,9 @@ LAZY = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
 BAD: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda m: verify(3, m), TypeError, "`step`"),  # pyright: ignore[reportArgumentType]
     (lambda m: verify(print, "model"), TypeError, "`model`"),  # pyright: ignore
-    (lambda m: verify(print, m, 1), TypeError, "`head`"),  # pyright: ignore
+    (lambda m: verify(print, m, 1), ValueError, "`head`"),  # pyright: ignore
     (lambda m: verify(print, m, "lost"), ValueError, "`head`"),
-    (lambda m: verify(print, m, target=[1]), TypeError, "`target`"),  # pyright: ignore
-    (lambda m: verify(print, LAZY), ValueError, "call the model once"),
+    (lambda m: verify(print, LAZY), ValueError, "uninitialized"),
     (lambda m: bool(Verification("pgt", 0.3)), TypeError, "`verdict`"),
 ]
 

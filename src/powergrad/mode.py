@@ -10,15 +10,14 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import AsyncGeneratorType, CoroutineType, GeneratorType, MethodType
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from types import MethodType
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -82,15 +81,13 @@ def enable(alpha: float, *, log_softmax: bool = True) -> Enabled:
     """From now on, the cross-entropies and log-softmaxes of this process use PowerGrad Transform.
 
     It replaces ``F.cross_entropy``, ``F.linear_cross_entropy``, ``F.log_softmax``,
-    ``torch.log_softmax``, ``torch.special.log_softmax`` and ``Tensor.log_softmax``, in every
-    thread, until :func:`disable`: for modules such as ``nn.CrossEntropyLoss``, for names that other
-    modules have imported, and for attributes of objects. It also reaches code that is compiled,
-    checkpointed, transformed or exported. Values do not change.
+    ``torch.log_softmax``, ``torch.special.log_softmax`` and ``Tensor.log_softmax`` in every thread
+    until :func:`disable`, also where modules have imported them and where objects hold them, and in
+    code that is compiled, checkpointed, transformed or exported. Values do not change.
 
     It does not reach TorchScript, kernels of other libraries, other processes, and functions stored
-    elsewhere before the call, as in a ``functools.partial``: call it first in a program.
-
-    Call it again to change alpha; compiled functions are then compiled again.
+    elsewhere before the call, as in a ``functools.partial``: call it first in a program. Call it
+    again to change alpha; compiled functions are then compiled again.
 
     Args:
         alpha: A number, at least 0; 1 is plain cross-entropy.
@@ -164,8 +161,6 @@ def _forget_compiled(key: str) -> None:
 
 # A block of eager code ----------------------------------------------------------------------------
 
-_LOSS = re.compile("loss|entropy|softmax|logsumexp|kl_div|logsigmoid")  # in names of losses
-
 
 class _Block(TorchFunctionMode):
     """One entry of a PowerGrad: the mode that PyTorch asks."""
@@ -176,34 +171,15 @@ class _Block(TorchFunctionMode):
         self.outer = _context.get()
         self.closed = False
         self.altered = False  # a call was altered, here or in a nested block
-        self.suspect = ""  # what shows that gradients were computed without altering a call
-        self.last = ""  # the last loss that was called instead
+        self.suspect = False  # gradients were computed
         self.hooks = saved_tensor_hooks()
         self.enabled = self.seen = torch.is_grad_enabled()
         self.inside = False
-        self.level = 3  # of the user's code, for warnings
+        self.level = 2  # of the user's code, for warnings
 
     def heard(self, _: Notice) -> None:
         """Note that this thread has called a loss of this package."""
         self.altered = self.altered or self in _thread.blocks
-
-    def refuse(self, name: str) -> None:
-        """Raise if a call of the loss `name` does not belong here, or would be repeated later."""
-        if _context.get() is not self:
-            raise RuntimeError(
-                f"`{name}` was called by another coroutine than the one that entered the innermost "
-                f"PowerGrad of this thread. {_ABOUT_TASKS}"
-            )
-        hooks = saved_tensor_hooks()
-        repeated = is_checkpoint_hook(hooks) and hooks != self.hooks
-        if repeated or self.in_custom_function():
-            self.altered = True  # no warning, because the error says more
-            where = "a checkpoint" if repeated else "a checkpoint or custom autograd function"
-            raise RuntimeError(
-                f"`{name}` was called inside {where} that was entered within PowerGrad. Its "
-                "backward pass repeats or replaces the call after PowerGrad has ended. Enter "
-                f"PowerGrad inside that function.{_REMEDY}"
-            )
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -225,7 +201,7 @@ class _Block(TorchFunctionMode):
                 block.in_custom_function()
                 block.seen = args[0]
         try:
-            out = _run(func, args, kwargs)
+            out = func(*args, **kwargs)
         finally:
             _thread.blocks = blocks
         for block in blocks:
@@ -248,49 +224,43 @@ class _Block(TorchFunctionMode):
 
     def saw(self, func: Any, out: Any) -> None:
         """Note a torch call that was not altered. This runs after every call: it must be cheap."""
-        if func is Tensor.backward:
-            self.suspect = self.suspect or "backward"
-        elif not torch.is_grad_enabled():
-            if not self.suspect and self.in_custom_function():
-                self.suspect = "gradients"
-        elif isinstance(out, Tensor) and out.requires_grad and not out.is_leaf:
-            self.suspect = "gradients"
-            if _LOSS.search(name := str(getattr(func, "__name__", func))):
-                self.last = name
-
-    def complain(self) -> None:
-        """Warn, or raise if strict, that nothing was altered."""
-        owner = self.owner
-        expected = self.suspect == "backward" and owner.altered  # of a loss of an earlier block
-        if not self.enabled or (not owner.strict and (expected or not self.suspect)):
+        if self.suspect:
             return
-        called = f" The block called `{self.last}`, which PowerGrad does not alter."
-        message = (
-            f"PowerGrad(alpha={owner.alpha}) altered no cross-entropy or log-softmax with gradients"
-            f" in this block, so its gradients are plain.{called if self.last else ''} Put "
-            "PowerGrad around the code that computes the loss, or call `powergrad.cross_entropy` "
-            "there. Losses in other threads and in compiled code need `powergrad.enable`. The "
-            "documentation of PowerGrad lists the functions that it alters."
-        )
-        if owner.strict:
-            raise RuntimeError(message)
-        warnings.warn(message, stacklevel=self.level)
+        if func is Tensor.backward:
+            self.suspect = not self.owner.altered  # it may be of a loss of an earlier block
+        elif torch.is_grad_enabled():
+            self.suspect = isinstance(out, Tensor) and out.requires_grad and not out.is_leaf
+        else:
+            self.suspect = self.in_custom_function()
 
     def alter(self, function: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the altered `function`."""
+        """Call the altered `function`; raise if it does not belong here, or is repeated later."""
         owner = self.owner
         if function.kind == "log_softmax" and (not owner.log_softmax or "out" in kwargs):
-            out = _run(function.original, args, kwargs)
+            out = function.original(*args, **kwargs)
             self.saw(function.original, out)
             return out
-        self.refuse(function.name)
+        if _context.get() is not self:
+            raise RuntimeError(
+                f"`{function.name}` was called by another coroutine than the one that entered the "
+                f"innermost PowerGrad of this thread. {_ABOUT_TASKS}"
+            )
+        hooks = saved_tensor_hooks()
+        if (is_checkpoint_hook(hooks) and hooks != self.hooks) or self.in_custom_function():
+            self.altered = True  # no warning, because the error says more
+            raise RuntimeError(
+                f"`{function.name}` was called inside a checkpoint or custom autograd function that"
+                " was entered within PowerGrad. Its backward pass repeats or replaces the call "
+                f"after PowerGrad has ended. Enter PowerGrad inside that function.{_REMEDY}"
+            )
         if not (torch.is_grad_enabled() or gradients_hidden()):
             for outer in _thread.blocks:  # a custom function may enter a block again later
                 outer.altered = outer.altered or outer.in_custom_function()
-            return _run(function.original, args, kwargs)
+            return function.original(*args, **kwargs)
         out = function.alter(owner.alpha, *args, **kwargs)
-        if saved_tensor_hooks() == () and not gradients_hidden():
-            out = _Marked.apply(out)
+        if hooks == () and not gradients_hidden():
+            for _ in range(9):  # a checkpoint refuses a recomputation that saves fewer tensors
+                out = out * torch.ones_like(out)
         if out.requires_grad or gradients_hidden():
             for outer in _thread.blocks:
                 outer.altered = True
@@ -299,23 +269,9 @@ class _Block(TorchFunctionMode):
         return out
 
 
-class _Marked(torch.autograd.Function):
-    """Saves so many tensors that a checkpoint sees that its recomputation without it differs."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:
-        ctx.save_for_backward(*(loss.new_empty(0, 7) for _ in range(9)))
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.blocks: list[_Block] = []
-        self.handling = False  # PyTorch runs a function, and hides it from the mode
 
 
 _thread = _Thread()
@@ -339,17 +295,16 @@ class PowerGrad:
     It does **not** alter other losses, a softmax followed by a logarithm, calls of
     ``torch.ops.aten`` operators and of custom kernels, TorchScript, and calls from other threads.
 
-    **Where it raises.** A block ends before the backward pass, before a compiled function is used
-    again, and does not reach other coroutines. So it raises an error at a loss that is compiled
-    inside it, recomputed by a checkpoint or custom autograd function that was entered inside it, or
-    called by another coroutine. Use :func:`enable` there, or enter PowerGrad within the
+    It raises an error at a loss that is compiled inside it, recomputed by a checkpoint or custom
+    autograd function that was entered inside it, or called by another coroutine, because a block
+    ends before such a recomputation. Use :func:`enable` there, or enter PowerGrad within the
     checkpointed function.
 
-    **Proof.** ``altered`` counts the altered calls that have a gradient, by kind, over all blocks
-    of this object: ``{"cross_entropy": 3}``. If gradients were computed in a block but nothing was
-    altered, it ends with a warning that names the last loss it called. A ``strict`` block ends with
-    an error if nothing was altered, unless alpha is 1 or it was entered with gradients disabled.
-    Eager calls of this package's own functions, and of nested PowerGrads, count as altered.
+    ``altered`` counts the altered calls that have a gradient, by kind, over all blocks of this
+    object: ``{"cross_entropy": 3}``. If gradients were computed in a block but nothing was altered,
+    it ends with a warning. A ``strict`` block ends with an error if nothing was altered, unless
+    alpha is 1 or it was entered with gradients disabled. Eager calls of this package's own
+    functions, and of nested PowerGrads, count as altered.
 
     Every torch call inside takes about a microsecond longer, so put the context around the loss,
     not the model. Then a ``log_softmax`` inside the model is not altered either. If the model
@@ -430,75 +385,63 @@ class PowerGrad:
                     F.cross_entropy = _CROSS_ENTROPY.original
         while blocks and blocks[-1].closed:  # also those that were left too early
             blocks.pop().__exit__(exc_type, exc, traceback)
-        if not mine or not in_order:
+        if not in_order:
             raise RuntimeError(
                 "PowerGrad was not left as the innermost mode of its thread, by the coroutine that "
                 f"entered it. {_ABOUT_TASKS}"
             )
-        if not (exc_type or mine[0].altered or is_one(self._alpha)):
-            mine[0].complain()
+        block = mine[0]
+        if exc_type or block.altered or not block.enabled or is_one(self._alpha):
+            return
+        message = (
+            f"PowerGrad(alpha={self._alpha}) altered no cross-entropy or log-softmax with gradients"
+            " in this block, so its gradients are plain. Put it around the code that computes the "
+            "loss, or call `powergrad.cross_entropy` there. Losses in other threads and in compiled"
+            " code need `powergrad.enable`. `strict=True` makes this an error."
+        )
+        if self.strict:
+            raise RuntimeError(message)
+        if block.suspect:
+            warnings.warn(message, stacklevel=block.level)
 
     def __call__(self, function: _Callable) -> _Callable:
         """Decorate `function`: each call runs inside this context and is counted here.
 
-        A bound method stays bound. An unpickled object has the undecorated method of its class;
-        decorate it again.
-
         Raises:
-            TypeError: If `function` is a class, or if its body would run outside the context: a
-                generator, a coroutine, a lazy iterator. These are detected when they are returned.
+            TypeError: If `function` is a class, or returns what computes later: an iterator, a
+                coroutine.
         """
         if inspect.isclass(function) or not callable(function):
-            _refuse_to_decorate("a class" if inspect.isclass(function) else type(function).__name__)
+            raise TypeError(f"Expected `function` to be a function, but got {function!r}.")
         if inspect.ismethod(function):
             return cast(_Callable, MethodType(self(function.__func__), function.__self__))
 
         @functools.wraps(function)
         def decorated(*args: Any, **kwargs: Any) -> Any:
             with self:
-                _thread.blocks[-1].level = 4
+                _thread.blocks[-1].level = 3
                 result = function(*args, **kwargs)
-                if isinstance(result, _LAZY) or type(result).__module__ == "itertools":
-                    if isinstance(result, CoroutineType):
+                if isinstance(result, (Iterator, AsyncIterator, Awaitable)):
+                    if isinstance(result, Coroutine):
                         result.close()  # otherwise Python warns that it was never awaited
-                    _refuse_to_decorate(f"one that returns a {type(result).__name__}")
+                    raise TypeError(
+                        "Expected a function that computes its result when it is called, but got "
+                        f"one that returns a {type(result).__name__}; use `with PowerGrad(...)` "
+                        "where the loss is computed."
+                    )
             return result
 
         return cast(_Callable, decorated)
 
 
-_LAZY = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter, zip, enumerate)
-
-
-def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of PyTorch that the mode has seen."""
-    handling, _thread.handling = _thread.handling, True
-    try:
-        return func(*args, **kwargs)
-    finally:
-        _thread.handling = handling
-
-
-def _refuse_to_decorate(got: str) -> NoReturn:
-    raise TypeError(
-        f"Expected a function that computes its result when it is called, but got {got}, whose "
-        "loss would be computed outside PowerGrad; use `with PowerGrad(...)` where it is computed."
-    )
-
-
 def _refuse_compiled(what: Any) -> None:
     """Raise at a loss that is compiled in a block, or at what may have one in its body."""
-    if what == "PowerGrad":
-        where = "PowerGrad was entered in code that `torch.compile` or `torch.export` compiles"
-    elif what in _KNOWN or is_higher_order(what):
-        name = _KNOWN[what].name if what in _KNOWN else getattr(what, "__name__", what)
-        where = f"`{name}` is compiled within PowerGrad"
-    else:
-        return
-    raise RuntimeError(
-        f"{where}. The compiled function outlives the block, so PowerGrad is for eager code only."
-        + _REMEDY
-    )
+    if what == "PowerGrad" or what in _KNOWN or is_higher_order(what):
+        name = what if what == "PowerGrad" else getattr(what, "__name__", what)
+        raise RuntimeError(
+            f"`{name}` is compiled within PowerGrad or entered in compiled code. The compiled "
+            f"function outlives the block, so PowerGrad is for eager code only.{_REMEDY}"
+        )
 
 
 # The functions ------------------------------------------------------------------------------------
@@ -529,14 +472,13 @@ def _replacement(original: Any, kind: str, alter: Callable[..., Tensor]) -> Call
         if has_torch_function(arguments):
             return handle_torch_function(altered, arguments, *args, **kwargs)
         if _thread.blocks:  # a call that the mode does not see
-            if not _thread.handling or torch.compiler.is_compiling():  # TorchDynamo hides it
+            if torch.compiler.is_compiling():
                 _refuse_compiled(altered)
             return _thread.blocks[-1].alter(_KNOWN[altered], args, kwargs)
-        enabled = _enabled
-        if enabled is None or not _is_altered(enabled, kind, kwargs):
-            if enabled is None and torch.is_grad_enabled():
-                for block in tuple(_open):  # in other threads
-                    block.suspect = "gradients"
+        has_gradient, enabled = torch.is_grad_enabled() or gradients_hidden(), _enabled
+        if enabled is None or not _is_altered(kind, has_gradient, *kwargs):
+            for block in tuple(_open):  # in other threads
+                block.suspect |= enabled is None and has_gradient
             return original(*args, **kwargs)
         out = alter(enabled.alpha, *args, **kwargs)
         if type(out).__name__ in ("FakeTensor", "FunctionalTensor"):
@@ -563,23 +505,20 @@ def _replacement(original: Any, kind: str, alter: Callable[..., Tensor]) -> Call
     return altered
 
 
-def _is_altered(enabled: Enabled, kind: str, names: Any) -> bool:
-    if kind == "log_softmax" and (not enabled.log_softmax or "out" in names):
+def _is_altered(kind: str, has_gradient: bool, *names: str) -> bool:
+    """Whether `enable` alters a call with the keywords `names`."""
+    if _enabled is None or (kind == "log_softmax" and (not _enabled.log_softmax or "out" in names)):
         return False
-    if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
-        return False
-    return torch.is_grad_enabled() or gradients_hidden()
+    return has_gradient and not ("torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export())
 
 
-def _alters_traced(kind: str, has_gradient: bool, *names: str) -> bool:
+def _alters_traced(kind: str, *arguments: Any) -> bool:
     """Whether to alter a call that TorchDynamo traces."""
     if _thread.blocks:
         _refuse_compiled(next(f.altered for f in _FUNCTIONS if f.kind == kind))
-    enabled = _enabled
-    if enabled is None or not has_gradient or not _is_altered(enabled, kind, names):
-        return False
-    _count(enabled.compiled, kind)
-    return True
+    if altered := _is_altered(kind, *arguments):
+        _count(cast(Enabled, _enabled).compiled, kind)
+    return altered
 
 
 # TorchDynamo runs these functions instead of tracing them, and errors in them reach the user.
@@ -646,11 +585,6 @@ def _functional_log_softmax(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     if dim is None:  # deprecated; this is PyTorch's choice
-        warnings.warn(
-            "Implicit dimension choice for log_softmax has been deprecated. Change the call to "
-            "include dim=X as an argument.",
-            stacklevel=_stacklevel + 1,
-        )
         dim = 0 if input.dim() in (0, 1, 3) else 1
     return _log_softmax(alpha, input, dim, dtype)
 

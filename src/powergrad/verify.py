@@ -1,26 +1,22 @@
 r"""`verify`: does this training step really use PowerGrad Transform?
 
-PGT does not change the value of the loss, only the gradient at the logits, so this is measured. If
-losses of powergrad were called with these logits, it must be a multiple of their gradient. For
-other losses, in a row of logits z with the target ``t = (1 - e) q + e / C``, it must be
-
-    g = m (p' - t),      p' = softmax(alpha z),
-
-up to a few roundoffs of the two terms, for the same alpha, smoothing e and factor m in all rows of
-a call: in a focal loss, or in the paper's listing, only the factors are wrong.
+The gradient at the logits must be a multiple of that of the losses of powergrad that were called.
+Otherwise it must be ``g = m (p' - t)`` up to rounding, with ``p' = softmax(alpha z)`` and the
+target ``t = (1 - e) q + e / C``, for the same alpha, smoothing e and factor m in all rows of a
+call: in a focal loss, or in the paper's listing, only the factors are wrong.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +24,8 @@ from torch.nn.functional import one_hot
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from powergrad.checks import Call, check_call, is_plain, shape_of
+from powergrad.checks import Call, is_plain, shape_of
+from powergrad.compat import tree_map
 from powergrad.head import find_head, unwrap
 from powergrad.loss import as_rows, loss_by_definition
 from powergrad.transform import LISTENERS, TRACED, Notice
@@ -56,16 +53,11 @@ class Verification:
     Args:
         verdict: "pgt"; "plain", cross-entropy without PGT; "neither", some other gradient; or
             "cannot tell", if the data do not determine the answer.
-        alpha: The effective alpha if the verdict is "pgt" or "plain"; the mean over the rows if
-            each row has its own.
+        alpha: The effective alpha if the verdict is "pgt" or "plain" (the mean, if rows differ).
         uncertainty: How far `alpha` may be from the true value; None if it was not measured.
         rows: The number of rows of logits that were measured.
         rows_in_all: The number of rows that had a gradient.
-        reason: Why the verdict is not "pgt" or "plain"; for these, a remark, if there is one.
-
-    Example:
-        >>> print(Verification("pgt", 0.3, 1e-6, 64, 64))
-        PGT at alpha 0.300 (64 of 64 rows)
+        reason: Why the verdict is not "pgt" or "plain", or a remark.
     """
 
     verdict: Verdict
@@ -99,35 +91,27 @@ def counted(number: int, noun: str) -> str:
 
 
 def verify(
-    step: Callable[[], Any],
-    model: nn.Module,
-    head: nn.Module | str | None = None,
-    *,
-    target: Tensor | None = None,
+    step: Callable[[], Any], model: nn.Module, head: nn.Module | str | None = None
 ) -> Verification:
     r"""Run one training step and measure the effective alpha from its gradient at the logits.
 
-    `step` is called once. Afterwards the following are restored, even if `step` raises: weights,
-    buffers and gradients of `model`, training mode, the state of every ``torch.optim`` optimizer
-    that stepped, random state (torch, ``random``, numpy), and hooks. This needs memory for a copy
-    of all of these. Other state that `step` advances is not restored: data iterators, learning-rate
-    schedulers, a ``GradScaler``, counters. Under data parallelism, call it on every rank; each rank
-    reports on its own rows.
+    `step` is called once. Afterwards weights, buffers, gradients, hooks and training mode of
+    `model`, the state of each ``torch.optim`` optimizer that stepped, and the random state (torch,
+    ``random``, numpy) are restored, even if `step` raises. This needs memory for a copy of them.
+    Other state is not restored: data iterators, schedulers, a ``GradScaler``. Under data
+    parallelism, call it on every rank; each rank reports on its own rows.
 
     Args:
         step: Runs one training step: forward pass, loss, ``backward()``, and optionally the
             optimizer.
         model: The network that `step` trains. If it is compiled, what ``torch.compile`` returned.
         head: The module whose outputs are the logits, or its name, if it cannot be found.
-        target: Class indices, or class probabilities of the shape of the logits. It is only needed
-            for probabilities (such as mixup) in a loss that is not powergrad's.
 
     Returns:
-        The :class:`powergrad.verify.Verification`, whose ``verdict`` is "pgt", "plain", "neither"
-        or "cannot tell".
+        What was measured; compare its ``verdict`` with the one that you expect.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If `step` or `model` is of another type.
         ValueError: If the head is not found; pass `head`.
 
     Example:
@@ -142,7 +126,7 @@ def verify(
     """
     if not callable(step):
         raise TypeError(f"Expected `step` to be callable, but got {type(step).__name__}.")
-    watcher = StepWatcher(model, head, target=target)
+    watcher = StepWatcher(model, head)
     find_head(unwrap(model), head)  # raises, where the watcher would answer "cannot tell"
     with _restoring(model), watcher:
         step()
@@ -152,18 +136,15 @@ def verify(
 class StepWatcher:
     r"""Context manager that observes one training step without changing it.
 
-    It is the passive form of :func:`powergrad.verify`, for a step that runs anyway. Its hooks are
-    removed when the block ends. If anything goes wrong inside the watcher, the verdict is "cannot
-    tell" with the reason; it never raises in the step. It copies the logits and their gradient to
-    the CPU when the gradient arrives.
+    It is :func:`powergrad.verify` for a step that runs anyway. It never raises in the step: if the
+    measurement fails, the verdict is "cannot tell".
 
     Args:
         model: The network.
-        head: As in :func:`powergrad.verify`. If it is not found, the verdict is "cannot tell".
-        target: As in :func:`powergrad.verify`.
+        head: As in :func:`powergrad.verify`.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If `model` is not a module.
 
     Example:
         >>> model = nn.Linear(8, 10)
@@ -174,22 +155,10 @@ class StepWatcher:
         'plain'
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        head: nn.Module | str | None = None,
-        *,
-        target: Tensor | None = None,
-    ) -> None:
-        for name, value, expected, kinds in (
-            ("model", model, "a module", nn.Module),
-            ("target", target, "a tensor", (Tensor, type(None))),
-            ("head", head, "a module, its name or None", (nn.Module, str, type(None))),
-        ):
-            if not isinstance(value, kinds):
-                got = type(value).__name__
-                raise TypeError(f"Expected `{name}` to be {expected}, but got {got}.")
-        self._model, self._name, self._target = model, head, target
+    def __init__(self, model: nn.Module, head: nn.Module | str | None = None) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"Expected `model` to be a module, but got {type(model).__name__}.")
+        self._model, self._name = model, head
         self._reason = ""  # why nothing can be told
         self._notices: list[Notice] = []
         self._calls: tuple[list[_Logits], ...] = ([], [], [])  # of head, compiled model and loss
@@ -209,51 +178,39 @@ class StepWatcher:
         self._calls, self._notices = ([], [], []), []
 
     def result(self) -> Verification:
-        """Return the verification of the step; call it after the block.
-
-        Returns:
-            The verification; the same object every time.
-        """
+        """Return the verification of the step, after the block."""
         return self._result
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
         """Call `function`; an exception ends the watch instead of breaking the user's step."""
-        if self._reason:
+        if torch.compiler.is_compiling() or self._reason:
             return
         try:
             with torch.no_grad():
                 function(*args)
-        except _UnclearError as error:
-            self._reason = str(error)
         except Exception as error:
-            self._reason = f"watching failed: {type(error).__name__}: {error}"
+            failed = f"watching failed: {type(error).__name__}: {error}"
+            self._reason = str(error) if isinstance(error, _UnclearError) else failed
 
     def _attach(self) -> None:
         self._head = find_head(unwrap(self._model), self._name)
-
-        def watch(module: nn.Module, calls: list[_Logits]) -> None:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                if not torch.compiler.is_compiling():
-                    self._guarded(self._on_output, output, calls)
-
-            # As the first hook, it sees the gradient after any changes by other hooks.
-            self._undo.append(module.register_forward_hook(hook, prepend=True).remove)
-
-        watch(self._head, self._calls[0])
+        watched = [(self._head, self._calls[0])]
         for module in self._model.modules():  # compiled code ignores hooks on what is inside
             if "_orig_mod" in module._modules and self._head in set(module.modules()):
-                watch(module, self._calls[1])
-        listener = functools.partial(self._guarded, self._on_loss)
+                watched.append((module, self._calls[1]))
+        for module, calls in watched:
+            hook = partial(self._guarded, self._on_output, calls)
+            # As the first hook, it sees the gradient after any changes by other hooks.
+            self._undo.append(module.register_forward_hook(hook, prepend=True).remove)
+        listener = partial(self._guarded, self._on_loss)
         LISTENERS.append(listener)
-        self._undo.append(lambda: LISTENERS.remove(listener))
+        self._undo.append(partial(LISTENERS.remove, listener))
 
-    def _on_output(self, output: Any, calls: list[_Logits]) -> None:
-        logits = output.get("logits") if isinstance(output, dict) else output
-        logits = getattr(logits, "logits", logits)
+    def _on_output(self, calls: list[_Logits], _: nn.Module, args: Any, output: Any) -> None:
+        logits = getattr(output, "logits", output)
+        logits = logits.get("logits") if isinstance(logits, dict) else logits
         if isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim():
-            linear = isinstance(self._head, nn.Linear) and calls is self._calls[0]
-            dims = [logits.dim() - 1] if linear or logits.dim() < 3 else [1, logits.dim() - 1]
-            self._observe(logits, dims, calls)
+            self._observe(logits, calls)
         elif calls is self._calls[0]:
             raise _UnclearError(f"the output of the head is a {type(output).__name__}, not logits")
 
@@ -264,31 +221,26 @@ class StepWatcher:
         logits, classes = notice.input, getattr(self._head, "out_features", None)
         fits = logits.dim() and classes in (None, logits.shape[min(1, logits.dim() - 1)])
         if notice.call is not None and logits.requires_grad and fits and not any(self._calls[:2]):
-            self._observe(logits, [min(1, logits.dim() - 1)], self._calls[2])
+            self._observe(logits, self._calls[2])
 
-    def _observe(self, logits: Tensor, dims: list[int], calls: list[_Logits]) -> None:
+    def _observe(self, logits: Tensor, calls: list[_Logits]) -> None:
         if not is_plain(logits):
             raise _UnclearError(
-                f"the logits are a {type(logits).__name__}, or inside a torch.func transform, "
-                "where their gradient cannot be observed"
+                f"the logits are a {type(logits).__name__}, or inside a transform of torch.func"
             )
-        calls.append(seen := _Logits(logits.detach(), dims, logits._version))
-        if not logits.requires_grad:
+        calls.append(seen := _Logits(logits.detach(), logits._version))
+        if (node := logits.grad_fn) is None:
             return
 
-        def on_gradient(grad: Tensor | None) -> None:
-            if grad is not None:
-                self._guarded(seen.add, grad, self._notices, self._target)
+        def on_gradient(grads: tuple[Tensor | None, ...]) -> None:
+            if (grad := grads[number]) is not None:
+                self._guarded(seen.add, grad, self._notices)
 
-        arrived: Any = on_gradient
+        number, arrived = logits.output_nr, cast(Any, on_gradient)
         if "torch._dynamo" in sys.modules:  # it would compile what runs during a compiled step
             arrived = torch.compiler.disable(on_gradient)
-        if (node := logits.grad_fn) is None:
-            self._undo.append(logits.register_hook(arrived).remove)
-        else:  # its hook runs after all hooks of the tensor, which may alter the gradient
-            number = logits.output_nr
-            prehook = node.register_prehook(lambda grads: arrived(grads[number]))
-            self._undo.append(prehook.remove)
+        # This hook runs after all hooks of the tensor, which may alter the gradient.
+        self._undo.append(node.register_prehook(arrived).remove)
 
     def _conclude(self) -> None:
         weight = getattr(self._head, "weight", self)
@@ -310,8 +262,7 @@ class StepWatcher:
         else:
             raise _UnclearError(
                 f"the head, a {type(self._head).__name__}, was not called outside compiled code; "
-                "pass the model that the step uses, as `torch.compile` returned it if it is "
-                "compiled; or pass `head`, the module that computes the logits"
+                "pass the model that the step uses, as `torch.compile` returned it, or its `head`"
             )
 
 
@@ -331,17 +282,15 @@ class _Logits:
     """The logits of one call, and what is kept of them when their gradient arrives."""
 
     logits: Tensor
-    dims: list[int]  # those that may be that of the classes
     version: int
     arrived: bool = False
     told: Verification | None = None  # by losses of powergrad, and confirmed
     count: int = 0  # rows with a gradient
     z: Any = None  # these rows (n, C), or a sample, on the CPU
     g: Any = None
-    t: Any = None  # the target, if the user passed one
-    evident: bool = False  # whether the rows differ enough to tell losses apart
+    evident: bool = False  # a loss of powergrad told it, or the rows differ enough
 
-    def add(self, grad: Tensor, notices: list[Notice], target: Tensor | None) -> None:
+    def add(self, grad: Tensor, notices: list[Notice]) -> None:
         """Copy the rows that have a gradient: other code may change them in place later."""
         self.arrived, logits = True, self.logits
         if not bool((grad != 0).any()):
@@ -352,28 +301,21 @@ class _Logits:
             raise _UnclearError("the logits were changed in place before their gradient arrived")
         if not bool(grad.isfinite().all()) or not bool((logits < math.inf).all()):
             raise _UnclearError("logits or gradient have NaN or infinite entries")
-        sums = [float(grad.sum(dim).norm() / grad.abs().sum(dim).norm()) for dim in self.dims]
+        dims = sorted({min(1, grad.dim() - 1), grad.dim() - 1})
+        sums = [float(grad.sum(dim).norm() / grad.abs().sum(dim).norm()) for dim in dims]
         if len(sums) > 1 and max(sums) < 1e-3:  # the gradient sums to zero over the classes
             raise _UnclearError(f"logits of {shape_of(logits)} have two possible class dimensions")
-        dim = self.dims[sums.index(min(sums))]
+        dim = dims[sums.index(min(sums))]
         z, g = (x.movedim(dim, -1).reshape(-1, x.shape[dim]) for x in (logits, grad))
         rows = (g != 0).any(1).nonzero().squeeze(1)
         self.count, limit = len(rows), max(8, STORED // z.shape[1])
         if z.numel() <= STORED >> 3:
             self.told = _told(notices, z, g)
+            self.evident = self.told is not None
         if limit < len(rows):  # with a generator of its own, to leave the user's alone
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
             rows = rows[order[:limit].sort().values.to(rows.device)]
         self.z, self.g = z[rows].cpu(), g[rows].cpu()
-        if target is not None:
-            soft, second = target.is_floating_point(), min(1, dim)
-            _, call = check_call(
-                logits.movedim(dim, second),
-                Call(target.movedim(dim, second) if soft else target, None, 1.0),
-            )
-            t = as_rows(logits.movedim(dim, second), call)[1].target
-            t = t if soft else one_hot(t.clamp(min=0), z.shape[1])
-            self.t = t[rows.to(t.device)].cpu()
 
 
 def _told(notices: list[Notice], z: Tensor, g: Tensor) -> Verification | None:
@@ -437,8 +379,7 @@ def _check_determined(uncertainty: float) -> None:
     if not uncertainty <= WIDEST:
         raise _UnclearError(
             "the rows do not determine alpha: their logits differ too little for the precision of "
-            "the gradient (all are equal if the head starts at zero), or there are too few rows; "
-            "measure later in training, in float32, or on a larger batch"
+            "the gradient; measure later in training, in float32, or on a larger batch"
         )
 
 
@@ -450,60 +391,55 @@ class _Rows(NamedTuple):
 
     z: Tensor  # (n, C)
     g: Tensor
-    t: Any  # the target, if the user passed one
+    q: Any  # the labels, one-hot
     unit: float  # roundoff
     lost: float  # underflow
 
     def part(self, rows: Any) -> _Rows:
-        """Some rows in float64, with the target that the gradient shows."""
-        z, g, t = self.z[rows].double(), self.g[rows].double(), self.t
-        t = None if t is None else t[rows].double()
-        if t is None:  # with smoothing, a confident row may have a positive gradient at its label
-            lowest, label = g.min(1)
-            clear = lowest < 0.5 * g.clamp(max=0).sum(1)
-            t = one_hot(label.where(clear, z.argmax(1)), z.shape[1]).double()
-        return self._replace(z=z, g=g, t=t)
+        """Some rows in float64, with the labels that the gradient shows."""
+        z, g = self.z[rows].double(), self.g[rows].double()
+        # With smoothing, a confident row may have a positive gradient at its label.
+        lowest, label = g.min(1)
+        clear = lowest < 0.5 * g.clamp(max=0).sum(1)
+        label = label.where(clear, z.argmax(1))
+        return self._replace(z=z, g=g, q=one_hot(label, z.shape[1]).double())
 
 
 def _measured(calls: list[_Logits], notices: list[Notice]) -> Verification:
     if not calls:
         raise _UnclearError("the gradient at the logits is zero")
-    measure = functools.partial(_fitted_to, number=len(calls), notices=notices)
-    found = [measure(call) if call.told is None else call.told for call in calls]
+    fit = partial(_fitted_to, number=len(calls), notices=notices)
+    found = [fit(call) if call.told is None else call.told for call in calls]
     total = sum(call.count for call in calls)
-    alphas = [one.alpha for one in found if one.alpha is not None]
-    worst = max((one.uncertainty or 0.0) for one in found)
-    result = next((one for one in found if one.uncertainty == worst), found[0])
-    if len(alphas) < len(found):
-        result = next(one for one in found if one.alpha is None)
-    elif max(alphas) - min(alphas) > max(2 * worst, SAME):
-        result = Verification("neither", reason="the calls of the head have different losses")
-    elif 2 * sum(call.count for call in calls if call.told is not None or call.evident) < total:
-        raise _UnclearError(
-            f"each row fits alpha {alphas[0]:.3f}, but there are too few different rows in a call "
-            "of the head to tell a cross-entropy from another loss"
-        )
-    return replace(result, rows=sum(len(call.z) for call in calls), rows_in_all=total)
+    worst = max(found, key=lambda one: (one.alpha is None, one.uncertainty or 0.0))
+    if worst.alpha is not None:
+        alphas = [one.alpha or 0.0 for one in found]
+        if max(alphas) - min(alphas) > max(2 * (worst.uncertainty or 0.0), SAME):
+            worst = Verification("neither", reason="the calls of the head have different losses")
+        elif 2 * sum(call.count for call in calls if call.evident) < total:
+            raise _UnclearError(
+                f"each row fits alpha {worst.alpha:.3f}, but too few rows of a call of the head "
+                "differ, so this may be another loss"
+            )
+    return replace(worst, rows=sum(len(call.z) for call in calls), rows_in_all=total)
 
 
 def _fitted_to(seen: _Logits, number: int, notices: list[Notice]) -> Verification:
     """The verdict on one of `number` calls, if the losses of powergrad do not explain it."""
     if TRACED or any(notice.special for notice in notices):
         raise _UnclearError(
-            "a loss of powergrad with `softcap`, `logit_scale`, `z_loss` or one alpha per row, or "
-            "for two classes, was called or traced, and the gradient is not that of eager calls "
-            "with these logits alone"
+            "the gradient is not that of the losses of powergrad that were called or traced, with "
+            "`softcap`, `logit_scale`, `z_loss`, one alpha per row, or for two classes"
         )
     used = (seen.g != 0).any(0)  # the other classes are padding of the head
-    z, g, t = seen.z[:, used], seen.g[:, used], None if seen.t is None else seen.t[:, used]
+    z, g = seen.z[:, used], seen.g[:, used]
     # Kernels flush what is below the normal numbers of float32, before or after they scale it.
     info, flushed = torch.finfo(g.dtype), 16 * torch.finfo(torch.float32).smallest_normal
     lost = info.smallest_normal * info.eps + flushed * max(1.0, float(g.abs().max()))
-    data = _Rows(z, g, t, _unit(z, g), lost)
+    data = _Rows(z, g, None, _unit(z, g), lost)
     count, classes = z.shape
     if int(z.isfinite().sum()) - 2 * count - 2 < (10 if data.unit > COARSE else 3):
-        reason = f"{counted(count, 'row')} of {classes} classes are too few; use a larger batch"
-        raise _UnclearError(reason)
+        raise _UnclearError(f"{counted(count, 'row')} of {classes} classes are too few")
     sample = data.part(torch.linspace(0, count - 1, max(4, FITTED // classes)).long().unique())
     alpha, e, m, uncertainty = _fit(sample)
     rows = torch.arange(count).split(max(1, BLOCK // classes))
@@ -526,8 +462,7 @@ def _fitted_to(seen: _Logits, number: int, notices: list[Notice]) -> Verificatio
         if told or not _is_usual(sizes, alpha, 8 * (data.unit + uncertainty)):
             raise _UnclearError(
                 f"alpha {alpha:.3f} fits, but not the size of the gradient: the logits may be "
-                "scaled after this module (then pass the module that returns the final logits as "
-                "`head`), or the loss by no usual loss scale (as in the paper's listing)"
+                "scaled after this module (then pass the last one as `head`), or the loss"
             )
     return Verification(_verdict(alpha, tolerance), max(alpha, 0.0), uncertainty)
 
@@ -537,14 +472,16 @@ def _is_usual(sizes: Tensor, alpha: float, tolerance: float) -> bool:
 
     Plain cross-entropy of logits that are scaled by alpha has alpha times such a size.
     """
+
+    def near(distances: Tensor) -> bool:
+        return bool((distances.abs() <= tolerance).any())
+
     sizes = sizes.log2()
     scaled = sizes - math.log2(max(alpha, 1e-30))
+    if near(sizes):
+        return not near(scaled)
     parts = scaled.unsqueeze(1) + torch.arange(1, 9).log2()  # of so many micro-batches
-    one, of_scaled, power, of_parts = (
-        bool((distances.abs() <= tolerance).any())
-        for distances in (sizes, scaled, sizes - sizes.round(), parts - parts.round())
-    )
-    return not of_scaled if one else power and not of_parts
+    return near(sizes - sizes.round()) and not near(parts - parts.round())
 
 
 def _not_fitted(few: _Rows) -> Verification:
@@ -552,14 +489,12 @@ def _not_fitted(few: _Rows) -> Verification:
     clear = 1 - few.z.softmax(1).amax(1) > 1e3 * few.unit  # elsewhere p - 1 may round to 0
     total, size = few.g.sum(1)[clear].norm(), few.g.abs().sum(1)[clear].norm()
     if float(total) > (0.05 if few.unit > COARSE else 0.02) * float(size):
-        reason = "the gradient at the logits does not sum to zero over the classes, as it does for "
-        reason += "every softmax cross-entropy: this is another loss, or the logits are changed "
-        reason += "after this module (then pass `head`, the module that computes the final logits)"
+        reason = "the gradient does not sum to zero over the classes: this is no cross-entropy, or "
+        reason += "the logits are changed after this module (then pass the last one as `head`)"
         return Verification("neither", reason=reason)
     raise _UnclearError(
-        "no alpha explains the gradient of all rows with equal weights: this may be a loss with "
-        "weights or soft targets (pass `target`), several losses, or no cross-entropy (as a focal "
-        "loss, or the paper's listing)"
+        "no alpha explains the gradient of all rows: this may be a loss with weights or soft "
+        "targets, several losses, or another loss (as a focal loss, or the paper's listing)"
     )
 
 
@@ -592,7 +527,7 @@ def _fit(data: _Rows) -> tuple[float, float, float, float]:
             error = data.unit * (m * size + data.g.abs()) + data.lost
             d, g = d / error, data.g / error
             m = float((d * g).sum() / d.square().sum())
-            x = m * torch.stack([by_alpha, data.t - 1 / data.t.shape[1]]) / error
+            x = m * torch.stack([by_alpha, data.q - 1 / data.q.shape[1]]) / error
             x = x - d * ((x * d).sum((1, 2), keepdim=True) / d.square().sum())
             r = g - m * d
             normal = torch.einsum("kic,lic->kl", x, x)
@@ -625,29 +560,43 @@ def _compared(data: _Rows, alpha: float, e: float, m: float) -> tuple[Tensor, ..
 
 @contextmanager
 def _restoring(model: nn.Module) -> Iterator[None]:
-    """Restore model, optimizers and random state after the block."""
-    undo: list[Callable[[], Any]] = []
-    known: dict[int, Callable[[], Any]] = {}
+    """Restore model, optimizers and random state after the block; tensors stay the same objects."""
+    clones: dict[Tensor, Tensor] = {}
+    undo: list[Callable[[], Any]] = [partial(random.setstate, random.getstate())]
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"].random
+        undo.append(partial(numpy.set_state, numpy.get_state()))
     stepped: set[Optimizer] = set()
-    for module in model.modules():
-        undo.append(functools.partial(setattr, module, "training", module.training))
-        undo += [_saved(module._parameters, known), _saved(module._buffers, known)]
+
+    def keep(value: Any) -> Any:
+        """Remember the values and the gradient of a tensor; copy anything else."""
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        if value not in clones:
+            clones[value] = value.detach().clone()
+            if value.is_leaf:
+                undo.append(partial(setattr, value, "grad", keep(value.grad)))
+        return value
+
+    def keep_items(items: dict[Any, Any]) -> None:
+        undo.extend([items.clear, partial(items.update, tree_map(keep, items))])
 
     def before(optimizer: Optimizer, *_: Any) -> None:
         if optimizer in stepped:
             return
         stepped.add(optimizer)
-        undo.append(_saved(optimizer.state, known))
+        keep_items(optimizer.state)
         for group in optimizer.param_groups:
-            undo.extend(_saved(p, known) for p in group["params"])
+            tree_map(keep, group["params"])
             kept = {key: value for key, value in group.items() if key not in SCHEDULED}
-            undo.append(functools.partial(group.update, copy.deepcopy(kept)))
+            undo.append(partial(group.update, tree_map(keep, kept)))
 
+    for module in model.modules():
+        undo.append(partial(setattr, module, "training", module.training))
+        keep_items(module._parameters)
+        keep_items(module._buffers)
     hook = register_optimizer_step_pre_hook(before)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    python = random.getstate()
-    numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    numbers = None if numpy is None else numpy.get_state()
     try:
         with torch.random.fork_rng(devices):
             yield
@@ -655,42 +604,7 @@ def _restoring(model: nn.Module) -> Iterator[None]:
         hook.remove()
         for action in undo:
             action()
-        random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(numbers)
-
-
-def _saved(value: Any, known: dict[int, Callable[[], Any]]) -> Callable[[], Any]:
-    """A function that restores and returns `value`: the same dictionary or tensor, or a copy."""
-    if isinstance(value, dict):
-        kept = {key: _saved(item, known) for key, item in value.items()}
-
-        def restore_items() -> Any:
-            items = {key: item() for key, item in kept.items()}
-            value.clear()
-            value.update(items)
-            return value
-
-        return restore_items
-    if not isinstance(value, Tensor):
-        copied = copy.deepcopy(value)
-        return lambda: copied
-    if nn.parameter.is_lazy(value):
-        raise ValueError(
-            "Expected the parameters of `model` to be initialised, but got lazy ones; call the "
-            "model once first."
-        )
-    if id(value) not in known:
-        clone = value.detach().clone()
-        grad = _saved(value.grad, known) if value.is_leaf else None
-
-        def restore() -> Tensor:
+        for tensor, clone in clones.items():
             # An unneeded copy would invalidate graphs that saved the tensor.
-            if value.layout is not torch.strided or not torch.equal(value.detach(), clone):
-                value.detach().copy_(clone)
-            if grad is not None:
-                value.grad = grad()
-            return value
-
-        known[id(value)] = restore
-    return known[id(value)]
+            if tensor.layout is not torch.strided or not torch.equal(tensor.detach(), clone):
+                tensor.detach().copy_(clone)
