@@ -120,7 +120,8 @@ def graph_recorded() -> bool:
 
 # PowerGrad and enable -----------------------------------------------------------------------------
 
-# A checkpoint that recomputes its function later installs hooks. 2.6 to 2.13.
+# A checkpoint that recomputes its function later installs hooks. 2.8 to 2.13; without the name,
+# PyTorch refuses the recomputation, see `mode`.
 _top_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
 
 

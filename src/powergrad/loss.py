@@ -373,7 +373,7 @@ def _is_common_case(input: Tensor, call: Call) -> bool:
         and shape[:1] == target.shape
         and input.requires_grad
         and torch.is_grad_enabled()
-        and not on_gpu.serves(input)
+        and not on_gpu.serves(input.device)
     )
 
 

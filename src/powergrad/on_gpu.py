@@ -16,9 +16,9 @@ from powergrad.kernels import gpu
 __all__ = ["losses_of", "reduced", "serves", "usable"]
 
 
-def serves(input: Tensor) -> bool:
+def serves(device: torch.device) -> bool:
     """Whether there are kernels for tensors on this device."""
-    return gpu.runs_on(input.device)
+    return gpu.runs_on(device)
 
 
 serves._dynamo_marked_constant = True  # pyright: ignore  # see powergrad.compat
@@ -27,10 +27,11 @@ serves._dynamo_marked_constant = True  # pyright: ignore  # see powergrad.compat
 def usable(input: Tensor, call: Call, stats: bool = False) -> bool:
     """Whether the kernels compute the loss of `input`; at their first use, they are checked."""
     target = call.target.dtype
-    classes = input.shape[1 if input.dim() > 1 else 0]
-    return (target == torch.int64 or call.target.is_floating_point()) and gpu.usable(
-        input.device, input.dtype, target, classes, *_flags(call), stats
-    )
+    if not serves(input.device) or not (target == torch.int64 or call.soft()):
+        return False
+    # A traced number of classes may be symbolic; it is only that of the check.
+    classes = 1000 if torch.compiler.is_compiling() else input.shape[min(1, input.dim() - 1)]
+    return gpu.usable(input.device, input.dtype, target, classes, *_flags(call), stats)
 
 
 def _flags(call: Call) -> tuple[bool, ...]:

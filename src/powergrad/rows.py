@@ -282,7 +282,7 @@ def write(
     if out is not None and isinstance(block.g, Tensor):
         own = call.replace(target=call.target[part], alpha=block.alpha, token_weight=block.g)
         own, native = own.replace(z_loss=block.z_loss, reduction="none"), None
-        if on_gpu.serves(out):
+        if on_gpu.serves(out.device):
             native = on_gpu.losses_and_gradient(logits, own, block.g, out)
         elif out.is_cpu and kernels.available():
             own = own.replace(z_loss=float(block.z_loss))
