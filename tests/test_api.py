@@ -157,7 +157,7 @@ CHANGES = [
     ("identity.py", ") -> Optimizer:", ") -> Any:", "equivalent_training"),
     ("monitor/__init__.py", '    "Recording",\n', "", "monitor.Recording"),
     ("monitor/recording.py", "def close(self)", "def finish(self)", "FilterMonitor.finish"),
-    ("clip.py", "(NamedTuple):", "(NamedTuple):\n    more: int", "clip.LayerClip.more"),
+    ("clip.py", "def units(self) -> int:", "def units(self) -> float:", "clip.ClipReport.units"),
     ("jax.py", "axis: int = -1, *, alpha", "axis: int = 0, *, alpha", "jax.log_softmax"),
     ("lightning.py", "every: int = 10", "every: int = 1", "lightning.PowerGradCallback.__init__"),
     ("lab/cli/planning.py", "    delta: float,", "    gap: float,", "$ powergrad plan"),

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ClipHandle",
     "ClipReport",
-    "LayerClip",
     "adaptive_clip_grad_",
     "clip_grads_before_step",
 ]
@@ -55,84 +53,51 @@ class ClipThresholds(TypedDict, total=False):
     value: float
 
 
-class LayerClip(NamedTuple):
-    """What clipping did to one parameter.
+@dataclass(frozen=True)
+class ClipReport:
+    """What clipping at a threshold did. Its tensors stay on the device until they are read.
 
     Attributes:
-        units: The number of units; of a sparse gradient, those with a gradient.
-        clipped: The number of units that were clipped.
-        largest: The largest value compared with the threshold, before clipping: the ratio
-            ``|g| / max(|w|, eps)`` for AGC, otherwise the norm or the absolute value.
+        threshold: The threshold.
+        finite: Whether all gradients were finite; otherwise, none was changed.
     """
 
-    units: int
-    clipped: int
-    largest: float
-
-
-class ClipReport(Mapping[str, LayerClip]):
-    """The result of clipping at `threshold`: a mapping from parameter names to :class:`LayerClip`.
-
-    Numbers stay on the device of the gradients until they are read, to avoid a synchronisation.
-    """
-
-    def __init__(
-        self, threshold: float, units: list[tuple[str, int]], ratios: list[Tensor], finite: Tensor
-    ) -> None:
-        self.threshold = threshold
-        self._units = units  # the names of the parameters, and their numbers of units
-        self._ratios = ratios  # in this order: what is compared with the threshold
-        self._finite = finite
+    threshold: float
+    finite: Tensor
+    _units: list[tuple[str, int]]  # the names of the parameters, and their numbers of units
+    _ratios: list[Tensor]  # in this order
 
     @property
-    def skipped(self) -> bool:
-        """Whether clipping was skipped because a gradient was not finite."""
-        return not bool(self._finite)
+    def ratios(self) -> dict[str, Tensor]:
+        """What was compared with the threshold, before clipping, by the name of the parameter.
 
-    @cached_property
-    def _layers(self) -> dict[str, LayerClip]:
-        ratios = torch.cat([torch.empty(0, device="cpu"), *(part.cpu() for part in self._ratios)])
-        limit = math.inf if self.skipped else self.threshold
-        parts = zip(self._units, ratios.split([count for _, count in self._units]), strict=True)
-        return {
-            name: LayerClip(count, int((part > limit).sum()), part.max().item())
-            for (name, count), part in parts
-        }
-
-    def __getitem__(self, name: str) -> LayerClip:
-        return self._layers[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
+        One value per unit (of a sparse gradient, per unit that has one): ``|g| / max(|w|, eps)``
+        for AGC, otherwise the norm or the absolute value. ``norm`` has one value, ``"total"``.
+        """
+        ratios = torch.cat([torch.empty(0, device="cpu"), *(x.cpu() for x in self._ratios)])
+        names, counts = zip(*self._units, strict=True) if self._units else ((), ())
+        return dict(zip(names, ratios.split(counts), strict=True))
 
     @property
     def units(self) -> int:
-        """The number of units in all layers."""
+        """The number of units."""
         return sum(count for _, count in self._units)
 
     @property
-    def clipped(self) -> int:
-        """The number of clipped units in all layers."""
-        return int(self._count()[1])
-
-    def _count(self) -> tuple[int, Tensor | int]:
-        """`units` and `clipped`; the latter stays on the device of the gradients."""
-        over = [(ratios > self.threshold).sum().to(self._finite.device) for ratios in self._ratios]
-        return self.units, sum(over) * self._finite
+    def clipped(self) -> Tensor:
+        """The number of units that were clipped."""
+        over = [(x > self.threshold).sum().to(self.finite.device) for x in self._ratios]
+        return self.finite * sum(over)
 
     @property
-    def largest(self) -> float:
-        """The largest value compared with the threshold in any layer; 0 if there are no layers."""
-        return max((layer.largest for layer in self.values()), default=0.0)
+    def largest(self) -> Tensor:
+        """The largest value that was compared with the threshold; 0 if there are no units."""
+        largest = [x.amax().to(self.finite.device) for x in self._ratios]
+        return torch.stack(largest).amax() if largest else 0.0 * self.finite
 
     def __repr__(self) -> str:
-        return (
-            f"ClipReport({self.clipped} of {self.units} units clipped at {self.threshold:g}, "
-            f"largest {self.largest:.3g}, in {len(self)} layers)"
-        )
+        done = f"{self.clipped} of {self.units} units clipped at {self.threshold:g}"
+        return f"ClipReport({done}, largest {self.largest:.3g}, in {len(self._units)} parameters)"
 
 
 class ClipHandle(AbstractContextManager["ClipHandle"]):
@@ -174,18 +139,14 @@ class _Part(NamedTuple):
     floors: Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class Clipping:
     """Clips gradients by one or more methods; as a hook, before each step of an optimizer."""
 
     thresholds: Mapping[str, float]
-    eps: float = 0.0
+    eps: float
     spared: Collection[Tensor] = ()  # parameters that AGC does not clip
     in_model: Parameters = field(default_factory=dict)
-    # After `equivalent_training`, the backbone's gradients and the weights of the heads are alpha
-    # times what they would be with PGT.
-    alpha: float = 1.0
-    heads: Collection[Tensor] = ()
     handle: ClipHandle = field(default_factory=ClipHandle)
 
     @torch.no_grad()
@@ -198,9 +159,9 @@ class Clipping:
             gradients = _gradients_of(parameters, whole=method != "agc")
             batches: dict[object, list[_Gradient]] = defaultdict(list)  # what is measured together
             for g in gradients:
-                same = g.tensor.device, g.tensor.dtype, g.parameter in self.heads
+                same = "total" if method == "norm" else (g.tensor.device, g.tensor.dtype)
                 spared = method == "agc" and g.parameter in self.spared
-                batches["spared" if spared else "total" if method == "norm" else same].append(g)
+                batches["spared" if spared else same].append(g)
             norms = unit_norms((g.tensor, None) for g in batches.pop("spared", []))
             parts = [self._measure(method, batch, scale) for batch in batches.values()]
             norms += [part.sizes for part in parts]
@@ -217,16 +178,14 @@ class Clipping:
                 for g, shape in zip(part.gradients, part.shapes, strict=False)
             ]
             ratios = [part.sizes / part.floors for part in parts]
-            reports[method] = ClipReport(threshold, units, ratios, finite)
+            reports[method] = ClipReport(threshold, finite, units, ratios)
         return reports
 
     def _measure(self, method: str, batch: list[_Gradient], scale: Tensor | None) -> _Part:
         weights: Tensor | int = 1
-        in_head = batch[0].parameter in self.heads
         if method == "agc":  # first, so that the gradients, to be read again, are in the cache
             norms = unit_norms((g.weight, g.dims) for g in batch)
-            weights = torch.cat([norm.flatten() for norm in norms])
-            weights = (weights / (self.alpha if in_head else 1)).clamp_(min=max(self.eps, TINY))
+            weights = torch.cat([norm.flatten() for norm in norms]).clamp_(min=max(self.eps, TINY))
         if method == "value":  # not vector_norm(inf), which takes 14 times as long on CPU
             sizes = [torch.stack(g.tensor.aminmax()).abs().amax() for g in batch]
         else:
@@ -235,13 +194,7 @@ class Clipping:
             sizes = [vector_norm(torch.stack([size.to(sizes[0].device) for size in sizes]))]
         flat = torch.cat([size.flatten() for size in sizes])
         scale = flat.new_ones(()) if scale is None else scale.to(flat.device)
-        scale = scale if in_head else scale * self.alpha
         return _Part(batch, [size.shape for size in sizes], flat, weights * scale.expand_as(flat))
-
-    def attach(self, optimizer: Optimizer) -> ClipHandle:
-        self.handle.remove()
-        self.handle._detach = optimizer.register_step_pre_hook(self).remove
-        return self.handle
 
     def __call__(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -268,8 +221,8 @@ class Clipping:
         # other one the scaler has already unscaled them, or there is no scaler.
         scale, found_inf = (getattr(optimizer, x, None) for x in ("grad_scale", "found_inf"))
         finite = None if found_inf is None else found_inf == 0
-        parameters = parameters_of(optimizer)
-        parameters |= {p: self.in_model[p] for p in parameters if p in self.in_model}
+        known = parameters_of(optimizer)
+        parameters = {p: self.in_model.get(p, named) for p, named in known.items()}
         self.handle.last_report.update(self.clip(parameters, scale, finite))
 
 
@@ -382,8 +335,8 @@ def adaptive_clip_grad_(
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
         >>> model(torch.ones(1, 4)).sum().mul(1e6).backward()
-        >>> adaptive_clip_grad_(model)["0.weight"].clipped
-        3
+        >>> adaptive_clip_grad_(model).clipped
+        tensor(4)
     """
     check_threshold(clip, "clip")
     check_eps(eps)
@@ -449,8 +402,8 @@ def clip_grads_before_step(
         >>> handle = clip_grads_before_step(optimizer, model, agc=0.01, norm=1.0)
         >>> model(torch.ones(1, 4)).sum().mul(1e6).backward()
         >>> optimizer.step()
-        >>> handle.last_report["agc"]["0.weight"].clipped
-        3
+        >>> handle.last_report["agc"].clipped
+        tensor(4)
         >>> handle.remove()
     """
     optimizer = stepping_optimizer(optimizer)
@@ -467,7 +420,9 @@ def clip_grads_before_step(
             "Expected `optimizer` to hold parameters of `module`, but got none of them; pass the "
             "model that the optimizer trains."
         )
-    return Clipping(methods, eps, spared, in_model).attach(optimizer)
+    clipping = Clipping(methods, eps, spared, in_model)
+    clipping.handle._detach = optimizer.register_step_pre_hook(clipping).remove
+    return clipping.handle
 
 
 def stepping_optimizer(optimizer: object) -> Optimizer:
