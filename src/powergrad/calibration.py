@@ -13,8 +13,7 @@ Probability*, 1950.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,30 +79,24 @@ def expected_calibration_error(
     temperature: float = 1.0,
     binning: Binning = "width",
 ) -> float:
-    r"""The mean of ``|accuracy - confidence|`` over bins, weighted by their numbers of examples.
+    r"""The mean of ``|accuracy - confidence|`` over the bins of :func:`reliability`.
 
-    The confidence of an example is its largest probability. `bins` by ``"width"`` split [0, 1]
-    equally (Guo et al.); by ``"mass"``, each has the same number of examples (the adaptive error of
-    Nixon et al.). With few examples per bin, the error is above 0 even for a calibrated classifier.
-    The rest is as in :func:`negative_log_likelihood`.
+    Bins are weighted by their numbers of examples. With few examples per bin, the error is above 0
+    even for a calibrated classifier.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
         >>> round(expected_calibration_error(logits, torch.tensor([0, 0])), 4)
         0.4251
     """
-    diagram = reliability(logits, labels, bins=bins, temperature=temperature, binning=binning)
-    gaps = (diagram.accuracy - diagram.confidence).abs().nan_to_num()
-    return float((gaps * diagram.count).sum() / diagram.count.sum())
+    confidence, accuracy, count = reliability(
+        logits, labels, bins=bins, temperature=temperature, binning=binning
+    )
+    return float(((accuracy - confidence).abs().nan_to_num() * count).sum() / count.sum())
 
 
-@dataclass(frozen=True)
-class Reliability:
-    """A reliability diagram: tensors of shape ``(bins,)`` on the CPU, in the order of confidence.
-
-    They are each bin's mean confidence, its accuracy (both are NaN for an empty bin), and the
-    number of its examples.
-    """
+class Reliability(NamedTuple):
+    """The bins in the order of confidence: means (NaN without examples), and numbers of examples."""
 
     confidence: Tensor
     accuracy: Tensor
@@ -120,9 +113,10 @@ def reliability(
 ) -> Reliability:
     r"""The reliability diagram: how often predictions of each confidence are correct.
 
-    Bins of equal width are ``[k / bins, (k + 1) / bins)``; the last one includes 1. Bins of equal
-    mass hold the same number of examples, plus or minus one; equal confidences share a bin. The
-    rest is as in :func:`expected_calibration_error`.
+    The confidence of an example is its largest probability. Bins of equal ``"width"`` (Guo et al.)
+    are ``[k / bins, (k + 1) / bins)``; the last one includes 1. Bins of equal ``"mass"`` (Nixon et
+    al.) hold the same number of examples, plus or minus one; equal confidences share a bin. The
+    rest is as in :func:`negative_log_likelihood`.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
