@@ -459,7 +459,7 @@ def test_table_of_the_affected_layers(tmp_path: Path) -> None:
         ({"source": 3}, TypeError, "`source`"),
         ({"initial": 3}, TypeError, "`initial`"),
         ({"source": nn.ReLU()}, ValueError, "none"),
-        ({"initial": plain()}, ValueError, "`initial`.*'3'"),
+        ({"initial": plain()}, ValueError, "`initial`.*'1'"),
         ({"source": "nowhere.pt"}, ValueError, "no such file"),
         ({"source": "folder"}, ValueError, "recording"),
         ({"source": "empty.pt"}, ValueError, "state dict"),

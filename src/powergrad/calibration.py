@@ -96,7 +96,7 @@ def expected_calibration_error(
 
 
 class Reliability(NamedTuple):
-    """The bins in the order of confidence: means (NaN without examples), and numbers of examples."""
+    """Bins in the order of confidence: means (NaN without examples) and numbers of examples."""
 
     confidence: Tensor
     accuracy: Tensor

@@ -16,6 +16,7 @@ import sys
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from io import FileIO
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.hooks import RemovableHandle
 
 from powergrad.head import find_head, unwrap
-from powergrad.monitor.layers import LAYERS, Column, arrange, gradient_of, measure, model_weights
+from powergrad.monitor.layers import LAYERS, Column, gradient_of, measure, model_weights
 
 FORMAT = 2
 _INDEX, _RECORDS = "index.json", "records.npy"
@@ -103,7 +104,9 @@ class FilterMonitor(AbstractContextManager["FilterMonitor"]):
             self._measured.append((column, head))
             self._sums = torch.zeros(entering + 1, device="cpu")
         self._measured += [weight for weight in weights if gains and weight[0].quantity == "gain"]
-        columns = arrange([column for column, _ in self._measured])
+        starts = accumulate((column.units for column, _ in self._measured), initial=0)
+        placed = zip(self._measured, starts, strict=False)
+        columns = tuple(replace(column, start=start) for (column, _), start in placed)
         # The bytes of one record, and a view of its floats.
         self._record = bytearray(_STEP_SIZE + 4 * columns[-1].place.stop)
         self._values = torch.frombuffer(self._record, dtype=torch.float32, offset=_STEP_SIZE)
