@@ -13,7 +13,8 @@ Probability*, 1950.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -89,13 +90,13 @@ def expected_calibration_error(
         >>> round(expected_calibration_error(logits, torch.tensor([0, 0])), 4)
         0.4251
     """
-    confidence, accuracy, count = reliability(
-        logits, labels, bins=bins, temperature=temperature, binning=binning
-    )
-    return float(((accuracy - confidence).abs().nan_to_num() * count).sum() / count.sum())
+    diagram = reliability(logits, labels, bins=bins, temperature=temperature, binning=binning)
+    gaps = (diagram.accuracy - diagram.confidence).abs().nan_to_num()
+    return float((gaps * diagram.count).sum() / diagram.count.sum())
 
 
-class Reliability(NamedTuple):
+@dataclass(frozen=True)
+class Reliability:
     """Bins in the order of confidence: means (NaN without examples) and numbers of examples."""
 
     confidence: Tensor
