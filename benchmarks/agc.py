@@ -77,7 +77,7 @@ def measure(case: str, rounds: int) -> list[dict[str, Any]]:
             "ratio_to_timm": f"{medians[name] / medians['timm']:.3f}",
             "bit_equal": all(map(torch.equal, results[name], results["timm"])),
             "units": report.units,
-            "clipped": report.clipped,
+            "clipped": int(report.clipped),
         }
         for name in variants
     ]

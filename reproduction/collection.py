@@ -151,12 +151,12 @@ def thinned_norms(recording: Recording) -> dict[str, NDArray[Any]]:
     """The norms of the weights of every layer, and of the features, thinned to `NORMS_BYTES`."""
     columns = [c for c in recording.columns if c.quantity in ("weight", "feature")]
     units = sum(column.units for column in columns)
-    steps, rows = zip(*((step, values.numpy()) for step, values in recording), strict=True)
+    steps, rows = recording.load()
     keep = evenly_spaced(len(steps), min(POINTS, max(2, NORMS_BYTES // (2 * units))))
-    table = np.stack(rows)[keep]
+    table = rows[keep].numpy()
     names = [column.layer for column in columns if column.quantity == "weight"]
     arrays: dict[str, NDArray[Any]] = {
-        "steps": np.array(steps, dtype=np.int64)[keep],
+        "steps": steps[keep].numpy(),
         "layers": np.array(names),
     }
     for column in columns:

@@ -28,7 +28,6 @@ MODULES = [
     *("jax", "lightning"),
 ]
 SPECIAL = {"__init__", "__call__", "__enter__", "__exit__"}
-KEYWORDS = "clip.ClipThresholds"  # those of clip_grads_before_step
 HOW_TO_ANNOUNCE = """
 The public API is not what tests/api.txt says:
 
@@ -55,7 +54,7 @@ def public_api(source: Path = ROOT / "src") -> list[str]:
                 member = member[exported]
             first = seen.setdefault(member.canonical_path, path)
             lines += _described(path, member) if first == path else [f"{path} is {first}"]
-    return [*lines, *_described(f"powergrad.{KEYWORDS}", package[KEYWORDS]), *_commands(package)]
+    return [*lines, *_commands(package)]
 
 
 def _described(path: str, member: Any) -> list[str]:
@@ -157,7 +156,7 @@ CHANGES = [
     ("identity.py", ") -> Optimizer:", ") -> Any:", "equivalent_training"),
     ("monitor/__init__.py", '    "Recording",\n', "", "monitor.Recording"),
     ("monitor/recording.py", "def close(self)", "def finish(self)", "FilterMonitor.finish"),
-    ("clip.py", "(NamedTuple):", "(NamedTuple):\n    more: int", "clip.LayerClip.more"),
+    ("clip.py", "def units(self) -> int:", "def units(self) -> float:", "clip.ClipReport.units"),
     ("jax.py", "axis: int = -1, *, alpha", "axis: int = 0, *, alpha", "jax.log_softmax"),
     ("lightning.py", "every: int = 10", "every: int = 1", "lightning.PowerGradCallback.__init__"),
     ("lab/cli/planning.py", "    delta: float,", "    gap: float,", "$ powergrad plan"),

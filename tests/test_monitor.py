@@ -239,7 +239,7 @@ def test_file_cut_at_any_byte_is_read_and_resumed(tmp_path_factory, steps, resum
     later = [step for step in steps if step > resume]
     for now in (complete, [step for step in complete if step <= resume] + later):
         recorded, values = Recording(folder).read(2)
-        assert recorded.tolist() == now == [step for step, _ in Recording(folder)]
+        assert recorded.tolist() == now == Recording(folder).load()[0].tolist()
         torch.testing.assert_close(values, rows_of(now))
         write_rows(folder, later, resume)
         if set(complete) | set(later) == set(steps):
@@ -306,11 +306,12 @@ def test_zeros_left_by_a_power_cut_are_not_read(tmp_path: Path) -> None:
 
 def test_a_resuming_run_does_not_disturb_a_reader(tmp_path: Path) -> None:
     layer = nn.Linear(3, 9000)
-    rows = iter(record(layer, tmp_path, range(6), every=1))
-    assert next(rows)[0] == 0
+    steps, values = record(layer, tmp_path, range(6), every=1).load()
+    before = values.clone()
     FilterMonitor(layer, tmp_path, resume=2).close()
-    assert [step for step, _ in rows] == [1, 2, 3, 4, 5]
-    assert len(Recording(tmp_path)) == 3
+    assert steps.tolist() == [0, 1, 2, 3, 4, 5]
+    assert torch.equal(values, before)
+    assert len(Recording(tmp_path).load()[0]) == 3
 
 
 @pytest.mark.parametrize("resume", [None, 2])
@@ -331,7 +332,7 @@ class Faulty:
         if self.times < 0:
             raise OSError(28, "No space left on device")
         written = self.file.write(row[:7])
-        self.seen.append(len(Recording(self.folder)))
+        self.seen.append(len(Recording(self.folder).load()[0]))
         return written
 
 
@@ -460,7 +461,7 @@ def test_gradients_that_were_zeroed_raise(tmp_path: Path) -> None:
         model.zero_grad()
         with pytest.raises(RuntimeError, match="zero_grad"):
             monitor.step(1)
-    assert len(Recording(tmp_path)) == 1
+    assert len(Recording(tmp_path).load()[0]) == 1
 
 
 def test_another_recording_is_not_overwritten(tmp_path: Path) -> None:
@@ -492,4 +493,4 @@ def test_what_cannot_be_read_raises(tmp_path: Path) -> None:
             Recording(tmp_path)
     path.write_text(json.dumps({"format": 2, "columns": columns[:1]}))
     with pytest.raises(ValueError, match=r"records\.npy.* to fit"):
-        len(Recording(tmp_path))
+        len(Recording(tmp_path).load()[0])

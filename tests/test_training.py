@@ -73,7 +73,7 @@ def test_the_methods_train_together(digits, name, precision):
         scaler.update()
         if handle is not None:
             for method, report in handle.last_report.items():
-                clipped[method] += report.clipped
+                clipped[method] += int(report.clipped)
     model.eval()
     with torch.no_grad():
         accuracy = (model(images[test]).argmax(1) == target[test]).float().mean()

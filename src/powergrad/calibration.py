@@ -80,12 +80,10 @@ def expected_calibration_error(
     temperature: float = 1.0,
     binning: Binning = "width",
 ) -> float:
-    r"""The mean of ``|accuracy - confidence|`` over bins, weighted by their numbers of examples.
+    r"""The mean of ``|accuracy - confidence|`` over the bins of :func:`reliability`.
 
-    The confidence of an example is its largest probability. `bins` by ``"width"`` split [0, 1]
-    equally (Guo et al.); by ``"mass"``, each has the same number of examples (the adaptive error of
-    Nixon et al.). With few examples per bin, the error is above 0 even for a calibrated classifier.
-    The rest is as in :func:`negative_log_likelihood`.
+    Bins are weighted by their numbers of examples. With few examples per bin, the error is above 0
+    even for a calibrated classifier.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
@@ -99,11 +97,7 @@ def expected_calibration_error(
 
 @dataclass(frozen=True)
 class Reliability:
-    """A reliability diagram: tensors of shape ``(bins,)`` on the CPU, in the order of confidence.
-
-    They are each bin's mean confidence, its accuracy (both are NaN for an empty bin), and the
-    number of its examples.
-    """
+    """Bins in the order of confidence: means (NaN without examples) and numbers of examples."""
 
     confidence: Tensor
     accuracy: Tensor
@@ -120,9 +114,10 @@ def reliability(
 ) -> Reliability:
     r"""The reliability diagram: how often predictions of each confidence are correct.
 
-    Bins of equal width are ``[k / bins, (k + 1) / bins)``; the last one includes 1. Bins of equal
-    mass hold the same number of examples, plus or minus one; equal confidences share a bin. The
-    rest is as in :func:`expected_calibration_error`.
+    The confidence of an example is its largest probability. Bins of equal ``"width"`` (Guo et al.)
+    are ``[k / bins, (k + 1) / bins)``; the last one includes 1. Bins of equal ``"mass"`` (Nixon et
+    al.) hold the same number of examples, plus or minus one; equal confidences share a bin. The
+    rest is as in :func:`negative_log_likelihood`.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])

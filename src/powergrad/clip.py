@@ -15,142 +15,79 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from powergrad.checks import check_number, check_threshold
 from powergrad.head import find_head, find_heads
 from powergrad.units import TRANSPOSED, WHOLE, Dims, by_unit, unit_norms
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 __all__ = [
     "ClipHandle",
     "ClipReport",
-    "LayerClip",
     "adaptive_clip_grad_",
     "clip_grads_before_step",
 ]
 
 Head = nn.Module | str | None
+METHODS = ("agc", "norm", "tensor_norm", "value")
 TINY = torch.finfo(torch.float32).tiny
 
 
-class ClipThresholds(TypedDict, total=False):
-    """The methods of :func:`clip_grads_before_step`, each with its threshold."""
-
-    agc: float
-    norm: float
-    tensor_norm: float
-    value: float
-
-
-class LayerClip(NamedTuple):
-    """What clipping did to one parameter.
+@dataclass(frozen=True)
+class ClipReport:
+    """What clipping at a threshold did. Its tensors stay on the device until they are read.
 
     Attributes:
-        units: The number of units; of a sparse gradient, those with a gradient.
-        clipped: The number of units that were clipped.
-        largest: The largest value compared with the threshold, before clipping: the ratio
-            ``|g| / max(|w|, eps)`` for AGC, otherwise the norm or the absolute value.
+        threshold: The threshold.
+        finite: Whether all gradients were finite; otherwise, none was changed.
     """
 
-    units: int
-    clipped: int
-    largest: float
-
-
-class ClipReport(Mapping[str, LayerClip]):
-    """The result of clipping at `threshold`: a mapping from parameter names to :class:`LayerClip`.
-
-    Numbers stay on the device of the gradients until they are read, to avoid a synchronisation.
-    """
-
-    def __init__(
-        self, threshold: float, units: list[tuple[str, int]], ratios: list[Tensor], finite: Tensor
-    ) -> None:
-        self.threshold = threshold
-        self._units = units  # the names of the parameters, and their numbers of units
-        self._ratios = ratios  # in this order: what is compared with the threshold
-        self._finite = finite
+    threshold: float
+    finite: Tensor
+    _units: list[tuple[str, int]]  # the names of the parameters, and their numbers of units
+    _ratios: list[Tensor]  # in this order
 
     @property
-    def skipped(self) -> bool:
-        """Whether clipping was skipped because a gradient was not finite."""
-        return not bool(self._finite)
+    def ratios(self) -> dict[str, Tensor]:
+        """What was compared with the threshold, before clipping, by the name of the parameter.
 
-    @cached_property
-    def _layers(self) -> dict[str, LayerClip]:
-        ratios = torch.cat([torch.empty(0, device="cpu"), *(part.cpu() for part in self._ratios)])
-        limit = math.inf if self.skipped else self.threshold
-        parts = zip(self._units, ratios.split([count for _, count in self._units]), strict=True)
-        return {
-            name: LayerClip(count, int((part > limit).sum()), part.max().item())
-            for (name, count), part in parts
-        }
-
-    def __getitem__(self, name: str) -> LayerClip:
-        return self._layers[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
+        One value per unit (of a sparse gradient, per unit that has one): ``|g| / max(|w|, eps)``
+        for AGC, otherwise the norm or the absolute value. ``norm`` has one value, ``"total"``.
+        """
+        ratios = torch.cat([torch.empty(0, device="cpu"), *(x.cpu() for x in self._ratios)])
+        names, counts = zip(*self._units, strict=True) if self._units else ((), ())
+        return dict(zip(names, ratios.split(counts), strict=True))
 
     @property
     def units(self) -> int:
-        """The number of units in all layers."""
+        """The number of units."""
         return sum(count for _, count in self._units)
 
     @property
-    def clipped(self) -> int:
-        """The number of clipped units in all layers."""
-        return int(self._count()[1])
-
-    def _count(self) -> tuple[int, Tensor | int]:
-        """`units` and `clipped`; the latter stays on the device of the gradients."""
-        over = [(ratios > self.threshold).sum().to(self._finite.device) for ratios in self._ratios]
-        return self.units, sum(over) * self._finite
+    def clipped(self) -> Tensor:
+        """The number of units that were clipped."""
+        over = [(x > self.threshold).sum().to(self.finite.device) for x in self._ratios]
+        return self.finite * sum(over)
 
     @property
-    def largest(self) -> float:
-        """The largest value compared with the threshold in any layer; 0 if there are no layers."""
-        return max((layer.largest for layer in self.values()), default=0.0)
+    def largest(self) -> Tensor:
+        """The largest value that was compared with the threshold; 0 if there are no units."""
+        largest = [x.amax().to(self.finite.device) for x in self._ratios]
+        return torch.stack(largest).amax() if largest else 0.0 * self.finite
 
     def __repr__(self) -> str:
-        return (
-            f"ClipReport({self.clipped} of {self.units} units clipped at {self.threshold:g}, "
-            f"largest {self.largest:.3g}, in {len(self)} layers)"
-        )
-
-
-class ClipHandle(AbstractContextManager["ClipHandle"]):
-    """The handle that :func:`clip_grads_before_step` returns; as a context manager it detaches.
-
-    `last_report` holds the report of each method at the last step, by the name of the method.
-    """
-
-    def __init__(self) -> None:
-        self.last_report: dict[str, ClipReport] = {}
-        self._detach: Callable[[], None] = lambda: None
-
-    def remove(self) -> None:
-        """Stop clipping."""
-        self._detach()
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+        done = f"{self.clipped} of {self.units} units clipped at {self.threshold:g}"
+        return f"ClipReport({done}, largest {self.largest:.3g}, in {len(self._units)} parameters)"
 
 
 # By parameter its name and, in a model, the module that it is for, if that decides on its units.
@@ -174,103 +111,61 @@ class _Part(NamedTuple):
     floors: Tensor
 
 
-@dataclass
-class Clipping:
-    """Clips gradients by one or more methods; as a hook, before each step of an optimizer."""
+@torch.no_grad()
+def clip_gradients(
+    parameters: Parameters,
+    thresholds: Mapping[str, float],
+    eps: float,
+    spared: Collection[Tensor] = (),
+    scale: Tensor | None = None,
+    finite: Tensor | None = None,
+) -> dict[str, ClipReport]:
+    """Clip by one or more methods, unless a gradient is not finite.
 
-    thresholds: Mapping[str, float]
-    eps: float = 0.0
-    spared: Collection[Tensor] = ()  # parameters that AGC does not clip
-    in_model: Parameters = field(default_factory=dict)
-    # After `equivalent_training`, the backbone's gradients and the weights of the heads are alpha
-    # times what they would be with PGT.
-    alpha: float = 1.0
-    heads: Collection[Tensor] = ()
-    handle: ClipHandle = field(default_factory=ClipHandle)
+    AGC leaves out the parameters that are `spared`; `scale` is a factor of all gradients.
+    """
+    reports = {}
+    for method, threshold in thresholds.items():
+        gradients = _gradients_of(parameters, whole=method != "agc")
+        batches: dict[object, list[_Gradient]] = defaultdict(list)  # what is measured together
+        for g in gradients:
+            same = "total" if method == "norm" else (g.tensor.device, g.tensor.dtype)
+            is_spared = method == "agc" and g.parameter in spared
+            batches["spared" if is_spared else same].append(g)
+        norms = unit_norms((g.tensor, None) for g in batches.pop("spared", []))
+        parts = [_measure(method, batch, eps, scale) for batch in batches.values()]
+        norms += [part.sizes for part in parts]
+        if finite is None and all(norm.is_cpu and norm.isfinite().all() for norm in norms):
+            finite = torch.tensor(True, device="cpu")
+        elif finite is None:  # a norm has overflowed, or reading it would be a synchronisation
+            finite = get_total_norm([g.tensor for g in gradients], math.inf).isfinite()
+        if math.isfinite(threshold) and not (finite.is_cpu and not finite):
+            for part in parts:
+                _clip(part, method, threshold, finite)
+        units = [
+            ("total" if method == "norm" else g.name, shape.numel())
+            for part in parts
+            for g, shape in zip(part.gradients, part.shapes, strict=False)
+        ]
+        ratios = [part.sizes / part.floors for part in parts]
+        reports[method] = ClipReport(threshold, finite, units, ratios)
+    return reports
 
-    @torch.no_grad()
-    def clip(
-        self, parameters: Parameters, scale: Tensor | None = None, finite: Tensor | None = None
-    ) -> dict[str, ClipReport]:
-        """Clip unless a gradient is not finite; `scale` is a factor of all gradients."""
-        reports = {}
-        for method, threshold in self.thresholds.items():
-            gradients = _gradients_of(parameters, whole=method != "agc")
-            batches: dict[object, list[_Gradient]] = defaultdict(list)  # what is measured together
-            for g in gradients:
-                same = g.tensor.device, g.tensor.dtype, g.parameter in self.heads
-                spared = method == "agc" and g.parameter in self.spared
-                batches["spared" if spared else "total" if method == "norm" else same].append(g)
-            norms = unit_norms((g.tensor, None) for g in batches.pop("spared", []))
-            parts = [self._measure(method, batch, scale) for batch in batches.values()]
-            norms += [part.sizes for part in parts]
-            if finite is None and all(norm.is_cpu and norm.isfinite().all() for norm in norms):
-                finite = torch.tensor(True, device="cpu")
-            elif finite is None:  # a norm has overflowed, or reading it would be a synchronisation
-                finite = get_total_norm([g.tensor for g in gradients], math.inf).isfinite()
-            if math.isfinite(threshold) and not (finite.is_cpu and not finite):
-                for part in parts:
-                    _clip(part, method, threshold, finite)
-            units = [
-                ("total" if method == "norm" else g.name, shape.numel())
-                for part in parts
-                for g, shape in zip(part.gradients, part.shapes, strict=False)
-            ]
-            ratios = [part.sizes / part.floors for part in parts]
-            reports[method] = ClipReport(threshold, units, ratios, finite)
-        return reports
 
-    def _measure(self, method: str, batch: list[_Gradient], scale: Tensor | None) -> _Part:
-        weights: Tensor | int = 1
-        in_head = batch[0].parameter in self.heads
-        if method == "agc":  # first, so that the gradients, to be read again, are in the cache
-            norms = unit_norms((g.weight, g.dims) for g in batch)
-            weights = torch.cat([norm.flatten() for norm in norms])
-            weights = (weights / (self.alpha if in_head else 1)).clamp_(min=max(self.eps, TINY))
-        if method == "value":  # not vector_norm(inf), which takes 14 times as long on CPU
-            sizes = [torch.stack(g.tensor.aminmax()).abs().amax() for g in batch]
-        else:
-            sizes = unit_norms((g.tensor, g.dims) for g in batch)
-        if method == "norm":
-            sizes = [vector_norm(torch.stack([size.to(sizes[0].device) for size in sizes]))]
-        flat = torch.cat([size.flatten() for size in sizes])
-        scale = flat.new_ones(()) if scale is None else scale.to(flat.device)
-        scale = scale if in_head else scale * self.alpha
-        return _Part(batch, [size.shape for size in sizes], flat, weights * scale.expand_as(flat))
-
-    def attach(self, optimizer: Optimizer) -> ClipHandle:
-        self.handle.remove()
-        self.handle._detach = optimizer.register_step_pre_hook(self).remove
-        return self.handle
-
-    def __call__(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if "grad_scaler" in kwargs:
-            raise RuntimeError(
-                f"The step() of {type(optimizer).__name__} takes a `grad_scaler`, so the scale of "
-                "its gradients is unknown; remove this clipping, and clip after "
-                "`scaler.unscale_(optimizer)`."
-            )
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            return self._clip_gradients_of(optimizer)
-
-        def closure_then_clip() -> Any:
-            loss = closure()
-            self._clip_gradients_of(optimizer)
-            return loss
-
-        return args[:1], {**kwargs, "closure": closure_then_clip}
-
-    def _clip_gradients_of(self, optimizer: Optimizer) -> None:
-        # A fused optimizer unscales and skips by itself, so its gradients are still scaled. For any
-        # other one the scaler has already unscaled them, or there is no scaler.
-        scale, found_inf = (getattr(optimizer, x, None) for x in ("grad_scale", "found_inf"))
-        finite = None if found_inf is None else found_inf == 0
-        parameters = parameters_of(optimizer)
-        parameters |= {p: self.in_model[p] for p in parameters if p in self.in_model}
-        self.handle.last_report.update(self.clip(parameters, scale, finite))
+def _measure(method: str, batch: list[_Gradient], eps: float, scale: Tensor | None) -> _Part:
+    weights: Tensor | int = 1
+    if method == "agc":  # first, so that the gradients, to be read again, are in the cache
+        norms = unit_norms((g.weight, g.dims) for g in batch)
+        weights = torch.cat([norm.flatten() for norm in norms]).clamp_(min=max(eps, TINY))
+    if method == "value":  # not vector_norm(inf), which takes 14 times as long on CPU
+        sizes = [torch.stack(g.tensor.aminmax()).abs().amax() for g in batch]
+    else:
+        sizes = unit_norms((g.tensor, g.dims) for g in batch)
+    if method == "norm":
+        sizes = [vector_norm(torch.stack([size.to(sizes[0].device) for size in sizes]))]
+    flat = torch.cat([size.flatten() for size in sizes])
+    scale = flat.new_ones(()) if scale is None else scale.to(flat.device)
+    return _Part(batch, [size.shape for size in sizes], flat, weights * scale.expand_as(flat))
 
 
 def parameters_of(source: nn.Module | Optimizer | Tensor | Iterable[Tensor]) -> Parameters:
@@ -382,8 +277,8 @@ def adaptive_clip_grad_(
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
         >>> model(torch.ones(1, 4)).sum().mul(1e6).backward()
-        >>> adaptive_clip_grad_(model)["0.weight"].clipped
-        3
+        >>> adaptive_clip_grad_(model).clipped
+        tensor(4)
     """
     check_threshold(clip, "clip")
     check_number(eps, "eps")
@@ -391,7 +286,7 @@ def adaptive_clip_grad_(
     parameters = parameters_of(module_or_parameters)
     for parameter in _head_parameters(module_or_parameters, None if alone else head):
         parameters.pop(parameter, None)
-    return Clipping({"agc": clip}, eps).clip(parameters)["agc"]
+    return clip_gradients(parameters, {"agc": clip}, eps)["agc"]
 
 
 def _head_parameters(source: object, head: Head) -> set[Tensor]:
@@ -410,13 +305,68 @@ def _head_parameters(source: object, head: Head) -> set[Tensor]:
     return {parameter for module in heads for parameter in module.parameters()}
 
 
+@dataclass(eq=False)
+class ClipHandle(AbstractContextManager["ClipHandle"]):
+    """Clips before each step, until it is removed; as a context manager it removes itself.
+
+    Attributes:
+        thresholds: The methods, each with its threshold.
+        last_report: The report of each method at the last step.
+    """
+
+    thresholds: Mapping[str, float]
+    _eps: float
+    _spared: Collection[Tensor]
+    _in_model: Parameters
+    last_report: dict[str, ClipReport] = field(default_factory=dict)
+    _attached: RemovableHandle | None = None
+
+    def remove(self) -> None:
+        """Stop clipping."""
+        if self._attached is not None:
+            self._attached.remove()
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if "grad_scaler" in kwargs:
+            raise RuntimeError(
+                f"The step() of {type(optimizer).__name__} takes a `grad_scaler`, so the scale of "
+                "its gradients is unknown; remove this clipping, and clip after "
+                "`scaler.unscale_(optimizer)`."
+            )
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return self._clip_gradients_of(optimizer)
+
+        def closure_then_clip() -> Any:
+            loss = closure()
+            self._clip_gradients_of(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": closure_then_clip}
+
+    def _clip_gradients_of(self, optimizer: Optimizer) -> None:
+        # A fused optimizer unscales and skips by itself, so its gradients are still scaled. For any
+        # other one the scaler has already unscaled them, or there is no scaler.
+        scale, found_inf = (getattr(optimizer, x, None) for x in ("grad_scale", "found_inf"))
+        finite = None if found_inf is None else found_inf == 0
+        known = parameters_of(optimizer)
+        parameters = {p: self._in_model.get(p, named) for p, named in known.items()}
+        how = self.thresholds, self._eps, self._spared
+        self.last_report.update(clip_gradients(parameters, *how, scale, finite))
+
+
 def clip_grads_before_step(
     optimizer: torch.optim.Optimizer,
     module: nn.Module | None = None,
     *,
     eps: float = 1e-3,
     head: Head = "auto",
-    **thresholds: Unpack[ClipThresholds],
+    **thresholds: float,
 ) -> ClipHandle:
     r"""Clip the gradients of an optimizer before each of its steps.
 
@@ -449,15 +399,14 @@ def clip_grads_before_step(
         >>> handle = clip_grads_before_step(optimizer, model, agc=0.01, norm=1.0)
         >>> model(torch.ones(1, 4)).sum().mul(1e6).backward()
         >>> optimizer.step()
-        >>> handle.last_report["agc"]["0.weight"].clipped
-        3
+        >>> handle.last_report["agc"].clipped
+        tensor(4)
         >>> handle.remove()
     """
     optimizer = stepping_optimizer(optimizer)
-    known = ClipThresholds.__annotations__
-    if not thresholds or thresholds.keys() - known.keys():
+    if not thresholds or thresholds.keys() - set(METHODS):
         got = ", ".join(f"`{method}`" for method in thresholds) or "none"
-        raise TypeError(f"Expected one or more thresholds for {', '.join(known)}, but got {got}.")
+        raise TypeError(f"Expected thresholds for some of {', '.join(METHODS)}, but got {got}.")
     methods = {name: check_threshold(value, name) for name, value in thresholds.items()}
     check_number(eps, "eps")
     spared = _head_parameters(module, head) if "agc" in methods else set()
@@ -467,7 +416,9 @@ def clip_grads_before_step(
             "Expected `optimizer` to hold parameters of `module`, but got none of them; pass the "
             "model that the optimizer trains."
         )
-    return Clipping(methods, eps, spared, in_model).attach(optimizer)
+    handle = ClipHandle(methods, eps, spared, in_model)
+    handle._attached = optimizer.register_step_pre_hook(handle._before_step)
+    return handle
 
 
 def stepping_optimizer(optimizer: object) -> Optimizer:

@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from powergrad.checks import check_number
-from powergrad.clip import Clipping
 from powergrad.head import scalable_heads, scale
 
 __all__ = ["equivalent_training"]
@@ -46,12 +45,11 @@ def equivalent_training(
     =======================  ===========================  ==========================
 
     The equivalence holds for a linear last layer with unshared parameters, a single loss term (an
-    auxiliary head adds another), and a constant alpha. Clipping by the norm of all gradients breaks
-    it; other methods of :func:`clip_grads_before_step` that are attached move to the returned
-    optimizer, and clip and report as they would with PGT. In clipping of your own, multiply the
-    backbone's threshold by alpha. A schedule must act on the returned optimizer and scale each
-    group, including its warm-up start and its minimum. A ``softcap`` of the loss is multiplied as
-    by :func:`fold_alpha`. The derivation is in `docs/theory.md`.
+    auxiliary head adds another), and a constant alpha. Attach AGC to the returned optimizer, with
+    its threshold multiplied by alpha; other clipping needs one for the backbone and one for the
+    head, and the norm of all gradients breaks the equivalence. A schedule must act on the returned
+    optimizer and scale each group, including its warm-up start and its minimum. A ``softcap`` of
+    the loss is multiplied as by :func:`fold_alpha`. The derivation is in `docs/theory.md`.
 
     Args:
         model: The network; its last layer computes the logits.
@@ -67,7 +65,7 @@ def equivalent_training(
 
     Raises:
         ValueError: As :func:`fold_alpha`; or if the optimizer holds parameters that are not the
-            model's, clips by the norm of all gradients, or has other hooks.
+            model's, or has hooks, such as clipping.
         TypeError: If the optimizer is of another class.
 
     Example:
@@ -86,15 +84,12 @@ def equivalent_training(
     own = {parameter for layer in heads for parameter in layer.parameters()}
     backbone = set(model.parameters()) - own
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    hooks: list[Any] = [*before.values(), *after.values()]
-    for hook in hooks:
-        moves = isinstance(hook, Clipping)
-        if not moves or "norm" in hook.thresholds:
-            got = "the norm of all gradients" if moves else getattr(hook, "__qualname__", hook)
-            raise ValueError(
-                "Expected `optimizer` to have no hooks except `clip_grads_before_step` by unit, "
-                f"tensor or value, but got {got}; remove it first."
-            )
+    if hooks := [*before.values(), *after.values()]:
+        got = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
+        raise ValueError(
+            "Expected `optimizer` to have no step hooks, which would not move to the new one, but "
+            f"got {got}; remove it, and attach clipping to the optimizer that is returned."
+        )
     groups = []
     for group in optimizer.param_groups:
         if not (backbone | own).issuperset(group["params"]):
@@ -116,10 +111,6 @@ def equivalent_training(
     result = type(optimizer)(groups, **defaults)
     for parameter, state in optimizer.state.items():
         result.state[parameter] = _scaled(state, {} if parameter in own else _MOMENTS, alpha)
-    for clipping in hooks:
-        clipping.alpha *= alpha
-        clipping.heads = own
-        clipping.attach(result)
     return result
 
 

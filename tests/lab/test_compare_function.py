@@ -175,8 +175,19 @@ def test_frame_has_a_row_per_run_and_html_is_escaped(capsys):
 
 def test_without_the_workbench(monkeypatch):
     monkeypatch.setitem(sys.modules, "powergrad.lab.compare_function", None)
-    with pytest.raises(ImportError, match=r"pip install 'powergrad\[lab\]'"):
-        powergrad.compare(noisy, ["a", "b"], 6)
+    exec("from powergrad import *", scope := {})
+    for compare in (powergrad.compare, scope["compare"]):
+        with pytest.raises(ImportError, match=r"pip install 'powergrad\[lab\]'"):
+            compare(noisy, ["a", "b"], 6)
+
+
+def test_the_workbench_is_imported_when_compare_is_used():
+    code = (
+        "import pickle, sys, powergrad; assert 'compare' in dir(powergrad); lab = 'powergrad.lab';"
+        "assert lab not in sys.modules; compare = powergrad.compare; assert lab in sys.modules;"
+        "assert pickle.loads(pickle.dumps(compare)) is compare; assert 'seeds' in compare.__doc__"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch, capsys):

@@ -25,7 +25,6 @@ class Unit:
             weights or gain were already zero at the start of training and never grew.
         value: The norm of its filter, its gain, or the feature.
         since: The step since which it is dead, in a recording.
-        revivals: The number of earlier revivals, in a recording.
     """
 
     number: int | None
@@ -35,7 +34,6 @@ class Unit:
     state: State
     value: float
     since: int | None = None
-    revivals: int = 0
 
 
 @dataclass(frozen=True)

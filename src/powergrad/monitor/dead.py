@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from powergrad.head import unwrap
-from powergrad.monitor.counts import HOW, Census, Event, LayerCount, State, Unit
-from powergrad.monitor.layers import Column, Weight, arrange, measure, weights_of
+from powergrad.monitor.counts import Census, Event, LayerCount, State, Unit
+from powergrad.monitor.layers import Column, Weight, measure, weights_of
 from powergrad.monitor.recording import Recording
 
 # A norm or gain has vanished at or below this fraction of its initial value. Weight decay alone
@@ -70,141 +71,136 @@ def census(
     """
     with torch.device("cpu"), torch.no_grad():
         path = Path(source) if isinstance(source, (str, os.PathLike)) else None
-        recording = Recording(path) if path is not None and path.is_dir() else None
-        if recording is not None:
-            if initial is not None:
-                raise ValueError(
-                    "Expected no `initial` for a recording, but got one; the first record is its "
-                    "initial state."
-                )
-            name, columns = str(recording.directory), recording.columns
-            if not (records := list(recording)):
-                raise ValueError(f"Expected {name!r} to hold a record, but got none.")
-            starts = records[0][1].double()
-        else:
-            name = str(path or type(unwrap(source)).__name__)  # type: ignore[arg-type]
+        if path is None or not path.is_dir():
             weights = weights_of(source, "source")
-            columns = arrange([column for column, _ in weights])
-            norms = torch.cat([_norms(weight) for weight in weights])
-            records, starts = [(0, norms)], torch.full_like(norms, torch.nan)
+            columns, values = [column for column, _ in weights], [*map(_norms, weights)]
+            starts = [torch.full_like(norms, torch.nan) for norms in values]
             if initial is not None:
                 known = {weight[0].layer: weight for weight in weights_of(initial, "initial")}
-                for column in columns:
-                    start = _norms(known[column.layer]) if column.layer in known else norms[:0]
-                    if len(start) != column.units:
-                        wanted = f"{column.units} units in {column.layer!r}"
-                        raise ValueError(
-                            f"Expected `initial` to have {wanted}, but got {len(start)}."
-                        )
-                    starts[column.place] = start
-        lives = _Lives(columns, starts, records[0][0])
-        for step, norms in records:
-            lives.add_record(step, norms.double())
-        return lives.count(name, (records[0][0], records[-1][0]) if recording is not None else None)
+                none = torch.empty(0)
+                starts = [_norms(known[c.layer]) if c.layer in known else none for c in columns]
+            for column, start in zip(columns, starts, strict=True):
+                if len(start) != column.units:
+                    wanted = f"{column.units} units in {column.layer!r}"
+                    raise ValueError(f"Expected `initial` to have {wanted}, but got {len(start)}.")
+            name = str(path or type(unwrap(source)).__name__)  # type: ignore[arg-type]
+            return _count(name, columns, [norms[None] for norms in values], starts)
+        recording = Recording(path)
+        name, (steps, table) = str(recording.directory), recording.load()
+        if initial is not None:
+            raise ValueError(
+                "Expected no `initial` for a recording, but got one; the first record is its "
+                "initial state."
+            )
+        if not len(steps):
+            raise ValueError(f"Expected {name!r} to hold a record, but got none.")
+        values = (table[:, column.place].double() for column in recording.columns)
+        starts = (table[0, column.place].double() for column in recording.columns)
+        return _count(name, recording.columns, values, starts, steps.tolist())
 
 
 def _norms(weight: Weight) -> Tensor:
     return measure(*weight).to("cpu", torch.float64)
 
 
-class _Lives:
-    """Follows units from record to record.
+def _largest(values: Tensor) -> Tensor:
+    """The largest finite value of each row, or 0; values are not negative."""
+    return pad(torch.where(values.isfinite(), values, 0), (0, 1)).amax(1, keepdim=True)
+
+
+class _Life(NamedTuple):
+    """What happened to the units of a column."""
+
+    last: Tensor  # their values in the last record
+    dead: Tensor  # those that are dead in it
+    unborn: Tensor  # and those that have been dead from the start
+    events: list[Event]
+    since: dict[int, int]  # by unit, the step of its last event
+
+
+def _follow(column: Column, values: Tensor, start: Tensor, steps: Sequence[int]) -> _Life:
+    """Follow units from their `start` through their `values` in all records, a row each.
 
     A unit dies when it has been under its line for `patience` records; the death is dated to the
     first of them. It revives in the first record in which it is over twice its line. Units in
-    between, and units that were not measured, keep their state.
+    between keep their state, and records without any value are left out.
     """
-
-    def __init__(self, columns: Sequence[Column], starts: Tensor, step: int) -> None:
-        self.columns = columns
-        counts = torch.tensor([column.units for column in columns])
-        self.column_of = torch.arange(len(columns)).repeat_interleave(counts)
-        is_norm = self._spread([column.quantity in ("weight", "gain") for column in columns])
+    is_norm, patience, last = column.quantity in ("weight", "gain"), PATIENCE, values[-1].clone()
+    if is_norm:
         # A living filter of d weights is below a fraction e with a probability of about e^d. So
         # that this is no likelier for one or two weights than for three, their fractions are less.
-        by_chance = self._spread([START ** (3 / max(column.weights, 1)) for column in columns])
-        self.by_start, self.by_layer = (
-            by_chance.clamp(max=fraction) * is_norm for fraction in (START, LAYER)
+        patience, by_chance = 1, START ** (3 / max(column.weights, 1))
+        shared = _largest(values / start).clamp(max=1) if column.normalised else 1
+        by_layer = min(LAYER, by_chance) * _largest(values)
+        line = torch.where(start > ZERO, min(START, by_chance) * start * shared, by_layer)
+        line = line.clamp(min=ZERO)
+    else:
+        start, line = torch.ones_like(start), torch.zeros(())
+        measured = ~values.isnan().all(1)
+        steps = [step for step, known in zip(steps, measured.tolist(), strict=True) if known]
+        values = values[measured]
+    # Row 0 is the start. A cumulative maximum finds the last row of a kind so far.
+    row = torch.arange(1, len(values) + 2, dtype=torch.int32)[:, None]
+    alive = torch.cat([~(start <= ZERO)[None], values > 2 * line])
+    under = torch.cat([torch.zeros_like(alive[:1]), values <= line])
+    for_patience = row - (row * ~under).cummax(0).values >= patience
+    for_patience[0] = ~alive[0]
+    dead = (row * for_patience).cummax(0).values > (row * alive).cummax(0).values
+    at, unit = (dead[1:] != dead[:-1]).nonzero().T
+    died, born = dead[at + 1, unit], (~dead).int().argmax(0)[unit] == at + 1
+    changes = zip(*(x.tolist() for x in (at, unit, died, born)), strict=True) if steps else ()
+    events = [
+        Event(
+            steps[at + 1 - patience if died else at],
+            *(column.number, column.layer, unit, column.quantity),
+            "died" if died else "born" if born else "revived",
         )
-        self.floor = ZERO * is_norm
-        self.patience = torch.where(is_norm > 0, 1, PATIENCE)
-        self.scale_free = self._spread([column.normalised for column in columns]) > 0
-        self.starts = torch.where(is_norm > 0, starts, torch.nan)
-        self.dead = self.starts <= ZERO
-        self.lived = ~self.dead
-        self.since = torch.full_like(self.column_of, step)
-        self.rows_under, self.deaths, self.revivals = torch.zeros(3, len(starts)).long()
-        self.events: list[Event] = []
+        for at, unit, died, born in changes
+    ]
+    since = {event.unit: event.step for event in events}
+    return _Life(last, dead[-1].clone(), dead.all(0), events, since)
 
-    def _spread(self, values: list[Any]) -> Tensor:
-        """A value per column as a value per unit."""
-        return torch.tensor(values, dtype=torch.float64)[self.column_of]
 
-    def _largest(self, values: Tensor) -> Tensor:
-        """For each unit, the largest finite value in its column; values are not negative."""
-        values = torch.where(values.isfinite(), values, 0)
-        largest = torch.zeros_like(values).scatter_reduce(0, self.column_of, values, "amax")
-        return largest[self.column_of]
-
-    def _line(self, values: Tensor) -> Tensor:
-        """The values at or below which units are dead."""
-        shared = torch.where(self.scale_free, self._largest(values / self.starts).clamp(max=1), 1)
-        by_start = self.by_start * self.starts * shared
-        by_layer = self.by_layer * self._largest(values)
-        return torch.where(self.starts > ZERO, by_start, by_layer).maximum(self.floor)
-
-    def add_record(self, step: int, values: Tensor) -> None:
-        self.values = values
-        line = self._line(values)
-        under, self.over = values <= line, values > 2 * line
-        self.since = torch.where(under & (self.rows_under == 0) & ~self.dead, step, self.since)
-        unknown = torch.where(values.isnan(), self.rows_under, 0)
-        self.rows_under = torch.where(under, self.rows_under + 1, unknown)
-        died = ~self.dead & (self.rows_under >= self.patience)
-        back = self.dead & self.over
-        self.deaths += died
-        self.revivals += back & self.lived
-        for unit in (died | back).nonzero().flatten().tolist():
-            what = "died" if died[unit] else "revived" if self.lived[unit] else "born"
-            since = int(self.since[unit]) if died[unit] else step
-            column = self.columns[int(self.column_of[unit])]
-            place, quantity = unit - column.start, column.quantity
-            self.events.append(Event(since, column.number, column.layer, place, quantity, what))
-        self.dead = (self.dead | died) & ~back
-        self.lived = self.lived | back
-
-    def count(self, source: str, steps: tuple[int, int] | None) -> Census:
-        """Count the units that are dead in the last record; `steps` are of a recording."""
-        gradients = {c.layer: c.place for c in self.columns if c.quantity == "gradient"}
-        layers: list[LayerCount] = []
-        units: list[Unit] = []
-        counted = [column for column in self.columns if column.quantity != "gradient"]
-        for column in sorted(counted, key=lambda column: column.quantity, reverse=True):
-            own, number, layer = column.place, column.number, column.layer
-            how = {column.quantity: self.dead[own], "nonfinite": ~self.values[own].isfinite()}
-            since, learns = self.since[own], torch.zeros(column.units)
-            if column.quantity == "feature":
-                number, layer = None, f"input of {layer}"
-                del how["nonfinite"]
-            elif column.quantity == "weight" and layer in gradients:
-                place = gradients[layer]
-                how["gradient"], learns = self.dead[place], self.over[place]
-                since = torch.where(how["weight"], since, self.since[place])
-            how = {way: how[way] for way in HOW if way in how}
-            states: Counter[State] = Counter()
-            for unit in torch.stack(list(how.values())).any(0).nonzero().flatten().tolist():
-                place = own.start + unit
-                unborn = self.dead[place] and not self.lived[place]
-                state: State = "unborn" if unborn else "recoverable" if learns[unit] else "dead"
-                ways = tuple(way for way in how if how[way][unit])
-                value = float(self.values[place])
-                life = (int(since[unit]), int(self.revivals[place])) if steps else ()
-                units.append(Unit(number, layer, unit, ways, state, value, *life))
-                states[state] += 1
-            counts = states["dead"], states["recoverable"], states["unborn"]
-            totals = {way: int(is_dead.sum()) for way, is_dead in how.items()}
-            changes = [int((x[own] > 0).sum()) for x in (self.deaths, self.revivals) if steps]
-            count = LayerCount(number, layer, column.kind, column.units, *counts, totals, *changes)
-            layers.append(count)
-        events = sorted(self.events, key=lambda event: event.step) if steps else ()
-        return Census(source, tuple(layers), tuple(units), tuple(events), steps)
+def _count(
+    source: str,
+    columns: Sequence[Column],
+    values: Iterable[Tensor],
+    starts: Iterable[Tensor],
+    steps: Sequence[int] = (),
+) -> Census:
+    """Count the units that are dead in the last record; `steps` are those of a recording."""
+    lives = {
+        (column.quantity, column.layer): _follow(column, rows, start, steps)
+        for column, rows, start in zip(columns, values, starts, strict=True)
+    }
+    layers: list[LayerCount] = []
+    units: list[Unit] = []
+    for column in sorted(columns, key=lambda column: column.quantity, reverse=True):
+        number, layer, life = column.number, column.layer, lives[column.quantity, column.layer]
+        how, gradient = {column.quantity: life.dead}, None
+        if column.quantity == "gradient":
+            continue
+        if column.quantity == "weight" and (gradient := lives.get(("gradient", layer))):
+            how["gradient"] = gradient.dead
+        if column.quantity == "feature":
+            number, layer = None, f"input of {layer}"
+        else:
+            how["nonfinite"] = ~life.last.isfinite()
+        states: Counter[State] = Counter()
+        for unit in torch.stack(list(how.values())).any(0).nonzero().flatten().tolist():
+            learns = gradient is not None and gradient.last[unit] > 0
+            state: State = "unborn" if life.unborn[unit] else "recoverable" if learns else "dead"
+            ways = tuple(way for way in how if how[way][unit])
+            shown = gradient if gradient is not None and not life.dead[unit] else life
+            since = shown.since.get(unit, steps[0]) if steps else None
+            units.append(Unit(number, layer, unit, ways, state, float(life.last[unit]), since))
+            states[state] += 1
+        changed = Counter(what for _, what in {(event.unit, event.what) for event in life.events})
+        counts = states["dead"], states["recoverable"], states["unborn"]
+        totals = {way: int(is_dead.sum()) for way, is_dead in how.items()}
+        over_time = changed["died"], changed["revived"]
+        kind = column.kind, column.units
+        layers.append(LayerCount(number, layer, *kind, *counts, totals, *over_time))
+    events = sorted((e for x in lives.values() for e in x.events), key=lambda event: event.step)
+    ends = (steps[0], steps[-1]) if steps else None
+    return Census(source, tuple(layers), tuple(units), tuple(events), ends)

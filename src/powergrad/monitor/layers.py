@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,12 +49,6 @@ class Column:
 
 Source = nn.Module | Tensor  # a module, or its weight as it is stored
 Weight = tuple[Column, Source]
-
-
-def arrange(columns: Sequence[Column]) -> tuple[Column, ...]:
-    """Place the columns one after the other."""
-    starts = itertools.accumulate((column.units for column in columns), initial=0)
-    return tuple(map(lambda column, start: replace(column, start=start), columns, starts))
 
 
 def measure(column: Column, source: Source) -> Tensor:
@@ -103,7 +97,7 @@ def plain_name(name: str) -> str:
 
 
 def weights_of(source: Any, argument: str) -> list[Weight]:
-    """The weights in a model, a state dict or a checkpoint; the gains come last."""
+    """The weights in a model, a state dict or a checkpoint."""
     if isinstance(source, (str, os.PathLike)):
         if not os.path.isfile(source):
             raise ValueError(f"Expected {os.fspath(source)!r} to exist, but got no such file.")
@@ -113,8 +107,7 @@ def weights_of(source: Any, argument: str) -> list[Weight]:
             f"Expected `{argument}` to be a model, a state dict or a path, but got "
             f"{type(source).__name__}."
         )
-    weights = model_weights(source) if isinstance(source, nn.Module) else state_weights(source)
-    return sorted(weights, key=lambda weight: weight[0].quantity, reverse=True)
+    return model_weights(source) if isinstance(source, nn.Module) else state_weights(source)
 
 
 def model_weights(model: nn.Module) -> list[Weight]:

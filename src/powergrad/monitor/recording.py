@@ -13,10 +13,10 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from io import FileIO
+from itertools import accumulate
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.hooks import RemovableHandle
 
 from powergrad.head import find_head, unwrap
-from powergrad.monitor.layers import LAYERS, Column, arrange, gradient_of, measure, model_weights
+from powergrad.monitor.layers import LAYERS, Column, gradient_of, measure, model_weights
 
 FORMAT = 2
 _INDEX, _RECORDS = "index.json", "records.npy"
@@ -105,7 +105,9 @@ class FilterMonitor(AbstractContextManager["FilterMonitor"]):
             self._measured.append((column, head))
             self._sums = torch.zeros(entering + 1, device="cpu")
         self._measured += [weight for weight in weights if gains and weight[0].quantity == "gain"]
-        columns = arrange([column for column, _ in self._measured])
+        starts = accumulate((column.units for column, _ in self._measured), initial=0)
+        placed = zip(self._measured, starts, strict=False)
+        columns = tuple(replace(column, start=start) for (column, _), start in placed)
         # The bytes of one record, and a view of its floats.
         self._record = bytearray(_STEP_SIZE + 4 * columns[-1].place.stop)
         self._values = torch.frombuffer(self._record, dtype=torch.float32, offset=_STEP_SIZE)
@@ -253,7 +255,7 @@ def _open(directory: Path, columns: tuple[Column, ...], resume: int | None) -> i
             "this monitor, but got others; resume with the arguments it was started with."
         )
     else:
-        kept = int((recording._load()[0] <= resume).sum())
+        kept = int((recording.load()[0] <= resume).sum())
         with open(path, "r+b") as file:  # which is never cut, since readers map it into memory
             file.write(_header(kept, width))
     return kept
@@ -262,8 +264,8 @@ def _open(directory: Path, columns: tuple[Column, ...], resume: int | None) -> i
 class Recording:
     """Reads the recording of a :class:`FilterMonitor`, also while it is being written.
 
-    Every call reads the current state of the file. Iterating yields one ``(step, values)`` per
-    record. `columns` are the layers and their quantities, with their positions in a record.
+    Every call reads the current state of the file. `columns` are the layers and their quantities,
+    with their positions in a record.
 
     Args:
         directory: The folder of the monitor, or the folder of a run with a subfolder ``norms``.
@@ -292,14 +294,6 @@ class Recording:
         """Whether `directory`, or its folder ``norms``, holds a recording."""
         return any((Path(directory) / inside / _INDEX).exists() for inside in ("", "norms"))
 
-    def __len__(self) -> int:
-        """The number of complete records so far."""
-        return len(self._load()[0])
-
-    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        steps, values = self._load()
-        yield from zip(steps.tolist(), values, strict=True)
-
     def read(self, layer: int | str, quantity: str = "weight") -> tuple[Tensor, Tensor]:
         """The steps and the values of one layer.
 
@@ -317,7 +311,7 @@ class Recording:
         """
         for column in self.columns:
             if column.quantity == quantity and layer in (column.number, column.layer):
-                steps, values = self._load()
+                steps, values = self.load()
                 return steps, values[:, column.place].clone()
         recorded = ", ".join(dict.fromkeys(column.quantity for column in self.columns))
         raise ValueError(
@@ -325,8 +319,8 @@ class Recording:
             f"{recorded}), but got {layer!r} and {quantity!r}."
         )
 
-    def _load(self) -> tuple[Tensor, Tensor]:
-        """All steps and values, mapped into memory; steps that do not increase end the file."""
+    def load(self) -> tuple[Tensor, Tensor]:
+        """All steps ``(records,)`` and values ``(records, values)``, mapped into memory."""
         path, width = self.directory / _RECORDS, self.columns[-1].place.stop
         with open(path, "rb") as file:  # a private copy, since torch takes no read-only memory
             mapped = mmap(file.fileno(), 0, access=ACCESS_COPY)

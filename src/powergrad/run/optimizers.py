@@ -165,8 +165,8 @@ class Optimizers:
                 step.scaled.restore()
                 self.scaled |= step.scaled.scaled
             for method, report in seen.clip.last_report.items() if seen.clip else ():
-                (units, clipped), total = report._count(), self.clipped.get(method, (0, 0))
-                self.clipped[method] = total[0] + units, total[1] + clipped
+                units, clipped = self.clipped.get(method, (0, 0))
+                self.clipped[method] = units + report.units, clipped + report.clipped
             if not seen.is_first:
                 return
             if self._monitor is not None:

@@ -67,12 +67,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def _encode(recording: Recording, counts: Census, points: int) -> dict[str, Any]:
-    import torch
-
-    wanted = set(evenly_spaced(len(recording), points))
-    kept = [row for place, row in enumerate(recording) if place in wanted]
-    steps = [step for step, _ in kept]
-    values = torch.stack([row for _, row in kept], dim=1).numpy()  # (units, times)
+    steps, table = recording.load()
+    kept = evenly_spaced(len(steps), points)
+    steps, values = steps[kept].tolist(), table[kept].T.numpy()  # (units, times)
     columns, bodies = [], []
     for column in recording.columns:
         codes, low, high = quantise(values[column.place])

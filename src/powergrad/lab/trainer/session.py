@@ -206,7 +206,7 @@ class Session:
         }
         if self.clip is not None and self.clip.last_report:
             report = list(self.clip.last_report.values())[-1]  # of the last step and method
-            row["clip_rate"] = report.clipped / report.units if report.units else 0.0
+            row["clip_rate"] = float(report.clipped) / max(report.units, 1)
         self.is_best = False
         if not self.done and epoch % options.test_every:
             return row, None
