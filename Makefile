@@ -79,13 +79,16 @@ OTHER := build/torch-$(VERSION)
 
 $(OTHER)/.installed:
 	$(PYTHON) -m venv $(OTHER)
-	$(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(VERSION) hypothesis mpmath numpy pytest pytest-xdist safetensors
+	$(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(VERSION) hypothesis mpmath numpy pillow pydantic pytest pytest-xdist pyyaml safetensors scikit-learn
 	touch $@
 
-LOSSES := gradients loss linear transform native arguments operators
+# What is not about PyTorch: documentation, API, packaging. Triton has an environment of its own.
+ABOUT_TORCH := $(filter-out %_api.py %_docs.py %_package.py %_triton.py %_triton_path.py %_triton_offline.py,$(wildcard tests/test_*.py))
+OTHER_PYTEST = PYTHONPATH=$(abspath src) $(OTHER)/bin/python -m pytest
 
-test-torch: setup $(OTHER)/.installed ## the losses, eager and compiled, with another torch: VERSION=2.6.0 (5 GB)
-	PYTHONPATH=src $(OTHER)/bin/python -m pytest $(TWO) $(LOSSES:%=tests/test_%.py) -m 'not deep'
+test-torch: setup $(OTHER)/.installed ## the core, eager and compiled, with another torch: VERSION=2.6.0 (5 GB)
+	$(OTHER_PYTEST) $(TWO) $(ABOUT_TORCH) -m '$(QUICK)'
+	$(OTHER_PYTEST) -n 2 $(ABOUT_TORCH) -m matrix -k 'compil or checkpoint'
 
 # Triton has no dependencies; torch stays the build that it is.
 $(VENV)/.triton: $(VENV)/.installed

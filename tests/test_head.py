@@ -227,6 +227,7 @@ def test_functions_that_scale_with_the_logits_are_allowed(function, dtype) -> No
     assert torch.equal(model.get_parameter("fc.weight"), 0.25 * start)
 
 
+@pytest.mark.filterwarnings("ignore:Skipping serialization:UserWarning")  # in PyTorch 2.6
 def test_an_example_goes_through_compiled_parts() -> None:
     model: Any = after(torch.clone)
     model.body, model.fc = map(torch.compile, model.children())

@@ -23,6 +23,8 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "decoupled": lambda p: optim.Adam(p, lr=2e-3, weight_decay=0.1, decoupled_weight_decay=True),
     "AdamW": lambda p: optim.AdamW(p, lr=2e-3, weight_decay=0.1, eps=1e-3),
 }
+if torch.__version__ < "2.7":
+    del OPTIMIZERS["decoupled"]
 
 
 class Pointwise(nn.Conv1d):

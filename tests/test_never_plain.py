@@ -20,7 +20,9 @@ import powergrad
 from powergrad import verify
 
 PLAIN = Way("plain", lambda z, y: nn.functional.cross_entropy(z, y))
-RECORDED = json.loads(never_plain.RECORD.read_text())["outcomes"]
+RECORD = json.loads(never_plain.RECORD.read_text())
+RECORDED = RECORD["outcomes"]
+IS_RECORDED = torch.__version__.split("+")[0] == RECORD["torch"].split("+")[0]
 
 
 def cells(ways: list[Way], contexts: list[Context]) -> list:
@@ -41,7 +43,8 @@ def cells(ways: list[Way], contexts: list[Context]) -> list:
 
 def check(text: str, recorded: str) -> None:
     assert kind(text) in ("right", "raises", "PyTorch raises"), text
-    assert kind(text) == recorded, text
+    if IS_RECORDED:  # other versions of PyTorch may raise elsewhere, or with other messages
+        assert kind(text) == recorded, text
 
 
 @pytest.mark.parametrize(("way", "context"), cells(WAYS, CONTEXTS))
@@ -124,7 +127,10 @@ def test_a_loss_keeps_tensors_only_where_checkpoints_can_drop_them(way: Way) -> 
         node = nodes.pop()
         if node is not None:
             assert not tensors_in(list(getattr(node, "__dict__", {}).values()))
-            nodes.extend(following for following, _ in node.next_functions)
+            try:
+                nodes.extend(following for following, _ in node.next_functions)
+            except RuntimeError:
+                pytest.skip("this version of PyTorch does not show what follows a custom function")
 
 
 def test_a_tensor_alpha_that_changes_before_the_backward_pass_raises() -> None:
