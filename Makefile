@@ -79,7 +79,7 @@ OTHER := build/torch-$(VERSION)
 
 $(OTHER)/.installed:
 	$(PYTHON) -m venv $(OTHER)
-	$(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(VERSION) hypothesis mpmath numpy pillow pydantic pytest pytest-xdist pyyaml safetensors scikit-learn
+	$(OTHER)/bin/pip install --quiet --disable-pip-version-check torch==$(VERSION) hypothesis mpmath numpy pillow pydantic pytest pytest-xdist pyyaml rich safetensors scikit-learn
 	touch $@
 
 # What is not about PyTorch: documentation, API, packaging. Triton has an environment of its own.
