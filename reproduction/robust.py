@@ -53,7 +53,7 @@ class Point(NamedTuple):
 
 def sobol_points(count: int, seed: int) -> list[Point]:
     """The first points of a scrambled Sobol sequence; one coordinate chooses the batch size."""
-    sequence = stats.qmc.Sobol(3, seed=seed).random(2 ** math.ceil(math.log2(count)))
+    sequence = stats.qmc.Sobol(3, rng=seed).random(2 ** math.ceil(math.log2(count)))
     return [
         Point(
             float(f"{_log_uniform(RATES, u):.4g}"),
@@ -185,9 +185,13 @@ def compare(rows: Sequence[Row], first: str, second: str) -> Pairs:
     of = {arm: {r["point"]: r for r in rows if r["arm"] == arm} for arm in (first, second)}
     both = [p for p in of[first] if p in of[second]]
     fails = [(failed(of[first][p]), failed(of[second][p])) for p in both]
-    counts = [sum(f) for f in zip(*fails, strict=True)] if fails else [0, 0]
-    only = (sum(a and not b for a, b in fails), sum(b and not a for a, b in fails))
-    return Pairs(len(both), *counts, *only)
+    return Pairs(
+        len(both),
+        sum(a for a, _ in fails),
+        sum(b for _, b in fails),
+        sum(a and not b for a, b in fails),
+        sum(b and not a for a, b in fails),
+    )
 
 
 def fewer_dead(rows: Sequence[Row], first: str, second: str) -> tuple[int, int, float]:
@@ -237,10 +241,8 @@ def table(rows: Sequence[Row]) -> str:
         own = [row for row in rows if row["arm"] == arm]
         trained = [row for row in own if not failed(row)]
         largest = [
-            max(
-                (float(r["rate"]) for r in own if not failed(r) and r["batch"] == str(b)), default=0
-            )
-            for b in BATCHES
+            max((float(r["rate"]) for r in trained if r["batch"] == str(batch)), default=0)
+            for batch in BATCHES
         ]
         shown = [f"{rate:.3g}" if rate else "" for rate in largest]
         cells.append((arm, str(len(own)), str(sum(map(failed, own))), *shown))
