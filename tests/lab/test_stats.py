@@ -378,6 +378,7 @@ def test_target_replaces_the_baseline():
     level = 0.95**0.5
     expected = stats.ttest_1samp(runs[1] - 0.02, 3.28).confidence_interval(level)
     assert low.interval == pytest.approx(tuple(np.array(expected) - 3.28))
+    assert low.sd == pytest.approx(runs[1].std(ddof=1))
     assert "low is better than the target 3.28" in low.sentence
     assert "margin" not in low.sentence
     assert compare({"a": values["low"]}, "a", **options)[0].verdict == "better"

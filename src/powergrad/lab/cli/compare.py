@@ -96,6 +96,7 @@ def compare(
     alphas = [float(value) for value in parse_grid([f"alpha={alpha}"]).values["loss.alpha"]]
     if command:
         if recipe is not None or overrides:
+            recipe_and_overrides(recipe, overrides, compare)  # names a mistyped option
             got = recipe or overrides[0]
             raise ValueError(f"Expected a recipe or a program, but got {got!r} and a program.")
         texts = [*(texts or (["baseline"] if arm else ARMS_OF_PROGRAM.split(","))), *arm]
@@ -152,9 +153,10 @@ def _compare_program(
         unseeded=given.unseeded,
         timeout=parse_duration(given.timeout, "--timeout") if given.timeout else None,
     ).with_arms(arms)
-    study = options.study("compare", program, arms, tuning.repeats)
     usual = [name for name in sources.names if name != given.tune_metric]
     known = options.metric or (usual[0] if len(usual) == 1 else None)
+    options = replace(options, metric=known)
+    study = options.study("compare", program, arms, tuning.repeats)
     if known is None and usual:
         raise ValueError(f"Expected --metric, one of {', '.join(usual)}, but got none.")
     if known is not None:  # raises before any run if an option is missing

@@ -50,9 +50,9 @@ def run_and_report(
 
     execution = replace(execution, seen=write_page)
     results = run_study(study, folder, execution, tuner=tuner, **records)
-    if results.comparable() is None and all(
-        map(results.has_ended, results.rows)
-    ):  # one arm, or one run each
+    compared = results.comparable()
+    found = [c for c in compared.comparisons if c.by == "failures" or c.n] if compared else []
+    if not found and all(map(results.has_ended, results.rows)):  # one arm, or one run each
         show_tuning(results)
         show_runs(results)
         if failed := next((row.failed for row in results.rows if row.failed), ""):

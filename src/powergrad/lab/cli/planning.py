@@ -78,7 +78,8 @@ def noise_of(study: Path, metric: str | None) -> tuple[Noise, float | None]:
     results = load(study, metric)
     samples = [list(results.values(arm, metric).values()) for arm in results.arms]
     if not any(samples):
-        raise ValueError(f"Expected runs in {str(study)!r}, but got none.")
+        what = f"the metric {metric!r} in the runs" if metric else "runs"
+        raise ValueError(f"Expected {what} of {str(study)!r}, but got none.")
     times = [time for row in results.rows if (time := row.value("seconds")) is not None]
     noise = estimate_noise(samples)
     source = f"estimated from {noise.runs} runs of {study.name}"

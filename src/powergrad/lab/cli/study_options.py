@@ -172,6 +172,8 @@ class StudyOptions:
         if self.sigma_from is not None:
             noise, _ = noise_of(self.sigma_from, self.metric)
         second, claim = parse_second(self.and_) if self.and_ else (None, "")
+        if second and second.name == self.metric:
+            raise ValueError(f"Expected --and with another metric, but got {self.metric!r} again.")
         asked = {"noise": noise, "target": self.target, "second": second, "claim": claim}
         return USUAL.model_copy(update=asked)
 
@@ -214,10 +216,14 @@ class StudyOptions:
         except ValueError as error:
             raise ValueError(f"--repeats: {error}" if repeats else str(error)) from None
         made = Study(kind, program, dict(arms), design, metric, margin, self.first_seed, finals)  # pyright: ignore[reportArgumentType]
-        made = replace(made, question=self.question())
+        question = self.question()
+        if getattr(program, "unseeded", False):
+            question = question.model_copy(update={"pairs": False})
+        made = replace(made, question=question)
         least = least_runs(made.question.noise)
         if design.last < least and kind != "tune":
-            reason = f"a verdict needs at least {least} per arm, or the noise (--sigma)"
+            reason = f"a verdict needs at least {least} per arm"
+            reason += "" if made.question.noise else ", or the noise (--sigma)"
             if self.fail_unless:
                 got = f"got {design.last} runs per arm"
                 raise ValueError(

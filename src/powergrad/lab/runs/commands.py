@@ -274,12 +274,12 @@ class CommandProgram(ForeignProgram):
                 f"It ran in a checkout of {commit[:12]}, without ignored files such as data. {tail}"
             )
         if code:
-            raise RunFailed(f"{describe_exit(code)}. {tail}")
+            raise RunFailed(f"{describe_exit(code)}.\n{tail}")
         try:
             measured = {"seconds": seconds, "memory": round(memory, 1)}
             metrics = self.sources.read(output, report, out, texts, measured)
         except Missing as error:
-            raise RunFailed(f"{error} {tail}") from None
+            raise RunFailed(f"{error}\n{tail}") from None
         return Result(metrics=metrics, about=about)
 
     def _describe(self, arm: str, command: Sequence[str], run: Run) -> str | None:

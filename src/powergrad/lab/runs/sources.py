@@ -151,7 +151,7 @@ def _number(match: re.Match[str], group: int | str, where: str) -> float:
             return float(text.replace(",", "").replace("\N{MINUS SIGN}", "-"))
     shown = line.strip() if len(line) < 300 else f"...{line[max(0, start - 100) : end + 100]}..."
     reason = f"the match {match[group]!r} in the line {shown!r}"
-    raise Missing(f"Expected one whole number from {where}, but got {reason}.")
+    raise Missing(f"Expected exactly one number from {where}, but got {reason}.")
 
 
 def _compile(text: str) -> re.Pattern[str]:

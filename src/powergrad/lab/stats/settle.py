@@ -114,7 +114,7 @@ class Rule:
         sign, is_equivalent = found.judge(level, self.margin)
         reach = float(found.reach(level))
         if is_paired or self.noise or self.target is not None:
-            part = part._replace(sd=float(found.error) * math.sqrt(least / 2))
+            part = part._replace(sd=float(found.error) * math.sqrt(least / len(samples)))
         return part._replace(
             interval=(part.difference - reach, part.difference + reach),
             p=float(found.p()),

@@ -94,7 +94,7 @@ class Comparison:
     def ending(self) -> str:
         """What the arm is, such as ``better than baseline``."""
         if self.by == "identity":
-            return f"without effect: its {self.counted} are those of {self.baseline}"
+            return f"without effect ({self.counted} are those of {self.baseline})"
         if self.verdict == "equivalent":
             also = f" and {self.second.margin:g}" if self.second else ""
             return f"equivalent to {self.baseline} within {self.margin:g}{also}"

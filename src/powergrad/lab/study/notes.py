@@ -104,7 +104,7 @@ def _about_question(results: Results) -> Iterator[str]:
     if noise is not None:
         source = noise.source or "as given with --sigma"
         yield f"The noise of {name} is not estimated: {noise.sigma:g}, {source}."
-    found = [c for c in results.comparisons if c.correlation is not None]
+    found = [c for c in results.comparisons if c.correlation is not None and not c.constant]
     listed = [f"{c.arm} {c.correlation:.2f}{' (in pairs)' if c.pairs else ''}" for c in found]
     if listed:
         baseline = results.baseline
@@ -275,7 +275,7 @@ def _settle(results: Results) -> Iterator[str]:
     """Advice on how to settle the open arms, after all planned runs."""
     if results.question.target is not None or results.question.second is not None:
         return  # neither the margin nor the noise of one metric decides
-    ended = [c for c in results.comparisons if not (c.withheld or c.is_open)]
+    ended = [c for c in results.comparisons if not (c.withheld or c.is_open or c.by == "failures")]
     unsettled = [c for c in ended if c.verdict == "not settled" and math.isfinite(c.interval[0])]
     if not unsettled:
         return

@@ -81,8 +81,9 @@ def summarise(results: Results) -> dict[str, Any]:
     metric, compared, arms = results.metric, results.comparable(), []
     for arm in results.arms:
         rows, units = results.of_arm(arm), list(results.units(arm).values())
-        counts = {"n": len(units), "failed": sum(bool(row.failed) for row in rows)}
-        counts["diverged"] = sum(row.is_lost(metric.name) for row in rows)
+        failed = [row for row in rows if results.why_failed(row)]
+        lost = sum(row.is_lost(metric.name) for row in rows if row not in failed)
+        counts = {"n": len(units), "failed": len(failed), "diverged": lost}
         spread = {"mean": results.mean(arm), "sd": stdev(units) if len(units) > 1 else None}
         arms.append({"arm": arm, **counts, **spread})
     measure = {"metric": metric.name, "unit": metric.unit, "better": metric.better}
@@ -257,8 +258,8 @@ def _continue_study(study: Study, started: tuple[Results, Study, Program], folde
             if path.exists():
                 path.rename(path.with_stem(f"study-{digest}"))
         print(
-            f"{changed} since the runs in {folder} were made: these runs are repeated, and the "
-            "earlier ones are not used.",
+            f"{changed} since the runs in {folder} were made: runs of the earlier code "
+            "are not used.",
             file=sys.stderr,
         )
         looked, results = set(), Results.of(study)
