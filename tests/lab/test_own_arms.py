@@ -419,9 +419,7 @@ print("accuracy", 100 * forest.fit(x[:900], y[:900]).score(x[900:], y[900:]))
 def test_programs_without_torch(in_process, tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     Path("forest.py").write_text(FOREST)
-    Path("mean.sh").write_text(
-        "echo $1 $2 | awk '{print \"accuracy\", 90 + $2 + $1 * 5 % 7 / 7}'"
-    )
+    Path("mean.sh").write_text("echo $1 $2 | awk '{print \"accuracy\", 90 + $2 + $1 * 5 % 7 / 7}'")
     programs = {
         "compiled": ("./mean", "{seed}"),
         "pipeline": ("sh", "mean.sh", "{seed}"),

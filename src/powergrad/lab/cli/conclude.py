@@ -93,14 +93,9 @@ def compare_table(table: TableOptions, options: StudyOptions) -> Results:
     assert path is not None
     folder = options.out / (options.name or path.stem)
     earlier = _earlier_table(folder)
-    wanted: dict[str, Any] = {
-        "metric": options.metric,
-        "margin": options.usual_margin,
-        "better": table.better,
-    }
-    columns = parse_columns(table.columns)
-    wanted |= {"baseline": table.baseline, "question": options.question()}
-    results = compare_rows(path, columns=columns, **wanted)
+    wanted = {"metric": options.metric, "margin": options.usual_margin, "better": table.better}
+    given: dict[str, Any] = {**wanted, "baseline": table.baseline, "question": options.question()}
+    results = compare_rows(path, columns=parse_columns(table.columns), **given)
     assert results.source is not None
     if earlier is not None and earlier.source is not None:
         if earlier.source.digest != results.source.digest:

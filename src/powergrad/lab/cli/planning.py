@@ -63,20 +63,15 @@ def plan(
         with contextlib.suppress(ValueError):
             noise = float(sigma)
     claim = {"power": power, "level": level, "comparisons": arms - 1, "margin": margin}
-    runs = {
-        "design": Design(parse_runs(seeds)),
-        "seconds": seconds,
-        "workers": workers,
-        "known": known,
-    }
-    show_plan(plan_runs(delta, noise, images=images, **claim, **runs))
+    runs = {"design": Design(parse_runs(seeds)), "seconds": seconds, "workers": workers}
+    show_plan(plan_runs(delta, noise, images=images, known=known, **claim, **runs))
     return 0
 
 
 def noise_of(study: Path, metric: str | None) -> tuple[Noise, float | None]:
     """The noise within the arms of a study, and the mean time of a run."""
     results = load(study, metric)
-    samples = [list(results.values(arm, metric).values()) for arm in results.arms]
+    samples = [results.values(arm, metric) for arm in results.arms]
     if not any(samples):
         what = f"the metric {metric!r} in the runs" if metric else "runs"
         raise ValueError(f"Expected {what} of {str(study)!r}, but got none.")

@@ -17,13 +17,7 @@ from cyclopts import Parameter
 
 from powergrad.lab.cli.common import Flag, Words, put_aside, refuse
 from powergrad.lab.cli.planning import noise_of
-from powergrad.lab.preflight import (
-    Plan,
-    check_recipe,
-    choose_budget,
-    count_reused,
-    say,
-)
+from powergrad.lab.preflight import Plan, check_recipe, choose_budget, count_reused, say
 from powergrad.lab.runs import CommandProgram, Program, RecipeProgram
 from powergrad.lab.runs.devices import visible_devices, worker_environments
 from powergrad.lab.runs.pool import Pool

@@ -40,7 +40,8 @@ def advice(results: Results) -> list[str]:
     """Advice on what to do next, the most important first."""
     study, lines = results.study, [_widen_range(results.tuning) if results.tuning else None]
     if study is not None:
-        lines += [missing_control(study, results.with_verdict("better")), _tune_first(study)]
+        better = [c.arm for c in results.comparisons if c.verdict == "better"]
+        lines += [missing_control(study, better), _tune_first(study)]
     return [line for line in (*lines, *_settle(results)) if line][:MOST_ADVICE]
 
 

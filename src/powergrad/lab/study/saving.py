@@ -207,11 +207,7 @@ def _from_json(path: Path) -> Results:
 
 
 def claim(study: Study, folder: Path) -> Study:
-    """Write the definition of a study to `folder`, or continue the study in it.
-
-    Arms may be added; they are then compared together with the earlier ones. The number of seeds
-    may change too; the notes of the results state how this affects the error.
-    """
+    """Write the definition of a study to `folder`, or continue the study in it."""
     earlier = check_folder(study, folder)
     results = Results.of(study) if earlier is None else _continue_study(study, earlier, folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -220,10 +216,7 @@ def claim(study: Study, folder: Path) -> Study:
 
 
 def check_folder(study: Study, folder: Path) -> tuple[Results, Study, Program] | None:
-    """An earlier start in `folder`: its results and study, and the program with the arms of both.
-
-    Raises RecipeError if the folder holds another study.
-    """
+    """An earlier start: its results and study, and the program with all arms; else RecipeError."""
     if not (folder / FILE).exists():
         return None
     results = load(folder)
