@@ -183,12 +183,11 @@ def _compare_program(
         runs = [row.metrics for row in first]
         metric = choose_metric(runs, known, usual, margin=options.usual_margin, better=better)
         if (second := study.question.second) and second.name not in runs[0]:
-            listed = ", ".join(runs[0])
-            raise ValueError(f"Expected --and with one of {listed}, but got {second.name!r}.")
+            wanted = f"Expected --and with one of {', '.join(runs[0])}"
+            raise ValueError(f"{wanted}, but got {second.name!r}.")
         study = replace(study, arms=arms, metric=metric, margin=metric.margin)
         tuner = replace(tuner, study=study) if tuner else None
-        seconds = max(run["seconds"] for run in runs)
-        say(Plan.of(study, tuner, pool.workers).announce(seconds))
+        say(Plan.of(study, tuner, pool.workers).announce(max(run["seconds"] for run in runs)))
         repeated = [] if remarks else first  # earlier code need not give the same number
         return tune_and_run(study, tuner, folder, execution, repeated=repeated, remarks=remarks)
 

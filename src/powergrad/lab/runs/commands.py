@@ -270,9 +270,8 @@ class CommandProgram(ForeignProgram):
         about = {} if options is None else _check_altered(code, summary, is_altered=is_altered)
         tail = f"The last lines of {output}:\n{last_lines(output)}"
         if commit:
-            tail = (
-                f"It ran in a checkout of {commit[:12]}, without ignored files such as data. {tail}"
-            )
+            where = f"It ran in a checkout of {commit[:12]}, without ignored files such as data."
+            tail = f"{where}\n{tail}"
         if code:
             raise RunFailed(f"{describe_exit(code)}.\n{tail}")
         try:
@@ -365,9 +364,7 @@ def _code_of(arm: str, command: Sequence[str], ref: str | None) -> dict[str, str
         elsewhere = filter(os.path.isabs, named_files(tokens))
         return {f"@{ref}": commit, **{name: fingerprint(name) for name in elsewhere}}
     if script and not fingerprint(script):
-        raise RecipeError(
-            f"Expected a script after `--`, but got {script!r}, which cannot be read."
-        )
+        raise RecipeError(f"Expected a script that can be read after `--`, but got {script!r}.")
     program = Path(script) if script else parts.name if parts and not parts.script else None
     imported = imported_files(program) if program is not None else ()
     names = [script, *sorted(map(os.path.relpath, imported)), *named_files(tokens)]

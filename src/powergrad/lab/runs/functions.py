@@ -42,8 +42,8 @@ class FunctionProgram(ForeignProgram):
         name = getattr(function, "__qualname__", type(function).__qualname__)
         place = place_of(function)
         where = place or f"{getattr(function, '__module__', '')}:{name}"
-        kept = {"fingerprint": _fingerprint(function), "function": None if place else function}
-        return cls(place=where, metric=metric, **kept)
+        fingerprint, kept = _fingerprint(function), None if place else function
+        return cls(place=where, metric=metric, fingerprint=fingerprint, function=kept)
 
     @property
     def key(self) -> str:
