@@ -139,25 +139,40 @@ def test_a_table_is_answered_in_the_same_way(tmp_path, capsys):
     assert powergrad("compare", *tokens, "equivalent") == 4
 
 
+def test_a_baseline_alone_must_reach_its_target(train):
+    words = ("compare", "--arms", "baseline", "--seeds", 6, "--fail-unless", "better")
+    words += ("--margin", 1, "--metric-regex", r"accuracy (\S+)")
+    for name, status, options in (
+        ("reached", 0, ("--target", 88)),
+        ("missed", 4, ("--target", 92)),
+        ("alone", 4, ()),
+    ):
+        tokens = ("--name", name, "--", "sh", train, "{seed}")
+        assert powergrad(*words, *options, *tokens) == status
+
+
+NAN = "echo accuracy nan; exit"
 FAILING = {  # the condition, and how often the output is shown: once per batch of runs
     "the first run": ("true", 1),
     "all but the first run": ("[ $1$2 != 0 ]", 1),
+    "all but the first run, by NaN": ("[ $1$2 != 0 ]", 0),
 }
 
 
 @pytest.mark.parametrize("which", FAILING)
 def test_a_study_with_nothing_to_compare_fails(train, capsys, which):
     condition, count = FAILING[which]
-    failing = f"if {condition}; then echo boom; exit 9; fi"
+    ends, reason = ("echo boom; exit 9", "exit code 9") if count else (NAN, "accuracy is nan")
+    failing = f"if {condition}; then {ends}; fi"
     train.write_text(f"{failing}\necho accuracy $((90 + $1))\n")
     assert compare(train, "--json") == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("boom") == count
-    assert "exit code 9" in "".join(said.err.splitlines()[-3:])
+    assert reason in "".join(said.err.splitlines()[-3:])
 
 
-@pytest.mark.parametrize("how", ["exit 9", "echo accuracy nan; exit"])
+@pytest.mark.parametrize("how", ["exit 9", NAN])
 def test_an_arm_that_always_fails_is_worse(train, capsys, how):
     """Both kinds of failure are counted in the same way in the arms and in the comparison."""
     train.write_text(f"if [ $2 ]; then {how}; fi\necho accuracy $((90 + $1))\n")

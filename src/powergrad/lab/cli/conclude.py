@@ -55,10 +55,9 @@ def run_and_report(
     if not found and all(map(results.has_ended, results.rows)):  # one arm, or one run each
         show_tuning(results)
         show_runs(results)
-        if failed := next((row.failed for row in results.rows if row.failed), ""):
-            raise JobError(
-                f"Nothing can be compared, because runs failed: {failed.splitlines()[0]}"
-            )
+        if failed := next(filter(None, map(results.why_failed, results.rows)), ""):
+            reason = failed.splitlines()[0]
+            raise JobError(f"Nothing can be compared, because runs failed: {reason}")
         return results
     if results.has_repeats:
         show_tuning(results)

@@ -321,8 +321,8 @@ def lacking(results: Results, goal: str) -> dict[str, str]:
     """The arms, with their verdicts, that are not `goal`: better, not-worse or equivalent."""
     compared = results.comparable()
     found = {c.arm: c for c in compared.comparisons} if compared else {}
-    missed = {}
-    for arm in results.study.arms if results.study else results.arms:
+    missed, arms = {}, [*(results.study.arms if results.study else results.arms)]
+    for arm in arms:
         comparison = found.get(arm)
         verdict = comparison.verdict if comparison else "no verdict"
         is_reached = verdict == goal
@@ -332,7 +332,7 @@ def lacking(results: Results, goal: str) -> dict[str, str]:
             has_lost = comparison.failed or comparison.diverged
             is_above = verdict == "not settled" and worst > -comparison.margin and not has_lost
             is_reached = verdict in ("better", "equivalent") or is_above
-        if arm != results.baseline and not is_reached:
+        if (arm != results.baseline or len(arms) == 1) and not is_reached:
             missed[arm] = verdict
     return missed
 
