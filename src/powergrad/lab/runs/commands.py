@@ -367,8 +367,8 @@ def _code_of(arm: str, command: Sequence[str], ref: str | None) -> dict[str, str
         raise RecipeError(f"Expected a script that can be read after `--`, but got {script!r}.")
     program = Path(script) if script else parts.name if parts and not parts.script else None
     imported = imported_files(program) if program is not None else ()
-    names = [script, *sorted(map(os.path.relpath, imported)), *named_files(tokens)]
-    return {name: fingerprint(name) for name in names if name}
+    names = [script, *sorted(map(str, imported)), *named_files(tokens)]
+    return {os.path.relpath(name): fingerprint(name) for name in names if name}
 
 
 def _check_altered(code: int, path: Path, *, is_altered: bool) -> dict[str, Any]:
