@@ -139,23 +139,60 @@ def test_a_table_is_answered_in_the_same_way(tmp_path, capsys):
     assert powergrad("compare", *tokens, "equivalent") == 4
 
 
+def test_a_baseline_alone_must_reach_its_target(train):
+    words = ("compare", "--arms", "baseline", "--seeds", 6, "--fail-unless", "better")
+    words += ("--margin", 1, "--metric-regex", r"accuracy (\S+)")
+    for name, status, options in (
+        ("reached", 0, ("--target", 88)),
+        ("missed", 4, ("--target", 92)),
+        ("alone", 4, ()),
+    ):
+        tokens = ("--name", name, "--", "sh", train, "{seed}")
+        assert powergrad(*words, *options, *tokens) == status
+
+
+NAN = "echo accuracy nan; exit"
 FAILING = {  # the condition, and how often the output is shown: once per batch of runs
     "the first run": ("true", 1),
     "all but the first run": ("[ $1$2 != 0 ]", 1),
-    "all runs of an arm": ("[ $2 ]", 2),
+    "all but the first run, by NaN": ("[ $1$2 != 0 ]", 0),
 }
 
 
 @pytest.mark.parametrize("which", FAILING)
 def test_a_study_with_nothing_to_compare_fails(train, capsys, which):
     condition, count = FAILING[which]
-    failing = f"if {condition}; then echo boom; exit 9; fi"
+    ends, reason = ("echo boom; exit 9", "exit code 9") if count else (NAN, "accuracy is nan")
+    failing = f"if {condition}; then {ends}; fi"
     train.write_text(f"{failing}\necho accuracy $((90 + $1))\n")
     assert compare(train, "--json") == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("boom") == count
-    assert "exit code 9" in said.err.splitlines()[-2 if which == "the first run" else -1]
+    assert reason in "".join(said.err.splitlines()[-3:])
+
+
+@pytest.mark.parametrize("how", ["exit 9", NAN])
+def test_an_arm_that_always_fails_is_worse(train, capsys, how):
+    """Both kinds of failure are counted in the same way in the arms and in the comparison."""
+    train.write_text(f"if [ $2 ]; then {how}; fi\necho accuracy $((90 + $1))\n")
+    assert compare(train, "--json", "--fail-unless", "not-worse") == 4
+    found = json.loads(capsys.readouterr().out)
+    (comparison,) = found["comparisons"]
+    assert (comparison["verdict"], comparison["by"]) == ("worse", "failures")
+    assert [(arm["n"], arm["failed"], arm["diverged"]) for arm in found["arms"]] == [
+        (6, 0, 0),
+        (0, comparison["failed"], comparison["diverged"]),
+    ]
+    assert not any(note.endswith(":") for note in found["notes"])
+
+
+def test_more_seeds_are_not_advised_where_failures_prevent_a_verdict(train, capsys):
+    failing = "if [ $2 ] && [ $1 = 3 ]; then exit 9; fi\n"
+    train.write_text(failing + train.read_text())
+    assert compare(train, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["comparisons"][0]["verdict"], found["advice"]) == ("not settled", [])
 
 
 def test_a_long_command_is_shortened_in_progress(train, capsys):
@@ -172,6 +209,8 @@ def test_a_long_command_is_shortened_in_progress(train, capsys):
     [
         (("--metric-regex", "(?P<x>.)(?P<y>.)"), "--metric, one of accuracy, x, y"),
         (("--metric", "score"), "`better`"),
+        (("--metrc", "x"), "'--metrc'; did you mean '--metric'"),
+        (("--and", "accuracy: better"), "another metric"),
         (("--metric", "seconds", "--seeds", 4, "--fail-unless", "better"), "at least 6"),
     ],
 )
@@ -181,6 +220,15 @@ def test_what_can_be_refused_is_refused_before_any_run(train, capsys, monkeypatc
     arguments += [r"accuracy (\S+)", *tokens, "--", "sh", train, "{seed}"]
     assert powergrad(*arguments) == 2
     assert words in capsys.readouterr().err
+
+
+def test_the_noise_of_another_metric_is_refused(train, capsys, monkeypatch):
+    """Reference: the standard deviation of the metric that is compared, not of another."""
+    rows = [f"{arm},{seed},{seed % 5},1" for arm in ("a", "b") for seed in range(8)]
+    Path("earlier.csv").write_text("\n".join(["arm,seed,speed,loss", *rows]))
+    monkeypatch.setattr(study_options.Pool, "run", lambda *_: pytest.fail("a run was started"))
+    assert compare(train, "--sigma-from", "earlier.csv") == 2
+    assert "accuracy" in capsys.readouterr().err
 
 
 def test_a_changed_pattern_is_refused_before_any_run(train, capsys, monkeypatch):
@@ -218,7 +266,7 @@ def shell(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(STUB)
     command = tmp_path / "bin/powergrad"
     command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m powergrad_cli "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m powergrad "$@"\n')
     command.chmod(0o755)
     (command.parent / "python").symlink_to(sys.executable)
     monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")

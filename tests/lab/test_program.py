@@ -271,12 +271,14 @@ def test_time_and_memory_need_no_source(tmp_path):
         assert not metric.higher_is_better
 
 
-def test_memory_is_compared_if_it_is_the_metric(in_process, tmp_path, capsys):
+def test_memory_is_compared_if_it_is_the_metric(in_process, tmp_path):
     hold = "x = bytearray(seed + 60 * (len(sys.argv) > 2) << 20); import time; time.sleep(0.5)"
     program = script(tmp_path, f"{hold}\nprint('accuracy', 1)")
     assert compare_plain(tmp_path, program, "--metric", "memory", seeds=6) == 0
-    assert "b is worse than baseline: +60" in capsys.readouterr().out
-    assert load_study(tmp_path / "s").rows[0].metrics["accuracy"] == 1
+    found = load_study(tmp_path / "s")
+    assert found.comparisons[0].verdict == "worse"
+    assert found.comparisons[0].difference == pytest.approx(60, abs=3)
+    assert found.rows[0].metrics["accuracy"] == 1
 
 
 LOSS = [r"loss ([\d.]+)"]
@@ -454,11 +456,11 @@ def test_other_questions_about_a_program(in_process, tmp_path, capsys):
     assert compare_plain(tmp_path / "t", path, "--target", 80, seeds=6) == 0
     said = capsys.readouterr()
     assert "baseline and b are better than the target 80" in said.out
-    assert "There will be no verdict" not in said.err
+    assert "No verdict is possible" not in said.err
     assert compare_plain(tmp_path / "a", path, "--and", "seconds: not worse 9", seeds=3) == 0
-    assert "There will be no verdict: it needs 6 runs" in capsys.readouterr().err
+    assert "at least 6 per arm" in capsys.readouterr().err
     assert compare_plain(tmp_path / "b", path, "--and", "speed: better higher", seeds=6) == 2
-    assert "--and with one of seconds, accuracy" in capsys.readouterr().err
+    assert "--and with one of seconds, memory, accuracy" in capsys.readouterr().err
 
 
 @pytest.mark.studies
@@ -467,10 +469,10 @@ def test_runs_of_a_changed_script_are_repeated_and_fresh_ones_too(in_process, tm
     assert compare_plain(tmp_path, path, seeds=2, start=()) == 0
     runs = {folder.name for folder in tmp_path.glob("s/*-seed*")}
     assert compare_plain(tmp_path, path, seeds=2, start=()) == 0
-    assert "changed since" not in capsys.readouterr().err
+    assert "has changed" not in capsys.readouterr().err
     path.write_text(path.read_text() + "# another one\n")
     assert compare_plain(tmp_path, path, seeds=2, start=()) == 0
-    assert "changed since" in capsys.readouterr().err
+    assert "has changed" in capsys.readouterr().err
     assert not runs & {row.run for row in load_study(tmp_path / "s").rows}
     earlier = (tmp_path / "s/study.csv").read_bytes()
     assert compare_plain(tmp_path, path, "--fresh", seeds=2, start=()) == 0

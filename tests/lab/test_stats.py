@@ -378,6 +378,7 @@ def test_target_replaces_the_baseline():
     level = 0.95**0.5
     expected = stats.ttest_1samp(runs[1] - 0.02, 3.28).confidence_interval(level)
     assert low.interval == pytest.approx(tuple(np.array(expected) - 3.28))
+    assert low.sd == pytest.approx(runs[1].std(ddof=1))
     assert "low is better than the target 3.28" in low.sentence
     assert "margin" not in low.sentence
     assert compare({"a": values["low"]}, "a", **options)[0].verdict == "better"
@@ -581,16 +582,32 @@ def test_what_would_settle_settles():
 
 
 def test_a_small_study_plans_with_its_uncertainty():
-    noise = estimate_noise([[97.2, 97.5, 96.9, 97.4], [98.0, 98.3, 97.9], [99.0]])
+    other = dict(enumerate([98.0, 98.3, 97.9], 10))
+    noise = estimate_noise([seeded([97.2, 97.5, 96.9, 97.4]), other, {0: 99.0}])
     parts = [np.var([97.2, 97.5, 96.9, 97.4], ddof=1) * 3, np.var([98.0, 98.3, 97.9], ddof=1) * 2]
     assert noise.sigma == pytest.approx(math.sqrt(sum(parts) / 5))
-    assert (noise.df, noise.runs) == (5, 7)
+    assert 3 <= noise.df <= 5
+    assert noise.runs == 7
     low, high = plan(0.3, noise).seeds_interval
     assert low < plan(0.3, noise).seeds < high
     with pytest.raises(ValueError, match="an arm with 2 or more runs"):
-        estimate_noise([[1.0], [2.0]])
+        estimate_noise([{0: 1.0}, {0: 2.0}])
     with pytest.raises(ValueError, match="to be positive and finite, but got 0"):
-        estimate_noise([[1.0, 1.0]])
+        estimate_noise([seeded([1.0, 1.0])])
+
+
+def test_arms_that_are_alike_tell_less_about_the_noise():
+    """Reference: copies of an arm know as much as one; independent arms as much as all."""
+    rng = np.random.default_rng(0)
+    one, *others = (seeded(x) for x in rng.standard_normal((3, 200)))
+    alike = estimate_noise([one] * 3)
+    assert (alike.df, alike.runs) == (199, 600)
+    assert 0.95 * 597 < estimate_noise([one, *others]).df <= 597
+    few = [estimate_noise([seeded(x), seeded(x + 1), seeded(x - 1)])
+           for x in rng.standard_normal((2_000, 4))]  # fmt: skip
+    wrong = [abs(z) > stats.t.ppf(0.975, n.df) * n.sigma
+             for z, n in zip(rng.standard_normal(2_000), few, strict=True)]  # fmt: skip
+    assert np.mean(wrong) < 0.065
 
 
 def test_the_interval_of_sigma_covers():

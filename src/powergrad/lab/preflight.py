@@ -61,11 +61,7 @@ class Found(NamedTuple):
 
 
 def check_recipe(recipe: Recipe, arms: Iterable[Recipe] = ()) -> Found:
-    """Check a recipe for errors that would make every run fail, and print what was found.
-
-    Raises FileNotFoundError if the data are missing, and ValueError if the network is unknown or
-    does not fit the data, or if the data cannot be used; arms may have other networks.
-    """
+    """Check a recipe for errors that would make every run fail, and print what was found."""
     data_dir = recipe.machine.data_dir
     if recipe.data.is_folder:
         from powergrad.lab.data.scan import scan_folder  # imports torch, which is slow

@@ -65,7 +65,7 @@ def _last_name(match: re.Match[str]) -> str:
 
 def hide_password(text: str) -> str:
     """`text` without the user and password of every address in it."""
-    return re.sub(r"://[^/@\s]*@", "://", text)
+    return re.sub(r"(?<=://)[^/@\s]*@|[^\s/@:'\"]+:[^\s/@'\"]+@", "", text)
 
 
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:

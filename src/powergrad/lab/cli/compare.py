@@ -96,6 +96,7 @@ def compare(
     alphas = [float(value) for value in parse_grid([f"alpha={alpha}"]).values["loss.alpha"]]
     if command:
         if recipe is not None or overrides:
+            recipe_and_overrides(recipe, overrides, compare)  # names a mistyped option
             got = recipe or overrides[0]
             raise ValueError(f"Expected a recipe or a program, but got {got!r} and a program.")
         texts = [*(texts or (["baseline"] if arm else ARMS_OF_PROGRAM.split(","))), *arm]
@@ -152,9 +153,10 @@ def _compare_program(
         unseeded=given.unseeded,
         timeout=parse_duration(given.timeout, "--timeout") if given.timeout else None,
     ).with_arms(arms)
-    study = options.study("compare", program, arms, tuning.repeats)
     usual = [name for name in sources.names if name != given.tune_metric]
     known = options.metric or (usual[0] if len(usual) == 1 else None)
+    options = replace(options, metric=known)
+    study = options.study("compare", program, arms, tuning.repeats)
     if known is None and usual:
         raise ValueError(f"Expected --metric, one of {', '.join(usual)}, but got none.")
     if known is not None:  # raises before any run if an option is missing
@@ -181,12 +183,11 @@ def _compare_program(
         runs = [row.metrics for row in first]
         metric = choose_metric(runs, known, usual, margin=options.usual_margin, better=better)
         if (second := study.question.second) and second.name not in runs[0]:
-            listed = ", ".join(runs[0])
-            raise ValueError(f"Expected --and with one of {listed}, but got {second.name!r}.")
+            wanted = f"Expected --and with one of {', '.join(runs[0])}"
+            raise ValueError(f"{wanted}, but got {second.name!r}.")
         study = replace(study, arms=arms, metric=metric, margin=metric.margin)
         tuner = replace(tuner, study=study) if tuner else None
-        seconds = max(run["seconds"] for run in runs)
-        say(Plan.of(study, tuner, pool.workers).announce(seconds))
+        say(Plan.of(study, tuner, pool.workers).announce(max(run["seconds"] for run in runs)))
         repeated = [] if remarks else first  # earlier code need not give the same number
         return tune_and_run(study, tuner, folder, execution, repeated=repeated, remarks=remarks)
 

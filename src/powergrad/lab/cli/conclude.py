@@ -50,15 +50,14 @@ def run_and_report(
 
     execution = replace(execution, seen=write_page)
     results = run_study(study, folder, execution, tuner=tuner, **records)
-    if results.comparable() is None and all(
-        map(results.has_ended, results.rows)
-    ):  # one arm, or one run each
+    compared = results.comparable()
+    found = [c for c in compared.comparisons if c.by == "failures" or c.n] if compared else []
+    if not found and all(map(results.has_ended, results.rows)):  # one arm, or one run each
         show_tuning(results)
         show_runs(results)
-        if failed := next((row.failed for row in results.rows if row.failed), ""):
-            raise JobError(
-                f"Nothing can be compared, because runs failed: {failed.splitlines()[0]}"
-            )
+        if failed := next(filter(None, map(results.why_failed, results.rows)), ""):
+            reason = failed.splitlines()[0]
+            raise JobError(f"Nothing can be compared, because runs failed: {reason}")
         return results
     if results.has_repeats:
         show_tuning(results)
@@ -93,14 +92,9 @@ def compare_table(table: TableOptions, options: StudyOptions) -> Results:
     assert path is not None
     folder = options.out / (options.name or path.stem)
     earlier = _earlier_table(folder)
-    wanted: dict[str, Any] = {
-        "metric": options.metric,
-        "margin": options.usual_margin,
-        "better": table.better,
-    }
-    columns = parse_columns(table.columns)
-    wanted |= {"baseline": table.baseline, "question": options.question()}
-    results = compare_rows(path, columns=columns, **wanted)
+    wanted = {"metric": options.metric, "margin": options.usual_margin, "better": table.better}
+    given: dict[str, Any] = {**wanted, "baseline": table.baseline, "question": options.question()}
+    results = compare_rows(path, columns=parse_columns(table.columns), **given)
     assert results.source is not None
     if earlier is not None and earlier.source is not None:
         if earlier.source.digest != results.source.digest:

@@ -63,22 +63,18 @@ def plan(
         with contextlib.suppress(ValueError):
             noise = float(sigma)
     claim = {"power": power, "level": level, "comparisons": arms - 1, "margin": margin}
-    runs = {
-        "design": Design(parse_runs(seeds)),
-        "seconds": seconds,
-        "workers": workers,
-        "known": known,
-    }
-    show_plan(plan_runs(delta, noise, images=images, **claim, **runs))
+    runs = {"design": Design(parse_runs(seeds)), "seconds": seconds, "workers": workers}
+    show_plan(plan_runs(delta, noise, images=images, known=known, **claim, **runs))
     return 0
 
 
 def noise_of(study: Path, metric: str | None) -> tuple[Noise, float | None]:
     """The noise within the arms of a study, and the mean time of a run."""
     results = load(study, metric)
-    samples = [list(results.values(arm, metric).values()) for arm in results.arms]
+    samples = [results.values(arm, metric) for arm in results.arms]
     if not any(samples):
-        raise ValueError(f"Expected runs in {str(study)!r}, but got none.")
+        what = f"the metric {metric!r} in the runs" if metric else "runs"
+        raise ValueError(f"Expected {what} of {str(study)!r}, but got none.")
     times = [time for row in results.rows if (time := row.value("seconds")) is not None]
     noise = estimate_noise(samples)
     source = f"estimated from {noise.runs} runs of {study.name}"

@@ -17,13 +17,7 @@ from cyclopts import Parameter
 
 from powergrad.lab.cli.common import Flag, Words, put_aside, refuse
 from powergrad.lab.cli.planning import noise_of
-from powergrad.lab.preflight import (
-    Plan,
-    check_recipe,
-    choose_budget,
-    count_reused,
-    say,
-)
+from powergrad.lab.preflight import Plan, check_recipe, choose_budget, count_reused, say
 from powergrad.lab.runs import CommandProgram, Program, RecipeProgram
 from powergrad.lab.runs.devices import visible_devices, worker_environments
 from powergrad.lab.runs.pool import Pool
@@ -172,6 +166,8 @@ class StudyOptions:
         if self.sigma_from is not None:
             noise, _ = noise_of(self.sigma_from, self.metric)
         second, claim = parse_second(self.and_) if self.and_ else (None, "")
+        if second and second.name == self.metric:
+            raise ValueError(f"Expected --and with another metric, but got {self.metric!r} again.")
         asked = {"noise": noise, "target": self.target, "second": second, "claim": claim}
         return USUAL.model_copy(update=asked)
 
@@ -214,10 +210,14 @@ class StudyOptions:
         except ValueError as error:
             raise ValueError(f"--repeats: {error}" if repeats else str(error)) from None
         made = Study(kind, program, dict(arms), design, metric, margin, self.first_seed, finals)  # pyright: ignore[reportArgumentType]
-        made = replace(made, question=self.question())
+        question = self.question()
+        if getattr(program, "unseeded", False):
+            question = question.model_copy(update={"pairs": False})
+        made = replace(made, question=question)
         least = least_runs(made.question.noise)
         if design.last < least and kind != "tune":
-            reason = f"a verdict needs at least {least} per arm, or the noise (--sigma)"
+            reason = f"a verdict needs at least {least} per arm"
+            reason += "" if made.question.noise else ", or the noise (--sigma)"
             if self.fail_unless:
                 got = f"got {design.last} runs per arm"
                 raise ValueError(
@@ -321,8 +321,8 @@ def lacking(results: Results, goal: str) -> dict[str, str]:
     """The arms, with their verdicts, that are not `goal`: better, not-worse or equivalent."""
     compared = results.comparable()
     found = {c.arm: c for c in compared.comparisons} if compared else {}
-    missed = {}
-    for arm in results.study.arms if results.study else results.arms:
+    missed, arms = {}, [*(results.study.arms if results.study else results.arms)]
+    for arm in arms:
         comparison = found.get(arm)
         verdict = comparison.verdict if comparison else "no verdict"
         is_reached = verdict == goal
@@ -332,7 +332,7 @@ def lacking(results: Results, goal: str) -> dict[str, str]:
             has_lost = comparison.failed or comparison.diverged
             is_above = verdict == "not settled" and worst > -comparison.margin and not has_lost
             is_reached = verdict in ("better", "equivalent") or is_above
-        if arm != results.baseline and not is_reached:
+        if (arm != results.baseline or len(arms) == 1) and not is_reached:
             missed[arm] = verdict
     return missed
 

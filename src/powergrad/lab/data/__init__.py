@@ -37,12 +37,7 @@ class Datasets:
 
 
 def load_data(config: Data, *, data_dir: str | None = None, workers: int = 0) -> Datasets:
-    """Load the data of a recipe.
-
-    With `hold_out`, a fixed fraction of each class of the training data replaces the test data,
-    unaugmented. With `limit`, the remaining training data are reduced to a fixed subset that is
-    balanced over the classes. Neither depends on a seed.
-    """
+    """Load the data of a recipe; which images are held out or left out depends on no seed."""
     from powergrad.lab.data.split import MemorySplit  # imports torch, which is slow
 
     if config.is_folder:

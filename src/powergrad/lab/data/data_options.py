@@ -18,10 +18,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    """A part of a recipe: immutable, and without unknown keys.
-
-    `powergrad train --keys` prints the text in the annotation of each field.
-    """
+    """A part of a recipe: immutable, without unknown keys; `train --keys` prints the texts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 

@@ -101,10 +101,7 @@ def read_image(
 
 
 def eight_bits(image: Image.Image) -> Image.Image:
-    """Convert an image of integers or floats to bytes; return any other image unchanged.
-
-    0 to 65535 (floats also: 0 to 1, 0 to 255) becomes 0 to 255; otherwise the range of the image.
-    """
+    """Scale integers or floats to bytes: from 0..65535, 0..1, 0..255, or the image's own range."""
     if image.mode[0] not in "IF":
         return image
     values = np.asarray(image, np.float64)
@@ -238,10 +235,7 @@ class _Results(Dataset[T]):
 
 
 def in_workers(function: Callable[[Any], T], tasks: Sequence[Any], workers: int) -> Iterator[T]:
-    """``function(task)`` of each task, in order, computed by `workers` processes.
-
-    The processes end with the iterator, or when this process ends.
-    """
+    """``function(task)`` of each task, in order, computed by `workers` processes."""
     loader = DataLoader(
         _Results(function),
         sampler=tasks,

@@ -212,10 +212,7 @@ def some(names: Sequence[str], most: int = 5) -> str:
 
 
 def _walk(root: Path, split: Path, ignored: dict[str, list[str]], times: dict[str, int]) -> _Images:
-    """The paths of the images of each class in a split, relative to it, sorted.
-
-    Adds the skipped entries to `ignored`, and the modification time of each folder to `times`.
-    """
+    """The sorted paths of each class of a split; adds to `ignored` and `times`."""
     found: _Images = {}
     start = len(os.path.join(split, ""))
     place = Path(os.path.realpath(split))

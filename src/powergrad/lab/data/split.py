@@ -26,10 +26,7 @@ class Batch(NamedTuple):
 
 
 class Split(ABC):
-    """Labelled images, in batches that depend only on (seed, epoch, index).
-
-    Pixels from 0 to 255 are normalised: `mean` is subtracted, and the result multiplied by `scale`.
-    """
+    """Labelled images, normalised, in batches that depend only on (seed, epoch, index)."""
 
     def __init__(
         self, labels: Tensor, config: Data, *, classes: int, mean: list[float], std: list[float]

@@ -136,11 +136,7 @@ def check_paths(command: Sequence[str], script: str, commit: str, arm: str) -> N
 
 @contextlib.contextmanager
 def checked_out(commit: str | None, folder: Path) -> Iterator[tuple[Path | None, dict[str, str]]]:
-    """A temporary checkout: the folder in it that corresponds to the current one, and variables.
-
-    An installed project must not shadow its own checkout, which therefore comes first in
-    ``PYTHONPATH``. Without a commit, there is nothing to check out.
-    """
+    """A temporary checkout, if there is a commit: the folder to start in, and variables."""
     if commit is None:
         yield None, {}
         return
@@ -158,6 +154,7 @@ def checked_out(commit: str | None, folder: Path) -> Iterator[tuple[Path | None,
                 raise RunFailed(f"{what} could not be checked out.")
             paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
             paths = [path.replace(f"{root}/", f"{folder}/", 1) for path in paths if path]
+            # An installed project must not shadow its own checkout.
             if (folder / "pyproject.toml").is_file() or (folder / "setup.py").is_file():
                 paths = [str(folder), str(folder / "src"), *paths]
             yield directory, {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}

@@ -270,16 +270,15 @@ class CommandProgram(ForeignProgram):
         about = {} if options is None else _check_altered(code, summary, is_altered=is_altered)
         tail = f"The last lines of {output}:\n{last_lines(output)}"
         if commit:
-            tail = (
-                f"It ran in a checkout of {commit[:12]}, without ignored files such as data. {tail}"
-            )
+            where = f"It ran in a checkout of {commit[:12]}, without ignored files such as data."
+            tail = f"{where}\n{tail}"
         if code:
-            raise RunFailed(f"{describe_exit(code)}. {tail}")
+            raise RunFailed(f"{describe_exit(code)}.\n{tail}")
         try:
             measured = {"seconds": seconds, "memory": round(memory, 1)}
             metrics = self.sources.read(output, report, out, texts, measured)
         except Missing as error:
-            raise RunFailed(f"{error} {tail}") from None
+            raise RunFailed(f"{error}\n{tail}") from None
         return Result(metrics=metrics, about=about)
 
     def _describe(self, arm: str, command: Sequence[str], run: Run) -> str | None:
@@ -365,13 +364,11 @@ def _code_of(arm: str, command: Sequence[str], ref: str | None) -> dict[str, str
         elsewhere = filter(os.path.isabs, named_files(tokens))
         return {f"@{ref}": commit, **{name: fingerprint(name) for name in elsewhere}}
     if script and not fingerprint(script):
-        raise RecipeError(
-            f"Expected a script after `--`, but got {script!r}, which cannot be read."
-        )
+        raise RecipeError(f"Expected a script that can be read after `--`, but got {script!r}.")
     program = Path(script) if script else parts.name if parts and not parts.script else None
     imported = imported_files(program) if program is not None else ()
-    names = [script, *sorted(map(os.path.relpath, imported)), *named_files(tokens)]
-    return {name: fingerprint(name) for name in names if name}
+    names = [script, *sorted(map(str, imported)), *named_files(tokens)]
+    return {os.path.relpath(name): fingerprint(name) for name in names if name}
 
 
 def _check_altered(code: int, path: Path, *, is_altered: bool) -> dict[str, Any]:

@@ -17,10 +17,7 @@ def visible_devices() -> list[str]:
 def worker_environments(
     workers: int | None, threads: int, devices: list[str], usual: int | None = None
 ) -> list[dict[str, str]]:
-    """The environment variables of each worker: its threads and, if there are GPUs, its GPU.
-
-    By default, there is one worker per GPU; without GPUs, as many as the cores allow.
-    """
+    """The environment variables of each worker: its threads and, if there are GPUs, its GPU."""
     for name, value in (("workers", workers), ("threads", threads)):
         if value is not None and value < 1:
             raise ValueError(f"Expected `{name}` to be at least 1, but got {value}.")

@@ -40,11 +40,10 @@ class FunctionProgram(ForeignProgram):
     def of(cls, function: Train, metric: str) -> Self:
         """The program of a function, with the current fingerprint of its source."""
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        place, fingerprint = place_of(function), _fingerprint(function)
-        if place is not None:
-            return cls(place=place, metric=metric, fingerprint=fingerprint)
-        place = f"{getattr(function, '__module__', '')}:{name}"
-        return cls(place=place, metric=metric, fingerprint=fingerprint, function=function)
+        place = place_of(function)
+        where = place or f"{getattr(function, '__module__', '')}:{name}"
+        fingerprint, kept = _fingerprint(function), None if place else function
+        return cls(place=where, metric=metric, fingerprint=fingerprint, function=kept)
 
     @property
     def key(self) -> str:
@@ -94,11 +93,7 @@ def _number(name: Any, value: Any) -> float:
 
 
 def place_of(function: Train) -> str | None:
-    """The import location of a function, ``module:name`` or ``file.py:name``.
-
-    None for functions that other processes cannot import: lambdas, nested functions, methods, and
-    functions of an interactive session such as a notebook.
-    """
+    """``module:name`` or ``file.py:name``; None if other processes cannot import the function."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     name = getattr(function, "__qualname__", "")
     if module is None or not inspect.isfunction(function):

@@ -118,10 +118,7 @@ class Pool:
         )
 
     def run(self, jobs: Sequence[Task], watch: Watch = lambda snapshot: None) -> dict[str, Any]:
-        """Execute the unfinished runs; return the results of all, by name.
-
-        With a deadline, runs that could not be started are missing.
-        """
+        """Execute the unfinished runs; return all results by name, for which there was time."""
         batch = _Batch(self, jobs)
         waiting = deque(job for job in jobs if job.name not in batch.results)
         if not waiting or self._is_too_late():

@@ -136,10 +136,7 @@ def _widened(pattern: str) -> re.Pattern[str]:
 
 
 def _number(match: re.Match[str], group: int | str, where: str) -> float:
-    """The number in a group; if the group has only a part of its digits, the whole number.
-
-    A sign outside of the group is a part of the pattern. A comma there may separate two numbers.
-    """
+    """The whole number of which a group has a part; a comma outside may separate two."""
     line, (start, end) = match.string, match.span(group)
     found = [m for m in NUMBER.finditer(line) if m.start() < end and m.end() > start]
     if len(found) == 1:
@@ -151,7 +148,7 @@ def _number(match: re.Match[str], group: int | str, where: str) -> float:
             return float(text.replace(",", "").replace("\N{MINUS SIGN}", "-"))
     shown = line.strip() if len(line) < 300 else f"...{line[max(0, start - 100) : end + 100]}..."
     reason = f"the match {match[group]!r} in the line {shown!r}"
-    raise Missing(f"Expected one whole number from {where}, but got {reason}.")
+    raise Missing(f"Expected exactly one number from {where}, but got {reason}.")
 
 
 def _compile(text: str) -> re.Pattern[str]:

@@ -102,11 +102,7 @@ def parse_runs(text: str) -> tuple[int, ...]:
 
 
 def error_of_looks(looks: Sequence[int], comparisons: int) -> float:
-    """The probability of any false verdict if every look is made as if it were the only one.
-
-    This happens if runs are added to a finished study because it was not settled. The level of a
-    look is 0.05.
-    """
+    """The probability of any false verdict if each look is made at 5%, as if alone."""
     from scipy.special import ndtri  # slow to import
 
     bound = -float(ndtri(sidak(0.05, comparisons) / 2))

@@ -9,7 +9,7 @@ of the other arms, so it is enough to simulate one arm.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from statistics import NormalDist
@@ -121,15 +121,22 @@ def runs_to_settle(sd: float, margin: float, *, comparisons: int = 1, level: flo
 KNOWN_NOISE = {"imagenet-resnet18": Noise(0.118, 1_000), "cifar10-resnet": Noise(0.149, 60_000)}
 
 
-def estimate_noise(samples: Sequence[Sequence[float]]) -> Noise:
-    """The noise of a finished study: the pooled standard deviation within its arms."""
-    usable = [np.asarray(sample, float) for sample in samples if len(sample) > 1]
-    df = sum(len(sample) - 1 for sample in usable)
-    if not df:
+def estimate_noise(arms: Sequence[Mapping[int, float]]) -> Noise:
+    """The noise of a finished study: the pooled standard deviation within arms, by seed."""
+    usable = [runs for runs in arms if len(runs) > 1]
+    if not usable:
         raise ValueError("Expected an arm with 2 or more runs to estimate the noise, but got none.")
-    runs = df + len(usable)
-    sigma = check_positive(pooled_sd(usable), "standard deviation of the runs")
-    return Noise(sigma, runs, df)
+    samples = [np.array([*runs.values()]) for runs in usable]
+    sigma = check_positive(pooled_sd(samples), "standard deviation of the runs")
+    # Runs of one seed may be alike in several arms, which then count less (Satterthwaite).
+    gaps = [
+        {seed: runs[seed] - float(np.mean([*runs.values()])) for seed in runs} for runs in usable
+    ]
+    products = [[sum(a[s] * b[s] for s in a.keys() & b.keys()) for a in gaps] for b in gaps]
+    ratio = np.trace(products) ** 2 / np.square(products).sum()
+    sizes = [len(sample) for sample in samples]
+    df = min(sum(sizes) - len(sizes), math.floor(ratio * (max(sizes) - 1) + 1e-9))
+    return Noise(sigma, sum(sizes), df)
 
 
 # The plan ----------------------------------------------------------------------------------------
@@ -182,10 +189,7 @@ def plan(
     workers: int = 1,
     known: bool = False,
 ) -> Plan:
-    r"""The number of runs that detect a difference, with a fixed number and with looks.
-
-    If the noise is `known`, the verdict uses it and does not estimate it.
-    """
+    """The number of runs that detect a difference, with a fixed number and with looks."""
     check_positive(abs(difference), "difference")
     if not 0 < power < 1:
         raise ValueError(f"Expected `power` to be between 0 and 1, but got {power}.")
@@ -193,7 +197,11 @@ def plan(
     margin = check_positive(abs(difference) if margin is None else margin, "margin")
     if images is not None and images < 2:
         raise ValueError(f"Expected `images` to be at least 2, but got {images}.")
-    noise = _as_noise(noise)
+    if isinstance(noise, str) and noise not in KNOWN_NOISE:
+        names = ", ".join(map(repr, KNOWN_NOISE))
+        raise ValueError(f"Expected `noise`, a number or one of {names}, but got {noise!r}.")
+    noise = KNOWN_NOISE[noise] if isinstance(noise, str) else noise
+    noise = noise if isinstance(noise, Noise) else Noise(check_positive(noise, "noise"), 0)
     looks = Design((design or DEFAULT).looks, level)
     step = 100 / images if images else 0.0
     rule = {"margin": margin, "comparisons": comparisons, "step": step}
@@ -236,12 +244,3 @@ def plan(
         sequential=tuple(outcome(effect, noise.sigma, looks) for effect in effects),
         time=time,
     )
-
-
-def _as_noise(noise: float | str | Noise) -> Noise:
-    if isinstance(noise, str):
-        if noise not in KNOWN_NOISE:
-            names = ", ".join(map(repr, KNOWN_NOISE))
-            raise ValueError(f"Expected `noise`, a number or one of {names}, but got {noise!r}.")
-        return KNOWN_NOISE[noise]
-    return noise if isinstance(noise, Noise) else Noise(check_positive(noise, "noise"), 0)

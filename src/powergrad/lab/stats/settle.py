@@ -114,7 +114,7 @@ class Rule:
         sign, is_equivalent = found.judge(level, self.margin)
         reach = float(found.reach(level))
         if is_paired or self.noise or self.target is not None:
-            part = part._replace(sd=float(found.error) * math.sqrt(least / 2))
+            part = part._replace(sd=float(found.error) * math.sqrt(least / len(samples)))
         return part._replace(
             interval=(part.difference - reach, part.difference + reach),
             p=float(found.p()),
@@ -186,10 +186,7 @@ def settle(
     design: Design | None,
     arms: int = 1,
 ) -> Settled:
-    """Judge one of several arms, by one or two metrics, at the look at which it is settled.
-
-    `arm` and `baseline` are their runs by each metric. Without a design, all runs are one look.
-    """
+    """Judge one of several arms by its metrics, at the look at which it is settled."""
     is_target = rules[0].target is not None
     sizes = [len(side[0].seeds) for side in ([arm] if is_target else [arm, baseline])]
     plan, looks = design or Design((min(sizes),)), [max(sizes)]

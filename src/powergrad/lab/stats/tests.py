@@ -109,10 +109,7 @@ def correlation(arm: ArrayLike, baseline: ArrayLike) -> Array:
 
 
 def should_pair(correlation: float, pairs: int) -> bool:
-    """Whether samples are compared in pairs: their correlation is above 0 (1%, one-sided).
-
-    The error of comparisons by this rule is simulated in ``benchmarks/verdicts.py``.
-    """
+    """Whether samples are compared in pairs: their correlation is above 0 (1%, one-sided)."""
     from scipy.special import stdtrit  # slow to import
 
     t = float(stdtrit(pairs - 2, 0.99))
@@ -152,11 +149,7 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
 
 @functools.lru_cache(maxsize=1024)  # a report asks several times for the same two samples
 def permutation_p(arm: tuple[float, ...], baseline: tuple[float, ...]) -> float:
-    """The two-sided p-value of a permutation test of the means.
-
-    All divisions of the runs into two groups are counted if there are few, otherwise 9,999 random
-    ones.
-    """
+    """The two-sided p-value of a permutation test of the means, with at most 9,999 divisions."""
     from scipy.stats import permutation_test  # slow to import
 
     def statistic(a: Array, b: Array, axis: int) -> Array:

@@ -94,7 +94,7 @@ class Comparison:
     def ending(self) -> str:
         """What the arm is, such as ``better than baseline``."""
         if self.by == "identity":
-            return f"without effect: its {self.counted} are those of {self.baseline}"
+            return f"without effect ({self.counted} are those of {self.baseline})"
         if self.verdict == "equivalent":
             also = f" and {self.second.margin:g}" if self.second else ""
             return f"equivalent to {self.baseline} within {self.margin:g}{also}"
@@ -245,8 +245,13 @@ def compare(
     The docstring of this module explains the procedure. An arm is judged at the first look at which
     it is settled. Later runs do not count, so a verdict does not change afterwards.
     """
-    planned = {arm: [*runs, *failed.get(arm, ())] for arm, runs in values.items()}
-    _check_arms(planned, baseline, 2 if target is None else 1)
+    names = ", ".join(map(repr, values)) or "none"
+    if len(values) < (2 if target is None else 1):
+        raise ValueError(f"Expected a baseline and at least one other arm, but got {names}.")
+    if baseline not in values:
+        raise ValueError(f"Expected `baseline` to be one of {names}, but got {baseline!r}.")
+    for arm in (arm for arm in values if not values[arm] and not failed.get(arm)):
+        raise ValueError(f"Expected runs of every arm, but got none of {arm!r}.")
     arms = [arm for arm in values if arm != baseline or target is not None]
     check_positive(margin, "margin")
     measured, units, claim = [values], [unit], ""
@@ -328,13 +333,3 @@ def format_interval(interval: Sequence[float], digits: int = 2) -> str:
         return "no interval"
     low, high = (f"{end + 0.0:+.{digits}f}" for end in interval)
     return f"{low} to {high}"
-
-
-def _check_arms(arms: Mapping[str, Collection[int]], baseline: str, least: int) -> None:
-    names = ", ".join(map(repr, arms)) or "none"
-    if len(arms) < least:
-        raise ValueError(f"Expected a baseline and at least one other arm, but got {names}.")
-    if baseline not in arms:
-        raise ValueError(f"Expected `baseline` to be one of {names}, but got {baseline!r}.")
-    for arm in (arm for arm, runs in arms.items() if not runs):
-        raise ValueError(f"Expected runs of every arm, but got none of {arm!r}.")

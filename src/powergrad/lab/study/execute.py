@@ -47,11 +47,7 @@ class Execution:
         metric: str,
         keep: Callable[[Mapping[str, Result]], None] = lambda results: None,
     ) -> dict[str, Result]:
-        """Execute some runs; return their results by name.
-
-        The result of a failed run is the reason; runs for which there is no time left are missing.
-        While they run, `keep` is called every few seconds with the results so far.
-        """
+        """Execute some runs; return their results by name, with the reason of those that failed."""
         kept_at, kept = time.monotonic(), 0
         try:
             with self.watching(title, jobs, metric) as watch:

@@ -135,10 +135,7 @@ def choose_metric(
     margin: float | None,
     better: str | None,
 ) -> Metric:
-    """The metric to compare, given the metrics of a program's first runs.
-
-    Without a name, it is the only metric of the program, or the only one of the `usual` ones.
-    """
+    """The metric to compare: the named one, the program's only one, or the only `usual` one."""
     names = list(runs[0])
     own = [key for key in names if key not in MEASURED]
     candidates = [name] if name else own if len(own) == 1 else list(usual)

@@ -40,7 +40,8 @@ def advice(results: Results) -> list[str]:
     """Advice on what to do next, the most important first."""
     study, lines = results.study, [_widen_range(results.tuning) if results.tuning else None]
     if study is not None:
-        lines += [missing_control(study, results.with_verdict("better")), _tune_first(study)]
+        better = [c.arm for c in results.comparisons if c.verdict == "better"]
+        lines += [missing_control(study, better), _tune_first(study)]
     return [line for line in (*lines, *_settle(results)) if line][:MOST_ADVICE]
 
 
@@ -104,7 +105,7 @@ def _about_question(results: Results) -> Iterator[str]:
     if noise is not None:
         source = noise.source or "as given with --sigma"
         yield f"The noise of {name} is not estimated: {noise.sigma:g}, {source}."
-    found = [c for c in results.comparisons if c.correlation is not None]
+    found = [c for c in results.comparisons if c.correlation is not None and not c.constant]
     listed = [f"{c.arm} {c.correlation:.2f}{' (in pairs)' if c.pairs else ''}" for c in found]
     if listed:
         baseline = results.baseline
@@ -275,7 +276,7 @@ def _settle(results: Results) -> Iterator[str]:
     """Advice on how to settle the open arms, after all planned runs."""
     if results.question.target is not None or results.question.second is not None:
         return  # neither the margin nor the noise of one metric decides
-    ended = [c for c in results.comparisons if not (c.withheld or c.is_open)]
+    ended = [c for c in results.comparisons if not (c.withheld or c.is_open or c.by == "failures")]
     unsettled = [c for c in ended if c.verdict == "not settled" and math.isfinite(c.interval[0])]
     if not unsettled:
         return

@@ -133,12 +133,7 @@ class Tuning(Record):
         return [key for key in self.keys if 2 * sum(key in c.edges for c in choices) > len(choices)]
 
     def doubts(self, baseline: str) -> dict[str, str]:
-        """For some arms, the reason why they cannot be called better than the baseline yet.
-
-        If a chosen value is at the edge of the values that were tried, the best value may lie
-        beyond. With one tuning per repeat, this counts if it holds for more than half of an arm's
-        choices.
-        """
+        """Why some arms cannot be called better: a chosen value is at the edge of those tried."""
         doubts = {}
         for arm in self.arms:
             for name in (arm, baseline):

@@ -62,10 +62,7 @@ class Results:
         return (self.metric.name, second.name) if second else (self.metric.name,)
 
     def values(self, arm: str, metric: str | None = None) -> dict[int, float]:
-        """A metric of an arm by seed, without failed runs; by default the compared metric.
-
-        A run that diverged has the value of random guessing. If that is not known, it failed.
-        """
+        """A metric of an arm by seed, without failed runs; by default the compared metric."""
         name = metric or self.metric.name
         values = {row.seed: self.value(row, name) for row in self.of_arm(arm)}
         return {seed: value for seed, value in values.items() if value is not None}
@@ -154,10 +151,7 @@ class Results:
 
     @functools.cached_property
     def comparisons(self) -> list[stats.Comparison]:
-        """The comparison of each arm with the baseline.
-
-        Raises ValueError if there are too few runs, or a run has no number to compare.
-        """
+        """The comparison of each arm with the baseline; ValueError if a run has no number."""
         name = self.metric.name
         counts = Counter((row.arm, row.seed) for row in self.rows)
         for arm, seed in (key for key, count in counts.items() if count > 1):
@@ -195,14 +189,8 @@ class Results:
     def comparison(self, arm: str) -> stats.Comparison | None:
         return next((c for c in self.comparisons if c.arm == arm), None)
 
-    def with_verdict(self, verdict: str) -> list[str]:
-        return [c.arm for c in self.comparisons if c.verdict == verdict]
-
     def comparable(self) -> Results | None:
-        """The results of the arms with two or more units; None if there is nothing to compare.
-
-        For a study that is not finished.
-        """
+        """The results of the arms with two or more units; None if there is nothing to compare."""
         rows = [row for row in self.rows if self.has_ended(row)]
         enough = [arm for arm in self.arms if len(self._groups(arm)) > 1]
         has_target = self.question.target is not None

@@ -81,8 +81,9 @@ def summarise(results: Results) -> dict[str, Any]:
     metric, compared, arms = results.metric, results.comparable(), []
     for arm in results.arms:
         rows, units = results.of_arm(arm), list(results.units(arm).values())
-        counts = {"n": len(units), "failed": sum(bool(row.failed) for row in rows)}
-        counts["diverged"] = sum(row.is_lost(metric.name) for row in rows)
+        failed = [row for row in rows if results.why_failed(row)]
+        lost = sum(row.is_lost(metric.name) for row in rows if row not in failed)
+        counts = {"n": len(units), "failed": len(failed), "diverged": lost}
         spread = {"mean": results.mean(arm), "sd": stdev(units) if len(units) > 1 else None}
         arms.append({"arm": arm, **counts, **spread})
     measure = {"metric": metric.name, "unit": metric.unit, "better": metric.better}
@@ -206,11 +207,7 @@ def _from_json(path: Path) -> Results:
 
 
 def claim(study: Study, folder: Path) -> Study:
-    """Write the definition of a study to `folder`, or continue the study in it.
-
-    Arms may be added; they are then compared together with the earlier ones. The number of seeds
-    may change too; the notes of the results state how this affects the error.
-    """
+    """Write the definition of a study to `folder`, or continue the study in it."""
     earlier = check_folder(study, folder)
     results = Results.of(study) if earlier is None else _continue_study(study, earlier, folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -219,10 +216,7 @@ def claim(study: Study, folder: Path) -> Study:
 
 
 def check_folder(study: Study, folder: Path) -> tuple[Results, Study, Program] | None:
-    """An earlier start in `folder`: its results and study, and the program with the arms of both.
-
-    Raises RecipeError if the folder holds another study.
-    """
+    """An earlier start: its results and study, and the program with all arms; else RecipeError."""
     if not (folder / FILE).exists():
         return None
     results = load(folder)
@@ -256,11 +250,7 @@ def _continue_study(study: Study, started: tuple[Results, Study, Program], folde
             path, digest = folder / name, earlier.program.fingerprint.partition(":")[2][:8]
             if path.exists():
                 path.rename(path.with_stem(f"study-{digest}"))
-        print(
-            f"{changed} since the runs in {folder} were made: these runs are repeated, and the "
-            "earlier ones are not used.",
-            file=sys.stderr,
-        )
+        print(f"Runs of earlier code in {folder} are not used: {changed}.", file=sys.stderr)
         looked, results = set(), Results.of(study)
     elif earlier.design.last == design.last:  # keep earlier looks, such as at a time limit
         design = replace(design, looks=tuple(sorted({*earlier.design.looks, *design.looks})))

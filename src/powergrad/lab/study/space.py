@@ -180,10 +180,7 @@ def _sobol(dimensions: int, trials: int, seed: Sequence[int]) -> list[list[float
 
 
 def split_overrides(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate the values of ``--tune`` from overrides of the recipe that follow it.
-
-    ``--tune lr=0.1:0.4 model.width=8`` tunes one key; a single value is an override.
-    """
+    """Separate the values of ``--tune`` from overrides (single values) that follow it."""
     tuned, changes = [], []
     for text in texts:
         name, equals, given = text.partition("=")

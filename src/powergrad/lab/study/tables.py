@@ -209,13 +209,13 @@ class _Reader:
     def _measured(self, columns: Sequence[str], roles: Mapping[str, str]) -> list[str]:
         """The columns that may be a metric: numbers that vary between the runs of an arm."""
         arms = [_arm(cell, roles["arm"]) for cell in self._cells(roles["arm"])]
-        numeric = [column for column in columns if self._is_numeric(column)]
-        pairs = {c: {*zip(arms, self._cells(c), strict=True)} for c in numeric}
-        return [column for column in numeric if len(pairs[column]) > len({*arms})]
-
-    def _is_numeric(self, column: str) -> bool:
-        cells = [cell for cell in self._cells(column) if cell]
-        return bool(cells) and all(self._number(cell) is not None for cell in cells)
+        found = []
+        for column in columns:
+            cells = self._cells(column)
+            is_numeric = any(cells) and all(self._number(c) is not None for c in cells if c)
+            if is_numeric and len({*zip(arms, cells, strict=True)}) > len({*arms}):
+                found.append(column)
+        return found
 
     def _kept_names(self, columns: Mapping[str, str]) -> dict[str, str]:
         """The name of each column among the metrics of a run."""

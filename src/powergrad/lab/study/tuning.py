@@ -29,11 +29,7 @@ Map = Literal["none", "identity"]
 
 @dataclass(frozen=True)
 class Tuner:
-    """Tunes every arm of a study.
-
-    With the map ``identity``, the points of arms with PGT are mapped by the identity, so that the
-    backbone is trained as at the same point without PGT.
-    """
+    """Tunes every arm of a study; the map ``identity`` converts the points of arms with PGT."""
 
     study: Study
     space: Space
