@@ -184,8 +184,13 @@ def test_a_powergrad_around_compiled_code_raises(z, function):
     torch.compiler.reset()
     compiled = torch.compile(function, backend="aot_eager")
     assert alpha_of(compiled(z), z) == 1.0
-    with PowerGrad(0.3), pytest.raises(Exception, match=r"powergrad\.enable"):
-        compiled(z)
+    if torch.__version__ >= "2.13" or function is loss:
+        with PowerGrad(0.3), pytest.raises(Exception, match=r"powergrad\.enable"):
+            compiled(z)
+    else:  # earlier versions leave the compiled code for a call of such a module
+        with PowerGrad(0.3):
+            value = compiled(z)
+        assert alpha_of(value, z) == 0.3
     assert alpha_of(compiled(z), z) == 1.0
     within = torch.compile(PowerGrad(0.3)(function), backend="aot_eager")
     with pytest.raises(Exception, match=r"powergrad\.enable"):

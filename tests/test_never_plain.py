@@ -103,6 +103,8 @@ WITH_A_STEP = [context for context in CONTEXTS if context.prepare is not None]
 @pytest.mark.matrix
 @pytest.mark.parametrize(("way", "context"), cells(SOFTMAX, WITH_A_STEP))
 def test_verify_knows_what_each_cell_does(way: Way, context: Context) -> None:
+    if not IS_RECORDED:
+        pytest.skip("what works was recorded with another version of PyTorch")
     if RECORDED[context.key][way.name] != "right":
         pytest.skip("raises")
     # One alpha per row is confirmed for the logits of the head as a whole, not for parts of them.
