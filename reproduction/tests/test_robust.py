@@ -11,8 +11,9 @@ from powergrad.lab.trainer.recipe import load_recipe
 from reproduction import robust
 from reproduction.evidence import RESULTS
 
-POINTS = "4dcdb946ae5c79468c1e08f7ebbd476dd9acae55d1d4b6f00794c15412c23de7"  # of all points
-PROTOCOL = "db2e94269cd33cfa8015a9256fbeb3b331d42c5f4c5447804cf14b5ea399d0a2"  # of docs/protocol-2.md
+# Of all points, and of docs/protocol-2.md.
+POINTS = "4dcdb946ae5c79468c1e08f7ebbd476dd9acae55d1d4b6f00794c15412c23de7"
+PROTOCOL = "db2e94269cd33cfa8015a9256fbeb3b331d42c5f4c5447804cf14b5ea399d0a2"
 
 
 def row(point, arm, accuracy, dead=0, diverged=False, rate=0.1, batch=64):
