@@ -250,7 +250,7 @@ def _continue_study(study: Study, started: tuple[Results, Study, Program], folde
             path, digest = folder / name, earlier.program.fingerprint.partition(":")[2][:8]
             if path.exists():
                 path.rename(path.with_stem(f"study-{digest}"))
-        print(f"Runs of earlier code in {folder} are not used: {changed}.", file=sys.stderr)
+        print(f"Earlier runs in {folder} are not used: {changed}.", file=sys.stderr)
         looked, results = set(), Results.of(study)
     elif earlier.design.last == design.last:  # keep earlier looks, such as at a time limit
         design = replace(design, looks=tuple(sorted({*earlier.design.looks, *design.looks})))
