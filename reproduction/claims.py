@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -73,6 +74,15 @@ CLAIMS = (
     Claim("ls-0.05", "Label smoothing hurts PGT at alpha 0.05", LS | PGT, None, PGT, 0.05, WORSE),
     Claim("train", "Training accuracy rises too", PGT, metric="train"),
     Claim("gap", "The gap between training and test accuracy grows", PGT, metric="gap"),
+    Claim("ls-gap", "Label smoothing narrows that gap", LS, holds=WORSE, metric="gap"),
+    Claim(
+        "ls-pgt-gap",
+        "Label smoothing narrows it with PGT, too",
+        LS | PGT,
+        against=PGT,
+        holds=WORSE,
+        metric="gap",
+    ),
     Claim(
         "epochs",
         "PGT reaches in 60% of the epochs what cross-entropy reaches in all",
@@ -112,6 +122,9 @@ def _claims(trials: Sequence[Trial]) -> str:
     cells = _columns(_depths(trials), ({"all failed"}, set(), {"none failed"}))
     deeper = "Networks deeper than ResNet-18 cannot be trained without normalisation"
     lines.append((deeper, "text", *cells, ""))
+    cells = _columns(_schedules(trials), ({"better"}, {"equivalent"}, {"worse"}))
+    cosine = "The cosine schedule does better than the step schedule"
+    lines.append((cosine, "+0.59 (T3.3 against T3.1)", *cells, ""))
     counts = [(arm, verdict) for arm, verdict in _dead_filters(trials)]
     for methods in (PGT, AGC, AGC | PGT):
         outcomes = [verdict for arm, verdict in counts if arm.methods == methods]
@@ -287,6 +300,22 @@ def _depths(trials: Sequence[Trial]) -> list[str]:
                 failed = sum(accuracy < half for accuracy in arm.test.values())
                 words = {0: "none failed", len(arm.test): "all failed"}
                 outcomes.append(words.get(failed, f"{failed} failed"))
+    return outcomes
+
+
+def _schedules(trials: Sequence[Trial]) -> list[str]:
+    """The baselines of studies that differ in the schedule only, and in the tuned rates."""
+    firsts = {trial.arms[0].runs: trial for trial in trials if trial.counts and not trial.is_grid}
+    outcomes = []
+    for trial, other in itertools.permutations(firsts.values(), 2):
+        changed = {"schedule.name": "cosine", "optimizer.lr": trial.recipe.optimizer.lr}
+        is_pair = other.recipe.override(changed) == trial.recipe != other.recipe
+        if is_pair and other.recipe.schedule.name == "step":
+            arm, against = trial.arms[0], replace(other.arms[0], name="step")
+            values = {arm.name: arm.test, against.name: against.test}
+            edge = "A rate was chosen at the edge." if arm.at_edge or against.at_edge else ""
+            options = {"withhold": {arm.name: edge}} if edge else {}
+            outcomes += [c.verdict for c in compare_arms(trial, arm, against, values, **options)]
     return outcomes
 
 

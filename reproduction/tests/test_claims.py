@@ -331,6 +331,26 @@ def test_published_differences_are_the_papers(tmp_path):
         *(f"{test[arm] - test[other]:+.4g} ({arm})" for arm, other in one),
         "+0.15 (T1.7) to +1.48 (T2.4)",
         "-0.332 (T2.2) to +0.796 (T2.4)",
+        "-0.508 (T3.4)",
+        "-1.164 (T3.8) to -1.042 (T3.6)",
         "+0 (E60)",
         f"{batches[0]} at batch 1024 (T2.1) and {batches[1]} at 512 (T2.3), against 256 (T2.5)",
+    ]
+
+
+def test_cosine_schedules_are_compared_with_step_schedules():
+    """Both pairs of baselines are significant; one rate was at the edge of what was tried."""
+    pairs = [("T1.2-fashion-mnist", "T1.3-fashion-mnist")]
+    pairs += [("T3-cosine-fashion-mnist-resnet18", "T3-step-fashion-mnist-resnet18")]
+    for names in pairs:
+        values = []
+        for name in names:
+            with open(RESULTS / "paper" / f"{name}.csv") as file:
+                rows = [row for row in csv.DictReader(file) if row["arm"] == "baseline"]
+            values.append([float(row["test_accuracy"]) for row in rows])
+        found = ttest_ind(*values, equal_var=False)
+        assert found.statistic > 0
+        assert found.pvalue < 0.05
+    assert glance(RESULTS, "The cosine schedule does better than the step schedule")[:4] == [
+        *("1", "", "", "1")
     ]
