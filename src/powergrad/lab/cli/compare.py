@@ -120,8 +120,9 @@ def compare(
     base, given = options.base(name, [*typed, *changes]), {*parse_overrides([*typed, *changes])}
     is_changed = any(not key.startswith(("machine.", "monitor.")) for key in given)
     fair = Fair(None if is_changed else tuned_settings(name))
-    if fair.tuned and {options.metric, options.margin} == {None}:
-        options = replace(options, margin=fair.tuned.margin)
+    if fair.tuned and not (tuned or options.metric or options.margin):
+        seeds = options.seeds or (None if options.budget else fair.tuned.runs)
+        options = replace(options, margin=fair.tuned.margin, seeds=seeds)
     chosen = [*(texts or ARMS.split(",")), *arm]
     all_arms = arms_of(chosen, base, alphas, None if tuned or untuned else fair)
     repeats = tuning.repeats
@@ -131,7 +132,8 @@ def compare(
         options = replace(options, name=options.name or f"{study.name}-untuned")
     given |= {*(tuner.space.keys if tuner else ()), *(["arms"] if texts or arm else [])}
     with prepare(tuner.study if tuner else study, tuner, options, given) as ready:
-        remarks = [text for text in (fair.sentence, *ready.remarks) if text]
+        settings = fair.sentence(ready.study.arms)
+        remarks = [text for text in (settings, *ready.remarks) if text]
         place = ready.folder, ready.execution
         return tune_and_run(ready.study, ready.tuner, *place, remarks=remarks)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,10 +193,10 @@ class Fair:
         own = dict(flatten(recipe.model_dump()))
         return identity_image({**own, **changes}, alpha) if is_image else {}
 
-    @property
-    def sentence(self) -> str:
-        """Which settings the arms have; empty if all have those of the recipe."""
-        tuned, image, own = (self.at.get(kind, []) for kind in ("tuned", "image", "own"))
+    def sentence(self, arms: Collection[str]) -> str:
+        """Which settings these arms have; empty if all have those of the recipe."""
+        kinds = ("tuned", "image", "own")
+        tuned, image, own = ([a for a in self.at.get(kind, []) if a in arms] for kind in kinds)
         points = f"{self.tuned.trials} points each" if self.tuned else ""
         if tuned and not (image or own):
             return f"Every arm is at settings tuned for it, {points}."
