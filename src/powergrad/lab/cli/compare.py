@@ -121,8 +121,7 @@ def compare(
     is_changed = any(not key.startswith(("machine.", "monitor.")) for key in given)
     fair = Fair(None if is_changed else tuned_settings(name))
     if fair.tuned and not (tuned or options.metric or options.margin):
-        seeds = options.seeds or (None if options.budget else fair.tuned.runs)
-        options = replace(options, margin=fair.tuned.margin, seeds=seeds)
+        options = replace(options, margin=fair.tuned.margin)
     chosen = [*(texts or ARMS.split(",")), *arm]
     all_arms = arms_of(chosen, base, alphas, None if tuned or untuned else fair)
     repeats = tuning.repeats

@@ -265,7 +265,6 @@ class Tuned(Section):
     seeds: Count  # per point
     arms: Mapping[str, dict[str, Any]] = Field({})
     margin: Positive | None = None  # of the accuracy, instead of the usual one
-    runs: str | None = None  # as for ``--seeds``
 
 
 def tuned_settings(source: str) -> Tuned | None:
