@@ -239,6 +239,25 @@ def test_digits_are_those_of_scikit_learn():
     assert torch.bincount(train_labels).tolist() == (counts - np.rint(0.2 * counts)).tolist()
 
 
+def test_noisy_digits_are_the_digits_with_noise():
+    plain, noisy = (load_data(Data(name=name)) for name in ("digits", "noisy-digits"))
+    assert (len(noisy.train), len(noisy.test)) == (1438, 10 * 359)
+    for part, copies in (("train", 1), ("test", 10)):
+        before, after = getattr(plain, part), getattr(noisy, part)
+        assert torch.equal(after.labels, before.labels.repeat_interleave(copies))
+        pixels = after._pixels.view(-1, copies, 64).double()
+        own = before._pixels.view(-1, 1, 64).double()
+        assert (pixels.min(), pixels.max()) == (0, 240)
+        # In the middle of the range, where nothing is cut off: all copies differ.
+        middle = (own == 120).expand_as(pixels)
+        inside = pixels[middle & (pixels > 0) & (pixels < 240)]
+        expected = stats.truncnorm(-120 / 105, 120 / 105, 120, 105)
+        assert stats.kstest(inside.numpy()[::7], expected.cdf).pvalue > 0.001
+    assert len(pixels[0].unique(dim=0)) == 10
+    again = load_data(Data(name="noisy-digits"))
+    assert torch.equal(again.test._pixels, noisy.test._pixels)
+
+
 def test_hold_out_replaces_the_test_data_and_limit_keeps_classes_balanced():
     images, labels = everything(load_data(Data()).train)
     data = load_data(Data(hold_out=0.25, crop_padding=1))

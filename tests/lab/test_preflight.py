@@ -4,6 +4,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from photos import write_photos
 from PIL import Image
+from scipy import stats
 from studies import SMALL, powergrad, study_of
 
-from powergrad.lab import preflight
+from powergrad.lab import environment, preflight
 from powergrad.lab.cli.common import recipe_and_overrides
 from powergrad.lab.cli.compare import compare
 from powergrad.lab.preflight import Fitting, Found, Learned, Plan, Timing
@@ -109,9 +112,9 @@ def test_chosen_settings_fit_the_budget(step, budget, kept):
         (15 * 60, 3, {}, "8"),  # rather than shorter training
         (10 * 60, 2, {}, "8"),
         (6 * 60, 2, {"train.epochs": 6}, "8"),  # rather than six seeds
-        (110, 2, {"train.epochs": 2}, "6"),  # rather than smaller images
+        (100, 2, {"train.epochs": 2}, "6"),  # rather than smaller images
         (60, 2, {"data.size": 48, "train.epochs": 2}, "6"),
-        (20, 2, {"data.size": 32, "model.width": 8, "train.epochs": 3}, "8"),
+        (20, 2, {"data.size": 32, "model.width": 8, "train.epochs": 2}, "8"),
     ],
 )
 def test_budget_gives_up_arms_then_epochs_then_seeds_then_size(budget, arms, changes, seeds):
@@ -298,6 +301,57 @@ def test_from_photographs_to_a_verdict_within_a_budget(photos, tmp_path, capfd):
     assert "Timing" not in told.err
     assert "Reusing 12 finished runs" in told.err
     assert json.loads((folder / preflight.FILE).read_text())["seconds"] == 3600
+
+
+def test_impossible_budgets_are_refused_before_torch_is_imported():
+    code = """
+import sys, powergrad_cli
+assert powergrad_cli.main(["compare", "--budget", "5s"]) == 2
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "Expected --budget to be at least 20 s, but got '5s'." in done.stderr
+
+
+def test_budget_that_nothing_fits_is_refused_before_all_images_are_read(
+    photos, monkeypatch, capsys
+):
+    monkeypatch.setattr(preflight, "measure", lambda recipe, steps: Timing(1, 1, 1, steps))
+    tokens = ["--data.name", f"folder:{photos}", "--train.batch_size", "16", "--budget", "4m"]
+    assert powergrad("compare", *tokens) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("Checking the data and the network.\n")
+    assert "Expected --budget to be at least " in told
+    assert "(100 steps)" in told
+    assert "JPEG" not in told
+    wanted = re.search(r"at least (\d+) min (\d+) s, but got 4 min 00 s", told)
+    assert wanted
+    # 12 runs, two at a time, of 100 steps, with their tests, start and files; a quarter to spare.
+    least = math.ceil(12 / environment.usable_cores()) * (0.2 + 1 + 100 + 13) / 0.75
+    assert least < 60 * int(wanted[1]) + int(wanted[2]) < 1.2 * (least + 20)
+
+
+@pytest.mark.deep
+def test_four_minutes_for_800_photographs(tmp_path):
+    folder = write_photos(tmp_path / "photos", classes=10, train=64, val=16, side=380)
+    command = [sys.executable, "-m", "powergrad", "compare", "--data.name", f"folder:{folder}"]
+    began = time.monotonic()
+    with subprocess.Popen([*command, "--budget", "4m"], stderr=subprocess.PIPE, text=True) as done:
+        assert done.stderr
+        first, until_first = done.stderr.readline(), time.monotonic() - began
+        told = first + done.stderr.read()
+    assert time.monotonic() - began < 240
+    assert until_first < 2
+    if done.returncode:
+        assert "Expected --budget to be at least" in told
+        assert time.monotonic() - began < 30
+        return
+    results = load_study(next((tmp_path / "runs").iterdir()))
+    right = round(1.6 * sum(results.values("baseline").values()))  # of 160 images per run
+    images = 160 * len(results.values("baseline"))
+    assert stats.binomtest(right, images, 0.1, "greater").pvalue < 1e-6
+    assert "160 test images" in notes(results)[1]
 
 
 @pytest.mark.parametrize("command", ["compare", "train"])
