@@ -317,7 +317,7 @@ assert "torch" not in sys.modules
 def test_budget_that_nothing_fits_is_refused_before_all_images_are_read(
     photos, monkeypatch, capsys
 ):
-    monkeypatch.setattr(preflight, "measure", lambda recipe, steps: Timing(1, 1, 1, steps))
+    monkeypatch.setattr(preflight, "measure", lambda recipe, steps, tested: Timing(1, 1, 1, steps))
     tokens = ["--data.name", f"folder:{photos}", "--train.batch_size", "16", "--budget", "4m"]
     assert powergrad("compare", *tokens) == 2
     told = capsys.readouterr().err

@@ -236,7 +236,7 @@ class Fitting:
 
     def timing(self, changes: Changes) -> Timing:
         """The times of the baseline with `changes`, from a few real steps."""
-        return measure(self.study.base.override(changes), self.facts.steps)
+        return measure(self.study.base.override(changes), self.facts.steps, self.facts.tested)
 
     def learn(self, changes: Changes) -> Learned:
         """Train the baseline with `changes` until it is clearly better than guessing."""
@@ -388,28 +388,25 @@ def _session(recipe: Recipe) -> Iterator[Session]:
         yield Session(recipe, recipe.load_data(), processes)
 
 
-def measure(recipe: Recipe, steps: int) -> Timing:
-    """Time the parts of a run whose epochs have `steps` steps; images are decoded before."""
+def measure(recipe: Recipe, steps: int, tested: int) -> Timing:
+    """Time a few steps of a run, with images that were decoded before."""
     few = recipe
     if recipe.load_data().train.is_kept:
         few = recipe.override({"data.limit": min(steps, 2) * recipe.train.batch_size})
     began = time.perf_counter()
     with _session(few) as session:
-        start = time.perf_counter() - began
-        times: list[float] = []
-        first = last = time.perf_counter()
-        while not session.done and len(times) < STEPS + session.steps_per_epoch:
-            for loss in session.run_epoch():
-                loss.item()  # waits for the GPU
-                now = time.perf_counter()
-                times.append(now - last)
-                last = now
-                if now - first > PATIENCE and len(times) > 3:
-                    break
-            if last - first > PATIENCE:
+        times = [time.perf_counter()]
+        start = times[0] - began
+        epochs = (session.run_epoch() for _ in range(recipe.train.epochs))
+        for loss in itertools.islice(itertools.chain.from_iterable(epochs), STEPS):
+            loss.item()  # waits for the GPU
+            times.append(time.perf_counter())
+            if times[-1] - times[0] > PATIENCE and len(times) > 4:
                 break
-        step = statistics.median(times[min(2, len(times) - 1) :])
-        return Timing(start, step, _test_seconds(session), steps)
+    each = [after - before for before, after in itertools.pairwise(times)]
+    step = statistics.median(each[2:] or each)
+    # A test is the forward pass, which takes less than half of a step.
+    return Timing(start, step, step * tested / recipe.train.batch_size / 2, steps)
 
 
 def try_baseline(recipe: Recipe, until: float) -> Learned:
@@ -432,20 +429,3 @@ def try_baseline(recipe: Recipe, until: float) -> Learned:
             if time.monotonic() - said > 2:
                 said = time.monotonic()
                 say(f"Trial: {learned}.")
-
-
-def _test_seconds(session: Session) -> float:
-    """The time of a test of all images, extrapolated from its first batch, and of the census."""
-    import torch
-
-    from powergrad import census
-
-    options, model, split = session.recipe.train, session.tested.eval(), session.data.test
-    began = time.perf_counter()
-    (images, _), index = next(split.test_batches(options.test_batch_size or options.batch_size))
-    with torch.no_grad(), session.autocast:
-        model(images.to(session.processes.device, session.dtype)).sum().item()
-    batch = time.perf_counter() - began
-    began = time.perf_counter()
-    census(model, initial=session.initial)
-    return batch * len(split) / len(index) + time.perf_counter() - began

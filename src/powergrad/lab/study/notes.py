@@ -281,10 +281,13 @@ def _tune_first(study: Study) -> str | None:
     options = study.base.optimizer
     values = {"lr": options.lr, "wd": options.weight_decay}
     ranges = [f"{key}={v * alpha:.2g}:{v / alpha:.2g}" for key, v in values.items() if v > 0]
+    image = options.weight_decay / alpha  # see `Fair`
+    is_image = any(c.get("optimizer.weight_decay") == image for c in study.arms.values())
+    used = "Those of all arms follow from" if is_image else "All arms used those of"
     return (
-        f"Next: tune the learning rate and the weight decay. None were tuned for these arms; those "
-        f"of the recipe, {options.lr:g} and {options.weight_decay:g}, may suit one arm better than "
-        f"another. To tune them for each arm: --tune {' '.join(ranges)} --repeats 8."
+        f"Next: tune the learning rate and the weight decay. {used} the recipe, {options.lr:g} and "
+        f"{options.weight_decay:g}, which may suit one arm better than another. To tune them for "
+        f"each arm: --tune {' '.join(ranges)} --repeats 8."
     )
 
 
