@@ -243,7 +243,7 @@ def test_one_message_and_nothing_is_started(command, tokens, word, tmp_path, cap
 @pytest.mark.parametrize(
     ("tokens", "recipe", "changes"),
     [
-        ([], "digits", []),
+        ([], "noisy-digits", []),
         (["--data.name", "folder:x"], "images", ["--data.name", "folder:x"]),
         (["--data.name=folder:x", "seed=3"], "images", ["--data.name=folder:x", "seed=3"]),
         (["--data.name", "cifar10"], "cifar10", ["--data.name", "cifar10"]),

@@ -13,6 +13,7 @@ import json
 import math
 import statistics
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -53,6 +54,25 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def saying(text: str) -> Iterator[None]:
+    """Print a message, and a dot for every further second and a half."""
+    ended = threading.Event()
+
+    def print_dots() -> None:
+        while not ended.wait(1.5):
+            print(".", end="", file=sys.stderr, flush=True)
+
+    say(text)
+    dots = threading.Thread(target=print_dots, daemon=True)
+    dots.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        dots.join()
+
+
 # Data and network ---------------------------------------------------------------------------------
 
 
@@ -72,9 +92,10 @@ def check_recipe(
 
     `before` is called before all images are decoded, which may take long.
     """
-    say("Checking the data and the network.")  # which imports torch
-    if before is not None:
-        before(_check_network(recipe, arms))
+    with saying("Checking the data and the network."):  # which imports torch
+        if before is not None:
+            before(_check_network(recipe, arms))
+        import torch  # noqa: F401
     data_dir = recipe.machine.data_dir
     if recipe.data.is_folder:
         from powergrad.lab.data.scan import scan_folder  # imports torch, which is slow
@@ -316,8 +337,9 @@ class Fitting:
     def fit(self) -> Budget:
         """The choice, after the baseline has shown that it learns something."""
         while True:
-            changes, arms, first = self.choose()
-            learned = self.learn(changes)
+            with saying("Trying the baseline."):
+                changes, arms, first = self.choose()
+                learned = self.learn(changes)
             if learned.is_clear or "train.epochs" in self.given:
                 break
             say(f"Too short: {learned}.")
