@@ -131,8 +131,9 @@ def compare(
         options = replace(options, name=options.name or f"{study.name}-untuned")
     given |= {*(tuner.space.keys if tuner else ()), *(["arms"] if texts or arm else [])}
     with prepare(tuner.study if tuner else study, tuner, options, given) as ready:
-        settings = fair.sentence(ready.study.arms)
-        remarks = [text for text in (settings, *ready.remarks) if text]
+        if settings := fair.sentence(ready.study.arms):
+            say(settings)
+        remarks = [*([settings] if settings else []), *ready.remarks]
         place = ready.folder, ready.execution
         return tune_and_run(ready.study, ready.tuner, *place, remarks=remarks)
 

@@ -289,11 +289,9 @@ def prepare(
             raise ValueError(f"{wanted}, but got {options.budget!r}.")
         pool.deadline = began + seconds - RESERVE
         chosen = earlier_budget(folder, seconds)
-        fixed = [
-            *(["seeds"] if options.seeds or study.finals else ()),
-            *(["arms"] if tuner else ()),
-        ]
-        fitting = Fitting(study, plan, seconds, pool.deadline, {*given, *fixed})
+        are_given = {"seeds": options.seeds or study.finals, "arms": tuner}
+        fixed = {*given, *(name for name, is_given in are_given.items() if is_given)}
+        fitting = Fitting(study, plan, seconds, pool.deadline, fixed)
         is_open = options.budget is not None and chosen is None
         arms = [base.override(changes) for changes in study.arms.values()]
         check_recipe(base, arms, fitting.choose if is_open else None)
