@@ -322,7 +322,7 @@ def _problem(
     rows, generator = 6, torch.Generator().manual_seed(0)
 
     def uniform(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=generator).to(device)
+        return torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32).to(device)
 
     x, q = (uniform(rows, classes) * 20 - 10).to(dtype), (uniform(rows, classes) * 5).softmax(1)
     if target_dtype.is_floating_point:
@@ -342,21 +342,18 @@ def _problem(
         results = losses.double(), grads.double()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    # Without autograd, which a checkpoint around the first use would notice.
     t = (q * (1 - smoothing) + smoothing / classes) * (1 if weight is None else weight)
     lam = options.z_loss * (1 if factor is None else factor)
-    with torch.enable_grad():
-        leaf = x.double().requires_grad_()
-        z = leaf * options.logit_scale
-        z = z if cap is None else cap * torch.tanh(z / cap)
-
-        def potential(alpha: Any) -> Tensor:
-            """The loss of alpha z, over alpha: the value is at 1, the gradient at alpha."""
-            column = alpha if alphas is None or alpha == 1 else alphas.double().unsqueeze(1)
-            lse = (column * z).logsumexp(1, keepdim=True)
-            loss = (t * (lse - column * z)).sum(1, keepdim=True) + lam * lse**2
-            return (loss / column).squeeze(1) * (1 if g is None else g)
-
-        expected = potential(1), *torch.autograd.grad(potential(0.3), leaf, up.double())
+    z, slope = x.double() * options.logit_scale, options.logit_scale
+    if cap is not None:
+        z, slope = cap * torch.tanh(z / cap), slope / torch.cosh(z / cap) ** 2
+    flat = z * (options.alpha if alphas is None else alphas.double().unsqueeze(1))
+    lse, flat_lse = z.logsumexp(1, keepdim=True), flat.logsumexp(1, keepdim=True)
+    value = (t * (lse - z)).sum(1, keepdim=True) + lam * lse**2
+    dz = (t.sum(1, keepdim=True) + 2 * lam * flat_lse) * (flat - flat_lse).exp() - t
+    row = torch.ones_like(up) if g is None else g
+    expected = value.squeeze(1) * row, dz * slope * (up * row).unsqueeze(1)
     for name, got, want in zip(("losses", "gradients"), results, expected, strict=True):
         eps = torch.finfo(dtype).eps if name == "gradients" else 0.0
         off = (got - want).abs() - want.abs() * eps - 2e-5 * want.abs().max()
