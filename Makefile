@@ -99,6 +99,7 @@ INTERPRETED := POWERGRAD_TRITON=interpret TRITON_INTERPRET=1
 
 test-triton: $(VENV)/.triton ## the Triton kernels: interpreted against float64, and compiled for named GPUs
 	$(INTERPRETED) $(PYTEST) -n 2 -m triton tests/test_triton.py
+	$(INTERPRETED) $(PYTEST) -n 2 -k 'value_and_gradient and cross_entropy: and not PowerGrad and not float64' tests/test_gradients.py
 	$(INTERPRETED) $(PYTEST) -n 2 -m '$(QUICK)' -k 'not 128_000' tests/test_loss.py tests/test_linear.py
 	$(PYTEST) -n 2 -m triton tests/test_triton_offline.py
 
