@@ -34,6 +34,7 @@ def decisive_regions(findings: Findings) -> Regions:
     """The regions about the registered experiment."""
     return {
         "decisive-answer": findings.answer,
+        "decisive-secondary": findings.secondary_sentence,
         "decisive-arms": findings.table,
         "decisive-choices": findings.choices_table,
         "decisive-null": findings.null_sentence,
