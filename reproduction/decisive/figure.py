@@ -1,4 +1,4 @@
-"""The figure of README.md and docs/does-it-help.md: what was measured, beside what the paper reports."""
+"""The figure of README.md and docs/does-it-help.md: the paper's gains, and what was measured."""
 
 from __future__ import annotations
 
