@@ -77,7 +77,7 @@ def conclude(compared: Results) -> dict[str, Any]:
 
 
 def summarise(results: Results) -> dict[str, Any]:
-    """The object that ``--json`` prints; docs/your-script.md describes it."""
+    """The object that ``--json`` prints; docs/programs.md describes it."""
     metric, compared, arms = results.metric, results.comparable(), []
     for arm in results.arms:
         rows, units = results.of_arm(arm), list(results.units(arm).values())
