@@ -138,7 +138,7 @@ docs: $(VENV)/.docs ## the documentation, into site/
 	@echo "open site/index.html"
 
 docs-serve: $(VENV)/.docs ## the documentation at http://127.0.0.1:8000, rebuilt on every change
-	$(BIN)/zensical serve --strict
+	$(BIN)/zensical serve
 
 lint: setup ## style, types, and who imports whom
 	$(BIN)/ruff check .
