@@ -54,8 +54,9 @@ def robust_regions(rows: Sequence[robust.Row]) -> Regions:
 
 def all_regions() -> Regions:
     """Every region that a page may have."""
-    registered = decisive_regions(Findings.read(RESULTS)) | robust_regions(robust.read(robust.ROWS))
-    return {**benchmark_regions(), **study_regions(RESULTS), **registered}
+    decisive = decisive_regions(Findings.read(RESULTS))
+    failures = robust_regions(robust.read(robust.ROWS))
+    return {**benchmark_regions(), **study_regions(RESULTS), **decisive, **failures}
 
 
 def generated_pages() -> list[Path]:

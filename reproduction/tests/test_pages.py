@@ -196,7 +196,8 @@ def test_the_figure_of_fewer_epochs_shows_every_study_with_its_control():
         with open(RESULTS / f"{study}.csv") as file:
             return fmean(float(r["test_accuracy"]) for r in csv.DictReader(file) if r["arm"] == arm)
 
-    figure = plot(load_paper().figure("F4"), Evidence(RESULTS))
+    (described,) = (f for f in load_paper().figures if f.id == "F4")
+    figure = plot(described, Evidence(RESULTS))
     shown = [bars.lines[0].get_xdata()[0] for bars in figure.axes[2].containers]
     plt.close(figure)
     studies = ("compare_e60_control", "compare_e60_fashion_mnist")
