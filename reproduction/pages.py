@@ -54,9 +54,9 @@ def robust_regions(rows: Sequence[robust.Row]) -> Regions:
 
 def all_regions() -> Regions:
     """Every region that a page may have."""
-    decisive = decisive_regions(Findings.read(RESULTS))
-    failures = robust_regions(robust.read(robust.ROWS))
-    return {**benchmark_regions(), **study_regions(RESULTS), **decisive, **failures}
+    first, second = Findings.read(RESULTS), robust.read(robust.ROWS)
+    registered = {**decisive_regions(first), **robust_regions(second)}
+    return {**benchmark_regions(), **study_regions(RESULTS), **registered}
 
 
 def generated_pages() -> list[Path]:
