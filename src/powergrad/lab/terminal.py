@@ -21,7 +21,7 @@ from powergrad.lab.runs.pool import Snapshot
 from powergrad.lab.stats import Plan, format_interval, format_signed
 from powergrad.lab.study import Results, load_study
 from powergrad.lab.study.metrics import metric_names
-from powergrad.lab.study.notes import advice, describe_failed, notes, verdict
+from powergrad.lab.study.notes import MORE_SEEDS, advice, describe_failed, notes, verdict
 from powergrad.lab.words import duration, spans
 
 
@@ -98,7 +98,8 @@ def show_runs(results: Results) -> None:
         table.add_row(Text(arm), count, spread.removesuffix(" ± -"))
     _console().print(table)
     reason = "Nothing is compared: a comparison needs two arms with two runs each."
-    print(reason, *results.remarks, *describe_failed(results))
+    more = [MORE_SEEDS] if results.study is not None and results.study.design.last < 2 else []
+    print(reason, *results.remarks, *describe_failed(results), *more)
 
 
 def show_study(folder: Path) -> None:
