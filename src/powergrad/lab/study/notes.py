@@ -14,6 +14,7 @@ from powergrad.lab.study.results import Results
 from powergrad.lab.words import short_key
 
 MOST_ADVICE = 2
+MOST_ARMS = 4  # that the title and the headline of the page name
 MORE_SEEDS = f"Next: --seeds {DEFAULT} instead. It continues from the runs that are finished."
 WIDER = 4  # the factor by which advice widens a range
 
@@ -33,10 +34,11 @@ def verdict(results: Results, *, with_numbers: bool = False) -> str:
                 if math.isfinite(comparison.interval[0]):
                     ending = f"not distinguishable from {comparison.baseline} with {runs}"
         groups.setdefault(ending, []).append(arm)
-    if with_numbers:
-        long = {e: [arms[0], f"{len(arms) - 1} others"] for e, arms in groups.items() if arms[4:]}
-        groups |= long
-    phrases = [f"{_join(arms)} {'are' if arms[1:] else 'is'} {e}" for e, arms in groups.items()]
+    phrases = []
+    for ending, arms in groups.items():
+        is_long = with_numbers and len(arms) > MOST_ARMS
+        listed = [arms[0], f"{len(arms) - 1} others"] if is_long else arms
+        phrases.append(f"{_join(listed)} {'are' if arms[1:] else 'is'} {ending}")
     return f"Here {'; '.join(phrases)}."
 
 
@@ -46,32 +48,29 @@ def _join(words: Sequence[str]) -> str:
 
 def describe_title(results: Results) -> str:
     """What was compared, and on what: the title of the page."""
-    study = results.study
-    arms = [*(study.arms if study else results.arms)]
+    study, arms = results.study, [*(results.study.arms if results.study else results.arms)]
     others = [arm for arm in arms if arm != results.baseline] or arms
     names = [re.sub(r"\b(agc|gc|pgt)\b", lambda name: name[0].upper(), arm) for arm in others]
-    title = _join(names) if len(names) < 5 else f"{len(names)} arms"
+    title = _join(names) if len(names) <= MOST_ARMS else f"{len(names)} arms"
     if results.grid is not None:
         title = f"Values of {_join([*map(short_key, results.grid.values)])}"
-    if study is None:
-        return f"{title} in {results.source.file}" if results.source else title
-    if study.program.is_foreign:
-        return f"{title} in {study.program.title}"
-    title = "The parts of PGT" if study.kind == "decompose" else title
+    if study is None or study.program.is_foreign:
+        place = study.program.title if study else results.source and results.source.file
+        return f"{title} in {place}" if place else title
     about = next((row.about for row in results.rows if row.about.get("classes")), {})
-    images = [f"{sum(about['images']):,} images"] if "images" in about else []
-    counts = [*images, f"{about['classes']} classes"] if about else []
+    counts = [f"{sum(about['images']):,} images"] if "images" in about else []
+    counts += [f"{about['classes']} classes"] if about else []
+    title = "The parts of PGT" if study.kind == "decompose" else title
     return f"{title} on {study.program.data_name}{': ' * bool(counts)}{', '.join(counts)}"
 
 
 def describe_scale(results: Results) -> list[str]:
-    """What the value of the baseline is to be compared with: guessing, and what can be seen."""
+    """What the baseline's value is to be compared with: guessing, and what can be seen."""
     name, parts, compared = results.metric.name, [], results.comparable()
     if (chance := results.chance(name)) is not None:
         parts.append(f"guessing: {chance:.3g}{'%' * name.endswith('accuracy')}")
     images = next((row.about["images"] for row in results.rows if "images" in row.about), None)
-    if images is not None:
-        parts.append(f"{images[1]:,} test images")
+    parts += [f"{images[1]:,} test images"] if images else []
     ends = [c.interval for c in compared.comparisons] if compared else []
     if widths := [high - low for low, high in ends if math.isfinite(high - low)]:
         parts.append(f"differences below {min(widths) / 2:.2g} cannot be seen")
@@ -82,11 +81,9 @@ def describe_tuning(results: Results) -> str:
     """What was tuned before the arms were compared; empty if a remark says it."""
     study, tuning = results.study, results.tuning
     if tuning is not None and tuning.repeats:
-        keys, (first, *_) = _join([*map(short_key, tuning.keys)]), tuning.arms.values()
-        points = f"{keys}, {len(first.trials)} points"
-        if study is not None and study.kind == "decompose":
-            return f"Plain cross-entropy was tuned ({points}); every arm uses the chosen values."
-        return f"Every arm was tuned: {points} each."
+        points = len(next(iter(tuning.arms.values())).trials)
+        who = "Every arm" if len(tuning.arms) > 1 else "Plain cross-entropy"
+        return f"{who} was tuned: {_join([*map(short_key, tuning.keys)])}, {points} points each."
     is_told = any("tuned" in remark for remark in results.remarks)
     if study is None or study.program.is_foreign or study.kind != "compare" or is_told:
         return ""
