@@ -492,7 +492,10 @@ def test_arms_that_stopped_early(visit: Visit, tmp_path: Path) -> None:
         assert option.evaluate("(code) => code.getClientRects().length") == 1
     assert texts(page, "#verdict > .notes li") == saved["notes"]
     page.click("#verdict summary")
-    assert texts(page, "#verdict details li") == [c["sentence"] for c in saved["comparisons"]]
+    assert texts(page, "#verdict details li") == [
+        saved["verdict"],
+        *(c["sentence"] for c in saved["comparisons"]),
+    ]
     rows = texts(page, "#verdict .forest tbody tr")
     assert [runs in row for runs, row in zip(("9 runs", "6 runs", "9 runs"), rows, strict=True)]
     assert f"{np.mean(noise[0]):.1f}%" in rows[0]

@@ -226,7 +226,7 @@ class StudyOptions:
                 raise ValueError(
                     f"Expected --fail-unless only with a verdict, but {got}; {reason}."
                 )
-            say(f"No verdict is possible with {design.last} runs per arm: {reason}. {MORE_SEEDS}")
+            say(f"No verdict is possible with {design.last} runs per arm: {reason}.\n{MORE_SEEDS}")
         return made
 
     def free_folder(self, study: Study) -> Path:

@@ -75,6 +75,7 @@ def describe_study(results: Results, states: Mapping[str, str] | None = None) ->
         "kind": study.kind if study else "compare",
         "what": study.program.title if study else runs,
         "title": describe_title(results),
+        "verdict": conclusions["verdict"],
         "headline": verdict(usable, with_numbers=True) if usable else NO_VERDICT["verdict"],
         "scale": describe_scale(results),
         "tuned": describe_tuning(results),
@@ -242,6 +243,7 @@ def _describe_single_runs(folders: Sequence[Path]) -> dict[str, Any]:
         "recipe": recipe.without_paths().to_yaml(),
         "notes": [hide_folders(note) for note in notes],
         "tuned": "",
+        "verdict": "",
         **{key: [] for key in ("comparisons", "advice", "scale")},
     }
 

@@ -127,7 +127,8 @@ function verdictSection(study) {
       ", within which a difference does not matter. ",
       study.higher ? "Higher is better." : "Lower is better."]),
     comparisons.length > 0 && h("details", {}, h("summary", {}, "As sentences"), h("ul", {},
-      comparisons.map((comparison) => h("li", {}, prose(study, comparison.sentence))))),
+      [study.verdict, ...comparisons.map(({ sentence }) => sentence)].map((sentence) =>
+        h("li", {}, prose(study, sentence))))),
     study.advice.length > 0 && h("div", { class: "advice" }, h("h3", {}, "Next steps"),
       study.advice.map((line) => h("p", {}, prose(study, line.replace(/^Next: ./, (start) =>
         start.at(-1).toUpperCase()))))),
