@@ -193,11 +193,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
 
 def fold_alpha(
-    head: nn.Module | str | None,
-    alpha: float,
-    *,
-    model: nn.Module | None = None,
-    example_inputs: Any = None,
+    head: nn.Module | str | None, alpha: float, *, model: nn.Module | None = None
 ) -> nn.Module:
     r"""Scale a trained head by alpha, in place: the network's softmax becomes ``softmax(alpha z)``.
 
@@ -210,15 +206,13 @@ def fold_alpha(
         head: The last layer, linear or a convolution; with `model`, its name, or None to find it.
         alpha: The factor, above 0.
         model: The network that `head` belongs to; without it, a tied head cannot be seen.
-        example_inputs: The arguments of `model`: a tensor, a tuple, or a dict of keyword arguments.
-            `model` is run in evaluation mode to find the head, or to check that logits scale.
 
     Returns:
         The head; a ``ModuleList`` if the model has several, which are scaled together.
 
     Raises:
-        ValueError: If alpha is out of range; or the head is not found, not linear, tied or
-            parametrised; or the logits do not scale with it.
+        ValueError: If alpha is out of range; or the head is not found, not linear, tied,
+            parametrised or followed by another layer or a cap.
         TypeError: If alpha is not a number, or `head` is not a module and there is no `model`.
 
     Example:
@@ -229,13 +223,11 @@ def fold_alpha(
         True
     """
     factor = _positive(alpha, "alpha")
-    whole = head if model is None and example_inputs is None else model
+    whole = head if model is None else model
     if not isinstance(whole, nn.Module):
-        raise TypeError(
-            "Expected `model` to be a module, or `head` to be one and no `example_inputs`, but got "
-            f"{type(whole).__name__}."
-        )
-    heads = scalable_heads(whole, head, example_inputs)
+        got = type(whole).__name__
+        raise TypeError(f"Expected `model`, or else `head`, to be a module, but got {got}.")
+    heads = scalable_heads(whole, head)
     scale(heads, factor, model)
     return heads[0] if len(heads) == 1 else nn.ModuleList(heads)
 
