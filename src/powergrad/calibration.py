@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -222,7 +222,7 @@ def fold_alpha(
         >>> torch.equal(fold_alpha(head, 0.25)(features).softmax(1), p)
         True
     """
-    factor = _positive(alpha, "alpha")
+    factor = check_number(alpha, positive=True)
     whole = head if model is None else model
     if not isinstance(whole, nn.Module):
         got = type(whole).__name__
@@ -234,7 +234,7 @@ def fold_alpha(
 
 def _prepare(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Check the arguments; return ``(z - max z) / T`` in float64, labels and predictions."""
-    divisor = _positive(temperature, "temperature")
+    divisor = check_number(temperature, "temperature", positive=True)
     logits = check_floating(logits, "logits").detach()
     if logits.dim() != 2 or not logits.numel():
         got = shape_of(logits)
@@ -254,9 +254,3 @@ def _prepare(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor
     # The maximum is subtracted first, so that no temperature can cause an overflow.
     z = (logits.double() - top.double()) / divisor
     return z, labels.to(z.device, torch.int64), predicted.squeeze(1)
-
-
-def _positive(value: Any, name: str) -> float:
-    if (number := check_number(value, name)) == 0:
-        raise ValueError(f"Expected `{name}` to be above 0, but got 0.")
-    return number

@@ -71,8 +71,7 @@ def equivalent_training(
         >>> [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
         [(0.4, 0.00025), (0.025, 0.004)]
     """
-    if (alpha := check_number(alpha)) == 0:
-        raise ValueError("Expected `alpha` to be above 0 to equal a plain training, but got 0.")
+    alpha = check_number(alpha, positive=True)
     if type(optimizer) not in _BACKBONE:
         kind = type(optimizer).__name__
         raise TypeError(f"Expected `optimizer` to be SGD, Adam or AdamW of torch, but got {kind}.")
