@@ -83,14 +83,12 @@ def _declared_heads(model: nn.Module) -> list[nn.Module]:
     return []
 
 
-def _outputs(layer: Any) -> int:
-    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
-
-
-def _takers(layer: nn.Module, model: nn.Module) -> list[nn.Module]:
+def _takers(layer: Any, model: nn.Module) -> list[nn.Module]:
     """The modules whose input size fits the outputs of `layer`; a linear layer may flatten them."""
-    size, flattened = _outputs(layer), () if isinstance(layer, nn.Linear) else nn.Linear
-    apart = LINEAR_LAYERS[1:] if isinstance(layer, nn.Linear) else ()  # convolutions take images
+    if isinstance(layer, nn.Linear):
+        size, flattened, apart = layer.out_features, (), LINEAR_LAYERS[1:]  # which take images
+    else:
+        size, flattened, apart = layer.out_channels, nn.Linear, ()
     pairs = [(m, p) for m in model.modules() for p in m.parameters(recurse=False) if p.dim() > 1]
     pairs = [(m, p.shape[1]) for m, p in pairs if m is not layer and not isinstance(m, apart)]
     return [m for m, n in pairs if n == size or (isinstance(m, flattened) and n % size == 0)]
@@ -132,7 +130,15 @@ def scalable_heads(model: nn.Module, head: nn.Module | str | None) -> Sequence[n
                 "it is parametrised, first call `parametrize.remove_parametrizations` on it."
             )
         check_untied(layer, model)
-    _check_alone_and_last(heads, unwrap(model))
+    declared = _declared_heads(unwrap(model))
+    if len(heads) < len(declared) and heads[0] in declared:
+        raise ValueError(
+            "Expected `head` to be the only head, but got one of several "
+            f"({_names(declared, model)}); pass None to scale all of them."
+        )
+    if type(unwrap(model)).forward is nn.Sequential.forward:
+        modules = list(model.modules())
+        _check_last(modules[modules.index(heads[-1]) + 1 :])
     return heads
 
 
@@ -160,17 +166,9 @@ def check_untied(head: nn.Module, model: nn.Module) -> None:
             )
 
 
-def _check_alone_and_last(heads: Sequence[nn.Module], model: nn.Module) -> None:
-    """Refuse one of several declared heads, and a head in a Sequential that does not end it."""
-    declared, modules = _declared_heads(model), list(model.modules())
-    if len(heads) < len(declared) and heads[0] in declared:
-        raise ValueError(
-            "Expected `head` to be the only head, but got one of several "
-            f"({_names(declared, model)}); pass None to scale all of them."
-        )
-    if type(model).forward is not nn.Sequential.forward:
-        return
-    for module in modules[modules.index(heads[-1]) + 1 :]:
+def _check_last(after: Sequence[nn.Module]) -> None:
+    """Refuse modules `after` the head of a Sequential that may change how the logits scale."""
+    for module in after:
         is_activation = type(module).__module__ == nn.ReLU.__module__
         scales = isinstance(module, (nn.ReLU, nn.LeakyReLU, nn.LogSoftmax))
         if (is_activation and not scales) or any(True for _ in module.parameters()):
