@@ -543,6 +543,14 @@ def test_a_checkpoint_within_a_block_raises_and_a_block_within_a_checkpoint_work
         assert close(loss, z, 0.3, lambda z: 2 * z.sin())
 
 
+@pytest.mark.parametrize("form", [reentrant, non_reentrant])
+def test_what_a_backward_pass_in_a_block_recomputes_is_not_inside(z, form):
+    loss = form(doubled, z)
+    with PowerGrad(0.3):
+        plain(z)
+        assert close(loss, z, 1.0, lambda z: 2 * z.sin())
+
+
 def on_cpu(z: Tensor) -> Tensor:
     with save_on_cpu():
         return doubled(z)
