@@ -53,7 +53,8 @@ def robust_regions(rows: Sequence[robust.Row]) -> Regions:
 
 def all_regions() -> Regions:
     """Every region that a page may have."""
-    registered = decisive_regions(Findings.read(RESULTS)) | robust_regions(robust.read(robust.ROWS))
+    first, second = Findings.read(RESULTS), robust.read(robust.ROWS)
+    registered = {**decisive_regions(first), **robust_regions(second)}
     return {**benchmark_regions(), **study_regions(RESULTS), **registered}
 
 
