@@ -141,7 +141,7 @@ def test_arms_have_the_settings_that_were_tuned_for_them():
     assert {arm: changes["optimizer.lr"] for arm, changes in arms.items()} == {
         "baseline": 0.1, "pgt": 0.3, "agc": 1}  # fmt: skip
     assert arms["pgt"]["loss.alpha"] == 0.25
-    assert fair.sentence(arms) == "Every arm is at settings tuned for it, 32 points each."
+    assert fair.sentence(arms).startswith("Every arm is at settings tuned for it, 32 points each. ")
     # At another alpha, only those without PGT; never an arm of the same name with other changes.
     fair = Fair(TUNED)
     arms = arms_of(["baseline", "pgt", "agc: lr=7"], SMALL, [0.5], fair)

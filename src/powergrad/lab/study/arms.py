@@ -199,7 +199,10 @@ class Fair:
         tuned, image, own = ([a for a in self.at.get(kind, []) if a in arms] for kind in kinds)
         points = f"{self.tuned.trials} points each" if self.tuned else ""
         if tuned and not (image or own):
-            return f"Every arm is at settings tuned for it, {points}."
+            return (
+                f"Every arm is at settings tuned for it, {points}. That was done once, so the "
+                "verdict holds for these settings, not for the methods (--tune with --repeats)."
+            )
         parts = [f"{', '.join(tuned)} at settings tuned for each, {points}"] if tuned else []
         if image:
             parts.append(
