@@ -53,10 +53,11 @@ test-matrix: setup ## PGT under compile, export, make_fx, DTensor and more: no g
 	$(PYTEST) -n 2 $(WITHOUT_OTHERS) -m matrix
 
 $(VENV)/.integrations: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt transformers accelerate lightning
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt transformers accelerate lightning trl keras spmd_types tyro
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchtitan  # only its loss
 	touch $@
 
-test-integrations: $(VENV)/.integrations ## timm, transformers, Lightning, JAX and the examples
+test-integrations: $(VENV)/.integrations ## timm, transformers, TRL, torchtitan, Keras, Lightning, JAX and the examples
 	$(PYTEST) tests/integrations
 
 tests/browsers/node_modules: tests/browsers/package-lock.json

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 RECORD, CHANGELOG = ROOT / "tests" / "api.txt", ROOT / "CHANGELOG.md"
 MODULES = [
     *("", "alter", "calibration", "clip", "identity", "monitor", "verify"),
-    *("jax", "lightning"),
+    *("jax", "lightning", "transformers", "trl", "torchtitan", "axolotl"),
 ]
 SPECIAL = {"__init__", "__call__", "__enter__", "__exit__"}
 HOW_TO_ANNOUNCE = """

@@ -11,7 +11,7 @@ from powergrad.calibration import fold_alpha
 from powergrad.clip import adaptive_clip_grad_, clip_grads_before_step
 from powergrad.identity import equivalent_training
 from powergrad.kernels import available as native_available
-from powergrad.linear import linear_cross_entropy
+from powergrad.linear import LinearCrossEntropyLoss, linear_cross_entropy
 from powergrad.loss import CrossEntropyLoss, binary_cross_entropy_with_logits, cross_entropy
 from powergrad.mode import PowerGrad, disable, enable
 from powergrad.monitor import FilterMonitor, census
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CrossEntropyLoss",
     "FilterMonitor",
+    "LinearCrossEntropyLoss",
     "PowerGrad",
     "__version__",
     "adaptive_clip_grad_",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from powergrad.loss import CrossEntropyLoss
+from powergrad.units import refuse_flat
 
 LINEAR_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 HEAD_REMEDY = "pass `head`, the module that computes the logits or its name"
@@ -126,6 +127,7 @@ def scalable_heads(
                     f"Expected `model` not to cap its logits, but got `config.{name}` = {value}: "
                     "the cap comes after the head and does not scale with it."
                 )
+    refuse_flat(model.parameters(), "model")
     trial = None if example_inputs is None else _Trial(model, example_inputs)
     if head is not None:
         heads = [find_head(model, head)]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from powergrad.checks import (
     Call,
@@ -33,6 +33,7 @@ from powergrad.checks import (
 )
 from powergrad.compat import is_autocasting
 from powergrad.loss import (
+    CrossEntropyLoss,
     LossOptions,
     call_for_rows,
     gated,
@@ -42,11 +43,12 @@ from powergrad.loss import (
 )
 from powergrad.rows import RowStatistics, coefficients, reduced, write
 from powergrad.transform import tell
+from powergrad.units import is_sharded
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
 
 BLOCK_BYTES = 22 << 20  # the largest block of logits
 LEAST_ROWS = 128  # the fewest rows in a block, because each block rewrites dW
@@ -154,6 +156,7 @@ def linear_cross_entropy(
         check_floating(linear_bias, "linear_bias", (classes,))
         check_dtype(linear_bias, input, "linear_bias")
     check_dtype(linear_weight, input, "linear_weight")
+    _check_both_sharded(input, linear_weight)
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"Expected `chunk_rows` to be at least 1, but got {chunk_rows}.")
     layer: Layer = [input.reshape(-1, width), linear_weight, linear_bias]
@@ -189,8 +192,83 @@ def linear_cross_entropy(
     return (loss, rows.reshape(leading)) if return_stats and rows is not None else loss
 
 
+def _check_both_sharded(input: Tensor, linear_weight: Tensor) -> None:
+    """Refuse a DTensor with a plain tensor: nothing says whose gradients have to be added up."""
+    kinds = ["a DTensor" if is_sharded(t) else "a plain tensor" for t in (linear_weight, input)]
+    if kinds[0] != kinds[1]:
+        raise TypeError(
+            "Expected `linear_weight` and `input` to be plain tensors or DTensors, both of them, "
+            f"but got {kinds[0]} and {kinds[1]}. If FSDP2 has sharded the head, compute the loss "
+            "in a module that FSDP2 gathers, such as `powergrad.LinearCrossEntropyLoss`; or, after "
+            "the forward pass of the sharded model that the head is a part of, call "
+            "`head.unshard()`. Do not pass `head.weight.full_tensor()`: the gradients of the "
+            "processes would not be added up."
+        )
+
+
 def _shifted(values: Tensor, last: float) -> Tensor:
     return torch.cat([values[..., 1:], torch.full_like(values[..., :1], last)], -1)
+
+
+class LinearCrossEntropyLoss(CrossEntropyLoss):
+    r"""``nn.LinearCrossEntropyLoss`` with PowerGrad Transform: head and loss as one module.
+
+    It computes :func:`linear_cross_entropy` of its submodule ``linear``, the head, whose parameters
+    have the names of PyTorch's module. ``fully_shard(loss)`` (FSDP2) shards them: the hooks of the
+    module gather the head before the loss, and add up its gradients over the processes.
+
+    Args:
+        in_features: The size H of the hidden states.
+        num_classes: The number of classes C.
+        alpha: As in :func:`cross_entropy`; it can be set at any time.
+        bias: Whether the head has a bias.
+        device: The device of the head.
+        dtype: The dtype of the head.
+        weight: One weight per class; a buffer, as in PyTorch.
+        shift: As in :func:`linear_cross_entropy`.
+        chunk_rows: As in :func:`linear_cross_entropy`.
+        **options: As in :class:`CrossEntropyLoss`.
+
+    Raises:
+        ValueError: If ``alpha``, ``reduction`` or another option is out of range.
+
+    Example:
+        >>> criterion = LinearCrossEntropyLoss(8, 1000, alpha=0.3)
+        >>> criterion(torch.randn(6, 8), torch.arange(6)).backward()
+        >>> criterion.linear.weight.grad.shape
+        torch.Size([1000, 8])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        alpha: float | Tensor,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weight: Tensor | None = None,
+        shift: bool = False,
+        chunk_rows: int | None = None,
+        **options: Unpack[LossOptions],
+    ) -> None:
+        super().__init__(alpha, weight, **options)
+        self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
+        self.options |= {"shift": shift, "chunk_rows": chunk_rows}
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        token_weight: Tensor | None = None,
+        *,
+        return_stats: bool = False,
+    ) -> Any:
+        """The loss of `input` for `target`, see :func:`linear_cross_entropy`."""
+        weight, bias = self.linear.weight, self.linear.bias
+        more = {"linear_bias": bias, "return_stats": return_stats}
+        return linear_cross_entropy(input, weight, target, **more, **self._arguments(token_weight))
 
 
 Layer = Sequence[Any]  # hidden states, head, bias or None

@@ -520,17 +520,18 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor, token_weight: Tensor | None = None) -> Tensor:
         """The loss of `input` for `target`, see :func:`cross_entropy`."""
-        return cross_entropy(
-            input,
-            target,
-            self.weight,
-            alpha=self._alpha_input if torch.compiler.is_compiling() else self._alpha,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            token_weight=token_weight,
+        return cross_entropy(input, target, **self._arguments(token_weight))
+
+    def _arguments(self, token_weight: Tensor | None) -> dict[str, Any]:
+        return {
+            "weight": self.weight,
+            "alpha": self._alpha_input if torch.compiler.is_compiling() else self._alpha,
+            "ignore_index": self.ignore_index,
+            "reduction": self.reduction,
+            "label_smoothing": self.label_smoothing,
+            "token_weight": token_weight,
             **self.options,
-        )
+        }
 
     def extra_repr(self) -> str:
         """Alpha, and the options that are used."""
