@@ -112,7 +112,8 @@ class ClipReport:
     def total(self, group: Any = None) -> ClipTotal:
         """The report on all processes of `group` (by default, on all), each of which calls this.
 
-        Each unit of a DTensor counts once. A parameter that is not one counts once per process.
+        Each unit of a DTensor counts once per device mesh that has it, so under tensor parallelism
+        a parameter that only FSDP2 shards counts several times. Others count once per process.
         """
         if self._units and self._units[0][0] == "total":  # the same in all of them
             return ClipTotal(int(self.clipped), 1, float(self.largest))
