@@ -345,9 +345,10 @@ def _make_optimizer(recipe: Recipe, model: nn.Module) -> tuple[torch.optim.Optim
         adam = {} if options.name == "sgd" else {"eps": options.eps * factors.eps}
         groups.append({"params": parameters, "weight_decay": decay, **adam})
         lr_factors.append(factors.lr)
-    # If a scaler skips the first step, fused SGD leaves its momentum uninitialised (2.13.0).
-    is_scaled = recipe.train.precision == "float16"
-    fused = next(model.parameters()).device.type in ("cpu", "cuda") and not is_scaled
+    # If a scaler skips the first step, fused SGD leaves its momentum uninitialised (2.13.0). For
+    # shards, PyTorch has no fused SGD.
+    unfused = recipe.train.precision == "float16" or recipe.machine.parallel == "fsdp"
+    fused = next(model.parameters()).device.type in ("cpu", "cuda") and not unfused
     if options.name == "sgd":
         own = {"momentum": options.momentum, "nesterov": options.nesterov}
         return torch.optim.SGD(groups, lr=options.lr, fused=fused, **own), lr_factors
