@@ -283,9 +283,10 @@ def _gradients_of(parameters: Parameters, method: str) -> list[_Gradient]:
     refuse_flat(parameters, "parameters")
     gradients = []
     for parameter, (name, owner) in parameters.items():
-        if (grad := parameter.grad) is None:
+        grad: Any = parameter.grad
+        if grad is None:
             continue
-        weight: Tensor = parameter
+        weight: Any = parameter
         if grad.layout is not torch.strided:
             if grad.layout is not torch.sparse_coo or grad.sparse_dim() > 1 or not grad.dense_dim():
                 raise ValueError(
@@ -301,12 +302,12 @@ def _gradients_of(parameters: Parameters, method: str) -> list[_Gradient]:
                     parameter.grad = grad = grad.redistribute(placements=parameter.placements)
                 apart = isinstance(owner, TRANSPOSED) and grad.dim() > 1  # units along dimension 1
                 if apart and method == "agc":
-                    grad, weight = gathered, _ = grad.full_tensor(), weight.full_tensor()
-            view, dims = by_unit(local_part(grad), owner)
+                    gathered, weight = grad.full_tensor(), weight.full_tensor()
+            view, dims = by_unit(local_part(grad) if gathered is None else gathered, owner)
             dims = dims if method == "agc" else None
-            sharing = sharing_of(parameter.grad, whole=dims is None)
+            sharing = sharing_of(grad, whole=dims is None)
             if gathered is not None:
-                sharing = Sharing(copies=parameter.grad.device_mesh.size())
+                sharing = Sharing(copies=grad.device_mesh.size())
             weight, _ = by_unit(local_part(weight), owner)
             gradients.append(_Gradient(name, parameter, weight, view, dims, sharing, gathered))
     return gradients

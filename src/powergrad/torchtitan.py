@@ -51,8 +51,9 @@ def _loss(
     if is_sharded(pred) and is_sharded(labels):
         return powergrad.cross_entropy(pred.movedim(-1, 1).float(), labels, **options)
     mesh, vocabulary, local = None, global_vocab_size, pred
+    sharded: Any = pred
     if is_sharded(pred):
-        mesh, vocabulary, local = pred.device_mesh, pred.shape[-1], pred.to_local()
+        mesh, vocabulary, local = sharded.device_mesh, pred.shape[-1], sharded.to_local()
     elif get_spmd_backend() == "spmd_types" and spmd_mesh_size("tp") > 1:
         mesh = current_spmd_mesh()
     rows, labels = local.flatten(0, 1).float(), labels.flatten(0, 1)

@@ -69,7 +69,8 @@ def apply(model: nn.Module, alpha: float) -> ChunkedHead:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._powergrad._call(self, args, kwargs)
 
-    head._powergrad = model._powergrad = applied
+    for module in (model, head):
+        vars(module)["_powergrad"] = applied
     head.forward = MethodType(_forward_of_head, head)
     model.forward = MethodType(forward, model)  # methods are copied with the model
     applied._owners = (model, head)
@@ -155,8 +156,9 @@ class ChunkedHead:
     def _take(self, *args: Any, **kwargs: Any) -> Tensor:
         """In place of the model's loss function."""
         if self._probe is not None:
-            self._probe = kwargs["logits"] if "logits" in kwargs else args[0]
-            return self._probe.sum()
+            logits: Tensor = kwargs["logits"] if "logits" in kwargs else args[0]
+            self._probe = logits
+            return logits.sum()
         loss, self._loss = self._loss, None
         if loss is None:
             raise RuntimeError("Expected the model to call its head and its loss once per step.")

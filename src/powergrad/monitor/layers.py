@@ -68,7 +68,7 @@ def measure(weights: Sequence[Weight]) -> list[Tensor]:
     """
     values: list[tuple[Tensor, Sharing]] = []
     for column, source in weights:
-        tensor = gradient_of(source) if column.quantity == "gradient" else weight_of(source)
+        tensor: Any = gradient_of(source) if column.quantity == "gradient" else weight_of(source)
         if tensor is None:
             values.append((torch.full((column.units,), torch.nan, device="cpu"), Sharing()))
             continue
