@@ -25,7 +25,13 @@ MODULES = [  # the kernel is a library for ctypes, `__main__` a command
     for _, name, _ in pkgutil.walk_packages(powergrad.__path__, "powergrad.")
     if not name.endswith((".kernels.kernel", ".__main__"))
     # With Lightning in tests/integrations; with Triton in tests/test_triton.py.
-    and name not in ("powergrad.lightning", "powergrad.kernels.triton")
+    and name
+    not in (
+        "powergrad.axolotl",
+        "powergrad.lightning",
+        "powergrad.torchtitan",
+        "powergrad.kernels.triton",
+    )
 ] + ["powergrad_cli"]
 CALLABLES = [n for n in powergrad.__all__ if callable(getattr(powergrad, n))]
 

@@ -3,6 +3,10 @@
 The cases run in one start of 2, 3 and 4 processes each: FSDP2, and FSDP2 over tensor parallelism.
 """
 
+# Sharded modules have DTensors, and methods, that their types do not show.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportIndexIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import copy

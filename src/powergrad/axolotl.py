@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from powergrad.transformers import apply
 
-__all__ = ["PowerGradArguments", "PowerGradPlugin"]
+__all__ = ["PowerGradPlugin"]
 
 
 class PowerGradArguments(BaseModel):

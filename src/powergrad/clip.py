@@ -282,6 +282,7 @@ def _gradients_of(parameters: Parameters, method: str) -> list[_Gradient]:
     """The existing gradients of `parameters`, by unit; except for AGC, each tensor is one unit."""
     refuse_flat(parameters, "parameters")
     gradients = []
+    parameter: Any
     for parameter, (name, owner) in parameters.items():
         grad: Any = parameter.grad
         if grad is None:
