@@ -44,6 +44,7 @@ from powergrad.checks import (
     check_number,
     check_probabilities,
     is_plain,
+    splits_classes,
 )
 from powergrad.compat import in_loss_parallel, in_transform, is_exporting
 
@@ -177,6 +178,8 @@ class Notice(NamedTuple):
 
 
 LISTENERS: list[Callable[[Notice], None]] = []
+# How `powergrad.parallel` computes losses of DTensors whose classes are split, by function.
+OF_DTENSORS: dict[str, Callable[..., Any]] = {}
 TRACED: set[str] = set()  # options that traced programs may use, which do not say so when they run
 
 
@@ -247,10 +250,11 @@ def log_softmax(
         raise RuntimeError(
             "Expected `input` to be used outside `loss_parallel()`, but got a "
             f"{type(input).__name__} inside it, where PyTorch itself computes the gradient of the "
-            "logits, without PowerGrad Transform. Call it outside `loss_parallel()`, and gather "
-            "the classes if they are sharded: `input.full_tensor()`, or "
-            "`input.redistribute(placements=[Replicate()])`."
+            "logits of `F.nll_loss`, without PowerGrad Transform. Call it outside "
+            "`loss_parallel()`, or `powergrad.cross_entropy`, which may be inside."
         )
+    if splits_classes(input, dim):
+        return OF_DTENSORS["log_softmax"](input, exponent, dim, dtype)
     if is_plain(input):
         return LogSoftmax.apply(input, exponent, dim, dtype)
     if needs_operator():
