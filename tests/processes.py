@@ -23,8 +23,12 @@ def _serve(rank: int, world: int, folder: str, timeout: float, pipe: Any) -> Non
         function, size, arguments = message
         try:
             pipe.send((True, function(rank, groups[size], *arguments)))
-        except BaseException as error:
-            pipe.send((False, (error if isinstance(error, Exception) else None, traceback.format_exc())))
+        except Exception as error:
+            pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+
+
+class Failure(Exception):
+    """What a process has raised, as text."""
 
 
 class Processes:
@@ -47,7 +51,7 @@ class Processes:
     def answers(
         self, size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0
     ) -> list[Any]:
-        """What each process returns; or its exception; or None if it is silent or has died."""
+        """What each process returns; or a Failure; or None if it is silent or has died."""
         for pipe in self.pipes[:size]:
             pipe.send((function, size, arguments))
         found = []
@@ -56,14 +60,14 @@ class Processes:
                 done, value = pipe.recv() if pipe.poll(timeout) else (True, None)
             except EOFError:
                 done, value = True, None
-            found.append(value if done else value[0] or RuntimeError(value[1]))
+            found.append(value if done else Failure(value))
         return found
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What each process returns; raises what one has raised."""
         found = self.answers(size, function, *arguments)
         for value in found:
-            if isinstance(value, BaseException):
+            if isinstance(value, Failure):
                 raise value
         return found
 

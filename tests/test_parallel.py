@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
 from dataclasses import replace
 from typing import Any
@@ -9,6 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.parallel.loss import _disable_custom_loss_ops
 from cases import OPTIONS, Form, build, check_gradient, check_value
 from processes import Processes
 from torch import Tensor
@@ -95,3 +109,42 @@ def test_random_parts(processes, size):
             assert torch.equal(value, answers[0][0]) or value.isnan().all()
         check_value(case, answers[0][0])
         check_gradient(case, torch.cat([grad for _, grad in answers], case.class_dim))
+
+
+PLACEMENTS = [Replicate(), Shard(0), Shard(1)]
+
+
+@functools.cache
+def square() -> Any:
+    return init_device_mesh("cpu", (2, 2))
+
+
+def on_a_mesh(rank: int, group: Any, pairs: list[Any], seeds: range, inside: bool) -> Any:
+    """Random cases as DTensors with these placements; what differs from one process, by name."""
+    failures = []
+    for number, pair in enumerate(pairs):
+        for seed in seeds:
+            case, _ = random_case(1000 * number + seed)
+            if case.logits.dim() < 2:
+                continue
+            z = distribute_tensor(case.logits, square(), pair).requires_grad_()
+            try:
+                with loss_parallel() if inside else contextlib.nullcontext():
+                    loss = powergrad.cross_entropy(
+                        z, case.target, alpha=case.alpha, **case.options, **case.extra
+                    )
+                    up = distribute_tensor(case.upstream, square(), [Replicate()] * 2)
+                    loss.backward(up)
+                check_value(case, loss.full_tensor())
+                check_gradient(case, z.grad.full_tensor())
+            except Exception as error:
+                if inside:
+                    _disable_custom_loss_ops()
+                failures.append((pair, seed, f"{type(error).__name__}: {error}"[:300]))
+    return failures
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_every_placement_on_a_mesh(processes, inside):
+    pairs = [(a, b) for a in PLACEMENTS for b in PLACEMENTS if (a, b) != (Shard(1), Shard(1))]
+    assert processes.run(4, on_a_mesh, pairs, range(10), inside) == [[]] * 4

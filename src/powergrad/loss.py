@@ -32,10 +32,9 @@ from powergrad.checks import (
     is_one,
     is_plain,
     shape_of,
-    splits_classes,
     values_readable,
 )
-from powergrad.compat import in_loss_parallel, in_transform, is_autocasting, is_exporting
+from powergrad.compat import in_transform, is_autocasting, is_exporting
 from powergrad.rows import RowStatistics, loss_and_gradient, mapped
 from powergrad.transform import (
     LISTENERS,
@@ -172,7 +171,7 @@ def cross_entropy(
 
 def loss_and_statistics(input: Tensor, call: Call) -> tuple[Tensor, RowStatistics]:
     """The loss, with the weights of its gate, and the statistics of its rows."""
-    if _is_split(input, call):
+    if _is_parallel(input, call):
         return OF_DTENSORS["cross_entropy"](input, call, True)
     class_dim, call = check_call(input, call)
     check_labels(call.target, input.shape[class_dim], call.ignore_index)
@@ -208,7 +207,7 @@ def gated(call: Call, rows: RowStatistics) -> Tensor:
 def loss_of(input: Tensor, call: Call) -> Tensor:
     """:func:`cross_entropy` without gate and statistics."""
     common = _is_common_case(input, call)
-    if not common and _is_split(input, call):
+    if not common and _is_parallel(input, call):
         return OF_DTENSORS["cross_entropy"](input, call, False)[0]
     class_dim, call = (1, call) if common else check_call(input, call)
     if LISTENERS or not common:  # what is traced looks at no list
@@ -239,13 +238,11 @@ def loss_of(input: Tensor, call: Call) -> Tensor:
     return in_dtype(loss, input, call)
 
 
-def _is_split(input: Tensor, call: Call) -> bool:
-    """Whether `powergrad.parallel` computes the loss: the classes are split, or may be."""
-    if type(input) in PLAIN or (is_one(call.alpha) and not call.extended() and call.gate is None):
+def _is_parallel(input: Tensor, call: Call) -> bool:
+    """Whether `powergrad.parallel` computes the loss: that of a DTensor, except PyTorch's own."""
+    if not is_dtensor(input):
         return False
-    return splits_classes(input, 0 if input.dim() == 1 else 1) or (
-        is_dtensor(input) and in_loss_parallel()
-    )
+    return call.extended() or call.gate is not None or not is_one(call.alpha)
 
 
 def in_dtype(loss: Tensor, input: Tensor, call: Call) -> Tensor:

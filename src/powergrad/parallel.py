@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 __all__ = ["cross_entropy"]
 
 INF = math.inf
-_REMEDY = "Gather the classes: `logits.redistribute(placements=[Replicate()])`."
 
 
 # What processes tell each other -------------------------------------------------------------------
@@ -103,8 +102,8 @@ class Split(NamedTuple):
     def refuse_second_derivatives() -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "Second derivatives (`create_graph=True`) of a loss whose classes are split over "
-                f"processes are not supported. {_REMEDY}"
+                "Second derivatives (`create_graph=True`) of a DTensor's loss, or of classes that "
+                "are split over processes, are not supported. Use `logits.full_tensor()`."
             )
 
 
@@ -556,8 +555,8 @@ class Layout(NamedTuple):
         across = [i for i, p in enumerate(self.placements) if p.is_shard(self.class_dim)]
         if len(across) > 1:
             raise ValueError(
-                "Expected the classes to be split over one dimension of the mesh, but got the "
-                f"placements {tuple(self.placements)}. {_REMEDY}"
+                "Expected the classes to be split over one dimension of the mesh, but got "
+                f"{tuple(self.placements)}: gather them over another, by `redistribute`."
             )
         of_rows = [i for i, p in enumerate(self.placements) if p.is_shard() and i not in across]
         group = self.mesh.get_group(across[0]) if across else None
