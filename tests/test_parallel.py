@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import (
+    DeviceMesh,
     DTensor,
     Partial,
     Replicate,
@@ -23,37 +26,44 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.parallel.loss import _disable_custom_loss_ops
-from cases import OPTIONS, Form, build, check_gradient, check_value
+from cases import Case, Form, build, check_gradient, check_value
 from processes import Processes
+from references import gradient_of_potential
 from torch import Tensor
 
 import powergrad
+from benchmarks.harness import peak_bytes
 from powergrad import parallel
 
 CASES = 300
 
 
+@functools.cache
+def square() -> Any:
+    return init_device_mesh("cpu", (2, 2))
+
+
+def ready(rank: int, group: Any) -> None:
+    square()
+
+
 @pytest.fixture(scope="module")
 def processes():
     pool = Processes(4, __name__)
+    pool.run(4, ready)
     yield pool
     pool.close()
 
 
-def random_case(seed: int) -> tuple[Any, list[int]]:
-    """A call with random options, and where three parts of its classes end."""
-    draw = random.Random(seed)
-    form = Form()
+def random_form(draw: random.Random, shape: tuple[int, ...]) -> Form:
+    """A possible combination of options for logits of this shape."""
     while True:
-        c, n, d = draw.choice([1, 2, 3, 7, 40, 127]), draw.randint(1, 6), draw.randint(1, 4)
-        dtype = draw.choice([torch.float64, torch.float64, torch.float32])
-        alphas = draw.choice(["number", "number", "0-d", "example", "position"])
         form = Form(
-            shape=draw.choice([(c,), (n, c), (n, c), (n, c), (n, c, d)]),
-            dtype=dtype,
+            shape=shape,
+            dtype=draw.choice([torch.float64, torch.float64, torch.float32]),
             target=draw.choice(["labels", "labels", "bytes", "probabilities"]),
             alpha=draw.choice([0.0, 0.05, 0.3, 0.999, 2.0]),
-            alphas=alphas,
+            alphas=draw.choice(["number", "number", "0-d", "example", "position"]),
             weight=draw.choice(["", "", "random"]),
             ignore_index=draw.choice([None, -100, 0]),
             reduction=draw.choice(["mean", "sum", "none"]),
@@ -65,14 +75,19 @@ def random_case(seed: int) -> tuple[Any, list[int]]:
             logit_scale=draw.choice([1.0, 1.0, 0.5]),
             z_loss=draw.choice([0.0, 0.0, 0.1]),
             tokens=draw.random() < 0.3,
-            seed=seed,
+            seed=draw.randrange(2**32),
         )
-        if form.target == "bytes" and c > 200:
-            continue
         if form.possible:
-            break
+            return form
+
+
+def random_case(seed: int) -> tuple[Case, list[int]]:
+    """A call with random options, and where three parts of its classes end."""
+    draw = random.Random(seed)
+    c, n, d = draw.choice([1, 2, 3, 7, 40, 127]), draw.randint(1, 6), draw.randint(1, 4)
+    shape = draw.choice([(c,), (n, c), (n, c), (n, c), (n, c, d)])
     inner = sorted(draw.randint(0, c) for _ in range(2))
-    return build(form), [0, *inner, c]
+    return build(random_form(draw, shape)), [0, *inner, c]
 
 
 def part(case: Any, first: int, last: int) -> Tensor:
@@ -92,8 +107,14 @@ def random_parts(rank: int, group: Any, seeds: range) -> list[tuple[Tensor, Tens
             target = target.narrow(case.class_dim, first, last - first)
         classes = case.logits.shape[case.class_dim]
         loss = parallel.cross_entropy(
-            z, target, alpha=case.alpha, classes=classes, first_class=first, group=group,
-            **case.options, **case.extra,
+            z,
+            target,
+            alpha=case.alpha,
+            classes=classes,
+            first_class=first,
+            group=group,
+            **case.options,
+            **case.extra,
         )
         loss.backward(case.upstream)
         found.append((loss.detach(), z.grad))
@@ -112,11 +133,6 @@ def test_random_parts(processes, size):
 
 
 PLACEMENTS = [Replicate(), Shard(0), Shard(1)]
-
-
-@functools.cache
-def square() -> Any:
-    return init_device_mesh("cpu", (2, 2))
 
 
 def on_a_mesh(rank: int, group: Any, pairs: list[Any], seeds: range, inside: bool) -> Any:
@@ -148,3 +164,406 @@ def on_a_mesh(rank: int, group: Any, pairs: list[Any], seeds: range, inside: boo
 def test_every_placement_on_a_mesh(processes, inside):
     pairs = [(a, b) for a in PLACEMENTS for b in PLACEMENTS if (a, b) != (Shard(1), Shard(1))]
     assert processes.run(4, on_a_mesh, pairs, range(10), inside) == [[]] * 4
+
+
+# Other ways to ask for it -------------------------------------------------------------------------
+
+ALPHA = 0.3
+
+
+def line(group: Any) -> Any:
+    """The mesh of a group."""
+    return DeviceMesh.from_group(group, "cpu")
+
+
+def split_logits(group: Any, rows: int, classes: int) -> tuple[Tensor, Tensor, DTensor]:
+    g = torch.Generator().manual_seed(classes)
+    z = 3 * torch.randn(rows, classes, generator=g, dtype=torch.float64)
+    y = torch.randint(classes, (rows,), generator=g)
+    return z, y, distribute_tensor(z, line(group), [Shard(1)]).requires_grad_()
+
+
+def focal(log_p: Tensor) -> Tensor:
+    """A loss that is not linear in log p, so that only the definition says its gradient."""
+    return ((1 - log_p.exp()) ** 2 * log_p / torch.arange(1.0, 1 + log_p.shape[1])).sum()
+
+
+WAYS = {
+    "function": lambda z, y: powergrad.cross_entropy(z, y, alpha=ALPHA),
+    "module": lambda z, y: powergrad.CrossEntropyLoss(ALPHA)(z, y),
+    "log_softmax": lambda z, y: F.nll_loss(powergrad.log_softmax(z, 1, alpha=ALPHA), y),
+}
+
+
+def by_each_way(rank: int, group: Any, classes: int) -> None:
+    z, y, _ = split_logits(group, 5, classes)
+    p = (ALPHA * z).softmax(1)
+    expected = (p - F.one_hot(y, classes)) / 5
+
+    def check(loss: Any, inside: bool = False) -> None:
+        x = split_logits(group, 5, classes)[2]
+        with loss_parallel() if inside else contextlib.nullcontext():
+            value = loss(x, distribute_tensor(y, line(group), [Replicate()]))
+            value.backward()
+        torch.testing.assert_close(x.grad.full_tensor(), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(value.full_tensor(), F.cross_entropy(z, y), rtol=0, atol=1e-12)
+
+    def by_context(x: Any, y: Any) -> Any:
+        with powergrad.PowerGrad(ALPHA, strict=True):
+            return F.cross_entropy(x, y)
+
+    for name, way in {**WAYS, "PowerGrad": by_context}.items():
+        check(way)
+        if name != "log_softmax":
+            check(way, inside=True)
+    powergrad.enable(ALPHA)
+    check(F.cross_entropy, inside=True)
+    powergrad.disable()
+    try:
+        with loss_parallel():
+            x = split_logits(group, 5, classes)[2]
+            with pytest.raises(RuntimeError, match="outside `loss_parallel"):
+                powergrad.log_softmax(x, 1, alpha=ALPHA)
+            raise KeyError
+    except KeyError:
+        check(WAYS["function"])  # PyTorch's handlers are still there
+        _disable_custom_loss_ops()
+    # Any loss of log p, and one alpha per row.
+    for alpha in (0.0, ALPHA, torch.linspace(0, 1.5, 5, dtype=torch.float64)):
+        x = split_logits(group, 5, classes)[2]
+        log_p = powergrad.log_softmax(x, 1, alpha=alpha)
+        focal(log_p.full_tensor()).backward()
+        leaf = z.log_softmax(1).requires_grad_()
+        (u,) = torch.autograd.grad(focal(leaf), leaf)
+        column = alpha if isinstance(alpha, float) else alpha.unsqueeze(1)
+        oracle = u - (column * z).softmax(1) * u.sum(1, keepdim=True)
+        torch.testing.assert_close(log_p.full_tensor(), z.log_softmax(1), rtol=0, atol=1e-12)
+        torch.testing.assert_close(x.grad.full_tensor(), oracle, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "classes"), [(2, 5), (2, 1000), (3, 1000), (3, 2)])
+def test_each_way(processes, size, classes):
+    processes.run(size, by_each_way, classes)
+
+
+HEADS = {  # placements of hidden states and head on the square
+    "tensor parallel": ((Replicate(), Replicate()), (Replicate(), Shard(0))),
+    "data and tensor parallel": ((Shard(0), Replicate()), (Replicate(), Shard(0))),
+    "sharded over both": ((Shard(0), Replicate()), (Shard(0), Shard(0))),
+    "sequence": ((Replicate(), Shard(1)), (Replicate(), Shard(0))),
+    "width": ((Replicate(), Shard(2)), (Shard(1), Shard(0))),
+    "sums": ((Replicate(), Partial()), (Replicate(), Shard(0))),
+    "data parallel": ((Shard(0), Shard(1)), (Replicate(), Replicate())),
+}
+
+
+def heads(rank: int, group: Any, seeds: range) -> list[str]:
+    """The gradients of split heads against those of the logits' oracle, by the chain rule."""
+    failures = []
+    for name, (of_hidden, of_head) in HEADS.items():
+        for seed in seeds:
+            draw = random.Random(seed)
+            batch, length, width = draw.randint(1, 3), draw.randint(1, 5), draw.randint(1, 4)
+            form = replace(
+                random_form(draw, (batch * length, draw.choice([1, 3, 40]))),
+                masked=False, alphas=draw.choice(["number", "0-d"]), dtype=torch.float64,
+            )  # fmt: skip
+            case = build(form)
+            g = torch.Generator().manual_seed(seed)
+            classes, mesh = case.logits.shape[1], square()
+            h = torch.randn(batch, length, width, generator=g, dtype=torch.float64)
+            w = torch.randn(classes, width, generator=g, dtype=torch.float64)
+            b = torch.randn(classes, generator=g, dtype=torch.float64)
+            case.logits = F.linear(h.flatten(0, 1), w, b)
+            dz = gradient_of_potential(
+                case.logits,
+                case.target,
+                case.alpha,
+                case.upstream,
+                extra=case.extra,
+                **case.options,
+            )
+            expected = [(dz @ w).view_as(h), dz.T @ h.flatten(0, 1), dz.sum(0)]
+            x = distribute_tensor(h, mesh, [Replicate()] * 2)
+            if Partial() in of_hidden:
+                x = DTensor.from_local(h / 2, mesh, of_hidden)
+            else:
+                x = x.redistribute(mesh, of_hidden)
+            x = x.detach().requires_grad_()
+            head = [distribute_tensor(w, mesh, of_head).requires_grad_()]
+            of_bias = [p if p == Shard(0) else Replicate() for p in of_head]
+            head.append(distribute_tensor(b, mesh, of_bias).requires_grad_())
+            target = case.target.unflatten(0, (batch, length))
+            extra = dict(case.extra)
+            if "token_weight" in extra:
+                extra["token_weight"] = extra["token_weight"].unflatten(0, (batch, length))
+            up = case.upstream
+            up = up.unflatten(0, (batch, length)) if up.dim() else up
+            try:
+                loss = powergrad.linear_cross_entropy(
+                    x,
+                    head[0],
+                    target,
+                    alpha=case.alpha,
+                    linear_bias=head[1],
+                    chunk_rows=2,
+                    **case.options,
+                    **extra,
+                )
+                loss.backward(distribute_tensor(up, mesh, [Replicate()] * 2))
+                check_value(case, loss.full_tensor().reshape(case.upstream.shape))
+                for t, want in zip((x, *head), expected, strict=True):
+                    scale = want.abs().max().clamp(min=1.0).item() if want.numel() else 1.0
+                    got = t.grad.full_tensor()
+                    torch.testing.assert_close(
+                        got, want, rtol=0, atol=1e-12 * scale, equal_nan=True
+                    )
+            except Exception as error:
+                failures.append(f"{name} {seed}: {type(error).__name__}: {error}"[:400])
+    return failures
+
+
+def test_heads_on_a_mesh(processes):
+    assert processes.run(4, heads, range(12)) == [[]] * 4
+
+
+def shifted_and_told(rank: int, group: Any) -> None:
+    """Shifted labels, statistics and gates of a split head are those of a whole one."""
+    mesh, g = line(group), torch.Generator().manual_seed(0)
+    h = torch.randn(2, 6, 4, generator=g, dtype=torch.float64)
+    w = torch.randn(11, 4, generator=g, dtype=torch.float64)
+    y = torch.randint(11, (2, 6), generator=g)
+    y[0, 2] = -100
+    gate = lambda rows: rows.p_target * rows.entropy  # noqa: E731
+    for target in (y, torch.rand(2, 6, 11, generator=g, dtype=torch.float64)):
+        options = {"alpha": ALPHA, "shift": target is y, "gate": gate, "label_smoothing": 0.1}
+        results = []
+        for split in (False, True):
+            x, v = (t.clone().requires_grad_() for t in (h, w))
+            if split:
+                x = distribute_tensor(h, mesh, [Replicate()]).requires_grad_()
+                v = distribute_tensor(w, mesh, [Shard(0)]).requires_grad_()
+            loss, rows = powergrad.linear_cross_entropy(
+                x, v, target, return_stats=True, chunk_rows=5, **options
+            )
+            loss.backward()
+            numbers = (loss, x.grad, v.grad, *(getattr(rows, name) for name in rows.NAMES))
+            results.append([t.full_tensor() if split else t.detach() for t in numbers])
+            z, y_, o = F.linear(h, w).movedim(-1, 1), target, dict(options)
+            del o["shift"]
+            y_ = target.movedim(-1, 1) if target is not y else target
+            z = distribute_tensor(z, mesh, [Shard(1)]) if split else z
+            z = z.detach().requires_grad_()
+            loss, rows = powergrad.cross_entropy(z, y_, return_stats=True, **o)
+            loss.backward()
+            numbers = (loss, z.grad, *(getattr(rows, name) for name in rows.NAMES))
+            results[-1] += [t.full_tensor() if split else t.detach() for t in numbers]
+        for split, whole in zip(results[1], results[0], strict=True):
+            torch.testing.assert_close(split, whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_statistics_gates_and_shifts(processes, size):
+    processes.run(size, shifted_and_told)
+
+
+# What is sent, and the memory ---------------------------------------------------------------------
+
+
+def counted(rank: int, group: Any) -> dict[str, tuple[list[str], list[str]]]:
+    """The collectives of forward and backward pass, by name of the operation."""
+    mesh, found = line(group), {}
+    z, y, x = split_logits(group, 7, 20)
+    h = distribute_tensor(torch.randn(7, 4), mesh, [Replicate()]).requires_grad_()
+    w = distribute_tensor(torch.randn(20, 4), mesh, [Shard(0)]).requires_grad_()
+    head = functools.partial(powergrad.linear_cross_entropy, h, w, y, alpha=ALPHA, chunk_rows=3)
+    local = z.chunk(dist.get_world_size(group), 1)[rank].clone().requires_grad_()
+    calls = {
+        "function": lambda: parallel.cross_entropy(local, y, alpha=ALPHA, classes=20, group=group),
+        "DTensor": lambda: powergrad.cross_entropy(x, y, alpha=ALPHA),
+        "log_softmax": lambda: powergrad.log_softmax(x, 1, alpha=ALPHA).to_local().sum(),
+        "head": head,
+        "head, none": lambda: head(reduction="none").to_local().sum(),
+    }
+    for name, call in calls.items():
+        for passes in range(2):
+            with CommDebugMode() as comm:
+                loss = loss.backward() if passes else call()
+            sent = {str(op): n for op, n in comm.get_comm_counts().items()}
+            found.setdefault(name, []).append(sent)
+    return found
+
+
+def test_collectives(processes):
+    answers = processes.run(2, counted)
+    gathers = lambda n: sum(n.values()) if all("gather" in op for op in n) else None  # noqa: E731
+    for found in answers:
+        for name, forward in {"function": 2, "DTensor": 2, "log_softmax": 2, "head": 4}.items():
+            assert gathers(found[name][0]) == forward  # a message, and the exchanges
+        assert gathers(found["head, none"][0]) == 4
+        for name in ("function", "DTensor"):
+            assert found[name][1] == {}
+        for name in ("log_softmax", "head", "head, none"):
+            assert [("reduce" in op, n) for op, n in found[name][1].items()] == [(True, 1)], name
+
+
+def messages(rank: int, group: Any) -> list[int]:
+    """At which of 9 calls on an accelerator, for which the meta device stands, processes are asked."""
+    calls: list[int] = []
+    send, parallel.gathered = parallel.gathered, lambda mine, group: (
+        calls.append(call), torch.tensor([[0, 0, 5, *range(5)]])
+    )[1]  # fmt: skip
+    try:
+        fresh = dist.new_group([rank], use_local_synchronization=True)
+        for call in range(1, 10):
+            prepare = lambda: (parallel.Split(fresh, 0, 5, 5), (0,) * 5, None)  # noqa: E731
+            parallel.agree(prepare, fresh, (), torch.device("meta"))
+    finally:
+        parallel.gathered = send
+    return calls
+
+
+def test_accelerators_compare_arguments_at_some_calls(processes, monkeypatch):
+    assert processes.run(2, messages) == [[1, 2, 4, 8]] * 2
+
+
+def peak(rank: int, group: Any) -> float:
+    """Peak memory of a split head, without one block of logits, in units of its gradients."""
+    mesh, (n, width, classes, rows) = line(group), (512, 512, 16384, 128)
+    h = distribute_tensor(torch.randn(n, width), mesh, [Replicate()]).requires_grad_()
+    w = distribute_tensor(torch.randn(classes, width) / 16, mesh, [Shard(0)]).requires_grad_()
+    y = torch.randint(classes, (n,), generator=torch.Generator().manual_seed(0))
+
+    def run() -> None:
+        powergrad.linear_cross_entropy(h, w, y, alpha=ALPHA, chunk_rows=rows).backward()
+
+    def clear() -> None:
+        h.grad = w.grad = None
+
+    share = classes // dist.get_world_size(group)
+    return (peak_bytes(run, clear) / 4 - rows * share) / (n * width + share * width)
+
+
+def test_memory_of_the_head(processes):
+    found = processes.run(2, peak)
+    print(found)
+    assert 1 <= min(found) <= max(found) <= 1.4
+
+
+# Processes that disagree --------------------------------------------------------------------------
+
+
+def wrong(rank: int, group: Any, name: str) -> str:
+    """One wrong call; what it raises."""
+    other, z = rank == 1, torch.zeros(4, 3, requires_grad=True)
+    y, alpha, options = torch.tensor([0, 1, 4, 5]), 0.3, {"classes": 6, "group": group}
+    changes: dict[str, Any] = {
+        "rows": lambda: {"input": z[:3], "target": y[:3]},
+        "dtype": lambda: {"input": z.to(torch.int32).float().to(torch.float64)},
+        "dtype of the same size": lambda: {"input": z.half()},
+        "options": lambda: {"label_smoothing": 0.1},
+        "reduction": lambda: {"reduction": "sum"},
+        "alpha": lambda: {"alpha": 0.4},
+        "targets": lambda: {"target": y.flip(0)},
+        "weights": lambda: {"weight": torch.arange(6.0)},
+        "token weights": lambda: {"token_weight": torch.arange(4.0)},
+        "missing": lambda: {"first_class": 2, "input": z[:, :2]},
+        "overlapping": lambda: {"first_class": 2},
+        "number of classes": lambda: {"classes": 7, "first_class": 3},
+        "outside": lambda: {"target": y + 2},
+        "shape": lambda: {"target": y[:3]},
+        "type": lambda: {"input": [1, 2]},
+        "negative alpha": lambda: {"alpha": -1.0},
+    }
+    given = {"input": z, "target": y, "alpha": alpha, **options}
+    if name in ("weights", "token weights"):
+        both = {"weight": torch.ones(6)} if name == "weights" else {"token_weight": torch.ones(4)}
+        given |= both
+    if name == "dtype of the same size":
+        given["input"] = z.bfloat16()
+    given |= changes[name]() if other else {}
+    start = time.monotonic()
+    try:
+        loss = parallel.cross_entropy(given.pop("input"), given.pop("target"), **given)
+        found = f"no error, but {loss}"
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    assert time.monotonic() - start < 10
+    return found
+
+
+WRONG = {
+    "rows": ("number of rows",) * 2,
+    "dtype": ("dtype",) * 2,
+    "dtype of the same size": ("dtype",) * 2,
+    "options": ("options",) * 2,
+    "reduction": ("options",) * 2,
+    "alpha": ("same labels, alpha",) * 2,
+    "targets": ("same labels, alpha",) * 2,
+    "weights": ("same labels, alpha and weights",) * 2,
+    "token weights": ("same labels, alpha and weights",) * 2,
+    "missing": ("all 6 classes, but got [0, 3), [2, 4)",) * 2,
+    "overlapping": ("all 6 classes, but got [0, 3), [2, 5)",) * 2,
+    "number of classes": ("number of classes",) * 2,
+    "outside": ("RuntimeError: The arguments of the loss raised an error on rank 1", "labels in"),
+    "shape": ("raised an error on rank 1", "`target` to have shape"),
+    "type": ("raised an error on rank 1", "`input` to be a tensor"),
+    "negative alpha": ("raised an error on rank 1", "Expected `alpha`"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_disagreement_raises_in_every_process(processes, name):
+    for found, expected in zip(processes.run(2, wrong, name), WRONG[name], strict=True):
+        assert expected in found
+
+
+def alone(rank: int, group: Any, why: str) -> str | None:
+    """Rank 0 calls the loss; rank 1 has died, or does something else."""
+    if rank == 1:
+        return os._exit(1) if why == "died" else time.sleep(8)
+    start = time.monotonic()
+    z = torch.zeros(4, 3, requires_grad=True)
+    with pytest.raises(RuntimeError) as error:
+        parallel.cross_entropy(z, torch.arange(4), alpha=ALPHA, classes=6, group=group)
+    return f"{time.monotonic() - start:.1f} s: {error.value}"
+
+
+@pytest.mark.parametrize("why", ["died", "elsewhere"])
+def test_a_process_that_does_not_call_ends_the_others(why):
+    pool = Processes(2, __name__, timeout=5.0)
+    try:
+        found, _ = pool.answers(2, alone, why, timeout=30)
+    finally:
+        pool.close()
+    assert float(found.split()[0]) < 10
+
+
+def apart(rank: int, group: Any) -> None:
+    z, y = torch.zeros(4, 6, requires_grad=True), torch.arange(4)
+    with pytest.raises(ValueError, match="Expected this process to be in `group`"):
+        parallel.cross_entropy(
+            z, y, alpha=ALPHA, classes=6, group=dist.GroupMember.NON_GROUP_MEMBER
+        )
+    loss = parallel.cross_entropy(
+        z[:, 3 * rank : 3 * rank + 3], y, alpha=ALPHA, classes=6, group=group
+    )
+    with pytest.raises(RuntimeError, match="Second derivatives"):
+        torch.autograd.grad(loss, z, create_graph=True)
+    with pytest.raises(ValueError, match="one dimension of the mesh"):
+        x = DTensor.from_local(z.detach(), square(), [Shard(1)] * 2, run_check=False)
+        powergrad.cross_entropy(x, y, alpha=ALPHA)
+    # As on an accelerator, where labels are not read.
+    checks = parallel.check_equal, parallel.check_labels
+    parallel.check_equal = lambda hashed: (hashed != hashed[0]).any()
+    parallel.check_labels = lambda *_: False
+    for target in (y + rank, y.where(y < 3, 6)):
+        x = z[:, 3 * rank : 3 * rank + 3].detach().requires_grad_()
+        loss = parallel.cross_entropy(x, target, alpha=ALPHA, classes=6, group=group)
+        loss.backward()
+        assert loss.isnan() and x.grad.isnan().all()
+    parallel.check_equal, parallel.check_labels = checks
+
+
+def test_what_cannot_be_computed(processes):
+    processes.run(2, apart)

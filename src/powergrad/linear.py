@@ -256,7 +256,7 @@ class InBlocks(torch.autograd.Function):
         layer, gradients, call = saved[:3], saved[3:6], Call.joined(saved[7:], ctx.options)
         if ctx.split is not None:
             ctx.split.refuse_second_derivatives()
-        if torch.is_grad_enabled() or (ctx.later and not is_plain(grad)):
+        elif torch.is_grad_enabled() or (ctx.later and not is_plain(grad)):
             return *_by_definition(layer, call, needed, grad), *[None] * 4
         if ctx.later:
             with without_autocast(grad):
