@@ -27,7 +27,7 @@ def _serve(rank: int, world: int, folder: str, timeout: float, pipe: Any) -> Non
             pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
 
 
-class Failure(Exception):
+class ProcessError(Exception):
     """What a process has raised, as text."""
 
 
@@ -51,7 +51,7 @@ class Processes:
     def answers(
         self, size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0
     ) -> list[Any]:
-        """What each process returns; or a Failure; or None if it is silent or has died."""
+        """What each process returns; or a ProcessError; or None if it is silent or has died."""
         for pipe in self.pipes[:size]:
             pipe.send((function, size, arguments))
         found = []
@@ -60,14 +60,14 @@ class Processes:
                 done, value = pipe.recv() if pipe.poll(timeout) else (True, None)
             except EOFError:
                 done, value = True, None
-            found.append(value if done else Failure(value))
+            found.append(value if done else ProcessError(value))
         return found
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What each process returns; raises what one has raised."""
         found = self.answers(size, function, *arguments)
         for value in found:
-            if isinstance(value, Failure):
+            if isinstance(value, ProcessError):
                 raise value
         return found
 

@@ -140,15 +140,13 @@ def linear_cross_entropy(
         >>> hidden.grad.shape, head.weight.grad.shape
         (torch.Size([6, 8]), torch.Size([1000, 8]))
     """
-    given = dict(
-        alpha=alpha, linear_bias=linear_bias, weight=weight, shift=shift, chunk_rows=chunk_rows,
-        **options,
-    )  # fmt: skip
+    layer: Layer = [input, linear_weight, linear_bias]
+    call = Call(target, weight, alpha, **options)
     if is_dtensor(input) and is_dtensor(linear_weight):
         of_dtensors = OF_DTENSORS["linear_cross_entropy"]
-        loss, rows = of_dtensors(input, linear_weight, target, return_stats, **given)
+        loss, rows = of_dtensors(layer, call, shift, chunk_rows, return_stats)
         return (loss, rows) if return_stats else loss
-    layer, call = checked_call(input, linear_weight, target, **given)
+    layer, call = checked_head(layer, call, shift, chunk_rows)
     leading, width = shape_of(input)[:-1], input.shape[-1]
     logits = layer[0].new_empty(()).expand(*leading, linear_weight.shape[0])  # their shape
     layer = [layer[0].reshape(-1, width), *layer[1:]]
@@ -170,42 +168,33 @@ def linear_cross_entropy(
     return (loss, rows.reshape(leading)) if return_stats and rows is not None else loss
 
 
-def checked_call(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    alpha: float | Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    shift: bool,
-    chunk_rows: int | None,
-    **options: Unpack[LossOptions],
+def checked_head(
+    layer: Layer, call: Call, shift: bool, chunk_rows: int | None
 ) -> tuple[Layer, Call]:
     """The tensors of the layer, as autocast converts them, and the call for its logits."""
-    check_floating(input, "input")
-    if input.dim() == 0:
+    hidden, linear_weight, linear_bias = layer
+    check_floating(hidden, "input")
+    if hidden.dim() == 0:
         raise ValueError("Expected `input` to have shape (..., H), but got ().")
-    leading, width = shape_of(input)[:-1], input.shape[-1]
+    leading, width = shape_of(hidden)[:-1], hidden.shape[-1]
     check_floating(linear_weight, "linear_weight")
     if linear_weight.dim() != 2 or linear_weight.shape[1] != width:
         raise ValueError(
             f"Expected `linear_weight` to have shape (C, {width}) for `input` of shape "
-            f"{shape_of(input)}, but got {shape_of(linear_weight)}."
+            f"{shape_of(hidden)}, but got {shape_of(linear_weight)}."
         )
     classes = linear_weight.shape[0]
     if linear_bias is not None:
         check_floating(linear_bias, "linear_bias", (classes,))
-        check_dtype(linear_bias, input, "linear_bias")
-    check_dtype(linear_weight, input, "linear_weight")
+        check_dtype(linear_bias, hidden, "linear_bias")
+    check_dtype(linear_weight, hidden, "linear_weight")
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"Expected `chunk_rows` to be at least 1, but got {chunk_rows}.")
-    layer: Layer = [input, linear_weight, linear_bias]
-    if is_autocasting(input.device.type):
-        dtype = torch.get_autocast_dtype(input.device.type)
+    if is_autocasting(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
         layer = [None if t is None else t.to(dtype) for t in layer]
     logits = layer[0].new_empty(()).expand(*leading, classes)  # their shape
-    _, call = check_call(logits, Call(target, weight, alpha, **options), len(leading))
+    _, call = check_call(logits, call, len(leading))
     if shift:
         if call.soft() or not leading:
             raise ValueError("Expected `target` of shape (..., T) with class indices for `shift`.")
@@ -255,7 +244,7 @@ class InBlocks(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: a checkpoint refuses to unpack a tensor again
         layer, gradients, call = saved[:3], saved[3:6], Call.joined(saved[7:], ctx.options)
         if ctx.split is not None:
-            ctx.split.refuse_second_derivatives()
+            refuse_second_derivatives()
         elif torch.is_grad_enabled() or (ctx.later and not is_plain(grad)):
             return *_by_definition(layer, call, needed, grad), *[None] * 4
         if ctx.later:
@@ -268,6 +257,14 @@ class InBlocks(torch.autograd.Function):
             gradients = [None if g is None else g * grad for g in gradients]
         dtype = layer[0].dtype
         return *(None if g is None else g.to(dtype) for g in gradients), *[None] * 4
+
+
+def refuse_second_derivatives() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "Second derivatives (`create_graph=True`) of a DTensor's loss, or of classes that are "
+            "split over processes, are not supported. Use `logits.full_tensor()`."
+        )
 
 
 def _by_definition(
@@ -315,9 +312,8 @@ def _over_blocks(
     if not check_labels(call.target, classes, call.ignore_index) and not call.soft():
         kept = (call.target != call.ignore_index).nonzero().squeeze(1)
         count = len(kept)
-    over = None if split is None else split.over_rows()
+    over = split.sum_over_rows if split is not None and split.row_groups else None
     common = coefficients(call, wide, kept is None, over)
-    exchange = None if split is None else split.exchange(call, common)
     if not isinstance(common.g, Tensor):
         common = replace(common, g=hidden.new_full((rows, 1), common.g, dtype=wide))
     gates = None if call.gate is None else hidden.new_zeros(rows, dtype=wide)
@@ -338,9 +334,10 @@ def _over_blocks(
             torch.addmm(bias, h, head.t(), out=z)
         factor = None if scale is None else scale[part]
         stats, summary = gates is not None or found is not None, None
-        if exchange is not None:
-            known = None if scale is None else exchanged[:, part]
-            summary = exchange(z, part, stats, known)
+        if split is not None and scale is not None:
+            summary = split.known(exchanged[:, part])
+        elif split is not None:
+            summary = split.summary(z, call, common, part, stats)
             if exchanged is not None:
                 exchanged[:, part] = summary.kept
         if stats:
