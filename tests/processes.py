@@ -16,8 +16,8 @@ import torch.distributed as dist
 def _serve(rank: int, world: int, folder: str, timeout: float, pipe: Any) -> None:
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    file = f"file://{folder}/store"
+    dist.init_process_group("gloo", file, rank=rank, world_size=world, timeout=limit)
     groups = {n: dist.new_group(list(range(n)), timeout=limit) for n in range(1, world + 1)}
     while (message := pipe.recv()) is not None:
         function, size, arguments = message

@@ -18,15 +18,9 @@ from cases import Case, Form, build, check_gradient, check_value
 from processes import Processes
 from references import gradient_of_potential
 from torch import Tensor
-from torch.distributed.tensor import (
-    DeviceMesh,
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-)
+from torch.distributed import tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.parallel.loss import _disable_custom_loss_ops
@@ -36,6 +30,11 @@ from benchmarks.harness import peak_bytes
 from powergrad import parallel
 
 CASES = 300
+distribute_tensor: Any = tensor.distribute_tensor
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
+]
 
 
 @functools.cache
@@ -146,7 +145,7 @@ def on_a_mesh(rank: int, group: Any, pairs: list[Any], seeds: range, inside: boo
             z = distribute_tensor(case.logits, square(), pair).requires_grad_()
             try:
                 with loss_parallel() if inside else contextlib.nullcontext():
-                    loss = powergrad.cross_entropy(
+                    loss: Any = powergrad.cross_entropy(
                         z, case.target, alpha=case.alpha, **case.options, **case.extra
                     )
                     up = distribute_tensor(case.upstream, square(), [Replicate()] * 2)
@@ -176,7 +175,7 @@ def line(group: Any) -> Any:
     return DeviceMesh.from_group(group, "cpu")
 
 
-def split_logits(group: Any, rows: int, classes: int) -> tuple[Tensor, Tensor, DTensor]:
+def split_logits(group: Any, rows: int, classes: int) -> tuple[Any, Any, Any]:
     g = torch.Generator().manual_seed(classes)
     z = 3 * torch.randn(rows, classes, generator=g, dtype=torch.float64)
     y = torch.randint(classes, (rows,), generator=g)
@@ -231,11 +230,11 @@ def by_each_way(rank: int, group: Any, classes: int) -> None:
     # Any loss of log p, and one alpha per row.
     for alpha in (0.0, ALPHA, torch.linspace(0, 1.5, 5, dtype=torch.float64)):
         x = split_logits(group, 5, classes)[2]
-        log_p = powergrad.log_softmax(x, 1, alpha=alpha)
+        log_p: Any = powergrad.log_softmax(x, 1, alpha=alpha)
         focal(log_p.full_tensor()).backward()
         leaf = z.log_softmax(1).requires_grad_()
         (u,) = torch.autograd.grad(focal(leaf), leaf)
-        column = alpha if isinstance(alpha, float) else alpha.unsqueeze(1)
+        column = torch.as_tensor(alpha, dtype=torch.float64).reshape(-1, 1)
         oracle = u - (column * z).softmax(1) * u.sum(1, keepdim=True)
         torch.testing.assert_close(log_p.full_tensor(), z.log_softmax(1), rtol=0, atol=1e-12)
         torch.testing.assert_close(x.grad.full_tensor(), oracle, rtol=0, atol=1e-12)
@@ -300,7 +299,7 @@ def heads(rank: int, group: Any, seeds: range) -> list[str]:
             up = case.upstream
             up = up.unflatten(0, (batch, length)) if up.dim() else up
             try:
-                loss = powergrad.linear_cross_entropy(
+                loss: Any = powergrad.linear_cross_entropy(
                     x,
                     head[0],
                     target,
@@ -312,7 +311,8 @@ def heads(rank: int, group: Any, seeds: range) -> list[str]:
                 )
                 loss.backward(distribute_tensor(up, mesh, [Replicate()] * 2))
                 check_value(case, loss.full_tensor().reshape(case.upstream.shape))
-                for t, want in zip((x, *head), expected, strict=True):
+                leaves: Any = (x, *head)
+                for t, want in zip(leaves, expected, strict=True):
                     scale = want.abs().max().clamp(min=1.0).item() if want.numel() else 1.0
                     got = t.grad.full_tensor()
                     torch.testing.assert_close(
@@ -347,7 +347,7 @@ def shifted_and_told(rank: int, group: Any) -> None:
                 x, v, target, return_stats=True, chunk_rows=5, **options
             )
             loss.backward()
-            numbers = (loss, x.grad, v.grad, *(getattr(rows, name) for name in rows.NAMES))
+            numbers: Any = (loss, x.grad, v.grad, *(getattr(rows, name) for name in rows.NAMES))
             results.append([t.full_tensor() if split else t.detach() for t in numbers])
             z, y_, o = F.linear(h, w).movedim(-1, 1), target, dict(options)
             del o["shift"]
@@ -356,7 +356,7 @@ def shifted_and_told(rank: int, group: Any) -> None:
             z = z.detach().requires_grad_()
             loss, rows = powergrad.cross_entropy(z, y_, return_stats=True, **o)
             loss.backward()
-            numbers = (loss, z.grad, *(getattr(rows, name) for name in rows.NAMES))
+            numbers: Any = (loss, z.grad, *(getattr(rows, name) for name in rows.NAMES))
             results[-1] += [t.full_tensor() if split else t.detach() for t in numbers]
         for split, whole in zip(results[1], results[0], strict=True):
             torch.testing.assert_close(split, whole, rtol=0, atol=1e-12)
@@ -378,12 +378,13 @@ def counted(rank: int, group: Any) -> dict[str, tuple[list[str], list[str]]]:
     w = distribute_tensor(torch.randn(20, 4), mesh, [Shard(0)]).requires_grad_()
     head = functools.partial(powergrad.linear_cross_entropy, h, w, y, alpha=ALPHA, chunk_rows=3)
     local = z.chunk(dist.get_world_size(group), 1)[rank].clone().requires_grad_()
-    calls = {
+    whole = lambda values: values.to_local().sum()  # noqa: E731
+    calls: dict[str, Any] = {
         "function": lambda: parallel.cross_entropy(local, y, alpha=ALPHA, classes=20, group=group),
         "DTensor": lambda: powergrad.cross_entropy(x, y, alpha=ALPHA),
-        "log_softmax": lambda: powergrad.log_softmax(x, 1, alpha=ALPHA).to_local().sum(),
+        "log_softmax": lambda: whole(powergrad.log_softmax(x, 1, alpha=ALPHA)),
         "head": head,
-        "head, none": lambda: head(reduction="none").to_local().sum(),
+        "head, none": lambda: whole(head(reduction="none")),
     }
     for name, call in calls.items():
         with CommDebugMode() as forward:
@@ -543,10 +544,9 @@ def test_a_process_that_does_not_call_ends_the_others(why):
 
 def apart(rank: int, group: Any) -> None:
     z, y = torch.zeros(4, 6, requires_grad=True), torch.arange(4)
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER
     with pytest.raises(ValueError, match="Expected this process to be in `group`"):
-        parallel.cross_entropy(
-            z, y, alpha=ALPHA, classes=6, group=dist.GroupMember.NON_GROUP_MEMBER
-        )
+        parallel.cross_entropy(z, y, alpha=ALPHA, classes=6, group=outside)
     loss = parallel.cross_entropy(
         z[:, 3 * rank : 3 * rank + 3], y, alpha=ALPHA, classes=6, group=group
     )
@@ -560,7 +560,7 @@ def apart(rank: int, group: Any) -> None:
     parallel.check_equal = lambda hashed: (hashed != hashed[0]).any()
     parallel.check_labels = lambda *_: False
     for target in (y + rank, y.where(y < 3, 6)):
-        x = z[:, 3 * rank : 3 * rank + 3].detach().requires_grad_()
+        x: Any = z[:, 3 * rank : 3 * rank + 3].detach().requires_grad_()
         loss = parallel.cross_entropy(x, target, alpha=ALPHA, classes=6, group=group)
         loss.backward()
         assert torch.cat([loss.reshape(1), x.grad.flatten()]).isnan().all()

@@ -334,7 +334,7 @@ def _over_blocks(
             torch.addmm(bias, h, head.t(), out=z)
         factor = None if scale is None else scale[part]
         stats, summary = gates is not None or found is not None, None
-        if split is not None and scale is not None:
+        if split is not None and exchanged is not None and scale is not None:
             summary = split.known(exchanged[:, part])
         elif split is not None:
             summary = split.summary(z, call, common, part, stats)

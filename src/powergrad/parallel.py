@@ -97,7 +97,7 @@ def agree(
             _calls[asked] = calls = _calls.get(asked, 0) + 1
             if always or not calls & (calls - 1):
                 given = {**facts, "rows": rows} if asked is group else facts
-                message = (problem is not None, split.first, split.count, _crc(given))
+                message = (problem is not None, split.first, split.size, _crc(given))
                 table = gathered(torch.tensor(message, device=device), asked).tolist()
                 problem = problem or _disagreement(table, given, split if asked is group else None)
     if problem is not None:
@@ -209,7 +209,7 @@ class Split(NamedTuple):
 
     group: Any  # of the processes that have the classes of the same rows; None: all are here
     first: int
-    count: int
+    size: int
     total: int
     row_groups: tuple[Any, ...] = ()  # of those that have further rows of the same mean
 
@@ -226,12 +226,12 @@ class Split(NamedTuple):
 
     def own_weight(self, call: Call, like: Tensor) -> Tensor | None:
         weight = call.weight
-        return None if weight is None else weight[self.first : self.first + self.count].to(like)
+        return None if weight is None else weight[self.first : self.first + self.size].to(like)
 
     def own(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Whether the label is a class of this process, and which; as columns."""
         at = labels.unsqueeze(1) - self.first
-        here = (at >= 0) & (at < self.count)
+        here = (at >= 0) & (at < self.size)
         return here, at.where(here, 0)
 
     def known(self, kept: Tensor) -> Summary:
@@ -272,6 +272,7 @@ class Split(NamedTuple):
             found["class"] = at_top
             sums = {"p log p": p * d.masked_fill(d == -math.inf, 0), "all p": p}
         weight = self.own_weight(call, z)
+        here, at = (top, top) if call.soft() else self.own(block.labels)
         if call.soft():
             q = block.labels.to(z)
             u = target_mass(q, call, self.total, weight)
@@ -279,7 +280,6 @@ class Split(NamedTuple):
                 sums |= {"q": q, "q p": q * p, "q d": q * d}
                 found["most"], found["target"] = _largest(q, self.first)
         else:
-            here, at = self.own(block.labels)
             found["own"] = top if not z.shape[1] else z.gather(1, at).masked_fill(~here, -math.inf)
             u = 1.0 if weight is None else weight
         if call.soft() or call.label_smoothing:
@@ -408,7 +408,7 @@ def cross_entropy(
     group: dist.ProcessGroup | None = None,
     return_stats: bool = False,
     **options: Unpack[LossOptions],
-) -> Tensor | tuple[Tensor, RowStatistics]:
+) -> Any:
     r""":func:`powergrad.cross_entropy` of logits whose classes are split over processes.
 
     Each process of ``group`` has the logits of some classes, perhaps none, for the same rows. All
@@ -434,7 +434,8 @@ def cross_entropy(
         **options: Those of :func:`powergrad.cross_entropy`.
 
     Returns:
-        The loss: 0-d, or of the shape of ``input`` without classes for "none".
+        The loss: 0-d, or of the shape of ``input`` without classes for "none"; perhaps in a tuple
+        with the statistics.
 
     Raises:
         ValueError: If an argument is not as described above, if processes disagree, or if this
@@ -692,17 +693,18 @@ def _linear_cross_entropy(
 
     def prepare() -> _Prepared:
         whole, checked = checked_head(layer, call, shift, chunk_rows)
-        hidden, *own = (
+        local: list[Any] = [
             t if t is None else t.redistribute(mesh, where).to_local(grad_placements=grads)
             for t, (where, grads) in zip(whole, (of_input, of_head, of_head), strict=True)
-        )
+        ]
+        hidden, *own = local
         split, of_rows = layout.split(len(own[0])), layout.local_call(checked)
-        shape = (*hidden.shape[:-1], split.count)
+        shape = (*hidden.shape[:-1], split.size)
         of_rows = call_for_rows(hidden.new_empty(()).expand(shape), of_rows, last)
         kept = None if call.soft() else int((of_rows.target != call.ignore_index).sum())
         more = (stats, chunk_rows, hidden.requires_grad)
         facts = _facts("linear_cross_entropy", hidden, of_rows, split, *more)
-        return split, (len(of_rows.target), kept), facts, ([hidden, *own], of_rows)
+        return split, (len(of_rows.target), kept), facts, (local, of_rows)
 
     given = (prepare, layout.group, layout.row_groups, states.device)
     split, ((hidden, *own), of_rows) = agree(*given, always=True)
