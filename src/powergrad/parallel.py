@@ -135,17 +135,18 @@ def _facts(name: str, input: Tensor, call: Call, split: Split, *more: Any) -> di
     return {"function": name, "dtype": input.dtype, "classes": split.total, "options": options}
 
 
-def _hashes(rows: int, dtype: torch.dtype, *values: Any, weight: Tensor | None = None) -> Tensor:
+def _hashes(like: Tensor, *values: Any, weight: Tensor | None = None) -> Tensor:
     """24 bits for each row, of what must be equal in all processes of a group; as a column."""
     found: Any = 0
     for value in (*values, weight):
         if value is not None:
-            bits = torch.as_tensor(value).flatten()
+            exact = torch.float64 if isinstance(value, float) else None
+            bits = torch.as_tensor(value, dtype=exact, device=like.device).flatten()
             bits = bits.double().view(torch.int64) if bits.is_floating_point() else bits
             if value is weight:
                 bits = (bits * (2 * torch.arange(len(bits), device=bits.device) + 1)).sum()
             found = (found ^ bits) * 0x5851F42D4C957F2D  # modulo 2^64
-    return (found >> 40).to(dtype).expand(rows).unsqueeze(1)
+    return (found >> 40).to(like).expand(len(like)).unsqueeze(1)
 
 
 def check_equal(hashes: Tensor) -> Tensor:
@@ -257,7 +258,7 @@ class Split(NamedTuple):
             found.append(self._statistics(z, call, block.of(rows), stats))
         mine = {name: torch.cat([one[name] for one in found]).to(wide) for name in found[0]}
         shared = (None if call.soft() else call.target, call.alpha, call.token_weight)
-        mine["hash"] = _hashes(len(logits), wide, *shared, weight=call.weight)
+        mine["hash"] = _hashes(mine["top"], *shared, weight=call.weight)
         parts = gathered(torch.stack(list(mine.values())), self.group).unbind(1)
         return self._summary(dict(zip(mine, parts, strict=True)), call, block)
 
@@ -623,7 +624,7 @@ class _LogSoftmax(torch.autograd.Function):
         top, _ = _largest(z)
         d = z - top.masked_fill(top == -math.inf, 0)
         sums = [d.exp().sum(1, keepdim=True), power(d, alpha).sum(1, keepdim=True)]
-        mine = torch.stack([top, *(x.to(z) for x in sums), _hashes(len(z), z.dtype, alpha)])
+        mine = torch.stack([top, *(x.to(z) for x in sums), _hashes(z, alpha)])
         tops, p, e, hashes = gathered(mine, split.group).unbind(1)
         check_equal(hashes)
         top, below = _below(tops)

@@ -171,10 +171,10 @@ class Notice(NamedTuple):
 
     @property
     def special(self) -> bool:
-        """Whether its gradient at the input is not ``m (p' - q)`` with one alpha for all rows."""
+        """Whether its gradient is not ``m (p' - q)`` of all classes, one alpha for all rows."""
         call, per_row = self.call, isinstance(self.alpha, Tensor) and self.alpha.numel() > 1
         maps = call is not None and (call.maps_logits() or call.z_loss > 0)
-        return maps or per_row or "binary" in self.name
+        return maps or per_row or "binary" in self.name or "parallel" in self.name
 
 
 LISTENERS: list[Callable[[Notice], None]] = []
