@@ -251,7 +251,8 @@ def log_softmax(
             "Expected `input` to be used outside `loss_parallel()`, but got a "
             f"{type(input).__name__} inside it, where PyTorch itself computes the gradient of the "
             "logits of `F.nll_loss`, without PowerGrad Transform. Call it outside "
-            "`loss_parallel()`, or `powergrad.cross_entropy`, which may be inside."
+            "`loss_parallel()`; or call `powergrad.cross_entropy`, which may be inside if it is "
+            "not compiled."
         )
     if splits_classes(input, dim):
         return OF_DTENSORS["log_softmax"](input, exponent, dim, dtype)
