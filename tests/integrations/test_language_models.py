@@ -362,6 +362,41 @@ def test_torchtitan(chunks: int | None) -> None:
     torch.testing.assert_close(results[0][0], results[1][0])
 
 
+TENSOR_PARALLEL = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+import torch.nn.functional as F
+from powergrad.torchtitan import PowerGradLoss
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+torch.manual_seed(0)
+z, y = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+y[0, 0] = -100
+wide = z.double().requires_grad_()
+(F.cross_entropy(0.3 * wide.flatten(0, 1), y.flatten(), reduction="sum") / 0.3).backward()
+loss = PowerGradLoss.Config(alpha=0.3).build()
+for labels in (y, distribute_tensor(y, mesh, [Replicate()])):
+    logits = distribute_tensor(z, mesh, [Shard(2)]).requires_grad_()
+    value, _ = loss(logits, labels)
+    value.backward()
+    assert (logits.grad.full_tensor() - wide.grad).abs().max() < 1e-6
+dist.destroy_process_group()
+"""
+
+
+def test_torchtitan_with_split_classes(tmp_path: Path) -> None:
+    """Tensor parallelism in two processes; the labels are plain, or a DTensor."""
+    pytest.importorskip("torchtitan", reason="needs it: make test-integrations")
+    (tmp_path / "step.py").write_text(TENSOR_PARALLEL)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*command, str(tmp_path / "step.py")], capture_output=True, text=True, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
 # Keras --------------------------------------------------------------------------------------------
 
 KERAS = """
