@@ -1,4 +1,4 @@
-"""Every generated region of README.md and docs/, and the writing of the pages."""
+"""Every generated region of README.md, docs/ and results/, and the writing of the pages."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def decisive_regions(findings: Findings) -> Regions:
     """The regions about the registered experiment."""
     return {
         "decisive-answer": findings.answer,
+        "decisive-secondary": findings.secondary_sentence,
         "decisive-arms": findings.table,
         "decisive-choices": findings.choices_table,
         "decisive-null": findings.null_sentence,
@@ -60,7 +61,7 @@ def all_regions() -> Regions:
 
 def generated_pages() -> list[Path]:
     """The pages that have regions."""
-    pages = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+    pages = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *ROOT.glob("results/*.md")]
     with_regions = (page for page in pages if region_names(page.read_text("utf-8")))
     return [page for page in with_regions if page not in REGISTERED]
 
