@@ -332,7 +332,7 @@ def _of_labels(
     loses nothing where p'_y rounds to 1; it is used where p'_y is above a half.
     """
     label, eps, weight, g = block.labels.unsqueeze(1), call.label_smoothing, call.weight, block.g
-    log_p, lse = _log_p(z, call, out)
+    log_p, lse = _log_p(z, call, out, label)
     share, total = eps / z.shape[1], float(z.shape[1])
     own_w: float | Tensor = 1.0
     if weight is not None:
@@ -353,21 +353,21 @@ def _of_labels(
     alpha = _column(block.alpha, log_p)
     e = _power(log_p, alpha)
     own = e.gather(1, label)
-    rest = e.scatter_(1, label, 0.0).sum(1, keepdim=True)
+    # A tensor of zeros: a number would take twice the time.
+    rest = e.scatter_(1, label, torch.zeros_like(own)).sum(1, keepdim=True)
     sums = own + rest
     # Coefficients
-    mass = of_label + share * total if eps else of_label
-    if lse is None and not eps:
-        return losses, e.scatter_(1, label, rest.neg_()).mul_(_quotient(g * mass, sums))
-    if lse is None:
-        scale = _quotient(g * mass, sums)
-        at_label = (rest * scale).neg_()
-    else:
-        losses = losses + block.z_loss * lse.squeeze(1).square()
-        extra = (alpha * lse + sums.log()) * (2 * block.z_loss)
-        unit = _quotient(g, sums)
-        scale = (extra + mass) * unit
-        at_label = (extra * own - rest * mass) * unit
+    level = None if lse is None else _plus(sums.log(), lse, alpha)  # lse(alpha z)
+    unit = scale = _quotient(g, sums)
+    if lse is None and not eps and weight is None:
+        return losses, e.scatter_(1, label, rest.neg_()).mul_(scale)
+    if weight is not None:  # without weights, the mass is 1
+        scale = unit * (of_label + share * total)
+    at_label = (rest * scale).neg_()
+    if lse is not None and level is not None:
+        losses = _plus(losses, lse.squeeze(1).square(), block.z_loss)
+        of_z, twice = level * unit, 2 * block.z_loss
+        at_label, scale = _plus(at_label, of_z * own, twice), _plus(scale, of_z, twice)
     if eps:
         direct = scale * own - g * (of_label + share * own_w)
         at_label = torch.where(own < rest, direct, at_label + g * share * (total - own_w))
@@ -401,6 +401,11 @@ def _of_probabilities(
     return losses.squeeze(1), e
 
 
+def _plus(a: Tensor, b: Tensor, factor: float | Tensor) -> Tensor:
+    """``a + factor * b``, where a number is not first converted to a tensor."""
+    return a + b * factor if isinstance(factor, Tensor) else torch.add(a, b, alpha=factor)
+
+
 def _quotient(numerator: float | Tensor, sums: Tensor) -> Tensor:
     """``numerator / sums``; `sums` may be overwritten."""
     if isinstance(numerator, Tensor):
@@ -428,16 +433,30 @@ def _power(log_p: Tensor, alpha: float | Tensor) -> Tensor:
     return log_p.exp2_()
 
 
-def _log_p(z: Tensor, call: Call, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The log-probabilities, written to `out` if it is given; and their lse with a z-loss."""
+def _log_p(
+    z: Tensor, call: Call, out: Tensor | None, label: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The log-probabilities, written to `out` if it is given; and their lse with a z-loss.
+
+    That is ``max z - max log p``, or, in less time, ``z_y - log p_y`` where these are not too large.
+    """
     if z.is_cpu and z.shape[1] < FEW:  # PyTorch's function takes four times as long
         top = z.amax(1, keepdim=True)
         log_p = torch.sub(z, top, out=out)
         log_sum = log_p.exp().sum(1, keepdim=True).log_()
         return log_p.sub_(log_sum), top + log_sum if call.z_loss else None
-    top = z.amax(1, keepdim=True) if call.z_loss else None
+    top = own = None
+    if call.z_loss and (label is None or out is z or not z.is_cpu or not z.numel()):
+        top = z.amax(1, keepdim=True)
+    elif call.z_loss:
+        own = z.gather(1, label)
     if out is None:
         log_p = log_softmax_of_rows(z)
     else:
         log_p = torch.ops.aten.log_softmax.int_out(z, 1, None, out=out)
+    if own is not None:
+        own_log_p = log_p.gather(1, label)
+        if own_log_p.amin().item() > -16:
+            return log_p, own - own_log_p
+        top = z.amax(1, keepdim=True)
     return log_p, None if top is None else top - log_p.amax(1, keepdim=True)
