@@ -438,23 +438,22 @@ def _log_p(
 ) -> tuple[Tensor, Tensor | None]:
     """The log-probabilities, written to `out` if it is given; and their lse with a z-loss.
 
-    That is ``max z - max log p``, or, in less time, ``z_y - log p_y`` where these are not too large.
+    That is ``max z - max log p``, or, in less time, ``z_y - log p_y`` where these are not large.
     """
     if z.is_cpu and z.shape[1] < FEW:  # PyTorch's function takes four times as long
         top = z.amax(1, keepdim=True)
         log_p = torch.sub(z, top, out=out)
         log_sum = log_p.exp().sum(1, keepdim=True).log_()
         return log_p.sub_(log_sum), top + log_sum if call.z_loss else None
-    top = own = None
-    if call.z_loss and (label is None or out is z or not z.is_cpu or not z.numel()):
-        top = z.amax(1, keepdim=True)
-    elif call.z_loss:
+    own = None
+    if call.z_loss and label is not None and out is not z and z.is_cpu and z.numel():
         own = z.gather(1, label)
+    top = z.amax(1, keepdim=True) if call.z_loss and own is None else None
     if out is None:
         log_p = log_softmax_of_rows(z)
     else:
         log_p = torch.ops.aten.log_softmax.int_out(z, 1, None, out=out)
-    if own is not None:
+    if label is not None and own is not None:
         own_log_p = log_p.gather(1, label)
         if own_log_p.amin().item() > -16:
             return log_p, own - own_log_p
