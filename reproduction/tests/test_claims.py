@@ -4,6 +4,7 @@ import csv
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -348,7 +349,7 @@ def test_cosine_schedules_are_compared_with_step_schedules():
             with open(RESULTS / "paper" / f"{name}.csv") as file:
                 rows = [row for row in csv.DictReader(file) if row["arm"] == "baseline"]
             values.append([float(row["test_accuracy"]) for row in rows])
-        found = ttest_ind(*values, equal_var=False)
+        found: Any = ttest_ind(*values, equal_var=False)
         assert found.statistic > 0
         assert found.pvalue < 0.05
     assert glance(RESULTS, "The cosine schedule does better than the step schedule")[:4] == [
