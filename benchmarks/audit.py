@@ -1,7 +1,7 @@
 """Measure the paper's listing against the equation that it stands for.
 
     python benchmarks/audit.py    measure; write results/audit.csv (a few minutes)
-    make pages                    redraw the tables of docs/audit.md from that file
+    make pages                    redraw the tables of results/audit.md from that file
 
 The listing is a backward hook on the logits. The loss that it meets is mean-reduced cross-entropy
 over `N` examples times a loss scale `S`, so the gradient that it receives is ``S/N * (p - q)``, and

@@ -13,13 +13,15 @@ from scipy.stats import linregress
 
 from powergrad.lab.figures import COLOURS, save
 from reproduction import diagrams
+from reproduction.claims import PGT, SHORTER
 from reproduction.diagrams import note, panel_title, plain
 from reproduction.evidence import Evidence, Norms
 from reproduction.published import Figure, Use, load_paper
-from reproduction.trials import Trial
+from reproduction.trials import Trial, contrasts_of
 
 FORMATS = ("png", "svg", "pdf")
 BLUE, ORANGE, GREEN, _, RED = COLOURS[:5]
+ACCURACIES = ("train_accuracy", "test_accuracy")
 DEAD = "dead: a filter that ended under 1% of its own start, a feature that ended at 0"
 
 Uses = tuple[Use, ...]
@@ -51,38 +53,61 @@ def plot(figure: Figure, evidence: Evidence) -> Any:
 
 
 def _metrics(evidence: Evidence, uses: Uses) -> Any:
-    """Accuracy over epochs: two networks, and a longer training against a shorter one."""
-    figure, panels = plt.subplots(1, 3, figsize=(12, 4.2), layout="constrained")
+    """Accuracy over epochs for two networks, and a shorter training against a longer one."""
+    figure, panels = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     notes = []
-    titles = ("ResNet-18", "ResNet-50", "60% of the epochs against 100%")
-    pairs = zip(uses[::2], uses[1::2], strict=True)
-    for axes, letter, title, pair in zip(panels, "abc", titles, pairs, strict=True):
-        is_last = letter == "c"
+    titles = ("ResNet-18", "ResNet-50")
+    pairs = zip(uses[:4:2], uses[1:4:2], strict=True)
+    for axes, letter, title, pair in zip(panels, "ab", titles, pairs, strict=False):
         runs = [evidence.most_tested(use) for use in pair]
         trial = runs[0].trial
         ours = trial.recipe.model.name
         assert trial.experiment is not None
-        if not is_last and ours != trial.experiment.baseline.recipe.model.name:
+        if ours != trial.experiment.baseline.recipe.model.name:
             title += f" in the paper, {ours} here"
         for run, colour in zip(runs, (BLUE, RED), strict=True):
-            arm, curve = run.arm, run.curve()
-            epochs, test = curve["epoch"], curve["test_accuracy"]
-            label = f"{arm}: test"
-            if is_last:
-                label = f"{arm}: {test[-1]:.1f}% after {epochs[-1]:g} epochs"
-                axes.plot(epochs[-1:], test[-1:], "o", color=colour)
-            else:
-                train = curve["train_accuracy"]
-                axes.plot(epochs, train, "--", color=colour, lw=1.2, label=f"{arm}: train")
-            axes.plot(epochs, test, color=colour, lw=1.5, label=label)
+            curve = run.curve()
+            epochs, train, test = (curve[key] for key in ("epoch", *ACCURACIES))
+            axes.plot(epochs, train, "--", color=colour, lw=1.2, label=f"{run.arm}: train")
+            axes.plot(epochs, test, color=colour, lw=1.5, label=f"{run.arm}: test")
         notes.append(f"({letter}) {'; '.join(run.caption for run in runs)}")
         axes.set(xscale="log", yscale="log", xlabel="epoch", ylabel="accuracy (%)")
         _log_percent(axes)
         axes.legend(fontsize=8, loc="lower right", edgecolor="none", framealpha=0.8)
         panel_title(axes, letter, title)
         plain(axes)
+    _fewer_epochs(panels[2], evidence)
+    notes.append("(c) 95% intervals over the seeds of each study; the paper claims 0")
     note(figure, notes)
     return figure
+
+
+def _fewer_epochs(axes: Any, evidence: Evidence) -> None:
+    """60% of the epochs, with and without PGT, against cross-entropy with all of them."""
+    contrasts = [
+        contrast
+        for trial in evidence.trials
+        for contrast in contrasts_of(trial)
+        if contrast.arm.methods in (SHORTER, PGT | SHORTER)
+    ]
+    labels = []
+    for place, contrast in enumerate(contrasts):
+        compared, has_pgt = contrast.comparison, contrast.arm.methods != SHORTER
+        low, high = compared.interval
+        middle = compared.difference
+        bars = {"fmt": "o", "capsize": 3, "color": RED if has_pgt else BLUE}
+        axes.errorbar(middle, place, xerr=[[middle - low], [high - middle]], **bars)
+        network, _, rest = contrast.arm.measured_on.partition(" of width 8 on ")
+        name = "PGT" if has_pgt else "cross-entropy"
+        data = rest.partition(",")[0]
+        labels.append(f"{name}: {network},\n{data}, n = {compared.n}")
+    axes.axvline(0, color="0.5", lw=0.8)
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_xlabel("difference, points of test accuracy")
+    axes.locator_params(axis="x", nbins=5)
+    panel_title(axes, "c", "60% of the epochs, against 100%")
+    plain(axes)
 
 
 def _log_percent(axes: Any) -> None:

@@ -1,4 +1,4 @@
-"""The tables of docs/where-pgt-does-not-help.md."""
+"""The tables of docs/where-pgt-does-not-help.md and results/not_better.md."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def table_regions(trials: Sequence[Trial]) -> Regions:
     """The regions of the page."""
     return {
         "not-better": partial(_not_better, trials),
+        "not-better-table": partial(_not_better_table, trials),
         "fewer-epochs": partial(_fewer_epochs, trials),
         "simpler": partial(_simpler, trials),
     }
@@ -32,7 +33,6 @@ def _not_better(trials: Sequence[Trial]) -> str:
     rows = [row for trial in trials for row in contrasts_of(trial) if _is_pgt(row)]
     if not rows:
         return "Nothing was measured yet."
-    others = [contrast for contrast in rows if contrast.verdict != "better"]
     rows = counted(rows)
     better = [contrast for contrast in rows if contrast.verdict == "better"]
     inflated = sum(contrast.arm.decay.endswith("inflated") for contrast in better)
@@ -46,9 +46,13 @@ def _not_better(trials: Sequence[Trial]) -> str:
     return (
         f"Of {len(rows)} comparisons ({grid} of them points of grids over alpha), PGT was better "
         f"in {len(better)}{at_decay}. In {withheld} more, *better* was withheld because a learning "
-        "rate was chosen at the edge of the tried values. In these comparisons PGT was not better:"
-        f"\n\n{_short_table(others)}"
+        "rate was chosen at the edge of the tried values."
     )
+
+
+def _not_better_table(trials: Sequence[Trial]) -> str:
+    rows = [row for trial in trials for row in contrasts_of(trial) if _is_pgt(row)]
+    return _short_table(row for row in rows if row.verdict != "better")
 
 
 def _is_pgt(contrast: Contrast) -> bool:

@@ -45,6 +45,7 @@ def write_run(folder: Path, recipe: Recipe, accuracy: float, epochs: int = 3) ->
             run.add_metrics({"epoch": epoch, "step": 4 * epoch, **row})
         write_json(folder / "classes.json", CLASSES)
         about = {"diverged": False, "classes": 10, "steps": 4 * epochs, "epoch": epochs}
+        about |= {"images": [140, 60]}
         result = Result(metrics=row, about={**about, "alpha": recipe.loss.alpha})
         run.finish(result)
     return result

@@ -17,7 +17,6 @@ SOURCE = Path(__file__).parents[1] / "src" / "powergrad"
 NEEDED_BY_PYTORCH = {
     "_C",
     "_C._set_grad_enabled",
-    "autograd._engine_run_backward",
     "utils._pytree.tree_map",
 }
 

@@ -190,14 +190,10 @@ class Mine(optim.SGD):
 
 
 def hooked(attach: Callable[[Any], object]) -> Callable[[nn.Module], optim.Optimizer]:
-    def make(model: nn.Module) -> optim.Optimizer:
-        optimizer = sgd(model)
-        attach(optimizer)
-        return optimizer
-
-    return make
+    return lambda model: (optimizer := sgd(model), attach(optimizer))[0]
 
 
+PRINTS = ValueError, "no step hooks, .*print"
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "alpha": ({"alpha": 0.0}, ValueError, "`alpha`"),
     "head": ({"head": "1"}, ValueError, "Identity"),
@@ -205,16 +201,8 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "subclass": (lambda m: Mine(m.parameters(), lr=0.1), TypeError, "Mine"),
     "other model": (lambda m: sgd(nn.Linear(7, 1)), ValueError, "parameters of `model`"),
     "clipping": (hooked(lambda o: clip_grads_before_step(o, value=1)), ValueError, "attach clip"),
-    "before": (
-        hooked(lambda o: o.register_step_pre_hook(print)),
-        ValueError,
-        "no step hooks, .*print",
-    ),
-    "after": (
-        hooked(lambda o: o.register_step_post_hook(print)),
-        ValueError,
-        "no step hooks, .*print",
-    ),
+    "before": (hooked(lambda o: o.register_step_pre_hook(print)), *PRINTS),
+    "after": (hooked(lambda o: o.register_step_post_hook(print)), *PRINTS),
 }
 
 

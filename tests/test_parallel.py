@@ -164,7 +164,7 @@ def on_a_mesh(rank: int, group: Any, pairs: list[Any], seeds: range, inside: boo
 @pytest.mark.parametrize("inside", [False, True])
 def test_every_placement_on_a_mesh(processes, inside):
     pairs = [(a, b) for a in PLACEMENTS for b in PLACEMENTS if (a, b) != (Shard(1), Shard(1))]
-    assert processes.run(4, on_a_mesh, pairs, range(10), inside) == [[]] * 4
+    assert processes.run(4, on_a_mesh, pairs, range(25), inside) == [[]] * 4
 
 
 # Other ways to ask for it -------------------------------------------------------------------------

@@ -275,6 +275,7 @@ for i in range(4):
     "a thread": """
 import threading
 def train():
+    torch.compile(lambda z: z.sin(), backend="eager")(x)  # which once ended the alterations
     for _ in range(3):
         step(LOSS)
 thread = threading.Thread(target=train)

@@ -1,15 +1,14 @@
 // A page that is opened from a file may not start the worker that the search runs in. There, the
-// worker's script runs in a frame instead. Its name tells the offline plugin to load no other.
+// worker's script runs in a frame instead.
 if (location.protocol === "file:") {
-  window.Worker = window.IFrameWorker = class extends EventTarget {
+  window.Worker = class {
     constructor(url) {
-      super();
       const frame = document.createElement("iframe");
       frame.hidden = true;
       document.body.append(frame);
       this.inside = frame.contentWindow;
-      this.inside.postMessage = (data) =>
-        this.dispatchEvent(new MessageEvent("message", { data }));
+      this.inside.postMessage = (data) => this.onmessage?.(new MessageEvent("message", { data }));
+      this.terminate = () => frame.remove();
       const script = frame.contentDocument.createElement("script");
       script.src = url;
       this.ready = new Promise((done) => (script.onload = done));

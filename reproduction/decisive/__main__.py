@@ -75,8 +75,8 @@ def main(arguments: list[str]) -> None:
         print(power_table())
     else:
         found = Findings.read(RESULTS)
-        parts = (found.answer(), found.table(), found.choices_table(), found.null_sentence())
-        print("\n\n".join(parts))
+        parts = (found.answer, found.secondary_sentence, found.table, found.choices_table)
+        print("\n\n".join(part() for part in (*parts, found.null_sentence)))
 
 
 if __name__ == "__main__":

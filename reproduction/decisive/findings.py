@@ -145,27 +145,34 @@ class Findings:
     # In words -------------------------------------------------------------------------------------
 
     def answer(self) -> str:
-        """The answer in three sentences."""
+        """The answer, in the one wording of README.md and docs/."""
         decision = self.look.decision
         shown = " and by ".join(
             f"{format_signed(decision.means[regime])} points {title} "
             f"(90% interval {format_interval(decision.intervals[regime])})"
             for regime, title in REGIMES.items()
         )
-        secondary = []
+        words = ANSWERS[decision.verdict]
+        if max(decision.means.values()) <= 0:
+            words += " No gain was seen."
+        return (
+            f"**{words}** After {self.look.repeats} independent tunings of each method, PGT "
+            f"differed from cross-entropy by {shown}; the test over both gives "
+            f"{format_p(decision.p, 3)}, and the rule, fixed in advance, asks for less than "
+            f"{LEVEL:g}."
+        )
+
+    def secondary_sentence(self) -> str:
+        """The secondary comparisons."""
+        parts = []
         for name, found in self.secondary.items():
             means = " and ".join(
                 f"{format_signed(mean)} points {REGIMES[regime]}"
                 for regime, mean in found.means.items()
             )
-            secondary.append(f"{SECONDARY[name]} by {means} ({format_p(found.p, 3)})")
-        words = (
-            f"**{ANSWERS[decision.verdict]}** After {self.look.repeats} independent tunings of "
-            f"each method, PGT differed from cross-entropy by {shown}; the test over both gives "
-            f"{format_p(decision.p, 3)}, and the rule asks for less than {LEVEL:g}."
-        )
-        opening = " In further tests, corrected for their number by Holm's method, "
-        return f"{words}{opening}{', and '.join(secondary)}." if secondary else words
+            parts.append(f"{SECONDARY[name]} by {means} ({format_p(found.p, 3)})")
+        words = "In further tests, corrected for their number by Holm's method,"
+        return f"{words} {', and '.join(parts)}." if parts else ""
 
     def null_sentence(self) -> str:
         """What the null says: cross-entropy against itself by the same test."""

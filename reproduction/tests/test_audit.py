@@ -1,4 +1,4 @@
-"""The paper's listing against its equation: each sentence of docs/audit.md, as a test.
+"""The paper's listing against its equation: the sentences of docs/audit.md and results/audit.md.
 
 The listing receives ``S/N * (p - q)`` and takes ``r * (p - q) + q`` for ``p``; ``r = S / N^2``.
 """
@@ -112,7 +112,7 @@ def test_nan_exactly_when_a_true_class_is_under_1_minus_n_squared_over_s(p, n, r
     alpha=alphas,
 )
 def test_from_twice_n_squared_what_is_not_nan_is_too_small(rest, margin, n, r, alpha):
-    """By N^2 / S at the worst, and silently. The proof is in docs/audit.md."""
+    """By N^2 / S at the worst, and silently. The proof is in results/audit.md."""
     wrong = margin / r
     p = torch.cat([torch.tensor([1 - wrong], dtype=torch.float64), wrong * rest])
     assert (1 - 1e-9) / r <= ratio_at(p, n, r, alpha) <= 1 + 1e-9
@@ -120,7 +120,7 @@ def test_from_twice_n_squared_what_is_not_nan_is_too_small(rest, margin, n, r, a
 
 @given(p=distributions(), n=st.integers(1, 300), r=st.floats(1e-5, 0.5), alpha=alphas)
 def test_up_to_half_of_n_squared_too_large_by_up_to_n_squared_over_s(p, n, r, alpha):
-    """The proof is in docs/audit.md."""
+    """The proof is in results/audit.md."""
     assert 1 - 1e-9 <= ratio_at(p, n, r, alpha) <= (1 + 1e-9) / r
 
 

@@ -292,16 +292,18 @@ def test_the_answer_has_the_rules_verdict_and_its_numbers():
     assert findings.look == (8, expected)
     answer = findings.answer()
     assert answer.startswith("**PGT helps beyond a tuned learning rate and weight decay")
+    assert "No gain" not in answer
     for regime in ("norm", "plain"):
         assert f"{expected.means[regime]:+.2f} points" in answer
+    further = findings.secondary_sentence()
     clipped, head = (findings.secondary[name] for name in ("AGC+PGT2 - CE2", "PGT2 - CE3"))
     assert clipped.means == pytest.approx({"plain": -2.0}, abs=0.2)
     assert clipped.p >= sign_flip([differences(plain, "agc+pgt", "baseline")])[0]
     assert (
         f"{head.means['norm']:+.2f} points with batch normalisation and "
         f"{head.means['plain']:+.2f} points without normalisation (p < 0.001"
-    ) in answer
-    assert f"plain cross-entropy by {clipped.means['plain']:+.2f} points without" in answer
+    ) in further
+    assert f"plain cross-entropy by {clipped.means['plain']:+.2f} points without" in further
     assert "The test finds no difference, as it should" in findings.null_sentence()
     other = Findings(findings.rows, made_up_rows({"baseline": 88.0}, seed=1))
     assert "The test finds a difference, so do not trust" in other.null_sentence()

@@ -10,12 +10,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from scipy.stats import linregress, ttest_ind
 
 import reproduction
-from reproduction.evidence import RESULTS
+from reproduction.drawings import plot
+from reproduction.evidence import RESULTS, Evidence
 from reproduction.marks import fill, region_names
 from reproduction.pages import all_regions, generated_pages
 from reproduction.published import load_paper
@@ -187,6 +189,24 @@ def test_the_grids_are_those_of_the_rows(regions, replicas):
     loss, with_pgt = paper["loss-baseline"], paper["loss-pgt"]
     assert f"of ResNet-50 is {loss} without PGT and {with_pgt} at alpha 0.05" in page
     assert f"along a line of slope {paper['regression-slope']}." in page
+
+
+def test_the_figure_of_fewer_epochs_shows_every_study_with_its_control():
+    def mean(study, arm):
+        with open(RESULTS / f"{study}.csv") as file:
+            return fmean(float(r["test_accuracy"]) for r in csv.DictReader(file) if r["arm"] == arm)
+
+    (described,) = (f for f in load_paper().figures if f.id == "F4")
+    figure = plot(described, Evidence(RESULTS))
+    shown = [bars.lines[0].get_xdata()[0] for bars in figure.axes[2].containers]
+    plt.close(figure)
+    studies = ("compare_e60_control", "compare_e60_fashion_mnist")
+    wanted = [
+        mean("paper/E60-digits-resnet8", "PGT") - mean("paper/E60-digits-resnet8", "baseline")
+    ]
+    arms = ("CE, 60%", "PGT, 60%")
+    wanted += [mean(study, arm) - mean(study, "baseline") for study in studies for arm in arms]
+    assert shown == pytest.approx(wanted)
 
 
 def test_what_the_page_says_of_all_studies():

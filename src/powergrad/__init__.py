@@ -3,11 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from powergrad import gpu_operators as _gpu_operators  # noqa: F401  # registers them
-from powergrad import operators as _operators  # noqa: F401
+from powergrad import operators as _operators  # noqa: F401  # registers them
 from powergrad import parallel as _parallel  # noqa: F401  # does what `OF_DTENSORS` names
 from powergrad._version import __version__
-from powergrad.alter import alter_gradient, alter_output
+from powergrad.alter import alter_gradient
 from powergrad.calibration import fold_alpha
 from powergrad.clip import adaptive_clip_grad_, clip_grads_before_step
 from powergrad.identity import equivalent_training
@@ -30,7 +29,6 @@ __all__ = [
     "__version__",
     "adaptive_clip_grad_",
     "alter_gradient",
-    "alter_output",
     "binary_cross_entropy_with_logits",
     "census",
     "clip_grads_before_step",

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from powergrad.checks import check_floating, shape_of
-from powergrad.compat import graph_recorded, in_transform, is_exporting, tree_map
+from powergrad.compat import graph_recorded, in_transform, is_exporting
 
-__all__ = ["alter_gradient", "alter_output"]
+__all__ = ["alter_gradient"]
 
 
 def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
@@ -43,7 +42,8 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
         tensor([1., 1.])
     """
     check_floating(tensor, "tensor")
-    _check_callable(fn)
+    if not callable(fn):
+        raise TypeError(f"Expected `fn` to be callable, but got {type(fn).__name__}.")
     compiling = torch.compiler.is_compiling()
     if (in_transform() or is_exporting() is not False) if compiling else graph_recorded():
         raise RuntimeError(
@@ -52,48 +52,6 @@ def alter_gradient(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
             "`torch.compile` and `torch.func` one without the other."
         )
     return _Alter.apply(tensor, fn)
-
-
-def alter_output(model: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> RemovableHandle:
-    r"""Alter the gradient at the output of the module `name` of a model.
-
-    Args:
-        model: The network.
-        name: The name of the module, as in ``model.named_modules()``; "" is `model` itself.
-        fn: As in :func:`alter_gradient`; applied to every floating-point tensor of the output,
-            also in nested tuples, lists and dictionaries.
-
-    Returns:
-        A context manager with ``remove()``. Outputs from before its removal stay altered.
-
-    Raises:
-        ValueError: If no module has that name.
-        TypeError: If `fn` is not callable.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
-        >>> with alter_output(model, "1", lambda grad: 0 * grad):
-        ...     loss = model(torch.ones(1, 2)).sum()
-        >>> loss.backward()
-        >>> float(model[0].weight.grad.abs().sum())
-        0.0
-    """
-    _check_callable(fn)
-    modules = dict(model.named_modules())
-    if name not in modules:
-        raise ValueError(f"Expected `name` to be one of {list(modules)}, but got {name!r}.")
-
-    def alter(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        return alter_gradient(value, fn).clone()  # an in-place ReLU may follow
-
-    return modules[name].register_forward_hook(lambda _, __, output: tree_map(alter, output))
-
-
-def _check_callable(fn: Any) -> None:
-    if not callable(fn):
-        raise TypeError(f"Expected `fn` to be callable, but got {type(fn).__name__}.")
 
 
 class _Alter(torch.autograd.Function):

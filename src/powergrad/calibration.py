@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -193,11 +193,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
 
 def fold_alpha(
-    head: nn.Module | str | None,
-    alpha: float,
-    *,
-    model: nn.Module | None = None,
-    example_inputs: Any = None,
+    head: nn.Module | str | None, alpha: float, *, model: nn.Module | None = None
 ) -> nn.Module:
     r"""Scale a trained head by alpha, in place: the network's softmax becomes ``softmax(alpha z)``.
 
@@ -210,15 +206,13 @@ def fold_alpha(
         head: The last layer, linear or a convolution; with `model`, its name, or None to find it.
         alpha: The factor, above 0.
         model: The network that `head` belongs to; without it, a tied head cannot be seen.
-        example_inputs: The arguments of `model`: a tensor, a tuple, or a dict of keyword arguments.
-            `model` is run in evaluation mode to find the head, or to check that logits scale.
 
     Returns:
         The head; a ``ModuleList`` if the model has several, which are scaled together.
 
     Raises:
-        ValueError: If alpha is out of range; or the head is not found, not linear, tied or
-            parametrised; or the logits do not scale with it.
+        ValueError: If alpha is out of range; or the head is not found, not linear, tied,
+            parametrised or followed by another layer or a cap.
         TypeError: If alpha is not a number, or `head` is not a module and there is no `model`.
 
     Example:
@@ -228,21 +222,19 @@ def fold_alpha(
         >>> torch.equal(fold_alpha(head, 0.25)(features).softmax(1), p)
         True
     """
-    factor = _positive(alpha, "alpha")
-    whole = head if model is None and example_inputs is None else model
+    factor = check_number(alpha, positive=True)
+    whole = head if model is None else model
     if not isinstance(whole, nn.Module):
-        raise TypeError(
-            "Expected `model` to be a module, or `head` to be one and no `example_inputs`, but got "
-            f"{type(whole).__name__}."
-        )
-    heads = scalable_heads(whole, head, example_inputs)
+        got = type(whole).__name__
+        raise TypeError(f"Expected `model`, or else `head`, to be a module, but got {got}.")
+    heads = scalable_heads(whole, head)
     scale(heads, factor, model)
     return heads[0] if len(heads) == 1 else nn.ModuleList(heads)
 
 
 def _prepare(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Check the arguments; return ``(z - max z) / T`` in float64, labels and predictions."""
-    divisor = _positive(temperature, "temperature")
+    divisor = check_number(temperature, "temperature", positive=True)
     logits = check_floating(logits, "logits").detach()
     if logits.dim() != 2 or not logits.numel():
         got = shape_of(logits)
@@ -262,9 +254,3 @@ def _prepare(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor
     # The maximum is subtracted first, so that no temperature can cause an overflow.
     z = (logits.double() - top.double()) / divisor
     return z, labels.to(z.device, torch.int64), predicted.squeeze(1)
-
-
-def _positive(value: Any, name: str) -> float:
-    if (number := check_number(value, name)) == 0:
-        raise ValueError(f"Expected `{name}` to be above 0, but got 0.")
-    return number

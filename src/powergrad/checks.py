@@ -142,10 +142,11 @@ def check_alpha(alpha: float | Tensor, tensor: Tensor, dim: int | None) -> Tenso
     raise ValueError(f"Expected `alpha` to have shape {allowed}, but got {shape_of(alpha)}.")
 
 
-def check_number(alpha: float, name: str = "alpha") -> float:
+def check_number(alpha: float, name: str = "alpha", positive: bool = False) -> float:
     number = alpha if type(alpha) is float else _real(alpha, name)
-    if not 0 <= number < math.inf:
-        raise ValueError(f"Expected `{name}` to be finite and at least 0, but got {alpha}.")
+    if not 0 <= number < math.inf or (positive and number == 0):
+        least = "positive" if positive else "at least 0"
+        raise ValueError(f"Expected `{name}` to be finite and {least}, but got {alpha}.")
     return number
 
 
@@ -301,15 +302,12 @@ def check_call(input: Tensor, call: Call, class_dim: int | None = None) -> tuple
 def check_options(call: Call) -> None:
     """Check the numbers among the options, which a module knows before its first call."""
     check_reduction(call.reduction)
-    smoothing, cap, scale = call.label_smoothing, call.softcap, call.logit_scale
     check_number(call.z_loss, "z_loss")
-    for name, value, valid, expected in (
-        ("label_smoothing", smoothing, 0 <= smoothing <= 1, "in [0, 1]"),
-        ("softcap", cap, cap is None or 0 < cap < math.inf, "finite and positive"),
-        ("logit_scale", scale, 0 < scale < math.inf, "finite and positive"),
-    ):
-        if not valid:
-            raise ValueError(f"Expected `{name}` to be {expected}, but got {value}.")
+    check_number(call.logit_scale, "logit_scale", positive=True)
+    if call.softcap is not None:
+        check_number(call.softcap, "softcap", positive=True)
+    if not 0 <= (eps := call.label_smoothing) <= 1:
+        raise ValueError(f"Expected `label_smoothing` to be in [0, 1], but got {eps}.")
 
 
 def check_labels(target: Tensor, num_classes: int, ignore_index: int) -> bool:

@@ -152,23 +152,7 @@ def set_cache_key(key: str) -> None:
 tree_map: Callable[..., Any] = _private("utils._pytree.tree_map")
 
 
-# Only for run/ ----------------------------------------------------------------------
-
-
-def on_first_backward(function: Callable[[Any], None]) -> None:
-    """Call `function` with the root tensors of the first backward pass of the process."""
-    # `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` call this. 2.6 to 2.13.
-    run: Any = getattr(torch.autograd, "_engine_run_backward", None)
-    if run is None:
-        return
-
-    def first(roots: Any, *args: Any, **kwargs: Any) -> Any:
-        torch.autograd._engine_run_backward = run  # pyright: ignore
-        function(roots)
-        return run(roots, *args, **kwargs)
-
-    run_eagerly(first)
-    torch.autograd._engine_run_backward = first  # pyright: ignore
+# Only for run/ ----------------------------------------------------------------------------------
 
 
 def run_eagerly(*owners: Any) -> None:
@@ -179,8 +163,6 @@ def run_eagerly(*owners: Any) -> None:
         return
     skip = c._FrameExecStrategy(c._FrameAction.SKIP, c._FrameAction.SKIP)  # also what they call
     for owner in owners:
-        members = vars(owner).values() if isinstance(owner, type) else (owner,)
-        for member in members:
-            function = member.fset if isinstance(member, property) else member
+        for function in vars(owner).values() if isinstance(owner, type) else (owner,):
             if inspect.isfunction(function):
                 c.set_code_exec_strategy(function.__code__, skip)

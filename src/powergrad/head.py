@@ -2,20 +2,18 @@
 
 The head is what the model declares (timm's ``get_classifier``, transformers'
 ``get_output_embeddings``), or its last layer. If another layer could be the head, an error asks
-for it. With an example the head is found by trial: scaling it must scale the logits.
+for it.
 """
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import nn
 
 from powergrad.loss import CrossEntropyLoss
 
@@ -43,14 +41,14 @@ def find_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Modul
     return found
 
 
-def find_heads(model: nn.Module, remedy: str = HEAD_REMEDY) -> Sequence[nn.Module]:
+def find_heads(model: nn.Module) -> Sequence[nn.Module]:
     """All heads that `model` declares, otherwise its last layer, if no other could be the head."""
     *others, heads = _last_layers(model)
     head, ends = heads[-1], [layers[-1] for layers in others]
     if not isinstance(head, LINEAR_LAYERS):
         raise ValueError(
             "Expected the last layer of `model` to be linear or a convolution, but got a "
-            f"{type(head).__name__}; {remedy}."
+            f"{type(head).__name__}; {HEAD_REMEDY}."
         )
     rivals = [m for m in ends if isinstance(m, LINEAR_LAYERS) and not _takers(m, model)]
     if ends and not rivals:
@@ -58,7 +56,7 @@ def find_heads(model: nn.Module, remedy: str = HEAD_REMEDY) -> Sequence[nn.Modul
     if rivals:
         raise ValueError(
             "Expected one layer of `model` that could be its head, but got several "
-            f"({_names([head, *rivals], model)}); {remedy}."
+            f"({_names([head, *rivals], model)}); {HEAD_REMEDY}."
         )
     return heads
 
@@ -85,14 +83,12 @@ def _declared_heads(model: nn.Module) -> list[nn.Module]:
     return []
 
 
-def _outputs(layer: Any) -> int:
-    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
-
-
-def _takers(layer: nn.Module, model: nn.Module) -> list[nn.Module]:
+def _takers(layer: Any, model: nn.Module) -> list[nn.Module]:
     """The modules whose input size fits the outputs of `layer`; a linear layer may flatten them."""
-    size, flattened = _outputs(layer), () if isinstance(layer, nn.Linear) else nn.Linear
-    apart = LINEAR_LAYERS[1:] if isinstance(layer, nn.Linear) else ()  # convolutions take images
+    if isinstance(layer, nn.Linear):
+        size, flattened, apart = layer.out_features, (), LINEAR_LAYERS[1:]  # which take images
+    else:
+        size, flattened, apart = layer.out_channels, nn.Linear, ()
     pairs = [(m, p) for m in model.modules() for p in m.parameters(recurse=False) if p.dim() > 1]
     pairs = [(m, p.shape[1]) for m, p in pairs if m is not layer and not isinstance(m, apart)]
     return [m for m, n in pairs if n == size or (isinstance(m, flattened) and n % size == 0)]
@@ -113,9 +109,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 # Scaling the head ---------------------------------------------------------------------------------
 
 
-def scalable_heads(
-    model: nn.Module, head: nn.Module | str | None, example_inputs: Any = None
-) -> Sequence[nn.Module]:
+def scalable_heads(model: nn.Module, head: nn.Module | str | None) -> Sequence[nn.Module]:
     """The heads of `model`; an error if scaling them by alpha may not scale the logits by alpha."""
     # The names in transformers are final_logit_softcapping, logits_soft_cap and
     # output_logit_soft_cap. Caps on the logits of attention and of routers do not matter here.
@@ -126,13 +120,7 @@ def scalable_heads(
                     f"Expected `model` not to cap its logits, but got `config.{name}` = {value}: "
                     "the cap comes after the head and does not scale with it."
                 )
-    trial = None if example_inputs is None else _Trial(model, example_inputs)
-    if head is not None:
-        heads = [find_head(model, head)]
-    elif trial is not None:
-        heads = trial.find()
-    else:
-        heads = find_heads(model, f"{HEAD_REMEDY}, or `example_inputs`, which show it")
+    heads = find_heads(model) if head is None else [find_head(model, head)]
     for layer in heads:
         names = sorted(name for name, _ in layer.named_parameters())
         if not isinstance(layer, LINEAR_LAYERS) or names not in (["weight"], ["bias", "weight"]):
@@ -142,14 +130,15 @@ def scalable_heads(
                 "it is parametrised, first call `parametrize.remove_parametrizations` on it."
             )
         check_untied(layer, model)
-    if trial is None:
-        _check_alone_and_last(heads, unwrap(model))
-    elif not heads or not trial.scales(heads):
+    declared = _declared_heads(unwrap(model))
+    if len(heads) < len(declared) and heads[0] in declared:
         raise ValueError(
-            "Expected the logits of `example_inputs` to scale with the head, but got logits that "
-            f"do not, and as head {_names(heads, trial.model)}. Another layer or a soft cap may "
-            "follow, or all logits are 0. If another layer is the head, pass its name as `head`."
+            "Expected `head` to be the only head, but got one of several "
+            f"({_names(declared, model)}); pass None to scale all of them."
         )
+    if type(unwrap(model)).forward is nn.Sequential.forward:
+        modules = list(model.modules())
+        _check_last(modules[modules.index(heads[-1]) + 1 :])
     return heads
 
 
@@ -177,82 +166,15 @@ def check_untied(head: nn.Module, model: nn.Module) -> None:
             )
 
 
-def _check_alone_and_last(heads: Sequence[nn.Module], model: nn.Module) -> None:
-    """Refuse one of several declared heads, and a head in a Sequential that does not end it."""
-    declared, modules = _declared_heads(model), list(model.modules())
-    if len(heads) < len(declared) and heads[0] in declared:
-        raise ValueError(
-            "Expected `head` to be the only head, but got one of several "
-            f"({_names(declared, model)}); pass None to scale all of them."
-        )
-    if type(model).forward is not nn.Sequential.forward:
-        return
-    for module in modules[modules.index(heads[-1]) + 1 :]:
+def _check_last(after: Sequence[nn.Module]) -> None:
+    """Refuse modules `after` the head of a Sequential that may change how the logits scale."""
+    for module in after:
         is_activation = type(module).__module__ == nn.ReLU.__module__
         scales = isinstance(module, (nn.ReLU, nn.LeakyReLU, nn.LogSoftmax))
         if (is_activation and not scales) or any(True for _ in module.parameters()):
             raise ValueError(
                 f"Expected `head` to be the last layer, but got a {type(module).__name__} after it."
             )
-
-
-class _Trial:
-    """Runs a model on an example, with some of its layers scaled."""
-
-    FACTOR = 64.0  # exact in every dtype, and so large that a soft cap of 30 changes logits of 0.1
-
-    def __init__(self, model: nn.Module, example_inputs: Any) -> None:
-        self.model, self.example = unwrap(model), example_inputs
-        self.calls: list[nn.Module] = []
-        with ExitStack() as hooks:
-            for layer in (m for m in self.model.modules() if isinstance(m, LINEAR_LAYERS)):
-                note = layer.register_forward_hook(lambda layer, *_: self.calls.append(layer))
-                hooks.enter_context(note)
-            self.logits = self.run([])
-
-    def find(self) -> Sequence[nn.Module]:
-        """The last layer that scales the logits, or the last few that scale them together."""
-        sizes = (self.logits.shape[-1], *self.logits.shape[1:2])
-        called = dict.fromkeys(reversed(self.calls))
-        last = [layer for layer in called if _outputs(layer) in sizes]
-        together = (last[:count] for count in range(2, len(last) + 1))
-        return next(filter(self.scales, [*([layer] for layer in last), *together]), last)
-
-    def scales(self, heads: Sequence[nn.Module]) -> bool:
-        """Whether the logits become `FACTOR` times as large, except for a constant per example."""
-        after = self.run([parameter for layer in heads for parameter in layer.parameters()])
-        wanted = self.FACTOR * self.logits
-        if after.shape != wanted.shape or not wanted.numel():
-            return False
-        dim = 1 if wanted.dim() > 1 and not isinstance(heads[0], nn.Linear) else -1
-        if wanted.shape[dim] > 1:  # softmax ignores the constant, which a log-softmax adds
-            after, wanted = (z - z.amax(dim, keepdim=True) for z in (after, wanted))
-        largest = float(wanted.masked_fill(wanted.isinf(), 0).abs().max())
-        return largest > 0 and torch.allclose(after, wanted, 0, self.tolerance * largest)
-
-    def run(self, scaled: list[nn.Parameter]) -> Tensor:
-        """The logits in float64, where the parameters `scaled` are `FACTOR` times as large."""
-        parameters = dict(self.model.named_parameters())
-        state = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        state |= {n: self.FACTOR * p for n, p in parameters.items() if any(p is q for q in scaled)}
-        devices = {p.device for p in parameters.values() if p.is_cuda}
-        # If dynamo was never loaded, nothing is compiled; loading it takes seconds.
-        loaded = "torch._dynamo" in sys.modules
-        eager = torch.compiler.set_stance("force_eager") if loaded else nullcontext()
-        is_named = isinstance(self.example, Mapping)
-        args, kwargs = ((), dict(self.example)) if is_named else (self.example, None)
-        with torch.no_grad(), evaluating(self.model), torch.random.fork_rng(list(devices)), eager:
-            output = functional_call(self.model, state, args, kwargs)
-        logits = output.get("logits", output.get("out")) if isinstance(output, Mapping) else output
-        logits = logits[0] if isinstance(logits, (tuple, list)) and logits else logits
-        logits = getattr(logits, "logits", logits)
-        if not isinstance(logits, Tensor) or not logits.is_floating_point() or not logits.dim():
-            raise TypeError(
-                "Expected `model` to return logits (a tensor, the first item of a tuple, or "
-                f"`logits` or `out`), but got a {type(output).__name__}."
-            )
-        self.tolerance = max(1e-3, 4 * torch.finfo(logits.dtype).eps)
-        return logits.double()
 
 
 @contextmanager

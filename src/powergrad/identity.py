@@ -26,8 +26,6 @@ def equivalent_training(
     optimizer: Optimizer,
     alpha: float,
     head: nn.Module | str | None = None,
-    *,
-    example_inputs: Any = None,
 ) -> Optimizer:
     r"""Convert a training with PGT into the equivalent training with plain cross-entropy.
 
@@ -57,8 +55,6 @@ def equivalent_training(
             state is carried over. Do not use it afterwards.
         alpha: The exponent, above 0; the paper recommends at most 1.
         head: The last layer or its name, if it cannot be found automatically.
-        example_inputs: The arguments of `model`, with which the head is found or checked, as in
-            :func:`fold_alpha`.
 
     Returns:
         A new optimizer of the same class, in which the backbone and the head have their own groups.
@@ -75,12 +71,11 @@ def equivalent_training(
         >>> [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
         [(0.4, 0.00025), (0.025, 0.004)]
     """
-    if (alpha := check_number(alpha)) == 0:
-        raise ValueError("Expected `alpha` to be above 0 to equal a plain training, but got 0.")
+    alpha = check_number(alpha, positive=True)
     if type(optimizer) not in _BACKBONE:
         kind = type(optimizer).__name__
         raise TypeError(f"Expected `optimizer` to be SGD, Adam or AdamW of torch, but got {kind}.")
-    heads = scalable_heads(model, head, example_inputs)
+    heads = scalable_heads(model, head)
     own = {parameter for layer in heads for parameter in layer.parameters()}
     backbone = set(model.parameters()) - own
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks

@@ -165,21 +165,21 @@ def _forget_compiled(key: str) -> None:
 class _Block(TorchFunctionMode):
     """One entry of a PowerGrad: the mode that PyTorch asks."""
 
+    level = 2  # of the user's code, for warnings
+
     def __init__(self, owner: PowerGrad) -> None:
         super().__init__()
-        self.owner = owner
-        self.outer = _context.get()
+        self.owner, self.outer = owner, _context.get()
         self.closed = False
         self.altered = False  # a call was altered, here or in a nested block
         self.suspect = False  # gradients were computed
         self.hooks = saved_tensor_hooks()
         self.enabled = self.seen = torch.is_grad_enabled()
         self.inside = False
-        self.level = 2  # of the user's code, for warnings
 
     def heard(self, _: Notice) -> None:
         """Note that this thread has called a loss of this package."""
-        self.altered = self.altered or self in _thread.blocks
+        self.altered |= self in _thread.blocks
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -189,24 +189,19 @@ class _Block(TorchFunctionMode):
             _refuse_compiled(func)
             return func(*args, **kwargs)
         blocks = _thread.blocks
-        if not blocks or blocks[-1] is not self:  # the innermost block has seen it
-            return func(*args, **kwargs)
-        function = _KNOWN.get(func)
-        if function is not None:
-            return self.alter(function, args, kwargs)
+        if func in _KNOWN and blocks[-1:] == [self]:  # the innermost
+            return self.alter(_KNOWN[func], args, kwargs)
         if func is Tensor.backward:  # what it recomputes was called elsewhere
             _thread.blocks = []
         if func is torch._C._set_grad_enabled:  # pyright: ignore[reportPrivateUsage]
-            for block in blocks:
-                block.in_custom_function()
-                block.seen = args[0]
+            self.in_custom_function()
+            self.seen = args[0]
         try:
             out = func(*args, **kwargs)
         finally:
             _thread.blocks = blocks
-        for block in blocks:
-            if not block.altered:
-                block.saw(func, out)
+        if blocks and not (self.altered or self.suspect):
+            self.saw(func, out)
         return out
 
     def in_custom_function(self) -> bool:
@@ -224,14 +219,12 @@ class _Block(TorchFunctionMode):
 
     def saw(self, func: Any, out: Any) -> None:
         """Note a torch call that was not altered. This runs after every call: it must be cheap."""
-        if self.suspect:
-            return
         if func is Tensor.backward:
-            self.suspect = not self.owner.altered  # it may be of a loss of an earlier block
+            self.suspect |= not self.owner.altered  # it may be of a loss of an earlier block
         elif torch.is_grad_enabled():
-            self.suspect = isinstance(out, Tensor) and out.requires_grad and not out.is_leaf
+            self.suspect |= isinstance(out, Tensor) and out.requires_grad and not out.is_leaf
         else:
-            self.suspect = self.in_custom_function()
+            self.suspect |= self.in_custom_function()
 
     def alter(self, function: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the altered `function`; raise if it does not belong here, or is repeated later."""
@@ -255,7 +248,7 @@ class _Block(TorchFunctionMode):
             )
         if not (torch.is_grad_enabled() or gradients_hidden()):
             for outer in _thread.blocks:  # a custom function may enter a block again later
-                outer.altered = outer.altered or outer.in_custom_function()
+                outer.altered |= outer.in_custom_function()
             return function.original(*args, **kwargs)
         out = function.alter(owner.alpha, *args, **kwargs)
         if hooks == () and not gradients_hidden():

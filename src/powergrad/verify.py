@@ -145,14 +145,6 @@ class StepWatcher:
 
     Raises:
         TypeError: If `model` is not a module.
-
-    Example:
-        >>> model = nn.Linear(8, 10)
-        >>> images, labels = torch.randn(64, 8), torch.randint(0, 10, (64,))
-        >>> with StepWatcher(model) as watcher:
-        ...     torch.nn.functional.cross_entropy(model(images), labels).backward()
-        >>> watcher.result().verdict
-        'plain'
     """
 
     def __init__(self, model: nn.Module, head: nn.Module | str | None = None) -> None:

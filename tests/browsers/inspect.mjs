@@ -1,5 +1,6 @@
 // Opens pages in a browser and prints, as JSON, what is wrong with each: errors, requests to
-// anywhere, and axe-core's violations in both colour schemes and in the print style.
+// anywhere, what is wider than its place, and axe-core's violations in both colour schemes and at
+// several widths.
 // Usage: node inspect.mjs firefox|chrome EXECUTABLE SCREENSHOTS PAGE...
 import { createRequire } from "node:module";
 import { readFileSync } from "node:fs";
@@ -69,6 +70,17 @@ for (const file of pages) {
   await page.screenshot({ path: join(screenshots, `${name}.png`), fullPage: true });
   const result = { title: await page.title(), errors, requests, light: await violations(page) };
   result.tabStops = await tabStops(page);
+  result.cut = [];
+  result.atWidths = [];
+  for (const width of [400, 800, 1400]) {
+    await page.setViewport({ width, height: 900 });
+    await new Promise((resolve) => setTimeout(resolve, 200));
+    result.cut.push(...await page.evaluate(() => [document.documentElement,
+      ...document.querySelectorAll("section, table, .scroll, pre")]
+      .filter((box) => box.scrollWidth > box.clientWidth + 1)
+      .map((box) => `${innerWidth}: ${box.outerHTML.slice(0, 200)}`)));
+    result.atWidths.push(...await violations(page));
+  }
   try {
     await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: "dark" }]);
     result.dark = await violations(page);

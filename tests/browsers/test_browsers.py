@@ -23,8 +23,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ARTIFACTS = ROOT / "test-artifacts"
 BROWSERS = {"firefox": ("firefox-esr", "firefox"), "chrome": ("chromium", "google-chrome")}
-SITE = ("index.html", "quick-start.html", "choosing-alpha.html", "reproduction.html")
-SECTIONS = ("Verdict", "Numbers", "Curves", "Filter norms", "Playground", "Provenance")
+SITE = ("index.html", "quick-start.html", "methods/pgt.html", "reproduction.html")
+SECTIONS = ("Verdict", "Numbers", "Curves", "Filter norms", "Provenance")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,8 @@ def serious(violations: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.parametrize("browser", BROWSERS)
 def test_the_page_works_and_can_be_used_without_a_mouse_or_a_screen(browser, report):
     (found,) = inspect(browser, report).values()
-    assert found["title"] == "small · powergrad"
+    assert found["title"] == "PGT on digits: 200 images, 10 classes · powergrad"
+    assert found["cut"] == found["atWidths"] == []
     assert found["errors"] == found["requests"] == []
     assert serious(found["light"]) == []
     assert serious(found.get("dark", [])) == []

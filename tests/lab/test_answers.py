@@ -250,7 +250,7 @@ def test_too_few_seeds_are_named_before_any_run(train, capsys):
     assert "at least 6" in first
 
 
-PAGE = ROOT / "docs/your-script.md"
+PAGE = ROOT / "docs/programs.md"
 STUB = """
 import random, sys
 arguments = " ".join(sys.argv[1:])

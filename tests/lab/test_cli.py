@@ -1,7 +1,9 @@
+import errno
 import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,11 @@ TYPED_WRONG = {  # the exit code is 2
     *("compare --form x.csv", "compare --arms pgtt", "compare --seeds x", "sweep --grid lr"),
     *("compare -- python lost.py {seed}", "decompose --alpha 3", "plan --delta much"),
     *("train digits --lis 1", "train digits --loss.alfa 1", "inspect", "watch --port x", "export"),
+    *("train digits --learning_rate 1", "compare photos", "compare --data.name photos"),
+    *("compare --tran.epochs 3", "compare --alpha x", "compare --budget soon", "compare --seed 3"),
+    *("compare --tune lrr=1,2", "compare --arm x", "compare --margin x", "sweep --grid alfa=1"),
+    *("compare --from lost.csv", "report", "report lost", "watch lost", "train lost", "lost"),
+    *("compare --metric beauty", "compare --workers x", "decompose --repeats 3", "plan", "run -x"),
 }
 
 
@@ -93,6 +100,29 @@ def test_train_then_resume(tmp_path, capsys):
     assert "is finished" in capsys.readouterr().out
 
 
+def test_a_short_training_has_a_short_warm_up(tmp_path, capsys):
+    tokens = ["train", "digits", *SMALL[:2], "--train.batch_size=32", "--train.epochs=1"]
+    assert powergrad(*tokens, "--folder", tmp_path) == 0
+    assert "warm-up is shortened from 1 to 0.125 epochs" in capsys.readouterr().err
+    assert Run(tmp_path).recipe().schedule.warmup_epochs == 0.125  # 1 of 8 in the recipe
+    assert powergrad(*tokens, "--schedule.warmup_epochs=1", "--folder", tmp_path) == 2
+
+
+@pytest.mark.parametrize("command", ["compare --seeds 6", "sweep --grid lr=1,2", "train digits"])
+def test_a_read_only_disk_is_named(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+
+    def mkdir(path, *_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    assert powergrad(*command.split(), *SMALL) == 2
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "Read-only" in line]
+    assert "Errno" not in said
+    assert "Expected permission to write 'runs/" in said
+    assert "choose another folder with --out" in said
+
+
 @pytest.mark.parametrize("bar", [False, True])
 def test_train_says_that_it_diverged(tmp_path, capsys, monkeypatch, bar):
     if bar:
@@ -117,12 +147,23 @@ def test_train_says_that_it_diverged(tmp_path, capsys, monkeypatch, bar):
         (["train"], "Expected a recipe"),
         (["compare", "--form", "x.csv"], "did you mean '--from'?"),
         (["train", "digits", "--lis", "1"], "did you mean '--list'?"),
+        (["train", "digits", "--learning_rate", "1"], "did you mean '--optimizer.lr'?"),
+        (["train", "digits", "optimizer.learning_rate=1"], "did you mean 'optimizer.lr'?"),
+        (["compare", "--tune", "learning_rate=1,2"], "did you mean 'optimizer.lr'?"),
+        (["compare", "digits", "--tran.epochs", "3"], "tran.epochs: unknown key; did you mean "
+                                                      "'train.epochs'?"),
+        (["compare", "digits", "--tran", "3"], "but got '--tran'."),
+        (["compare", "--data.name", "photos"], "did you mean folder:photos?"),
+        (["train", "images", "--data.name", "photos"], "did you mean folder:photos?"),
+        (["compare", "photos"], "for its images, use --data.name folder:photos"),
+        (["compare", "--data.name", "digit"], "did you mean 'digits'?"),
         (["paper", "list"], "Expected a command"),
         (["trian"], 'Did you mean "train"'),
     ],
-)
+)  # fmt: skip
 def test_bad_input(tmp_path, monkeypatch, capsys, tokens, message):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
     assert powergrad(*tokens) == 2
     said = capsys.readouterr()
     assert message in said.err + said.out

@@ -12,6 +12,7 @@ import pytest
 from scipy.stats import ttest_ind
 from studies import SMALL, TOKENS, powergrad
 
+from powergrad.lab.report.serving import make_live_data
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.stats import error_of_looks, plan
 from powergrad.lab.study import execute, load_study
@@ -287,6 +288,39 @@ def test_decomposition_tunes_cross_entropy_for_all_arms(made_up, tmp_path, capsy
         assert Run(folder).recipe().optimizer.lr == 0.1
     assert powergrad("inspect", tmp_path / "d") == 0
     assert powergrad(*tokens, "--repeats", 2) == 2
+
+
+def test_an_unfinished_tuning_of_a_decomposition_can_be_looked_at(made_up, tmp_path, capsys):
+    def stop(recipe):
+        raise Interrupted("stopped")
+
+    made_up.accuracy = stop
+    tokens = ["decompose", "digits", *TOKENS, "--tune", "lr=0.05,0.1", "--tune-seeds", 1,
+              "--seeds", 1, "--out", tmp_path, "--name", "d"]  # fmt: skip
+    assert powergrad(*tokens) == 130
+    assert powergrad("inspect", tmp_path / "d") == 0
+    live = make_live_data(tmp_path / "d")
+    assert not live["live"]["is_finished"]
+    assert live["studies"][0]["runs"] == []
+    made_up.accuracy = lambda recipe: 90.0
+    assert powergrad(*tokens) == 0  # continues
+    assert "Next: --seeds 8..24 instead. It continues" in capsys.readouterr().out
+    assert load_study(tmp_path / "d").study.kind == "decompose"  # pyright: ignore
+
+
+@pytest.mark.parametrize("seeds", [1, 4])
+def test_too_few_seeds_are_told_what_to_do_and_can_be_continued(made_up, tmp_path, capsys, seeds):
+    tokens = ["compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--out", tmp_path]
+    assert powergrad(*tokens, "--seeds", seeds) == 0
+    said = capsys.readouterr()
+    before = said.err.partition("runs")[0] + said.err
+    assert f"{seeds} runs per arm: a verdict needs at least 6 per arm, or the noise" in before
+    assert "Next: --seeds 8..24 instead" in said.err
+    assert "Next: --seeds 8..24 instead" in said.out
+    assert powergrad(*tokens) == 0
+    said = capsys.readouterr().out
+    assert "without planning it" not in said  # no verdict was possible
+    assert len(made_up.done) == len(set(made_up.done))  # nothing was repeated
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Files that are written completely or not at all."""
 
 import errno
+from pathlib import Path
 
 import pytest
 
@@ -17,10 +18,13 @@ from powergrad.lab.files import FileError, write_atomically
             words.hide_folders("--data.name folder:/home/ann/photos --out='/home/ann/my runs'"),
             "--data.name folder:photos --out='my runs'",
         ),
+        (words.portable(f"powergrad compare --data.name folder:{Path.cwd()}/a/b --out /c/d"),
+         "powergrad compare --data.name folder:a/b --out /path/to/d"),
+        (words.portable(words.portable("x folder:/c/d")), "x folder:/path/to/d"),
         (words.did_you_mean("digit", ["digits", "cifar10"]), "; did you mean 'digits'?"),
         (words.did_you_mean("x", ["digits"]), "."),
     ],
-)
+)  # fmt: skip
 def test_text_for_people(found, expected):
     assert found == expected
 

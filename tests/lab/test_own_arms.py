@@ -22,66 +22,27 @@ from powergrad.lab.study.saving import FILE
 
 # A program in a subfolder of its repository, without torch. Its "training" draws from a normal
 # distribution, whose mean and duration are those of the imported module.
-TRAIN = '''
-"""Train a model that does not exist."""
-
-import argparse
-import os
-import random
-import sys
-import time
-
+TRAIN = """
+import argparse, os, random, sys, time
 import model
 from tools.log import log
 
-
-def parse():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=int(os.environ.get("SEED", "0")))
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--config")
-    parser.add_argument("--out")
-    return parser.parse_args()
-
-
-class Training:
-    """Draws its accuracy once per epoch."""
-
-    def __init__(self, args):
-        self.args = args
-        self.gain = float(os.environ.get("GAIN", "0"))
-        if args.config:
-            with open(args.config) as file:
-                self.gain += float(file.read())
-        key = (args.seed, args.width, self.gain, model.NAME)
-        self.random = random.Random(str(key))
-        self.accuracy = 0.0
-
-    def epoch(self):
-        noise = self.random.gauss(0, 0.3)
-        self.accuracy = model.MEAN + self.gain + noise
-
-    def run(self):
-        for _ in range(3):
-            time.sleep(model.SECONDS / 3)
-            self.epoch()
-            log(f"accuracy {self.accuracy:.4f}")
-
-
-def main():
-    args = parse()
-    if "torch" in sys.modules:
-        raise SystemExit("torch was imported")
-    training = Training(args)
-    training.run()
-    if args.out:
-        with open(os.path.join(args.out, "place"), "w") as file:
-            file.write(os.getcwd())
-
-
-if __name__ == "__main__":
-    main()
-'''
+parser = argparse.ArgumentParser()
+parser.add_argument("--seed", type=int, default=int(os.environ.get("SEED", "0")))
+parser.add_argument("--width", type=int, default=32)
+parser.add_argument("--config")
+parser.add_argument("--out")
+args = parser.parse_args()
+assert "torch" not in sys.modules
+gain = float(os.environ.get("GAIN", "0"))
+gain += float(open(args.config).read()) if args.config else 0
+draw = random.Random(str((args.seed, args.width, gain, model.NAME)))
+for _ in range(3):
+    time.sleep(model.SECONDS / 3)
+    log(f"accuracy {model.MEAN + gain + draw.gauss(0, 0.3):.4f}")
+if args.out:
+    open(os.path.join(args.out, "place"), "w").write(os.getcwd())
+"""
 MODEL = 'NAME, MEAN, SECONDS = "{}", {}, {}\n'
 BRANCHES = {"good": (92, 0.0), "same": (90, 0.0), "bad": (88, 0.0), "fast": (90, 0.0)}
 METRIC = ("--metric-regex", r"accuracy (\S+)", "--margin", 1)
@@ -262,16 +223,8 @@ def test_files_that_count(repository):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
     found = {os.path.relpath(path) for path in imported_files(Path("run.py"))}
-    assert found == {
-        "run.py",
-        "a.py",
-        "part/b.py",
-        "part/g.py",
-        "part/h.py",
-        "c.py",
-        "e.py",
-        "f.py",
-    }
+    in_part = {"part/b.py", "part/g.py", "part/h.py"}
+    assert found == {"run.py", "a.py", "c.py", "e.py", "f.py", *in_part}
     found = {os.path.relpath(path) for path in imported_files("d")}
     assert found == {"d.py", "../src/pack/__init__.py", "../src/pack/computed.py"}
 

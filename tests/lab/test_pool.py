@@ -149,7 +149,7 @@ def test_runs_are_executed_and_their_results_kept(tmp_path):
 
 
 @pytest.mark.studies
-def test_failures(tmp_path):
+def test_failures(tmp_path, capfd):
     with Pool(tmp_path, workers=2) as pool:
         with pytest.raises(RunsFailed) as failure:
             pool.run([Pretended("bad", end="no metric"), Pretended("good")])
@@ -163,6 +163,7 @@ def test_failures(tmp_path):
             pool.run([Pretended(f"bad{n}", end="no") for n in range(9)])
         with pytest.raises(JobError, match="The disk is full"):
             pool.run([Pretended("full", end="full")])
+        assert "Traceback" not in "".join(capfd.readouterr())
         assert pool.run([Pretended("after")])["after"].metrics["value"] == 2
 
 

@@ -22,9 +22,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from small_study import RECIPE, run_of, small, spoiled, study_of, write_run, write_study
+from studies import results_of
 
 from powergrad import calibration, census
-from powergrad.lab import stats
 from powergrad.lab.report import filters, write_report
 from powergrad.lab.report.content import describe_sources
 from powergrad.lab.report.page import as_json, make_data
@@ -86,7 +86,9 @@ def test_glossary_of_the_docs_is_that_of_the_page() -> None:
 def test_content_is_that_of_the_study(small: Path) -> None:
     saved, page = json.loads((small / "study.json").read_text()), shown(small)
     assert page == shown(load(small))  # in memory
-    assert page["headline"] == saved["verdict"]
+    assert page["title"] == "PGT on digits: 200 images, 10 classes"
+    assert page["scale"] == ["guessing: 10%", "60 test images"]
+    assert page["tuned"].startswith("Nothing was tuned: every arm uses the learning rate 0.4")
     for key in ("comparisons", "notes", "advice"):
         assert page[key] == saved[key]
     assert page["command"] == saved["environment"]["command"]
@@ -97,12 +99,34 @@ def test_content_is_that_of_the_study(small: Path) -> None:
         found = page["arms"][place]["summary"]["test_accuracy"]
         assert found["mean"] == pytest.approx(np.mean(values), rel=1e-12)
         assert found["sd"] == pytest.approx(np.std(values, ddof=1), rel=1e-9)
-        assert (found["low"], found["high"]) == pytest.approx(stats.t_interval(values))
+        assert (found["low"], found["high"]) == (None, None)  # there is none with two runs
     for run in page["runs"]:
         rows = Run(small / run["name"]).metrics()
         assert run["curve"]["epoch"] == [1, 2, 3]
         assert run["curve"]["nll"] == pytest.approx([row["nll"] for row in rows], rel=1e-5)
-    assert page["classes"] == [str(digit) for digit in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("gains", "headline"),
+    [
+        (
+            {"pgt": 8.0, "agc": 9.0, "gc": 0.0},
+            "pgt (+8.00 points of test accuracy) and agc (+9.00) are better than baseline; "
+            "gc (+0.00) is not distinguishable from baseline with 6 runs per arm.",
+        ),
+        (
+            dict.fromkeys("abcde", 8.0),
+            "a (+8.00 points of test accuracy) and 4 others are better than baseline.",
+        ),
+    ],
+)
+def test_headline_has_the_numbers(gains: dict[str, float], headline: str) -> None:
+    noise = np.array([-0.7, -0.2, 0.1, 0.3, 0.2, 0.3])
+    values = {"baseline": 80 + noise, **{arm: 80 + gain - noise for arm, gain in gains.items()}}
+    page = shown(results_of({arm: list(of_arm) for arm, of_arm in values.items()}))
+    assert page["headline"] == f"Here {headline}"
+    widths = [high - low for low, high in (c["interval"] for c in page["comparisons"])]
+    assert page["scale"] == [f"differences below {min(widths) / 2:.2g} cannot be seen"]
 
 
 def test_reliability_is_that_of_all_seeds_together(small: Path) -> None:
@@ -113,18 +137,6 @@ def test_reliability_is_that_of_all_seeds_together(small: Path) -> None:
         expected = calibration.expected_calibration_error(logits, labels, temperature=temperature)
         assert arm["reliability"][name]["ece"] == pytest.approx(expected, rel=1e-9)
         assert sum(arm["reliability"][name]["count"]) == len(labels)
-
-
-def test_examples_are_of_the_test_set(small: Path) -> None:
-    examples = shown(small)["examples"]
-    assert {example["arm"] for example in examples} == {"baseline", "pgt"}
-    for shown_example in examples:
-        outputs: Any = Run(run_of(small, shown_example["arm"], 0)).test_outputs()
-        place, logits = shown_example["index"], shown_example["logits"]
-        assert shown_example["label"] == outputs["labels"][place]
-        assert logits == pytest.approx(outputs["logits"][place].tolist(), rel=1e-5)
-        is_right = max(logits) == logits[shown_example["label"]]
-        assert is_right == ("correct" in shown_example["words"])
 
 
 def test_missing_and_unfinished_runs_are_listed(spoiled: Path) -> None:
@@ -157,16 +169,13 @@ def test_diverged_run_has_no_value_and_no_reliability(spoiled: Path) -> None:
 
 
 def test_unreadable_files_are_reported(spoiled: Path) -> None:
-    (run_of(spoiled, "pgt", 0) / "classes.json").write_text("[")
     (run_of(spoiled, "pgt", 1) / "metrics.csv").write_text("epoch,step\n1,many\n")
     (run_of(spoiled, "baseline", 0) / "test.safetensors").write_bytes(b"not this")
-    (run_of(spoiled, "baseline", 0) / "classes.json").unlink()
     (run_of(spoiled, "baseline", 1) / "norms" / "index.json").write_text("{}")
-    (run_of(spoiled, "baseline", 1) / "classes.json").unlink()
     (run_of(spoiled, "baseline", 1) / "result.json").write_text("{}")
     page = shown(spoiled)
     notes = "\n".join(page["notes"])
-    for word in ("many", "norms", "header", "result.json", "Expecting value"):
+    for word in ("many", "norms", "header", "result.json"):
         assert word in notes
     assert [run["status"] for run in page["runs"]].count("finished") == 3
     (spoiled / "study.json").write_text("{")

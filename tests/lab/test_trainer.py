@@ -71,7 +71,12 @@ def test_files_and_result_of_a_run(tiny_run):
     }
     for name, value in expected.items():
         assert result.metrics[name] == rows[-1][name] == pytest.approx(value, rel=1e-6)
-    about = {"diverged": False, "steps": 12, "classes": 10}
+    about = {
+        "diverged": False,
+        "steps": 12,
+        "classes": 10,
+        "images": [len(load_data(TINY.data).train), len(load_data(TINY.data).test)],
+    }
     assert result.about.items() >= about.items()
     assert {*result.metrics, *result.about} == {*COLUMNS, *about} - {"step"}
     assert (tiny_run.folder / "classes.json").read_text().count('"') == 20

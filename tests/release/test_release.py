@@ -168,7 +168,7 @@ def test_metadata(metadata):
     assert metadata["License-Expression"] == "MIT"
     assert metadata["Description-Content-Type"] == "text/markdown"
     minors = re.findall(r"Python :: 3\.(\d+)", "\n".join(metadata.get_all("Classifier", [])))
-    assert minors == ["10", "11", "12", "13"]
+    assert minors == ["10", "11", "12", "13", "14"]
 
 
 def test_wheel_and_example_run_with_torch_alone(without_powergrad, wheel):

@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.colors import hsv_to_rgb
 
 from powergrad.lab.files import write_atomically
 from powergrad.lab.study import Results
@@ -34,12 +35,14 @@ def draw_study(results: Results, path: Path, note: str = "") -> None:
     )
     for place, arm in enumerate(arms):
         values = list(results.units(arm).values())
-        colour = COLOURS[place % len(COLOURS)]
+        colour: Any = place * 0.382 % 1, 0.6, 0.7  # the golden angle
+        colour = COLOURS[place] if place < len(COLOURS) else hsv_to_rgb(colour)
         left.plot(values, [place] * len(values), "o", color=colour, alpha=0.4, mec="none")
         left.plot([results.mean(arm)], [place], "|", color=colour, ms=18, mew=3)
         if comparison := results.comparison(arm):
             low, high = comparison.interval
-            right.plot([low, high], [place, place], color=colour, lw=2.5)
+            if math.isfinite(high - low):
+                right.plot([low, high], [place, place], color=colour, lw=2.5)
             right.plot([comparison.difference], [place], "o", color=colour)
             end = high if math.isfinite(high) else comparison.difference
             right.annotate(f" {comparison.verdict}", (end, place), va="center", fontsize=8)
@@ -51,7 +54,9 @@ def draw_study(results: Results, path: Path, note: str = "") -> None:
     left.set_title("every run, and the mean", fontsize=10)
     against = next((c.baseline for c in results.comparisons), results.baseline)
     right.set_xlabel(f"difference from {_literal(against)}")
-    right.set_title("mean and 95% interval; grey: the margin", fontsize=10)
+    has_interval = any(math.isfinite(c.interval[1]) for c in results.comparisons)
+    shown = "mean and 95% interval" if has_interval else "mean, without an interval"
+    right.set_title(f"{shown}; grey: the margin", fontsize=10)
     right.margins(x=0.25)
     left.set_ylim(len(arms) - 0.5, -0.5)
     for axes in figure.axes:

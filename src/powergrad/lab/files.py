@@ -58,7 +58,8 @@ def explain_os_error(error: OSError, path: Path) -> str:
     if error.errno in (*FULL, errno.EFBIG):
         return f"Expected disk space for {str(path)!r}, but the disk is full; {intact}."
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"Expected permission to write {str(path)!r}, but got: {error.strerror}."
+        got = f"{error.strerror}; choose another folder with --out"
+        return f"Expected permission to write {str(path)!r}, but got: {got}."
     return f"Expected to write {str(path)!r}, but got: {error}; {intact}."
 
 

@@ -21,8 +21,8 @@ from powergrad.lab.runs.pool import Snapshot
 from powergrad.lab.stats import Plan, format_interval, format_signed
 from powergrad.lab.study import Results, load_study
 from powergrad.lab.study.metrics import metric_names
-from powergrad.lab.study.notes import advice, describe_failed, notes, verdict
-from powergrad.lab.words import duration, spans
+from powergrad.lab.study.notes import MORE_SEEDS, advice, describe_failed, notes, verdict
+from powergrad.lab.words import duration
 
 
 class Watch:
@@ -98,40 +98,22 @@ def show_runs(results: Results) -> None:
         table.add_row(Text(arm), count, spread.removesuffix(" ± -"))
     _console().print(table)
     reason = "Nothing is compared: a comparison needs two arms with two runs each."
-    print(reason, *results.remarks, *describe_failed(results))
+    more = [MORE_SEEDS] if results.study is not None and results.study.design.last < 2 else []
+    print(reason, *results.remarks, *describe_failed(results), *more)
 
 
 def show_study(folder: Path) -> None:
-    """Print the runs and dead units per arm of a study, and its verdict."""
-    from powergrad.monitor import Recording, census  # imports torch, which is slow
-
+    """Print the results of a study so far."""
     results = load_study(folder)
-    study = results.study
-    if study is None:  # runs of a table
-        show_results(results)
-        return
-    print(f"{folder}: {study.kind} of {study.program.title}, {study.design} seeds per arm")
-    table = _table("arm", "finished", "seeds", results.metric.title, "dead units", "of", "diverged")
-    for arm in study.arms:
-        rows = results.of_arm(arm)
-        recorded = [folder / row.run for row in rows if Recording.exists(folder / row.run)]
-        counts = [census(path) for path in recorded]
-        # Without a recording, the count at the end of each run.
-        ends = [value for row in rows if (value := row.value("dead_units")) is not None]
-        dead = [len(count.dead) for count in counts] or [int(value) for value in ends]
-        table.add_row(
-            Text(arm),
-            str(len(rows)),
-            spans(row.seed for row in rows) or "-",
-            _number(results.mean(arm), 2),
-            f"{statistics.fmean(dead):.1f} ({min(dead)} to {max(dead)})" if dead else "-",
-            str(sum(layer.units for layer in counts[0].layers)) if counts else "-",
-            str(sum(row.is_lost(results.metric.name) for row in rows)),
-        )
-    _console().print(table)
-    usable = results.comparable()
-    print(verdict(usable) if usable else "No verdict yet: too few runs are finished.")
-    print("For the census of a run layer by layer, call `powergrad inspect` with its folder.")
+    study, compared = results.study, results.comparable()
+    if study is not None:
+        print(f"{folder}: {study.kind} of {study.program.title}, {study.design} seeds per arm")
+    if compared is None:
+        show_runs(results)
+    else:
+        show_results(compared)
+    if study is not None:
+        print("For the census of a run layer by layer, call `powergrad inspect` with its folder.")
 
 
 def show_plan(plan: Plan) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import track
 
 T = TypeVar("T")
+CLOSE = 0.65  # how alike a typed word and a suggestion are at least
 
 
 def duration(seconds: float) -> str:
@@ -48,19 +50,24 @@ def spans(numbers: Iterable[int]) -> str:
     return ", ".join("-".join(map(str, part)) for part in parts)
 
 
-def hide_folders(text: str) -> str:
-    """Shorten every absolute path in `text` to its last name, for files that are shared."""
+def hide_folders(text: str, place: str = "") -> str:
+    """Shorten every absolute path in `text` to `place` and its name, for files that are shared."""
     prefix = r"(?:[\w.-]+[=:])*"
     quoted = rf"(?<=')(?={prefix}[/~]){prefix}[^']*(?=')"
     plain = rf"(?<![^\s(\"]){prefix}[/~][^\s'\",;)]*"
-    return re.sub(f"{quoted}|{plain}", _last_name, text)
+
+    def shorten_path(match: re.Match[str]) -> str:
+        path = match[0].rstrip("/")
+        start = re.match(r"(?:[\w.-]+[=:])*", path)
+        name = path.rpartition("/")[2]
+        return f"{start[0] if start else ''}{place}{name}" if "/" in path else match[0]
+
+    return re.sub(f"{quoted}|{plain}", shorten_path, text)
 
 
-def _last_name(match: re.Match[str]) -> str:
-    path = match[0].rstrip("/")
-    prefix = re.match(r"(?:[\w.-]+[=:])*", path)
-    name = path.rpartition("/")[2]
-    return (prefix[0] if prefix else "") + name if "/" in path else match[0]
+def portable(command: str) -> str:
+    """A command line for shared files: it runs in the same folder, or says what to replace."""
+    return hide_folders(command.replace(f"{Path.cwd()}/", ""), "/path/to/")
 
 
 def hide_password(text: str) -> str:
@@ -68,10 +75,24 @@ def hide_password(text: str) -> str:
     return re.sub(r"(?<=://)[^/@\s]*@|[^\s/@:'\"]+:[^\s/@'\"]+@", "", text)
 
 
-def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
-    """The end of an error message: a suggestion of up to `most` similar words, or a full stop."""
-    near = difflib.get_close_matches(word, list(known), n=most, cutoff=0.5)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+def did_you_mean(
+    word: str, known: Iterable[str], *, most: int = 1, meanings: Mapping[str, str] = {}
+) -> str:
+    """The end of an error message: a suggestion of up to `most` similar words, or a full stop.
+
+    A dotted key is also compared by its end, and by its meaning, if `meanings` has it.
+    """
+    typed = word.lstrip("-").split(".")
+
+    def likeness(name: str) -> float:
+        parts = name.lstrip("-").split(".")
+        ends = [(typed, parts), (typed, parts[-len(typed) :]), (typed[-1:], parts[-1:])]
+        ratios = [difflib.SequenceMatcher(None, ".".join(a), ".".join(b)).ratio() for a, b in ends]
+        is_meant = len(typed[-1]) > 3 and typed[-1].replace("_", " ") in meanings.get(name, "")
+        return max(ratios[0], ratios[1], 0.9 * ratios[2], 0.9 * is_meant)
+
+    near = [name for name in sorted(known, key=likeness, reverse=True) if likeness(name) > CLOSE]
+    return f"; did you mean {' or '.join(map(repr, near[:most]))}?" if near else "."
 
 
 def slug(text: str) -> str:

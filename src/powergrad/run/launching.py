@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from powergrad._version import __version__
-from powergrad.compat import on_first_backward
+from powergrad.compat import run_eagerly
 from powergrad.mode import Enabled, disable, enable
 from powergrad.reporting import write_json
 from powergrad.run.optimizers import NOT_ALTERED, Optimizers
@@ -22,6 +22,8 @@ from powergrad.run.seeding import Seeding
 from powergrad.verify import counted
 
 __all__ = ["launch"]
+
+BACKWARD = torch.autograd.backward
 
 UNSCALED = {  # why a factor has changed nothing
     "lr": "every learning rate was 0",
@@ -74,7 +76,7 @@ class _Session:
         self.optimizers.install()
         self.first_loss: Tensor | None = None
         self.graph: list[str] = []  # the first nodes of the first backward pass
-        on_first_backward(self._note_backward)
+        torch.autograd.backward = self._first_backward  # also `Tensor.backward` calls it
 
     def finish(self, code: int, program: Program) -> int:
         """Print what was altered; return the exit code."""
@@ -91,14 +93,16 @@ class _Session:
         disable()
         return code
 
-    def _note_backward(self, roots: Sequence[Any]) -> None:
-        root = roots[0] if roots else None
+    def _first_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        torch.autograd.backward = BACKWARD
+        root = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
         if isinstance(root, Tensor) and root.numel() == 1:
             self.first_loss = root.detach().clone()
         node = getattr(root, "grad_fn", None)
         while node is not None and len(self.graph) < 4:
             self.graph.append(node.name())
             node = next((n for n, _ in node.next_functions if n is not None), None)
+        BACKWARD(tensors, *args, **kwargs)
 
     def _problems(self) -> list[str]:
         """The requested changes that did not happen."""
@@ -182,3 +186,6 @@ class _Session:
             "first_loss": loss if math.isfinite(loss) else None,
             "verification": asdict(measured) | step if measured is not None else None,
         }
+
+
+run_eagerly(_Session._first_backward)

@@ -233,15 +233,13 @@ def find_model(optimizer: Optimizer) -> nn.Module:
 def _is_scaled_outside(optimizer: Optimizer, running: list[_Stepping]) -> bool:
     """Whether a wrapper whose step is running has already scaled these groups."""
     wrappers = [outer.optimizer for outer in running if outer.scaled is not None]
-    theirs = [group for wrapper in wrappers for group in wrapper.param_groups]
-    held = {parameter for group in theirs for parameter in group["params"]}
-    shared = [group for group in optimizer.param_groups if not held.isdisjoint(group["params"])]
-    if not {id(group) for group in shared} <= {id(group) for group in theirs}:
+    inside = any(wrapper.param_groups is optimizer.param_groups for wrapper in wrappers)
+    if wrappers and not inside:
         raise TypeError(
             "Expected an optimizer inside another one to share its groups, but got "
             f"{type(optimizer).__name__} with its own groups, which cannot be scaled."
         )
-    return bool(shared)
+    return inside
 
 
 def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import operator
-import random
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 __all__ = ["Seeding"]
+
+
+PLACES = (
+    *("torch.manual_seed", "torch.random.manual_seed"),
+    *("torch.cuda.manual_seed", "torch.cuda.manual_seed_all"),
+    *("random.seed", "numpy.random.seed"),
+)
 
 
 class Seeding:
@@ -21,21 +26,13 @@ class Seeding:
         self.seed = seed
         self.added: dict[str, None] = {}  # the calls of the program that were changed
         self._is_inside = False  # of such a call: torch.manual_seed calls those of CUDA
-        places: list[tuple[Any, str, str]] = [
-            (torch, "manual_seed", "torch"),
-            (torch.random, "manual_seed", "torch"),
-            (torch.cuda, "manual_seed", "torch.cuda"),
-            (torch.cuda, "manual_seed_all", "torch.cuda"),
-            (random, "seed", "random"),
-        ]
-        with contextlib.suppress(ImportError):
-            import numpy as np
-
-            places.append((np.random, "seed", "numpy.random"))
-        for module, name, title in places:
-            plain = getattr(module, name)
-            plain(seed % 2**32)
-            setattr(module, name, self._adding(plain, f"{title}.{name}"))
+        for path in PLACES:
+            module, _, name = path.rpartition(".")
+            with contextlib.suppress(ImportError):  # numpy may be missing
+                owner = importlib.import_module(module)
+                plain = getattr(owner, name)
+                plain(seed % 2**32)
+                setattr(owner, name, self._adding(plain, path))
 
     def _adding(self, plain: Callable[..., Any], title: str) -> Callable[..., Any]:
         @functools.wraps(plain)

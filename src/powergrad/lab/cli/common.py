@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
@@ -11,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
-from powergrad.lab.files import FileError
+from powergrad.lab.files import FileError, explain_os_error, is_disk_full
 from powergrad.lab.preflight import say
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.trainer.recipe import (
@@ -20,8 +21,9 @@ from powergrad.lab.trainer.recipe import (
     default_recipe,
     describe_keys,
     parse_overrides,
+    suggest_key,
 )
-from powergrad.lab.words import did_you_mean, hide_password
+from powergrad.lab.words import hide_password
 
 RecipeName = Annotated[
     str | None,
@@ -63,11 +65,12 @@ def recipe_and_overrides(
         else:
             wanted = "Expected one recipe, and overrides as `--key value` or `key=value`"
             raise RecipeError(f"{wanted}, but got {named!r} and {token!r}.")
-    known = {*(f"--{key}" for key, *_ in describe_keys()), *_option_names(command), "--data.only"}
+    others = [*_option_names(command), "--data.only"]
+    known = {*(f"--{key}" for key, *_ in describe_keys()), *others}
     for option in (token.partition("=")[0] for token in changes if token.startswith("--")):
         if option not in known and "." not in option:
             wanted = "Expected an option of this command or a key of a recipe (see `train --keys`)"
-            raise RecipeError(f"{wanted}, but got {option!r}{did_you_mean(option, known)}")
+            raise RecipeError(f"{wanted}, but got {option!r}{suggest_key(option, *others)}")
     return named or default_recipe(parse_overrides(changes)), changes
 
 
@@ -115,6 +118,11 @@ def explain(error: Exception) -> tuple[str, int] | None:
     """The message and the exit code of a command that ended early; None for an internal error."""
     if isinstance(error, Interrupted):
         return f"{error}; the same command continues from there.", 130
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.strerror}: {str(error.filename)!r}"
+        if error.errno == errno.EROFS or is_disk_full(error):
+            text = explain_os_error(error, Path(error.filename))
+        return text, 2
     if isinstance(error, (ValueError, FileError, OSError, ImportError)):
         return hide_password(str(error)), 2
     return None

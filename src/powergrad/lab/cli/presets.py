@@ -13,6 +13,7 @@ from powergrad.lab.study import IdentityCheck, Results
 from powergrad.lab.study.arms import decomposition, parse_grid
 from powergrad.lab.study.decompose import check_identity, describe_identity
 from powergrad.lab.study.execute import tune_once
+from powergrad.lab.study.saving import FILE, claim, load
 from powergrad.lab.trainer.recipe import parse_overrides
 
 _OPTIONS = StudyOptions()
@@ -81,7 +82,12 @@ def decompose(
         study, base = ready.study, ready.study.base
         records: dict[str, Any] = {"remarks": ready.remarks}
         if ready.tuner is not None:
+            file = ready.folder / FILE  # until cross-entropy is tuned, that of the tuning
+            if not file.exists():
+                claim(ready.tuner.study, ready.folder)
             chosen, results = tune_once(ready.tuner, ready.execution)
+            if (earlier := load(ready.folder).study) and earlier.kind == "tune":
+                file.unlink()
             show_tuning(results)
             records |= {"tuning": results.tuning, "trials": results.trials}
             base = base.override(chosen.settings("CE"))

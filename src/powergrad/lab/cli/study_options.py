@@ -25,13 +25,14 @@ from powergrad.lab.stats import DEFAULT, Design, Noise, check_positive, least_ru
 from powergrad.lab.study import Execution, Metric, Results, Study, StudyKind, metric_named
 from powergrad.lab.study.execute import known_runs
 from powergrad.lab.study.metrics import parse_second
+from powergrad.lab.study.notes import MORE_SEEDS
 from powergrad.lab.study.records import USUAL, Question
 from powergrad.lab.study.saving import summarise
 from powergrad.lab.study.space import Space, split_overrides
 from powergrad.lab.study.tuning import Map, Tuner
 from powergrad.lab.terminal import Watch
 from powergrad.lab.trainer.recipe import Recipe, flatten, load_recipe, parse_overrides
-from powergrad.lab.words import duration
+from powergrad.lab.words import duration, parse_duration
 
 
 @Parameter(name="*")
@@ -199,6 +200,8 @@ class StudyOptions:
         if not program.is_foreign:
             metric = metric_named(self.metric or "test_accuracy", self.margin)
             margin = metric.margin if self.margin is None else self.margin
+        if self.budget is not None:
+            parse_duration(self.budget)  # raises before torch is imported
         runs, finals = self.seeds or ("8" if kind == "sweep" else None), 0
         if repeats is not None:
             if self.seeds is not None and (not self.seeds.isdigit() or self.seeds == "0"):
@@ -223,7 +226,7 @@ class StudyOptions:
                 raise ValueError(
                     f"Expected --fail-unless only with a verdict, but {got}; {reason}."
                 )
-            say(f"No verdict is possible with {design.last} runs per arm: {reason}.")
+            say(f"No verdict is possible with {design.last} runs per arm: {reason}.\n{MORE_SEEDS}")
         return made
 
     def free_folder(self, study: Study) -> Path:

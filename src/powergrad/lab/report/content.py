@@ -11,16 +11,17 @@ from typing import Any
 import yaml
 
 from powergrad.lab import stats
-from powergrad.lab.report.curves import describe_outputs, read_classes, read_curve, try_read
+from powergrad.lab.report.curves import describe_outputs, read_curve, try_read
 from powergrad.lab.report.filters import encode_norms
 from powergrad.lab.runs import RecipeProgram
 from powergrad.lab.study import METRICS, Results, RunRow, load_study
 from powergrad.lab.study.decompose import describe_identity, explain_decomposition
 from powergrad.lab.study.metrics import metric_names
+from powergrad.lab.study.notes import describe_scale, describe_title, describe_tuning, verdict
 from powergrad.lab.study.saving import FILE, conclude, planned_jobs
 from powergrad.lab.trainer.recipe import Recipe, flatten
 from powergrad.lab.trainer.run_folder import Run, RunError
-from powergrad.lab.words import hide_folders, short_key, spans
+from powergrad.lab.words import hide_folders, portable, short_key, spans
 
 NO_VERDICT = {"verdict": "No verdict yet: too few runs are finished.", "notes": [], "advice": []}
 
@@ -73,7 +74,11 @@ def describe_study(results: Results, states: Mapping[str, str] | None = None) ->
         "name": results.folder.resolve().name if results.folder else name,
         "kind": study.kind if study else "compare",
         "what": study.program.title if study else runs,
-        "headline": conclusions["verdict"],
+        "title": describe_title(results),
+        "verdict": conclusions["verdict"],
+        "headline": verdict(usable, with_numbers=True) if usable else NO_VERDICT["verdict"],
+        "scale": describe_scale(results),
+        "tuned": describe_tuning(results),
         "comparisons": conclusions.get("comparisons", []),
         "advice": conclusions["advice"],
         "notes": [hide_folders(note) for note in (*notes, *conclusions["notes"])],
@@ -147,16 +152,14 @@ def _describe_results(
                 "changes": changes,
                 "alpha": runs[arm][0]["alpha"] if runs[arm] else None,
                 "summary": _summarise(runs[arm], columns),
-                "reliability": outputs[arm][0],
+                "reliability": outputs[arm],
             }
             for arm, changes in arms.items()
         ],
         "runs": [run for arm in arms for run in runs[arm]],
         "units": {arm: list(results.units(arm).values()) for arm in results.arms},
-        "examples": [{"arm": arm, **example} for arm in arms for example in outputs[arm][1]],
-        "classes": read_classes([path for path in paths if path], notes),
         "environment": {k: v for k, v in results.environment.items() if k not in hidden},
-        "command": hide_folders(results.environment.get("command") or "") or None,
+        "command": portable(results.environment.get("command") or "") or None,
         "grid": results.grid.values if results.grid else None,
         "tuning": results.tuning.model_dump() if results.tuning else None,
         "provisional": None,
@@ -200,7 +203,7 @@ def _summarise(runs: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dic
         finals = [run["final"][name] for run in runs if run["status"] == "finished"]
         values = [float(v) for v in finals if isinstance(v, (int, float)) and math.isfinite(v)]
         if values and name != "diverged":
-            low, high = stats.t_interval(values) if len(values) > 1 else (None, None)
+            low, high = stats.t_interval(values) if len(values) >= stats.LEAST else (None, None)
             deviation = statistics.stdev(values) if len(values) > 1 else None
             summary[name] = {"mean": statistics.fmean(values), "sd": deviation}
             summary[name] |= {"low": low, "high": high, "n": len(values)}
@@ -232,13 +235,16 @@ def _describe_single_runs(folders: Sequence[Path]) -> dict[str, Any]:
     headline = "These runs do not belong to one study, so they are shown without a verdict."
     return {
         **content,
-        "name": f"{len(rows)} runs" if others else first.resolve().name,
+        "name": (name := f"{len(rows)} runs" if others else first.resolve().name),
+        "title": f"{name} of {RecipeProgram(base=recipe).title}" if others else name,
         "kind": "runs" if others else "run",
         "what": RecipeProgram(base=recipe).title,
         "headline": headline if others else _describe_run(content["runs"][0], rows[0]),
         "recipe": recipe.without_paths().to_yaml(),
         "notes": [hide_folders(note) for note in notes],
-        **{key: [] for key in ("comparisons", "advice")},
+        "tuned": "",
+        "verdict": "",
+        **{key: [] for key in ("comparisons", "advice", "scale")},
     }
 
 

@@ -1,11 +1,10 @@
-"""What the page reads from the folder of a run: curves, test outputs and classes."""
+"""What the page reads from the folder of a run: curves and test outputs."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import yaml
@@ -14,9 +13,6 @@ from safetensors import SafetensorError
 
 from powergrad.lab.report.filters import evenly_spaced
 from powergrad.lab.trainer.run_folder import COLUMNS, Run, RunError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 UNREADABLE = (RunError, ValueError, TypeError, KeyError, OSError, SafetensorError, yaml.YAMLError)
 ROWS = 400  # the maximal number of rows of metrics.csv to show per run
@@ -45,21 +41,16 @@ def read_curve(path: Path, notes: list[str]) -> dict[str, list[float | None]]:
     }
 
 
-def describe_outputs(
-    runs: Sequence[tuple[Path, float]], notes: list[str]
-) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """The reliability diagrams of an arm over its runs (folder, alpha), and some test examples."""
+def describe_outputs(runs: Sequence[tuple[Path, float]], notes: list[str]) -> dict[str, Any] | None:
+    """The reliability diagrams of an arm over its runs (folder, alpha)."""
     from powergrad import calibration  # imports torch, which is slow
 
     sums = {"plain": np.zeros((3, BINS)), "scaled": np.zeros((3, BINS))}
-    examples: list[dict[str, Any]] = []
     for path, alpha in runs:
         outputs = try_read(Run(path).test_outputs, None, notes)
         if outputs is None or not bool(outputs["logits"].isfinite().all()):
             continue
         logits, labels = outputs["logits"], outputs["labels"]
-        picked = [] if examples else _pick_examples(logits.double(), labels)
-        examples += [{"alpha": alpha, **example} for example in picked]
         for name, factor in (("plain", 1.0), ("scaled", alpha)):
             if factor == 0:  # all predictions would have the same confidence
                 continue
@@ -69,7 +60,7 @@ def describe_outputs(
                 (bins.count * bins.confidence.nan_to_num()).numpy(),
                 (bins.count * bins.accuracy.nan_to_num()).numpy(),
             ]
-    return {name: _diagram(bins) for name, bins in sums.items() if bins.any()} or None, examples
+    return {name: _diagram(bins) for name, bins in sums.items() if bins.any()} or None
 
 
 def _diagram(sums: NDArray[np.float64]) -> dict[str, Any]:
@@ -82,41 +73,6 @@ def _diagram(sums: NDArray[np.float64]) -> dict[str, Any]:
         "accuracy": [_six_digits(value) for value in accuracy / divisor],
         "ece": float(np.abs(confidence - accuracy).sum() / count.sum()),
     }
-
-
-def _pick_examples(logits: Tensor, labels: Tensor) -> list[dict[str, Any]]:
-    """Some test examples, from correct to confidently wrong."""
-    confidence, answer = logits.softmax(1).max(1)
-    ranked = confidence.argsort(stable=True)
-    right = ranked[(answer == labels)[ranked]].tolist()
-    wrong = ranked[(answer != labels)[ranked]].tolist()
-    middle = len(right) // 2
-    picks = {
-        "typical, correct": right[middle : middle + 1],
-        "barely correct": right[:1],
-        "barely wrong": wrong[:1],
-        "confidently wrong": wrong[-1:],
-    }
-    return [
-        {
-            "words": words,
-            "index": place,
-            "label": int(labels[place]),
-            "logits": [_six_digits(value) for value in logits[place].tolist()],
-        }
-        for words, places in picks.items()
-        for place in places
-    ]
-
-
-def read_classes(paths: Iterable[Path], notes: list[str]) -> list[str] | None:
-    """The names of the classes, if a run has stored them."""
-    for path in paths:
-        if (path / "classes.json").is_file():
-            read = (path / "classes.json").read_text
-            names = try_read(lambda read=read: json.loads(read("utf-8")), None, notes)
-            return None if names is None else [str(name) for name in names]
-    return None
 
 
 def _six_digits(value: float | None) -> float | None:

@@ -20,7 +20,14 @@ const METRICS = {
   steps: ["steps", "", 0],
   seconds: ["seconds", "", 1],
 };
+
+// The style sheet has eight colours; arms beyond them get hues in steps of the golden angle.
 const COLOURS = 8;
+const most = Math.max(0, ...DATA.studies.map((study) => study.arms.length));
+for (let i = COLOURS; i < most; i++) {
+  const hue = Math.round((i - COLOURS + 0.6) * 137.5) % 360;
+  document.styleSheets[0].insertRule(`.c${i} { --c: hsl(${hue} var(--more)); }`);
+}
 
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes || {})) {
@@ -37,16 +44,20 @@ const s = (tag, attributes, ...children) =>
   fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
 const named = (text) => h("bdi", { class: "name" }, text);
-const colour = (index) => `c${index % COLOURS}`;
+const colour = (index) => `c${index}`;
 const dash = (index) => (index >= COLOURS ? "dashed" : "");
 const swatch = (index) => h("span", { class: `swatch ${colour(index)}` });
 
-/** A sentence with names; non-ASCII names are isolated so that they cannot reorder the text. */
+/** A sentence with names; non-ASCII names are isolated so that they cannot reorder the text.
+    Options and their values, such as `--tune lr=0.1,0.2`, are not broken at their hyphens. */
 const prose = (study, text) =>
   study.arms
     .map((arm) => arm.name)
     .filter((name) => /[^ -~]/.test(name))
-    .reduce((marked, name) => marked.replaceAll(name, `\u2068${name}\u2069`), text);
+    .reduce((marked, name) => marked.replaceAll(name, `\u2068${name}\u2069`), text)
+    .split(/(--[a-z][\w.-]*(?:[ =][^\s,;()]*[\d=][^\s,;()]*)*(?<![.:]))/)
+    .map((part, i) => (i % 2 ? part.split(/( )/).map((word) =>
+      (word === " " ? word : h("code", {}, word))) : part));
 
 // Numbers -----------------------------------------------------------------------------------------
 
@@ -124,8 +135,8 @@ function armButtons(study, label, indices, shown, change) {
 function sortable(columns, rows, label) {
   const lines = rows.map((row) => ({
     row,
-    line: h("tr", {}, columns.map(([, , shown, kind], place) => place
-      ? h("td", { class: kind }, shown(row))
+    line: h("tr", {}, columns.map(([heading, , shown, kind], place) => place
+      ? h("td", { class: kind, "data-label": heading }, shown(row))
       : h("th", { scope: "row", class: kind }, shown(row)))),
   }));
   const body = h("tbody", {}, lines.map(({ line }) => line));

@@ -52,7 +52,7 @@ function showProgress(progress) {
   Object.assign(DATA.live, progress);
   const done = progress.runs.filter((run) => run.state === "done").length;
   const counts = progress.is_finished ? "" : `(${done}/${progress.runs.length}) `;
-  document.title = `${counts}${DATA.studies[0].name} · powergrad`;
+  document.title = `${counts}${DATA.studies[0].title} · powergrad`;
 }
 
 /** Redraw everything, at the same scroll position and with the same details open. */

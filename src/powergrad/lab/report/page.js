@@ -17,7 +17,8 @@ function provenanceSection(study) {
   return section("provenance", "Provenance",
     study.command ? [
       h("h3", {}, "Command"), h("pre", { class: "wrap", id: "command" }, study.command),
-      copy(study.command),
+      copy(study.command), study.command.includes("/path/to/")
+        && h("p", { class: "soft small" }, "Replace /path/to/, which hides the folders."),
     ] : h("p", { class: "soft" }, "The command is shown when the study is finished."),
     study.arms.length > 1 && [
       h("h3", {}, "Changes of each arm"),
@@ -125,13 +126,13 @@ function setTheme(mode) {
 function showStudy(place) {
   const study = DATA.studies[place];
   repaint = () => {};
-  document.title = `${study.name} · powergrad`;
+  document.title = `${study.title} · powergrad`;
   const done = study.runs.filter((run) => run.status === "finished").length;
   const seeds = new Set(study.runs.map((run) => run.seed)).size;
   const counts = study.kind === "run" ? "" : ` · ${count(study.arms.length, "arm")}, `
     + `${count(seeds, "seed")} · ${done} of ${count(study.runs.length, "run")} finished`;
   const isOurs = !study.source && !study.foreign;
-  const ofRecipe = isOurs ? [curvesSection, normsSection, alphaSection, playgroundSection] : [];
+  const ofRecipe = isOurs ? [curvesSection, normsSection, alphaSection] : [];
   const sections = [
     ...(DATA.live ? [progressSection] : []), verdictSection, decompositionSection, tableSection,
     ...ofRecipe, provenanceSection, glossarySection,
@@ -141,7 +142,8 @@ function showStudy(place) {
     h("header", { class: "top" },
       h("div", {},
         h("div", { class: "kicker" }, `powergrad · ${KINDS[study.kind] || "Comparison"}`),
-        h("h1", { dir: "auto" }, study.name), h("p", {}, named(study.what), counts)),
+        h("h1", { dir: "auto" }, study.title),
+        h("p", {}, named(study.what), counts, " · ", named(study.name))),
       DATA.studies.length > 1 && choice("study", DATA.studies.map((item, i) => [i, item.name]),
         place, (chosen) => showStudy(Number(chosen))),
       h("button", {

@@ -17,7 +17,7 @@ from powergrad._version import __version__
 from powergrad.lab.files import json_safe
 
 FORMAT = 1  # of the data
-SCRIPTS = ("elements", "terms", "charts", "study", "filters", "alpha", "playground", "page")
+SCRIPTS = ("elements", "terms", "charts", "study", "filters", "alpha", "page")
 LIVE = "; connect-src 'self'"
 
 
@@ -43,7 +43,7 @@ def make_page(data: Mapping[str, Any]) -> str:
     return _asset("page.html").format(
         policy=policy,
         version=html.escape(data["version"]),
-        title=html.escape(" · ".join(study["name"] for study in data["studies"])),
+        title=html.escape(" · ".join(study["title"] for study in data["studies"])),
         style=style,
         without_script=_without_script(data),
         data=as_json(data),
@@ -74,10 +74,11 @@ def _without_script(data: Mapping[str, Any]) -> str:
     """The text for readers without scripts, such as in the preview of an email."""
     lines = []
     for study in data["studies"]:
-        lines.append(f'<h1 dir="auto">{html.escape(study["name"])}</h1>')
+        lines.append(f'<h1 dir="auto">{html.escape(study["title"])}</h1>')
         sentences = [comparison["sentence"] for comparison in study["comparisons"]]
-        notes = [*study["notes"], *study["advice"]]
-        texts = [study["provisional"], study["headline"], *sentences, *notes]
+        notes = [study["tuned"], *study["notes"], *study["advice"]]
+        scale = f"{study['baseline']}: {', '.join(study['scale'])}." if study["scale"] else ""
+        texts = [study["provisional"], study["headline"], scale, *sentences, *notes]
         lines += [f'<p dir="auto">{html.escape(text)}</p>' for text in texts if text]
     lines.append("<p>The script of this page draws curves, tables and figures.</p>")
     return "\n".join(lines)

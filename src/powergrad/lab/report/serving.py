@@ -42,7 +42,9 @@ def make_live_data(folder: Path) -> dict[str, Any]:
     progress, results = read_progress(folder), load_study(folder)
     content = describe_study(results, {run["name"]: run["state"] for run in progress["runs"]})
     study, is_finished = results.study, True
-    if study is not None and (open_arms(results) if study.finals else planned_runs(results)):
+    if study is not None and (
+        study.kind == "tune" or (open_arms(results) if study.finals else planned_runs(results))
+    ):
         is_finished = False
         content |= {"provisional": _describe_provisional(study), "advice": []}
     return {**make_data([content]), "live": {**progress, "is_finished": is_finished}}

@@ -5,11 +5,10 @@ const finished = (study, index) =>
 
 const verdictClass = (comparison) => `verdict ${comparison.verdict.replace(" ", "-")}`;
 
-/** A table with drawn cells: the mean, the interval and the seeds of each comparison.
-    `groups` are [title, comparisons]. */
+/** A table with drawn cells: the value of each arm, its difference from the baseline and its seeds.
+    `groups` are [title, rows of armRows]. */
 function forest(study, groups) {
   const place = (arm) => study.arms.findIndex((candidate) => candidate.name === arm);
-  const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
   const bySeed = (comparison) => {
     const base = comparison.target ?? mean((study.units[study.baseline] || []).slice(0, comparison.n_baseline));
     return (study.units[comparison.arm] || []).slice(0, comparison.n).map((value) => value - base);
@@ -18,6 +17,7 @@ function forest(study, groups) {
   const all = groups.flatMap(([, comparisons]) => comparisons);
   const ends = all.flatMap((comparison) => [...comparison.interval, comparison.difference, ...bySeed(comparison)]);
   const known = ends.filter(isNumber);
+  const someInterval = all.some(({ interval }) => isNumber(interval[0]) && isNumber(interval[1]));
   const low = Math.min(0, -study.margin, ...known), high = Math.max(0, study.margin, ...known);
   const digits = Math.max(0, Math.min(4, 2 - Math.floor(Math.log10(high - low))));
   // In percent of the width of the cell, so that no redrawing is needed when the width changes.
@@ -37,29 +37,40 @@ function forest(study, groups) {
     return all.map(([key, value]) =>
       `${key} = ${isNumber(value) ? Number(value.toPrecision(4)) : value}`).join(", ");
   };
+  const value = (index) => {
+    const summary = study.arms[index].summary[study.metric];
+    if (!summary) return h("td", { class: "value" }, "–");
+    const shown = (number) => fmt(number, Math.min(digits, decimals(study.metric)));
+    return h("td", { class: "value" }, h("strong", {}, shown(summary.mean), unit(study.metric)),
+      summary.sd != null && [" ", h("span", { class: "soft whole" }, `± ${shown(summary.sd)}`)]);
+  };
   const row = (comparison) => {
-    const index = place(comparison.arm);
-    const [from, to] = [comparison.interval[0] ?? low, comparison.interval[1] ?? high];
-    const bounded = comparison.interval.every(isNumber);
-    const interval = bounded ? `${signed(from, digits)} to ${signed(to, digits)}` : "no interval yet";
-    const measured = isNumber(comparison.difference);
-    const difference = measured ? signed(comparison.difference, digits) : "–";
+    const { arm, n, failed, difference, interval: [from, to] } = comparison;
+    const index = place(arm), isBaseline = comparison.verdict === "baseline";
+    const bounded = isNumber(from) && isNumber(to), measured = isNumber(difference);
+    // As many decimals as in the sentences: two digits of the interval, one of the margin.
+    const size = Math.max(study.margin / 10, bounded ? (to - from) / 2 : Math.abs(difference)) || 1;
+    const places = Math.max(0, 1 - Math.floor(Math.log10(size)));
+    const interval = bounded ? `${signed(from, places)} to ${signed(to, places)}` : "no interval";
+    const p = comparison.p < 0.001 ? "p < 0.001, " : `p = ${fmt(comparison.p)}, `;
+    const much = measured ? signed(difference, places) : "–";
     const drawing = s("svg", {
-      role: "img", "aria-label": `${difference}, ${bounded ? "from " : ""}${interval}`,
+      role: "img", "aria-label": isBaseline ? "each run of the baseline" : `${much}, ${interval}`,
     }, ground(42), s("g", { class: colour(index) },
       bySeed(comparison).map((value) => s("circle", { class: "seed", cx: percent(value), cy: 32, r: 3 })),
-      s("line", { class: `whisker ${bounded ? "" : "faint"}`, x1: percent(from), x2: percent(to), y1: 18, y2: 18 }),
-      measured && s("circle", { class: "dot", cx: percent(comparison.difference), cy: 18, r: 6.5 })));
+      bounded && s("line", { class: "whisker", x1: percent(from), x2: percent(to), y1: 18, y2: 18 }),
+      measured && s("circle", { class: "dot", cx: percent(difference), cy: 18, r: 6.5 })));
     return h("tr", {},
-      h("th", { class: "who", scope: "row" }, swatch(index), named(comparison.arm),
+      h("th", { class: "who", scope: "row" }, swatch(index), named(arm),
         groups.length > 1 && h("span", { class: "does" }, changes(index))),
+      value(index),
       h("td", { class: "plot" }, drawing),
-      h("td", { class: "much" },
-        h("strong", {}, difference), ` (${interval})`),
+      isBaseline ? h("td", { class: "much soft" }, study.scale.join(", ")) : h("td", { class: "much" },
+        h("strong", {}, much), measured && someInterval
+          && [" ", h("span", { class: "whole" }, `(${interval})`)]),
       h("td", { class: "said" },
         h("span", { class: verdictClass(comparison) }, comparison.verdict),
-        h("span", { class: "does" }, comparison.p < 0.001 ? "p < 0.001" : `p = ${fmt(comparison.p)}`,
-          `, ${comparison.n} runs`, comparison.failed > 0 && `, ${comparison.failed} failed`)));
+        h("span", { class: "does" }, bounded && p, count(n, "run"), failed > 0 && `, ${failed} failed`)));
   };
   const axis = s("svg", { role: "presentation" }, ground(6),
     X.ticks(5).map(([value, text]) => [
@@ -68,51 +79,68 @@ function forest(study, groups) {
     ]),
     s("text", { x: "50%", y: 37, "text-anchor": "middle" },
       `difference in ${study.words.replace(/^of /, "")}`));
-  const heads = [["who", "arm"], ["plot", unseen("drawing")], ["much", "difference (95% interval)"],
-    ["said", "verdict"]];
+  const heads = [["who", "arm"], ["value", words(study.metric)], ["plot", unseen("drawing")],
+    ["much", `difference${someInterval ? " (95% interval)" : ""}`], ["said", "verdict"]];
   return h("table", {
     class: "forest", "aria-label": "Differences from the baseline, with their intervals",
   },
   h("thead", {}, h("tr", {}, heads.map(([kind, text]) => h("th", { class: kind }, text)))),
   h("tbody", {}, groups.map(([title, comparisons]) => [
-    title && h("tr", { class: "group" }, h("th", { colspan: 4 }, title)),
+    title && h("tr", { class: "group" }, h("th", { colspan: 5 }, title)),
     comparisons.map(row),
   ])),
-  h("tfoot", {}, h("tr", {}, h("td"), h("td", { class: "plot" }, axis), h("td"), h("td"))));
+  h("tfoot", {}, h("tr", {}, h("td"), h("td"), h("td", { class: "plot" }, axis), h("td"), h("td"))));
+}
+
+/** One row per arm: its comparison, or what is known of it without one. */
+function armRows(study) {
+  const runs = (arm) => (study.units[arm] || []).length;
+  return study.arms.map(({ name }) =>
+    study.comparisons.find((comparison) => comparison.arm === name) ?? {
+      arm: name, n: runs(name), n_baseline: runs(study.baseline), interval: [],
+      verdict: name === study.baseline ? "baseline" : "no verdict",
+    });
+}
+
+/** The rows of the arms, for a decomposition in groups. */
+function armGroups(study) {
+  const rows = armRows(study);
+  if (study.kind !== "decompose") return [["", rows]];
+  const [whole, instead] = [["PGT", "two-group CE"], ["CE(alpha z)", "CE at lr / alpha"]];
+  const [baseline, ...parts] = rows.filter(({ arm }) => ![...whole, ...instead].includes(arm));
+  const of = (names) => rows.filter(({ arm }) => names.includes(arm));
+  return [["", [baseline]], ["the whole", of(whole)], ["each part alone", parts],
+    ["alternatives", of(instead)]];
 }
 
 function verdictSection(study) {
+  const { comparisons } = study, against = comparisons[0]?.baseline;
   return section("verdict", study.provisional ? "Verdict so far" : "Verdict",
     study.provisional && h("p", { class: "provisional" }, study.provisional),
     h("p", { class: "headline" }, prose(study, study.headline)),
-    h("ul", { class: "notes" }, study.notes.map((note) => h("li", {}, prose(study, note)))),
-    study.comparisons.length > 0 && [
-      forest(study, [["", study.comparisons]]),
-      h("p", { class: "soft small" },
-        "Large dots: mean difference from ", named(study.comparisons[0].baseline), ", with its 95% ",
-        "interval, corrected for all arms and looks. Small dots: each run minus the mean of ",
-        named(study.comparisons[0].baseline), ". Shaded: the margin of ", String(study.margin),
-        ", within which a difference does not matter. ",
-        study.higher ? "Higher is better." : "Lower is better."),
-      h("details", {}, h("summary", {}, "As sentences"), h("ul", {},
-        study.comparisons.map((comparison) => h("li", {}, prose(study, comparison.sentence))))),
-    ],
+    !study.kind.startsWith("run") && forest(study, armGroups(study)),
+    h("p", {}, study.tuned),
+    h("p", { class: "soft small" }, comparisons.length > 0 && [
+      "Large dots: mean difference from ", named(against), comparisons[0].interval.every(isNumber)
+        && ", with its 95% interval, corrected for all arms and looks", ". Small dots: each run "
+      + "minus the mean of ", named(against), ". Shaded: the margin of ", String(study.margin),
+      ", within which a difference does not matter. ",
+      study.higher ? "Higher is better." : "Lower is better."]),
+    comparisons.length > 0 && h("details", {}, h("summary", {}, "As sentences"), h("ul", {},
+      [study.verdict, ...comparisons.map(({ sentence }) => sentence)].map((sentence) =>
+        h("li", {}, prose(study, sentence))))),
     study.advice.length > 0 && h("div", { class: "advice" }, h("h3", {}, "Next steps"),
-      study.advice.map((line) => h("p", {}, prose(study, line)))));
+      study.advice.map((line) => h("p", {}, prose(study, line.replace(/^Next: ./, (start) =>
+        start.at(-1).toUpperCase()))))),
+    h("ul", { class: "notes" }, study.notes.map((note) => h("li", {}, prose(study, note)))));
 }
 
-function decompositionSection(study) {
-  const decomposition = study.decomposition;
-  if (!decomposition) return null;
-  const byArm = (names) => study.comparisons.filter((comparison) => names.includes(comparison.arm));
-  const whole = byArm(["PGT", "two-group CE"]), instead = byArm(["CE(alpha z)", "CE at lr / alpha"]);
-  const parts = study.comparisons.filter((comparison) => ![...whole, ...instead].includes(comparison));
-  return section("decomposition", "The parts of PGT",
+function decompositionSection({ decomposition }) {
+  return decomposition && section("decomposition", "The parts of PGT",
     h("p", { class: "soft" },
       "Training with PGT at a constant α is equivalent to training with plain cross-entropy and two ",
       "parameter groups. So its effect can be tested one factor at a time.",
       ` ${decomposition.identity}`),
-    forest(study, [["the whole", whole], ["each part alone", parts], ["alternatives", instead]]),
     decomposition.explanation.split("\n").map((line) => h("p", {}, line)));
 }
 
@@ -120,12 +148,6 @@ function tableSection(study) {
   const known = Object.keys(study.foreign ? study.runs[0]?.final ?? {} : METRICS);
   const shown = known.filter((metric) => study.arms.some((arm) => arm.summary[metric]));
   const heading = (metric) => `${words(metric).replace(" accuracy", "")} ${unit(metric)}`.trim();
-  const compared = new Map(study.comparisons.map((comparison) => [comparison.arm, comparison]));
-  const verdict = (arm) => {
-    const comparison = compared.get(arm.name);
-    if (comparison) return h("span", { class: verdictClass(comparison) }, comparison.verdict);
-    return arm.name === study.baseline ? h("span", { class: "soft" }, "baseline") : "–";
-  };
   const average = (metric) => (arm) => {
     const summary = arm.summary[metric];
     if (!summary) return "–";
@@ -133,16 +155,10 @@ function tableSection(study) {
     return [fmt(summary.mean, decimals(metric)),
       spread && h("span", { class: "soft" }, ` ± ${fmt(summary.sd, decimals(metric))}`)];
   };
-  const count = (arm) => arm.summary[study.metric]?.n ?? 0;
+  const size = (arm) => arm.summary[study.metric]?.n ?? 0;
   const arms = () => sortable([
     ["arm", (arm) => arm.name, (arm) => [swatch(study.arms.indexOf(arm)), named(arm.name)]],
-    ["runs", count, (arm) => String(count(arm))],
-    ...(compared.size ? [
-      ["verdict", (arm) => compared.get(arm.name)?.verdict, verdict, "words"],
-      ["difference", (arm) => compared.get(arm.name)?.difference, (arm) =>
-        (isNumber(compared.get(arm.name)?.difference)
-          ? signed(compared.get(arm.name).difference, decimals(study.metric)) : "–")],
-    ] : []),
+    ["runs", size, (arm) => String(size(arm))],
     ...shown.filter((metric) => metric !== "steps").map((metric) =>
       [heading(metric), (arm) => arm.summary[metric]?.mean, average(metric)]),
   ], study.arms, "Arms");

@@ -53,7 +53,7 @@ function markTerms(root) {
     const texts = [];
     while (walker.nextNode()) texts.push(walker.currentNode);
     for (const text of texts)
-      if (!text.parentElement.closest("button, a, pre, svg, label, legend, summary, h2, h3, .name"))
+      if (!text.parentElement.closest("button, a, pre, svg, label, legend, summary, h2, h3, .name, .headline, .value"))
         linkTerms(text, seen);
   }
 }

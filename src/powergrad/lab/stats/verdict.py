@@ -155,7 +155,7 @@ class Comparison:
             reason = f"the noise cannot be estimated from {least} finished {self.counted}"
             return f"{self.arm} has no verdict yet: {reason}."
         needed = f"A verdict needs at least {LEAST} {self.counted} per arm."
-        return f"{self._cannot_tell(least)} ({self._number} between the means). {needed}"
+        return f"{self._cannot_tell(least)} ({self.signed} between the means). {needed}"
 
     def _cannot_tell(self, n: int) -> str:
         whether = f"whether {self.arm} differs from {self.baseline}"
@@ -164,12 +164,13 @@ class Comparison:
         return f"{n} {self.counted} per arm cannot tell {whether}"
 
     @property
-    def _number(self) -> str:
+    def signed(self) -> str:
+        """The difference with its sign."""
         return format_signed(self.difference, self._digits)
 
     @property
     def _numbers(self) -> str:
-        return " ".join(filter(None, [self._number, self.unit, f"({self._evidence})"]))
+        return " ".join(filter(None, [self.signed, self.unit, f"({self._evidence})"]))
 
     @property
     def _digits(self) -> int:

@@ -3,30 +3,93 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Sequence
 
 from powergrad.lab.runs import RecipeProgram
-from powergrad.lab.stats import DEFAULT, VERDICTS, Comparison, error_of_looks
+from powergrad.lab.stats import DEFAULT, VERDICTS, Comparison, error_of_looks, least_runs
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.records import LeftOut, Source, Tuning
 from powergrad.lab.study.results import Results
 from powergrad.lab.words import short_key
 
 MOST_ADVICE = 2
+MOST_ARMS = 4  # that the title and the headline of the page name
+MORE_SEEDS = f"Next: --seeds {DEFAULT} instead. It continues from the runs that are finished."
 WIDER = 4  # the factor by which advice widens a range
 
 
-def verdict(results: Results) -> str:
-    """The conclusion, in one sentence."""
+def verdict(results: Results, *, with_numbers: bool = False) -> str:
+    """The conclusion, in one sentence; for the page with the differences."""
     groups: dict[str, list[str]] = {}
     for comparison in sorted(results.comparisons, key=lambda c: VERDICTS.index(c.verdict)):
         arm = f'"{comparison.arm}"' if "," in comparison.arm else comparison.arm
-        groups.setdefault(comparison.ending, []).append(arm)
+        ending = comparison.ending
+        if with_numbers and comparison.second is None and math.isfinite(comparison.difference):
+            unit = "" if groups else f" {comparison.unit}"
+            arm += f" ({comparison.signed.replace('-', '−')}{unit})"
+            if ending == "not settled" and comparison.by == "mean" and not comparison.withheld:
+                runs = f"{comparison.n} {comparison.counted} per arm"
+                ending = f"without a verdict, because {runs} are too few"
+                if math.isfinite(comparison.interval[0]):
+                    ending = f"not distinguishable from {comparison.baseline} with {runs}"
+        groups.setdefault(ending, []).append(arm)
     phrases = []
     for ending, arms in groups.items():
-        listed = arms[0] if len(arms) == 1 else f"{', '.join(arms[:-1])} and {arms[-1]}"
-        phrases.append(f"{listed} {'is' if len(arms) == 1 else 'are'} {ending}")
+        is_long = with_numbers and len(arms) > MOST_ARMS
+        listed = [arms[0], f"{len(arms) - 1} others"] if is_long else arms
+        phrases.append(f"{_join(listed)} {'are' if arms[1:] else 'is'} {ending}")
     return f"Here {'; '.join(phrases)}."
+
+
+def _join(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def describe_title(results: Results) -> str:
+    """What was compared, and on what: the title of the page."""
+    study, arms = results.study, [*(results.study.arms if results.study else results.arms)]
+    others = [arm for arm in arms if arm != results.baseline] or arms
+    names = [re.sub(r"\b(agc|gc|pgt)\b", lambda name: name[0].upper(), arm) for arm in others]
+    title = _join(names) if len(names) <= MOST_ARMS else f"{len(names)} arms"
+    if results.grid is not None:
+        title = f"Values of {_join([*map(short_key, results.grid.values)])}"
+    if study is None or study.program.is_foreign:
+        place = study.program.title if study else results.source and results.source.file
+        return f"{title} in {place}" if place else title
+    about = next((row.about for row in results.rows if row.about.get("classes")), {})
+    counts = [f"{sum(about['images']):,} images"] if "images" in about else []
+    counts += [f"{about['classes']} classes"] if about else []
+    title = "The parts of PGT" if study.kind == "decompose" else title
+    return f"{title} on {study.program.data_name}{': ' * bool(counts)}{', '.join(counts)}"
+
+
+def describe_scale(results: Results) -> list[str]:
+    """What the baseline's value is to be compared with: guessing, and what can be seen."""
+    name, parts, compared = results.metric.name, [], results.comparable()
+    if (chance := results.chance(name)) is not None:
+        parts.append(f"guessing: {chance:.3g}{'%' * name.endswith('accuracy')}")
+    images = next((row.about["images"] for row in results.rows if "images" in row.about), None)
+    parts += [f"{images[1]:,} test images"] if images else []
+    ends = [c.interval for c in compared.comparisons] if compared else []
+    if widths := [high - low for low, high in ends if math.isfinite(high - low)]:
+        parts.append(f"differences below {min(widths) / 2:.2g} cannot be seen")
+    return parts
+
+
+def describe_tuning(results: Results) -> str:
+    """What was tuned before the arms were compared; empty if a remark says it."""
+    study, tuning = results.study, results.tuning
+    if tuning is not None and tuning.repeats:
+        points = len(next(iter(tuning.arms.values())).trials)
+        who = "Every arm" if len(tuning.arms) > 1 else "Plain cross-entropy"
+        return f"{who} was tuned: {_join([*map(short_key, tuning.keys)])}, {points} points each."
+    is_told = any("tuned" in remark for remark in results.remarks)
+    if study is None or study.program.is_foreign or study.kind != "compare" or is_told:
+        return ""
+    lr, decay = study.base.optimizer.lr, study.base.optimizer.weight_decay
+    values = f"the learning rate {lr:g} and the weight decay {decay:g}"
+    return f"Nothing was tuned: every arm uses {values}, unless it changes them."
 
 
 def notes(results: Results) -> list[str]:
@@ -276,6 +339,8 @@ def _settle(results: Results) -> Iterator[str]:
     """Advice on how to settle the open arms, after all planned runs."""
     if results.question.target is not None or results.question.second is not None:
         return  # neither the margin nor the noise of one metric decides
+    if results.study is not None and results.study.design.last < least_runs(results.question.noise):
+        yield MORE_SEEDS
     ended = [c for c in results.comparisons if not (c.withheld or c.is_open or c.by == "failures")]
     unsettled = [c for c in ended if c.verdict == "not settled" and math.isfinite(c.interval[0])]
     if not unsettled:

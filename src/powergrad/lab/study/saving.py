@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from powergrad.lab.environment import describe_machine
 from powergrad.lab.files import csv_text, json_safe, write_json, write_text
 from powergrad.lab.runs import Job, Program
+from powergrad.lab.stats import least_runs
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.metrics import COLUMNS, METRICS, Metric, guess_metric, metric_names
 from powergrad.lab.study.notes import advice, notes, verdict
@@ -31,7 +32,7 @@ from powergrad.lab.study.results import Results, usual_baseline
 from powergrad.lab.study.tables import read_table
 from powergrad.lab.trainer.recipe import RecipeError
 from powergrad.lab.trainer.run_folder import Result, Run, RunError
-from powergrad.lab.words import hide_folders
+from powergrad.lab.words import portable
 
 FORMAT = 4
 FILE = "study.json"
@@ -51,7 +52,7 @@ def to_json(results: Results, *, is_partial: bool = False) -> dict[str, Any]:
     if study is not None:
         study = replace(study, program=study.program.public())
     environment = dict(results.environment or describe_machine())
-    environment["command"] = hide_folders(environment.get("command") or "")
+    environment["command"] = portable(environment.get("command") or "")
     stored = replace(results, study=study, environment=environment, folder=None)
     compared = None if is_partial else results.comparable()
     values = _adapter.dump_python(stored, mode="json")
@@ -77,7 +78,7 @@ def conclude(compared: Results) -> dict[str, Any]:
 
 
 def summarise(results: Results) -> dict[str, Any]:
-    """The object that ``--json`` prints; docs/your-script.md describes it."""
+    """The object that ``--json`` prints; docs/programs.md describes it."""
     metric, compared, arms = results.metric, results.comparable(), []
     for arm in results.arms:
         rows, units = results.of_arm(arm), list(results.units(arm).values())
@@ -179,7 +180,7 @@ def load_study(folder: Path) -> Results:
 
 def planned_jobs(study: Study) -> dict[tuple[str, int], Job]:
     """The runs of a study; those of repeats are not known before they are tuned."""
-    return {} if study.finals else study.jobs()
+    return {} if study.finals or study.kind == "tune" else study.jobs()
 
 
 def _is_kept(row: RunRow, folder: Path) -> bool:
@@ -254,8 +255,8 @@ def _continue_study(study: Study, started: tuple[Results, Study, Program], folde
         looked, results = set(), Results.of(study)
     elif earlier.design.last == design.last:  # keep earlier looks, such as at a time limit
         design = replace(design, looks=tuple(sorted({*earlier.design.looks, *design.looks})))
-    elif results.rows and results.size >= earlier.design.looks[0]:  # a verdict was shown
-        looked.add(earlier.design.last)
+    elif results.size >= max(earlier.design.looks[0], least_runs(study.question.noise)):
+        looked.add(earlier.design.last)  # a verdict was shown
     merged = replace(
         study,
         program=program,

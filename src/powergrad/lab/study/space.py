@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from powergrad.lab.study.arms import expand_key, parse_values
-from powergrad.lab.trainer.recipe import RecipeError, parse_overrides
+from powergrad.lab.trainer.recipe import RecipeError, parse_overrides, suggest_key
 from powergrad.lab.words import did_you_mean
 
 OUTER = 0.1  # the fraction at either end of a range that counts as its edge
@@ -107,7 +107,7 @@ class Space:
             for part in (rest if colon else text).split():
                 key = expand(part.partition("=")[0])
                 if key not in values:
-                    near = did_you_mean(key, values)
+                    near = suggest_key(key) if "loss.alpha" in values else did_you_mean(key, values)
                     raise RecipeError(f"Expected --tune with a known key, but got {key!r}{near}")
                 target = own.setdefault(arm.strip(), []) if colon else shared
                 target.append(Axis.parse(part, values[key], expand))

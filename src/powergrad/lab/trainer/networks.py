@@ -182,7 +182,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Only the sum is rectified in place: autograd does not allow in-place operations on the
-        # output of a module with hooks (`powergrad.alter_output`, full backward hooks).
+        # output of a module with hooks (`powergrad.alter_gradient`, full backward hooks).
         y = x
         for number in range(1, self.depth + 1):
             y = F.relu(y) if number > 1 else y

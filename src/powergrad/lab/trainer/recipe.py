@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -29,6 +30,7 @@ from powergrad.lab.data.data_options import (
     Positive,
     Section,
 )
+from powergrad.lab.data.sets import SETS
 from powergrad.lab.words import did_you_mean
 
 Unit = Annotated[float, Field(ge=0, le=1)]
@@ -219,7 +221,7 @@ class Recipe(Section):
     def value(self, key: str) -> Any:
         values = dict(flatten(self.model_dump()))
         if key not in values:
-            raise RecipeError(f"Expected a known key, but got {key!r}{did_you_mean(key, values)}")
+            raise RecipeError(f"Expected a known key, but got {key!r}{suggest_key(key)}")
         return values[key]
 
     def override(self, changes: Mapping[str, Any]) -> Recipe:
@@ -268,6 +270,13 @@ def describe_keys(section: type[Section] = Recipe) -> Iterator[tuple[str, str, s
             yield name, meaning, _allowed(properties[name]), field.default
 
 
+def suggest_key(typed: str, *options: str) -> str:
+    """The end of an error message about an unknown key, or option: what was meant."""
+    meanings = {f"{'--' * bool(options)}{key}": text for key, text, *_ in describe_keys()}
+    near = did_you_mean(typed, options)
+    return near if near != "." else did_you_mean(typed, meanings, meanings=meanings)
+
+
 def _allowed(schema: Mapping[str, Any]) -> str:
     """The values that a JSON schema allows, in words."""
     if "anyOf" in schema:
@@ -307,7 +316,20 @@ def load_recipe(source: str | Path, changes: Mapping[str, Any] | None = None) ->
         >>> load_recipe("digits", {"loss.alpha": 0.5}).loss.alpha
         0.5
     """
-    values = _read(str(source)) | dict(flatten(changes or {}))
+    own, given = _read(str(source)), dict(flatten(changes or {}))
+    values = own | given
+    epochs, warmup = values.get("train.epochs"), values.get("schedule.warmup_epochs", 5.0)
+    if isinstance(epochs, int) and "schedule.warmup_epochs" not in given and 0 < epochs <= warmup:
+        part = warmup / own.get("train.epochs", 100)
+        values["schedule.warmup_epochs"] = round(min(part, 0.5) * epochs, 6)
+        shorter = f"{values['schedule.warmup_epochs']:g} epochs, as {epochs} are trained"
+        print(f"The warm-up is shortened from {warmup:g} to {shorter}.", file=sys.stderr)
+    name = values.get("data.name", "")
+    if isinstance(name, str) and name and not name.startswith("folder:") and name not in SETS:
+        wanted = f"Expected data.name to be {', '.join(SETS)} or folder:PATH"
+        is_folder = Path(name).expanduser().is_dir()
+        meant = f"; did you mean folder:{name}?" if is_folder else did_you_mean(name, SETS)
+        raise RecipeError(f"{wanted}, but got {name!r}{meant}")
     return _validate(values, f"recipe {str(source)!r}")
 
 
@@ -374,6 +396,8 @@ def _find(source: str) -> Any:
         return path
     if source not in recipe_names():
         got = f"{source!r}{did_you_mean(source, recipe_names())}"
+        if path.is_dir():
+            got = f"the folder {source!r}; for its images, use --data.name folder:{source}"
         raise RecipeError(f"Expected the name of a recipe or a YAML file, but got {got}")
     return RECIPES / f"{source}.yaml"
 
@@ -417,8 +441,9 @@ def _explain(error: Any) -> Iterable[str]:
     """A pydantic error as lines: the dotted key, what was expected, and what was given."""
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        known = [name for name, *_ in describe_keys()]
-        yield f"{key}: unknown key{did_you_mean(key, known)}"
+        inside = flatten(error["input"], f"{key}.") if isinstance(error["input"], dict) else ()
+        for name in [name for name, _ in inside] or [key]:
+            yield f"{name}: unknown key{suggest_key(name)}"
     elif error["type"] == "value_error":
         for line in str(error["ctx"]["error"]).splitlines():
             yield f"{key}: {line}" if key else line

@@ -89,6 +89,7 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
             run.save_weights("test.safetensors", outputs)
         about = {"diverged": session.diverged, "steps": session.step, "classes": len(data.classes)}
         about |= {name: row.get(name) for name in ABOUT}
+        about |= {"images": [len(data.train), len(data.test)]}
         metrics = {name: row[name] for name in row if name not in (*ABOUT, "step")}
         run.finish(Result(metrics=metrics, about=about))
         progress.end(row)

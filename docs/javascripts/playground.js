@@ -1,4 +1,22 @@
-// PGT on typed logits, computed in the page in the same way as in the library.
+// PGT on typed logits, where a page has an element with the id "playground". Everything is computed
+// here, in the same way as in the library.
+(() => {
+const host = document.getElementById("playground");
+if (!host) return;
+
+function make(create, tag, attributes, children) {
+  const node = create(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value !== false && value != null) node.setAttribute(name, value);
+  }
+  node.append(...children.flat().filter((child) => child !== false));
+  return node;
+}
+const h = (tag, attributes, ...children) =>
+  make((name) => document.createElement(name), tag, attributes, children);
+const s = (tag, attributes, ...children) => make((name) =>
+  document.createElementNS("http://www.w3.org/2000/svg", name), tag, attributes, children);
 
 /** The same as `powergrad.stationary_threshold` and the gradient of `powergrad.cross_entropy`. */
 function powerGrad(logits, label, alpha) {
@@ -27,7 +45,7 @@ function powerGrad(logits, label, alpha) {
   };
 }
 
-const MADE_UP = [
+const EXAMPLES = [
   { words: "three classes", logits: [2, 1, 0], label: 0 },
   { words: "confident and correct", logits: [8, 0, -1, -2], label: 0 },
   { words: "confident and wrong", logits: [8, 0, -1, -2], label: 3 },
@@ -51,14 +69,8 @@ function complaint(parts, logits, alpha) {
   return alpha >= 0 && alpha <= 1 ? "" : "Alpha must be a number from 0 to 1.";
 }
 
-function playgroundSection(study) {
-  const examples = [...study.examples, ...MADE_UP];
   const text = h("input", {
-    type: "text", id: "logits", spellcheck: "false", autocomplete: "off",
-    oninput: () => {
-      ofTest = false;
-      update();
-    },
+    type: "text", id: "logits", spellcheck: "false", autocomplete: "off", oninput: () => update(),
   });
   const range = h("input", {
     type: "range", id: "alpha-range", min: 0, max: 1, step: 0.01, value: 0.25,
@@ -77,26 +89,18 @@ function playgroundSection(study) {
     },
   });
   const label = h("select", { id: "label", onchange: () => update() });
-  const option = (example, place) => h("option", { value: place },
-    example.arm == null ? example.words : `${example.arm}: ${example.words} (no. ${example.index})`);
-  const options = examples.map(option), tests = study.examples.length;
-  const pick = h("select", { id: "example", onchange: () => choose(examples[pick.value]) },
-    tests > 0 && h("optgroup", { label: "test examples" }, options.slice(0, tests)),
-    h("optgroup", { label: "made up" }, options.slice(tests)));
-  const error = h("p", { class: "error", role: "alert" }), more = h("p", { class: "soft small" });
-  const facts = h("dl", { class: "facts" }), stage = h("div", { class: "chart" });
-  const rows = h("tbody");
-  let ofTest = true, result = null;
+  const pick = h("select", { id: "example", onchange: () => choose(EXAMPLES[pick.value]) },
+    EXAMPLES.map(({ words }, place) => h("option", { value: place }, words)));
+  const error = h("p", { class: "error", role: "alert" }), more = h("p", {});
+  const facts = h("dl", {}), stage = h("div", { class: "chart" }), rows = h("tbody", {});
+  let result = null;
 
-  const className = (i) => (ofTest && study.classes && study.classes[i]) || String(i);
   const relabel = (classes, chosen) => label.replaceChildren(...Array.from({ length: classes },
-    (_, i) => h("option", { value: i, selected: i === chosen }, className(i))));
+    (_, i) => h("option", { value: i, selected: i === chosen && "" }, String(i))));
 
-  function choose(example) {
-    text.value = example.logits.map((z) => (z === -Infinity ? "-inf" : z)).join(", ");
-    ofTest = example.arm != null;
-    relabel(example.logits.length, example.label);
-    if (example.alpha < 1) number.value = range.value = example.alpha;
+  function choose({ logits, label }) {
+    text.value = logits.map((z) => (z === -Infinity ? "-inf" : z)).join(", ");
+    relabel(logits.length, label);
     update();
   }
 
@@ -120,12 +124,12 @@ function playgroundSection(study) {
     more.textContent = logits.length > MOST_CLASSES
       ? `The true class and the ${MOST_CLASSES - 1} most likely others of ${logits.length}.` : "";
     showNumbers();
-    redraw();
+    draw();
   }
 
   function showNumbers() {
-    const fact = (term, id, value) =>
-      h("div", {}, h("dt", {}, term), h("dd", { id, "data-value": value }, fmt(value, 4)));
+    const fact = (term, id, value) => h("div", {}, h("dt", {}, term),
+      h("dd", { id, "data-value": value }, value.toPrecision(4).replace("-", "−")));
     facts.replaceChildren(
       fact("stationary threshold", "threshold", result.threshold),
       fact("loss, for any α", "loss", result.loss),
@@ -138,58 +142,49 @@ function playgroundSection(study) {
       return h("td", { "data-kind": kind, "data-value": value }, shown.replaceAll("-", "−"));
     };
     rows.replaceChildren(...result.shown.map((i) => h("tr", {},
-      h("th", { scope: "row" }, named(className(i)),
-        i === result.target && h("span", { class: "soft" }, " (true)")),
+      h("th", { scope: "row" }, `${i}${i === result.target ? " (true)" : ""}`),
       ["p", "powered", "plain", "altered"].map((kind) => cell(kind, i)))));
   }
 
-  const redraw = responsive(stage, (width) => {
-    if (!result) return;
+  function draw() {
+    const width = Math.min(640, Math.max(280, host.clientWidth)), names = 48, gap = 22;
     const row = 34, top = 34, height = top + row * result.shown.length + 6;
-    const names = Math.min(96, width * 0.22), gap = 22, half = (width - names - gap) / 2;
-    const P = linear(0, 1, names, names + half), G = linear(-1, 1, names + half + gap, width);
+    const half = (width - names - gap) / 2;
+    const P = (value) => names + half * value, G = (value) => width + half * (value - 1) / 2;
     const svg = s("svg", {
-      viewBox: `0 0 ${width} ${height}`, role: "img",
+      viewBox: `0 0 ${width} ${height}`, width, role: "img",
       "aria-label": "Probabilities and gradients, plain and with PGT; the table has the numbers",
-    },
-    s("text", { x: P(0), y: 14, class: "strong" }, "probability"),
-    s("text", { x: G(-1), y: 14, class: "strong" }, "gradient"));
+    }, s("text", { x: P(0), y: 14 }, "probability"), s("text", { x: G(-1), y: 14 }, "gradient"));
+    const upright = (kind, x) =>
+      s("line", { class: kind, x1: x, x2: x, y1: top - 8, y2: height - 4 });
+    svg.append(upright("zero", P(0)), upright("zero", G(0)));
     result.shown.forEach((i, place) => {
-      const y = top + place * row, name = className(i), truth = i === result.target;
-      const short = name.length > 11 ? `${name.slice(0, 10)}…` : name;
+      const y = top + place * row;
       const bar = (scale, value, down, kind) => s("rect", {
         class: `bar ${kind}`, x: Math.min(scale(0), scale(value)), y: y + down, rx: 2, height: 11,
         width: Math.max(0.8, Math.abs(scale(value) - scale(0))),
       });
       svg.append(
-        s("text", { x: names - 8, y: y + 17, "text-anchor": "end", class: truth && "strong" },
-          s("title", {}, name), short, truth && " ✓"),
-        bar(P, result.p[i], 0, "pale c7"), bar(P, result.powered[i], 13, "c0"),
-        bar(G, result.plain[i], 0, "pale c7"), bar(G, result.altered[i], 13, "c0"));
+        s("text", { x: names - 8, y: y + 17, "text-anchor": "end" },
+          `${i}${i === result.target ? " ✓" : ""}`),
+        bar(P, result.p[i], 0, "plain"), bar(P, result.powered[i], 13, "pgt"),
+        bar(G, result.plain[i], 0, "plain"), bar(G, result.altered[i], 13, "pgt"));
     });
-    const upright = (kind, x) =>
-      s("line", { class: kind, x1: x, x2: x, y1: top - 8, y2: height - 4 });
-    svg.append(upright("threshold", P(result.threshold)), upright("zero", G(0)));
+    svg.append(upright("threshold", P(result.threshold)));
     stage.replaceChildren(svg);
-  });
+  }
 
-  choose(examples[0]);
-  return section("playground", "Playground",
-    h("p", { class: "soft" }, "Computed in this page, in the same way as in the library. In the "
-      + "backward pass, PGT uses p′ = softmax(αz) instead of p: probabilities above the stationary "
-      + "threshold decrease, those below it increase. The loss does not change."),
-    h("div", { class: "play" },
-      h("form", { onsubmit: (event) => event.preventDefault() },
-        h("label", { class: "block" }, "example", h("br"), pick),
-        h("label", { class: "block" }, "logits", text),
-        h("label", { class: "block" }, "true class", h("br"), label),
-        h("div", { class: "slider" }, h("span", { class: "soft small" }, "α"), range, number),
-        error),
-      h("div", {}, facts)),
-    h("p", { class: "readout" }, [["c7", "plain"], ["c0", "with PGT"],
-      ["c4", "stationary threshold"]].map(([kind, text]) =>
-      h("span", { class: `key ${kind}` }, text))),
+  host.replaceChildren(
+    h("form", { onsubmit: (event) => event.preventDefault() },
+      h("label", {}, "example", pick), h("label", {}, "true class", label),
+      h("label", {}, "logits", text), h("label", {}, "α", range, number)),
+    error, facts,
+    h("p", { class: "key" }, h("span", { class: "plain" }, "plain"),
+      h("span", { class: "pgt" }, "with PGT"),
+      h("span", { class: "threshold" }, "stationary threshold")),
     stage,
-    scrolling("Playground",
-      plainHeads(["class", "p", "p′", "gradient p − q", "with PGT p′ − q"]), rows), more);
-}
+    h("table", {}, h("thead", {}, h("tr", {},
+      ["class", "p", "p′", "gradient p − q", "with PGT p′ − q"].map((name) =>
+        h("th", { scope: "col" }, name)))), rows), more);
+  choose(EXAMPLES[0]);
+})();
