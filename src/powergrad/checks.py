@@ -232,9 +232,11 @@ class Call(NamedTuple):
 
     def split(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
         """The tensors, for ``ctx.save_for_backward``, and the rest."""
-        alpha, many = self.alpha, isinstance(self.alpha, Tensor)
-        tensors: Any = (self.target, self.weight, alpha if many else None, self.token_weight)
-        return tensors, (None if many else alpha, *self[3:-1])
+        alpha: Any = None
+        rest: tuple[Any, ...] = self[2:-1]
+        if isinstance(self.alpha, Tensor):
+            alpha, rest = self.alpha, (None, *self[3:-1])
+        return (self.target, self.weight, alpha, self.token_weight), rest
 
     @classmethod
     def joined(cls, tensors: Sequence[Tensor | None], rest: Sequence[Any]) -> Call:

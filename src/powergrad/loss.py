@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from powergrad import kernels
 from powergrad.checks import (
+    INTERPRETED,
     PLAIN,
     REDUCTIONS,
     Call,
@@ -162,8 +163,20 @@ def cross_entropy(
         >>> logits.grad
         tensor([[ 0.4810, -0.7082,  0.2272]])
     """
-    numbers = (ignore_index, label_smoothing, reduction, softcap, logit_scale, z_loss)
-    call = Call(target, weight, alpha, *numbers, zero_empty, gate, token_weight)
+    call = Call(
+        target,
+        weight,
+        alpha,
+        ignore_index,
+        label_smoothing,
+        reduction,
+        softcap,
+        logit_scale,
+        z_loss,
+        zero_empty,
+        gate,
+        token_weight,
+    )
     if gate is None and not return_stats:
         return loss_of(input, call)
     loss, rows = loss_and_statistics(input, call)
@@ -207,14 +220,14 @@ def gated(call: Call, rows: RowStatistics) -> Tensor:
 
 def loss_of(input: Tensor, call: Call) -> Tensor:
     """:func:`cross_entropy` without gate and statistics."""
-    common = _is_common_case(input, call)
-    if not common and _is_parallel(input, call):
-        return OF_DTENSORS["cross_entropy"](input, call, False)[0]
-    class_dim, call = (1, call) if common else check_call(input, call)
-    if LISTENERS or not common:  # what is traced looks at no list
-        tell("powergrad.cross_entropy", input, call.alpha, call)
-    if common:
+    if _is_common_case(input, call):
+        if LISTENERS:
+            tell("powergrad.cross_entropy", input, call.alpha, call)
         return _rows_loss(input, call)
+    if _is_parallel(input, call):
+        return OF_DTENSORS["cross_entropy"](input, call, False)[0]
+    class_dim, call = check_call(input, call)
+    tell("powergrad.cross_entropy", input, call.alpha, call)
     way = way_of(input, call)
     if way == "rows":
         loss = _rows_loss(*as_rows(input, call))
@@ -384,10 +397,12 @@ def _is_common_case(input: Tensor, call: Call) -> bool:
         and target.dtype == torch.int64
         and len(shape := input.shape) == 2
         and shape[1] > 0
-        and shape[:1] == target.shape
+        and target.dim() == 1
+        and target.numel() == shape[0]
         and input.requires_grad
         and torch.is_grad_enabled()
-        and not gpu.runs_on(input.device)
+        and input.is_cpu
+        and not INTERPRETED
     )
 
 

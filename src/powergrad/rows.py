@@ -338,13 +338,12 @@ def _of_labels(
 ) -> tuple[Tensor, Tensor]:
     """Losses and gradients for class indices."""
     label, eps, weight, g = block.labels.unsqueeze(1), call.label_smoothing, call.weight, block.g
-    log_p, lse = _log_p(z, call, out)
+    log_p, lse = _log_p(z, call, out, label)
     share, total = eps / z.shape[1], float(z.shape[1])
     own_w: float | Tensor = 1.0
     if weight is not None:
         weight = weight.to(log_p.dtype)
         own_w, total = weight[label], weight.sum()
-    of_label = own_w * (1 - eps)
     # Statistics
     plain = weight is None and not (eps or call.z_loss) and block.empty is False
     plain = plain and block.whole and isinstance(g, float)  # the losses of all rows count alike
@@ -359,15 +358,16 @@ def _of_labels(
     alpha = column(block.alpha, log_p)
     e = power(log_p, alpha)
     own = e.gather(1, label)
-    rest = e.scatter_(1, label, 0.0).sum(1, keepdim=True)
+    # A tensor of zeros: a number would take twice the time.
+    rest = e.scatter_(1, label, torch.zeros_like(own)).sum(1, keepdim=True)
     sums = own + rest
     # Coefficients
-    if lse is None and not eps:
-        return losses, e.scatter_(1, label, rest.neg_()).mul_(_quotient(g * of_label, sums))
+    if lse is None and not eps and weight is None:
+        return losses, e.scatter_(1, label, rest.neg_()).mul_(_quotient(g, sums))
     level = None
     if lse is not None:
-        losses = losses + block.z_loss * lse.squeeze(1).square()
-        level = alpha * lse + sums.log()
+        losses = _plus(losses, lse.squeeze(1).square(), block.z_loss)
+        level = _plus(sums.log(), lse, alpha)
     weights = (own_w, total, share)
     scale, at_label = label_coefficients(call, own, rest, weights, g, block.z_loss, level)
     # Write
@@ -398,14 +398,13 @@ def label_coefficients(
     """
     (own_w, total, share), eps = weights, call.label_smoothing
     of_label = own_w * (1 - eps)
-    mass = of_label + share * total if eps else of_label
-    if level is None:
-        scale = _quotient(g * mass, own + rest)
-        at_label = (rest * scale).neg_()
-    else:
-        unit = _quotient(g, own + rest)
-        scale = (2 * z_loss * level + mass) * unit
-        at_label = (2 * z_loss * level * own - rest * mass) * unit
+    unit = scale = _quotient(g, own + rest)
+    if not isinstance(own_w, float):  # without weights, the mass is 1
+        scale = unit * (of_label + share * total)
+    at_label = (rest * scale).neg_()
+    if level is not None:
+        of_z, twice = level * unit, 2 * z_loss
+        at_label, scale = _plus(at_label, of_z * own, twice), _plus(scale, of_z, twice)
     if eps:
         direct = scale * own - g * (of_label + share * own_w)
         at_label = torch.where(own < rest, direct, at_label + g * share * (total - own_w))
@@ -438,6 +437,11 @@ def target_mass(q: Tensor, call: Call, classes: int, weight: Tensor | None) -> T
     return q if weight is None else q * weight.to(q.dtype)
 
 
+def _plus(a: Tensor, b: Tensor, factor: float | Tensor) -> Tensor:
+    """``a + factor * b``, where a number is not first converted to a tensor."""
+    return a + b * factor if isinstance(factor, Tensor) else torch.add(a, b, alpha=factor)
+
+
 def _quotient(numerator: float | Tensor, sums: Tensor) -> Tensor:
     """``numerator / sums``; `sums` may be overwritten."""
     if isinstance(numerator, Tensor):
@@ -465,16 +469,29 @@ def power(log_p: Tensor, alpha: float | Tensor) -> Tensor:
     return log_p.exp2_()
 
 
-def _log_p(z: Tensor, call: Call, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The log-probabilities, written to `out` if it is given; and their lse with a z-loss."""
+def _log_p(
+    z: Tensor, call: Call, out: Tensor | None, label: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The log-probabilities, written to `out` if it is given; and their lse with a z-loss.
+
+    That is ``max z - max log p``, or, in less time, ``z_y - log p_y`` where these are not large.
+    """
     if z.is_cpu and z.shape[1] < FEW:  # PyTorch's function takes four times as long
         top = z.amax(1, keepdim=True)
         log_p = torch.sub(z, top, out=out)
         log_sum = log_p.exp().sum(1, keepdim=True).log_()
         return log_p.sub_(log_sum), top + log_sum if call.z_loss else None
-    top = z.amax(1, keepdim=True) if call.z_loss else None
+    own = None
+    if call.z_loss and label is not None and out is not z and z.is_cpu and z.numel():
+        own = z.gather(1, label)
+    top = z.amax(1, keepdim=True) if call.z_loss and own is None else None
     if out is None:
         log_p = log_softmax_of_rows(z)
     else:
         log_p = torch.ops.aten.log_softmax.int_out(z, 1, None, out=out)
+    if label is not None and own is not None:
+        own_log_p = log_p.gather(1, label)
+        if own_log_p.amin().item() > -16:
+            return log_p, own - own_log_p
+        top = z.amax(1, keepdim=True)
     return log_p, None if top is None else top - log_p.amax(1, keepdim=True)

@@ -365,9 +365,9 @@ def log_sigmoid(input: Tensor, alpha: Tensor) -> Tensor:
     `alpha` broadcasts over `input`.
     """
     if needs_operator():
-        two = torch.stack([input, torch.zeros_like(input)], -1)
-        alpha = alpha.unsqueeze(-1) if alpha.dim() else alpha
-        return torch.ops.powergrad.log_softmax(two, alpha, input.dim(), None).select(-1, 0)
+        # Along the first dimension: along the last, inductor of PyTorch 2.6 to 2.9 gets it wrong.
+        two = torch.stack([input, torch.zeros_like(input)])
+        return torch.ops.powergrad.log_softmax(two, alpha, 0, None).select(0, 0)
     positive = alpha > TINY
     nonzero = alpha.where(positive, 1)
     # Not `logsigmoid`, whose backward DTensor does not know. Above 40, 1 + e^x is e^x.

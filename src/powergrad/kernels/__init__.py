@@ -88,7 +88,7 @@ def cross_entropy(
     if dtype is None or target.dtype != torch.int64 or not (input.is_cpu and target.is_cpu):
         return None
     shape, strides = input.shape, input.stride()
-    if len(shape) != 2 or shape[1] == 0 or target.shape != shape[:1] or input.is_neg():
+    if len(shape) != 2 or shape[1] == 0 or target.numel() != shape[0] or input.is_neg():
         return None
     rows, classes = shape
     if strides[1] != 1 and classes != 1:
