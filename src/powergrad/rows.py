@@ -249,7 +249,8 @@ def _by_operations(logits: Tensor, call: Call, all_valid: bool) -> tuple[Tensor,
         return reduced(losses, call, common), gradient
     gradient = logits.new_empty(n, c, dtype=dtype)
     losses = logits.new_empty(n, dtype=wide)
-    size = max(1, (BLOCK // 2 if dtype.itemsize < 4 else BLOCK) // c)
+    buffers = 2 if dtype.itemsize < 4 or call.maps_logits() else 1
+    size = max(1, BLOCK // buffers // c)
     for start in range(0, n, size):
         part = slice(start, start + size)
         losses[part], _ = write(logits[part], call, common, part, gradient[part])
