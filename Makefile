@@ -83,7 +83,7 @@ $(OTHER)/.installed:
 	touch $@
 
 # What is not about PyTorch: documentation, API, packaging. Triton has an environment of its own.
-ABOUT_TORCH := $(filter-out %_api.py %_docs.py %_package.py %_triton.py %_triton_path.py %_triton_offline.py,$(wildcard tests/test_*.py))
+ABOUT_TORCH := $(filter-out %_api.py %_docs.py %_package.py %_triton.py %_triton_offline.py,$(wildcard tests/test_*.py))
 OTHER_PYTEST = PYTHONPATH=$(abspath src) $(OTHER)/bin/python -m pytest
 
 test-torch: setup $(OTHER)/.installed ## the core, eager and compiled, with another torch: VERSION=2.6.0 (5 GB)
@@ -98,7 +98,8 @@ $(VENV)/.triton: $(VENV)/.installed
 INTERPRETED := POWERGRAD_TRITON=interpret TRITON_INTERPRET=1
 
 test-triton: $(VENV)/.triton ## the Triton kernels: interpreted against float64, and compiled for named GPUs
-	$(INTERPRETED) $(PYTEST) -n 2 -m triton tests/test_triton.py tests/test_triton_path.py
+	$(INTERPRETED) $(PYTEST) -n 2 -m triton tests/test_triton.py
+	$(INTERPRETED) $(PYTEST) -n 2 -k 'value_and_gradient and cross_entropy: and not PowerGrad and not float64' tests/test_gradients.py
 	$(INTERPRETED) $(PYTEST) -n 2 -m '$(QUICK)' -k 'not 128_000' tests/test_loss.py tests/test_linear.py
 	$(PYTEST) -n 2 -m triton tests/test_triton_offline.py
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from powergrad.lab.files import write_text
+from reproduction import robust
 from reproduction.benchmarks import benchmark_regions
 from reproduction.claims import claim_regions
 from reproduction.decisive.figure import draw
@@ -16,8 +18,8 @@ from reproduction.marks import Regions, fill, region_names
 from reproduction.tables import table_regions
 
 ROOT = Path(__file__).parents[1]
-# Written once, before its experiment; `python -m reproduction.decisive power` made its table.
-REGISTERED = ROOT / "docs" / "protocol.md"
+# Written once, before their experiments; `python -m reproduction.decisive power` made its table.
+REGISTERED = [ROOT / "docs" / "protocol.md", ROOT / "docs" / "protocol-2.md"]
 
 
 def study_regions(results: Path) -> Regions:
@@ -41,24 +43,35 @@ def decisive_regions(findings: Findings) -> Regions:
     }
 
 
+def robust_regions(rows: Sequence[robust.Row]) -> Regions:
+    """The regions about the second registered experiment."""
+    return {
+        "robust-answer": lambda: robust.conclude(rows),
+        "robust-arms": lambda: robust.table(rows),
+    }
+
+
 def all_regions() -> Regions:
     """Every region that a page may have."""
-    decisive = decisive_regions(Findings.read(RESULTS))
-    return {**benchmark_regions(), **study_regions(RESULTS), **decisive}
+    first, second = Findings.read(RESULTS), robust.read(robust.ROWS)
+    registered = {**decisive_regions(first), **robust_regions(second)}
+    return {**benchmark_regions(), **study_regions(RESULTS), **registered}
 
 
 def generated_pages() -> list[Path]:
     """The pages that have regions."""
     pages = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-    return [page for page in pages if page != REGISTERED and region_names(page.read_text("utf-8"))]
+    with_regions = (page for page in pages if region_names(page.read_text("utf-8")))
+    return [page for page in with_regions if page not in REGISTERED]
 
 
 def write_pages() -> None:
-    """Fill the regions of all pages, and draw the figures of the decisive experiment."""
+    """Fill the regions of all pages, and draw the figures of the registered experiments."""
     regions, findings = all_regions(), Findings.read(RESULTS)
     images = ROOT / "docs" / "images"
     draw(findings, images / "decisive.png")
     draw_points(findings, images / "decisive_points.png")
+    robust.draw(robust.read(robust.ROWS), images / "robust.png")
     for page in generated_pages():
         write_text(page, fill(page.read_text("utf-8"), regions))
         print(f"wrote {page.relative_to(ROOT)}")

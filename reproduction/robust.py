@@ -17,10 +17,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib.pyplot as plt
 import numpy as np
 from scipy import stats
 
 from powergrad.lab.environment import commit_of
+from powergrad.lab.figures import COLOURS, save
 from powergrad.lab.files import csv_text, write_text
 from powergrad.lab.trainer.recipe import load_recipe
 from powergrad.lab.trainer.training import train
@@ -38,7 +40,15 @@ EPOCHS = 6
 ALPHA, CLIP = 0.25, 0.04
 LEARNED = 30.0  # per cent of test accuracy
 LEVEL = 0.05
-ARMS = ("ce", "pgt", "head-lr", "agc", "ce-again", "pgt-same-rate")
+TITLES = {
+    "ce": "cross-entropy",
+    "pgt": "PGT",
+    "head-lr": "PGT's head rate only",
+    "agc": "AGC",
+    "ce-again": "cross-entropy, other seeds",
+    "pgt-same-rate": "PGT, same rate",
+}
+ARMS = tuple(TITLES)
 
 Row = Mapping[str, str]
 
@@ -206,32 +216,37 @@ def fewer_dead(rows: Sequence[Row], first: str, second: str) -> tuple[int, int, 
 
 
 def conclude(rows: Sequence[Row]) -> str:
-    """What the rule says, and the table of all arms."""
+    """What the rule says; before all points have been run, counts and nothing else."""
     primary = compare(rows, "ce", "pgt")
-    if primary.points < POINTS:
-        verdict = f"not decided: {primary.points} of {POINTS} points have been run"
+    head_ce, pgt_head = compare(rows, "ce", "head-lr"), compare(rows, "head-lr", "pgt")
+    null = compare(rows, "ce", "ce-again")
+    *dead, dead_p = fewer_dead(rows, "pgt", "ce")
+    is_complete = len(rows) == len(jobs())
+    adjusted = holm({"head": head_ce.p, "pgt": pgt_head.p, "dead": dead_p})
+    if not is_complete:
+        verdict = f"Not decided yet: {len(rows)} of {len(jobs())} runs have been made"
     elif primary.p < LEVEL:
         fewer = primary.second_failed < primary.first_failed
         verdict = f"PGT fails at {'fewer' if fewer else 'more'} points than cross-entropy"
     else:
-        verdict = "no difference in failures was shown"
-    head_ce, pgt_head = compare(rows, "ce", "head-lr"), compare(rows, "head-lr", "pgt")
-    *dead, dead_p = fewer_dead(rows, "pgt", "ce")
-    adjusted = holm({"head": head_ce.p, "pgt": pgt_head.p, "dead": dead_p})
-    null = compare(rows, "ce", "ce-again")
-    lines = [
-        f"**{verdict}** (only CE failed: {primary.first_only}, only PGT failed: "
-        f"{primary.second_only}, of {primary.points}; exact McNemar p = {primary.p:.4f}).",
-        f"head-lr against CE: only CE failed {head_ce.first_only}, only head-lr "
-        f"{head_ce.second_only}; Holm p = {adjusted['head']:.4f}.",
-        f"PGT against head-lr: only head-lr failed {pgt_head.first_only}, only PGT "
-        f"{pgt_head.second_only}; Holm p = {adjusted['pgt']:.4f}.",
-        f"Dead filters where both trained: PGT has fewer at {dead[0]}, CE at {dead[1]} points; "
-        f"Holm p = {adjusted['dead']:.4f}.",
-        f"Null, CE against CE with other seeds: {null.first_only} against {null.second_only} of "
-        f"{null.points}; p = {null.p:.4f}.",
-    ]
-    return "\n\n".join([*lines, table(rows)])
+        verdict = "No difference between the failures of PGT and of cross-entropy was shown"
+
+    def tested(p: float, test: str = "by Holm's method, ") -> str:
+        return f" ({test}p = {p:.4f})" if is_complete else ""
+
+    return (
+        f"**{verdict}.** Of {primary.points} points, cross-entropy fails at "
+        f"{primary.first_failed} and PGT at {primary.second_failed}; only cross-entropy fails at "
+        f"{primary.first_only}, only PGT at {primary.second_only}"
+        f"{tested(primary.p, 'exact McNemar test, ')}. Of cross-entropy and head-lr, only the "
+        f"first fails at {head_ce.first_only} points, only the second at {head_ce.second_only}"
+        f"{tested(adjusted['head'])}; of head-lr and PGT, only the first at "
+        f"{pgt_head.first_only}, only the second at {pgt_head.second_only}"
+        f"{tested(adjusted['pgt'])}. Where PGT and cross-entropy both train, PGT has fewer dead "
+        f"filters at {dead[0]} points and more at {dead[1]}{tested(adjusted['dead'])}. As a check, "
+        f"cross-entropy was repeated with other seeds: of {null.points} points, only the first "
+        f"fails at {null.first_only}, only the second at {null.second_only}{tested(null.p, '')}."
+    )
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -245,9 +260,36 @@ def table(rows: Sequence[Row]) -> str:
             for batch in BATCHES
         ]
         shown = [f"{rate:.3g}" if rate else "" for rate in largest]
-        cells.append((arm, str(len(own)), str(sum(map(failed, own))), *shown))
+        cells.append((TITLES[arm], str(len(own)), str(sum(map(failed, own))), *shown))
     head = ("arm", "points", "failed", *(f"largest rate, batch {b}" for b in BATCHES))
     return markdown_table(head, cells)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Where each arm trained: a map of learning rate and weight decay, one panel per arm."""
+    arms = [arm for arm in ARMS if arm != "ce-again"]
+    figure, panels = plt.subplots(
+        1, len(arms), figsize=(2.3 * len(arms), 3.2), sharex=True, sharey=True, layout="constrained"
+    )
+    for axes, arm in zip(panels, arms, strict=True):
+        own = [row for row in rows if row["arm"] == arm]
+        for batch, marker in zip(BATCHES, ("o", "s", "^"), strict=True):
+            for trains, look in ((True, {"mfc": COLOURS[0]}), (False, {"mfc": "none"})):
+                of = [r for r in own if r["batch"] == str(batch) and failed(r) != trains]
+                places = ([float(r[key]) for r in of] for key in ("rate", "decay"))
+                colour = COLOURS[0] if trains else COLOURS[4]
+                label = f"batch {batch} {'trained' if trains else 'failed'}"
+                axes.plot(*places, marker, ms=5, mec=colour, label=label, **look)
+        trained = sum(not failed(row) for row in own)
+        axes.set_title(f"{TITLES[arm]}\n{trained} of {len(own)} trained", fontsize="small")
+        axes.set(xscale="log", yscale="log", xlim=RATES, ylim=DECAYS)
+        axes.set_xticks([0.1, 0.4], ["0.1", "0.4"], minor=False)
+        axes.tick_params(axis="x", which="minor", labelbottom=False)
+    panels[0].set_ylabel("weight decay of the backbone")
+    panels[len(arms) // 2].set_xlabel("learning rate of the backbone")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+    save(figure, path)
 
 
 def power(studies: int = 10_000, seed: int = 0) -> dict[int, float]:
@@ -279,7 +321,7 @@ def main(arguments: list[str]) -> None:
     elif command == "power":
         print(power())
     else:
-        print(conclude(read(ROWS)))
+        print(conclude(rows := read(ROWS)), table(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ class Form:
     def possible(self) -> bool:
         """Whether PyTorch takes it, and its loss is finite."""
         per_row = len(self.shape) > 1 or self.alphas in ("number", "0-d")
-        if self.z_loss and (self.alpha == 0 or self.masked):
+        if self.z_loss and self.alpha == 0:
             return False
         if self.soft:
             return per_row and not self.masked and self.ignore_index is None

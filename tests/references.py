@@ -95,13 +95,12 @@ def gradient_of_potential(
     x = logits.detach().double().requires_grad_()
     z = mapped(x, extra)
     leaf = scaled(z.detach(), alpha).requires_grad_()
-    # What `scaled` subtracted; 0 if there are infinities, which the z-loss does not have.
-    offset = (by_position(alpha, z) * z - leaf).detach().nan_to_num(0, 0, 0)
+    dim = 0 if logits.dim() == 1 else 1
+    offset = by_position(alpha, z) * z.detach().amax(dim, keepdim=True)  # what `scaled` subtracted
     loss = plain_loss(leaf, target, extra=extra, offset=offset, **options)
     (gradient,) = torch.autograd.grad(loss, leaf, upstream.double())
     sums_to_0 = not (options.get("label_smoothing") or extra.get("z_loss"))
     if not target.is_floating_point() and sums_to_0:
-        dim = 0 if logits.dim() == 1 else 1
         label = target.long().clamp(0, logits.shape[dim] - 1).unsqueeze(dim)
         others = gradient.scatter(dim, label, 0.0).sum(dim, keepdim=True)
         gradient = gradient.scatter(dim, label, -others)

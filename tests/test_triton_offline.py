@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 
 import pytest
@@ -19,9 +20,13 @@ pytestmark = pytest.mark.triton
 @pytest.mark.parametrize("architecture", gpu_offline.ARCHITECTURES)
 def test_every_variant_compiles_without_spills(architecture, kernel):
     jobs = [job for job in gpu_offline.jobs([architecture]) if job[1] == kernel]
+    with gpu_offline.OUT.open() as file:
+        key = [architecture, kernel]
+        recorded = [line for line in csv.DictReader(file) if [*line.values()][:2] == key]
     assert len(jobs) > 40
-    for job in jobs:
+    for job, line in zip(jobs, recorded, strict=True):
         flags, row = job[3], gpu_offline.row_of(job)
+        assert line == {name: str(value) for name, value in row.items()}
         elements, itemsize = row["elements_per_thread"], 4 if row["dtype"] == "float32" else 2
         assert row["spilled"] == 0, row
         assert row["registers"] <= 128, row

@@ -6,6 +6,8 @@ import math
 from collections import Counter
 
 import pytest
+from PIL import Image
+from scipy import stats
 
 from powergrad.lab.trainer.recipe import load_recipe
 from reproduction import robust
@@ -18,7 +20,7 @@ PROTOCOL = "db2e94269cd33cfa8015a9256fbeb3b331d42c5f4c5447804cf14b5ea399d0a2"
 
 def row(point, arm, accuracy, dead=0, diverged=False, rate=0.1, batch=64):
     values = {"point": point, "arm": arm, "test_accuracy": accuracy, "dead_units": dead}
-    values |= {"diverged": diverged, "rate": rate, "batch": batch}
+    values |= {"diverged": diverged, "rate": rate, "decay": 1e-3, "batch": batch}
     return {key: str(value) for key, value in values.items()}
 
 
@@ -61,17 +63,35 @@ def test_failures_are_compared_at_the_points_that_both_arms_have():
     assert robust.compare(rows, "ce", "pgt") == (3, 3, 1, 2, 0)
 
 
-def test_verdicts_by_the_rule():
-    def rows(only_ce, only_pgt, arms=("ce", "pgt")):
-        for point in range(robust.POINTS):
-            yield row(point, arms[0], 10 if point < only_ce else 80, dead=5)
-            yield row(point, arms[1], 10 if 0 <= point - only_ce < only_pgt else 80, dead=3)
+def study(only_ce, only_pgt):
+    """All runs, of which cross-entropy and PGT failed at so many points; the others train."""
+    for point, arm, _ in robust.jobs():
+        fails = {"ce": point < only_ce, "pgt": 0 <= point - only_ce < only_pgt}
+        dead = {"ce": 5, "pgt": 3}.get(arm, 0)
+        yield row(point, arm, 10 if fails.get(arm) else 80, dead=dead)
 
-    assert "fewer points" in robust.conclude([*rows(12, 2)]).splitlines()[0]
-    assert "more points" in robust.conclude([*rows(2, 12)]).splitlines()[0]
-    assert "no difference" in robust.conclude([*rows(6, 4)]).splitlines()[0]
-    assert "not decided" in robust.conclude([*rows(12, 2)][:-2]).splitlines()[0]
-    assert robust.fewer_dead([*rows(12, 2)], "pgt", "ce")[:2] == (114, 0)
+
+@pytest.mark.parametrize(
+    ("failures", "words"),
+    [((12, 2), "fewer points"), ((2, 12), "more points"), ((6, 4), "No difference")],
+)
+def test_verdicts_by_the_rule(failures, words):
+    concluded = robust.conclude([*study(*failures)])
+    assert words in concluded.split("**")[1]
+    assert f"p = {stats.binomtest(failures[0], sum(failures)).pvalue:.4f})" in concluded
+    both = 128 - sum(failures)
+    assert robust.fewer_dead([*study(*failures)], "pgt", "ce")[:2] == (both, 0)
+
+
+def test_no_verdict_before_the_last_run(tmp_path):
+    rows = [*study(12, 2)][:-1]
+    concluded = robust.conclude(rows)
+    assert "703 of 704" in concluded.split("**")[1]
+    assert "p =" not in concluded
+    assert "| PGT | 128 | 2 | 0.1 |" in robust.table(rows)
+    robust.draw(rows, tmp_path / "map.png")
+    with Image.open(tmp_path / "map.png") as image:
+        assert image.width > 1000
 
 
 def test_each_row_has_a_clean_commit_and_the_values_of_its_point():

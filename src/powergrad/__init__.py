@@ -3,8 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from powergrad import gpu_operators as _gpu_operators  # noqa: F401  # registers them
-from powergrad import operators as _operators  # noqa: F401
+from powergrad import operators as _operators  # noqa: F401  # registers them
 from powergrad._version import __version__
 from powergrad.alter import alter_gradient, alter_output
 from powergrad.calibration import fold_alpha

@@ -12,7 +12,8 @@ __all__ = ["main"]
 
 def _path(device: torch.device, dtype: torch.dtype, target: torch.dtype) -> str:
     """What computes a loss of plain tensors; on a GPU, after the check before first use."""
-    if gpu.runs_on(device) and gpu.usable(device, dtype, target, 1000, *[False] * 7):
+    simplest, largest = gpu.Flags(), [True] * len(gpu.Flags._fields)
+    if all(gpu.passes(device, dtype, target, 1000, *flags) for flags in (simplest, largest)):
         return "Triton kernels, checked"
     if device in gpu.BROKEN:
         return f"PyTorch operations: the Triton kernels failed their check. {gpu.BROKEN[device]}"

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from powergrad import kernels, on_gpu
+from powergrad import kernels
 from powergrad.checks import (
     INTERPRETED,
     PLAIN,
@@ -35,6 +35,7 @@ from powergrad.checks import (
     values_readable,
 )
 from powergrad.compat import in_transform, is_autocasting, is_exporting
+from powergrad.kernels import gpu
 from powergrad.rows import RowStatistics, loss_and_gradient, mapped
 from powergrad.transform import (
     LISTENERS,
@@ -277,7 +278,7 @@ def way_of(input: Tensor, call: Call, stats: bool = False) -> str:
         and is_exporting() is not True
         and not in_transform()
     )
-    if (plain or compiled) and on_gpu.usable(input, call, stats):
+    if (plain or compiled) and gpu.usable(input, call, stats):
         return "kernels"
     if call.soft() and target.dtype.itemsize > input.dtype.itemsize:
         return "definition"
@@ -417,20 +418,41 @@ def call_for_rows(logits: Tensor, call: Call, class_dim: int) -> Call:
 def _loss_of_kernels(
     input: Tensor, call: Call, class_dim: int, stats: bool = False
 ) -> tuple[Tensor, RowStatistics]:
-    """The loss on a GPU, and its statistics; a gate is computed between the two kernels."""
+    """The loss on a GPU, and its statistics; a gate is computed between the two kernels.
+
+    Reductions are ordinary operations on one number per row. Statistics of ignored rows, which are
+    not read, are 0. With class weights, a mean divides the z-loss by the number of counted rows.
+    """
     shape = input.shape[:class_dim] + input.shape[class_dim + 1 :]
-    losses, divisor, values = on_gpu.losses_of(*as_rows(input, call), stats)
-    rows = RowStatistics(torch.empty(0), call)
-    vars(rows).update({name: value.reshape(shape) for name, value in values.items()})
+    logits, by_row = as_rows(input, call)
+    divisor: Any = float(logits.shape[0])
+    z_factor = None
+    if call.reduction == "mean" and not call.soft():
+        kept = by_row.target != call.ignore_index
+        divisor = count = kept.sum()
+        if call.weight is not None:
+            divisor = (call.weight.float()[by_row.target.where(kept, 0)] * kept).sum()
+            z_factor = divisor / count if call.z_loss else None
+        if call.zero_empty:
+            divisor = torch.where(count == 0, 1, divisor)
+    elif call.zero_empty:
+        divisor = divisor or 1.0
+    tensors, options = gpu.arguments(by_row)
+    losses, _, found = torch.ops.powergrad.row_losses(logits, *tensors, z_factor, *options, stats)
+    losses, rows = losses.reshape(shape), RowStatistics(torch.empty(0), call)
+    if stats:
+        names = ("lse", "loss", "p_target", "entropy", "prediction")
+        vars(rows).update(zip(names, found.reshape(5, *shape).unbind(), strict=True))
+        vars(rows)["prediction"] = rows.prediction.long()
     if call.gate is not None:
-        weights = gated(call.replace(token_weight=None), rows)
-        losses, tokens = losses * weights.reshape(-1), call.token_weight
-        weights = weights if tokens is None else weights * tokens
-        call = call.replace(token_weight=weights, gate=None)
+        weights, tokens = gated(call.replace(token_weight=None), rows), call.token_weight
+        losses = losses * weights
+        call = call.replace(token_weight=weights if tokens is None else weights * tokens, gate=None)
     if stats:  # otherwise `loss_of` has told
         tell("powergrad.cross_entropy", input, call.alpha, call)
-    loss = on_gpu.reduced(losses, call, divisor)
-    return loss.reshape(shape) if call.reduction == "none" else loss, rows
+    if call.reduction == "none":
+        return losses, rows
+    return losses.sum() / divisor if call.reduction == "mean" else losses.sum(), rows
 
 
 class Rows(torch.autograd.Function):

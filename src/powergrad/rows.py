@@ -28,9 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from powergrad import kernels, on_gpu
+from powergrad import kernels
 from powergrad.checks import Call, check_labels, without_autocast
 from powergrad.compat import log_softmax_of_rows
+from powergrad.kernels import gpu
 
 # Rows are processed in blocks of `BLOCK` elements, which stay in the cache from the first operation
 # to the last. Tensors below `LARGE` elements are one block: for them, splitting does not pay off.
@@ -279,8 +280,8 @@ def write(
     if out is not None and isinstance(block.g, Tensor):
         own = call.replace(target=call.target[part], alpha=block.alpha, token_weight=block.g)
         own, native = own.replace(z_loss=block.z_loss, reduction="none"), None
-        if on_gpu.serves(out.device):
-            native = on_gpu.losses_and_gradient(logits, own, block.g, out)
+        if gpu.runs_on(out.device):
+            native = gpu.cross_entropy(logits, own, out)
         elif out.is_cpu and kernels.available():
             own = own.replace(z_loss=float(block.z_loss))
             native = kernels.cross_entropy(logits, own, out=out)

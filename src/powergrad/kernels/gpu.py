@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from powergrad._version import __version__
+from powergrad.checks import Call
 
-__all__ = ["Options", "Tile", "row_gradients", "row_losses", "tile", "usable"]
+__all__ = ["arguments", "cross_entropy", "row_gradients", "row_losses", "runs_on", "usable"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -111,10 +112,19 @@ def live_values(flags: dict[str, bool], gradient: bool) -> int:
 # The launches -------------------------------------------------------------------------------------
 
 
+class Tensors(NamedTuple):
+    """What both kernels read, beside the logits (N, C) of any strides."""
+
+    target: Tensor  # int64 labels (N), or class probabilities (N, C)
+    weight: Tensor | None = None  # one per class, contiguous
+    alphas: Tensor | None = None  # one or N, instead of that of the options
+    g: Tensor | None = None  # row weights: one or N
+
+
 class Options(NamedTuple):
     """The numbers that the operators take, in the order of their schemas."""
 
-    alpha: float = 1.0  # where no tensor of alphas is given
+    alpha: float = 1.0
     ignore_index: int = -100
     label_smoothing: float = 0.0
     softcap: float | None = None
@@ -122,20 +132,77 @@ class Options(NamedTuple):
     z_loss: float = 0.0
 
 
-def _launch(
-    kernel: str,
+def arguments(call: Call) -> tuple[Tensors, Options]:
+    """Those of a call for rows of logits."""
+    alpha, alphas, g = call.alpha, None, call.token_weight
+    if isinstance(alpha, Tensor):
+        alpha, alphas = 1.0, alpha.to(call.target.device, torch.float32).reshape(-1)
+    weight = None if call.weight is None else call.weight.contiguous()
+    numbers = (call.label_smoothing, call.softcap, call.logit_scale, call.z_loss)
+    tensors = Tensors(call.target, weight, alphas, None if g is None else g.reshape(-1))
+    return tensors, Options(alpha, call.ignore_index, *numbers)
+
+
+def cross_entropy(logits: Tensor, call: Call, out: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The losses of a block of rows and their gradient, written to `out`, perhaps the logits.
+
+    None if the kernels cannot be used. The z-loss of the call may be a tensor.
+    """
+    if not usable(logits, call):
+        return None
+    z_factor = call.z_loss if isinstance(call.z_loss, Tensor) else None
+    tensors, options = arguments(call if z_factor is None else call.replace(z_loss=1.0))
+    losses, kept, _ = row_losses(logits, tensors, z_factor, options)
+    one = losses.new_ones(1).expand(losses.shape)
+    return losses, row_gradients(logits, tensors, kept, one, options, out)
+
+
+def results_for(logits: Tensor, stats: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the results of `row_losses`."""
+    empty, rows = functools.partial(logits.new_empty, dtype=torch.float32), logits.shape[0]
+    return empty(rows), empty(3, rows), empty(5 if stats else 0, rows)
+
+
+def row_losses(
+    logits: Tensor, tensors: Tensors, z_factor: Tensor | None, options: Options, stats: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses of rows of logits, what `row_gradients` needs of them, and statistics.
+
+    `z_factor` is a factor of the z-loss, of one element. The statistics are lse, cross-entropy,
+    p_target, entropy and the largest class (5, N), or empty.
+    """
+    losses, kept, found = results_for(logits, stats)
+    _launch(
+        "statistics", logits, tensors, options, z_loss=float(options.z_loss),
+        z_factor=kept if z_factor is None else z_factor, Z_FACTOR=z_factor is not None,
+        losses=losses, kept=kept, stats=found if stats else kept, STATS=stats,
+    )  # fmt: skip
+    return losses, kept, found
+
+
+def row_gradients(
     logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    alphas: Tensor | None,
-    g: Tensor | None,
+    tensors: Tensors,
+    kept: Tensor,
+    up: Tensor,
     options: Options,
-    **others: Any,
-) -> None:
+    out: Tensor | None = None,
+) -> Tensor:
+    """The gradient at logits, for the gradient `up` (N) of the losses; `out` may be the logits."""
+    gradient = logits.new_empty(logits.shape) if out is None else out
+    _launch(
+        "write", logits, tensors, options, kept=kept,
+        up=up, stride_up=up.stride(0), grad=gradient, stride_grad=gradient.stride(0),
+    )  # fmt: skip
+    return gradient
+
+
+def _launch(kernel: str, logits: Tensor, tensors: Tensors, options: Options, **others: Any) -> None:
     """Run a kernel, with what both have in common and with `others`, which may be flags."""
-    (rows, classes), soft = logits.shape, target.is_floating_point()
+    (rows, classes), soft = logits.shape, tensors.target.is_floating_point()
     if not rows:
         return
+    target, weight, alphas, g = tensors
     flags = {
         "SOFT": soft,
         "SMOOTH": options.label_smoothing > 0,
@@ -143,107 +210,47 @@ def _launch(
         "CAP": options.softcap is not None,
         "ALPHAS": alphas is not None,
         "G": g is not None,
-        **{name: value for name, value in others.items() if name.isupper()},
     }
-    lanes = 32
-    if logits.is_cuda:
-        lanes = torch.cuda.get_device_properties(logits.device).warp_size
-    live = live_values(flags, kernel == "write")
+    live, cuda = live_values({**flags, **others}, kernel == "write"), logits.is_cuda
+    lanes = torch.cuda.get_device_properties(logits.device).warp_size if cuda else 32
     shape = tile(classes, logits.element_size(), live, lanes)
-    with torch.cuda.device(logits.device) if logits.is_cuda else nullcontext():
+    with torch.cuda.device(logits.device) if cuda else nullcontext():
         getattr(kernels(), kernel)[(-(-rows // shape.rows),)](
-            x=logits,
-            y=target,
+            x=logits, y=target, N=rows, C=classes, R=shape.rows, BLOCK=shape.classes,
             w=logits if weight is None else weight,  # a pointer that is not read
             alphas=logits if alphas is None else alphas,
             g=logits if g is None else g,
-            N=rows,
-            C=classes,
-            stride_n=logits.stride(0),
-            stride_c=logits.stride(1),
-            stride_y=target.stride(0),
-            stride_yc=target.stride(1) if soft else 0,
-            stride_a=_stride(alphas),
-            stride_g=_stride(g),
-            ignore_index=options.ignore_index,
-            alpha=float(options.alpha),
-            scale=float(options.logit_scale),
-            cap=float(options.softcap or 1),
-            smoothing=float(options.label_smoothing),
-            share=options.label_smoothing / classes,
-            R=shape.rows,
-            BLOCK=shape.classes,
-            **compiler_options(shape, nvidia=not torch.version.hip),
-            **{**flags, **others},
-        )
+            stride_n=logits.stride(0), stride_c=logits.stride(1),
+            stride_y=target.stride(0), stride_yc=target.stride(1) if soft else 0,
+            stride_a=_stride(alphas), stride_g=_stride(g),
+            ignore_index=options.ignore_index, alpha=float(options.alpha),
+            scale=float(options.logit_scale), cap=float(options.softcap or 1),
+            smoothing=float(options.label_smoothing), share=options.label_smoothing / classes,
+            **compiler_options(shape, nvidia=not torch.version.hip), **flags, **others,
+        )  # fmt: skip
 
 
 def _stride(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.numel() == 1 else tensor.stride(0)
 
 
-def row_losses(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    alphas: Tensor | None,
-    g: Tensor | None,
-    z_factor: Tensor | None,
-    *options: Any,
-    stats: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses of rows of logits (N, C), what `row_gradients` needs of them, and statistics.
-
-    Args:
-        logits: float32, bfloat16 or float16, of any strides.
-        target: int64 labels (N), or class probabilities (N, C).
-        weight: One weight per class, contiguous.
-        alphas: One alpha or N, instead of that of the options.
-        g: One weight for all rows, or N.
-        z_factor: A factor of the z-loss, of one element.
-        options: The fields of :class:`Options`.
-        stats: Whether to compute lse, cross-entropy, p_target, entropy and the largest class
-            (5, N); otherwise they are empty.
-    """
-    empty, rows = functools.partial(logits.new_empty, dtype=torch.float32), logits.shape[0]
-    losses, kept, found = empty(rows), empty(3, rows), empty(5 if stats else 0, rows)
-    chosen = Options(*options)
-    _launch(
-        "statistics", logits, target, weight, alphas, g, chosen,
-        z_factor=kept if z_factor is None else z_factor, z_loss=float(chosen.z_loss),
-        losses=losses, kept=kept, stats=found if stats else kept,
-        STATS=stats, Z_FACTOR=z_factor is not None,
-    )  # fmt: skip
-    return losses, kept, found
-
-
-def row_gradients(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    alphas: Tensor | None,
-    g: Tensor | None,
-    kept: Tensor,
-    up: Tensor,
-    *options: Any,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The gradient at logits, for the gradient `up` (N) of the losses; `out` may be the logits."""
-    gradient = logits.new_empty(logits.shape) if out is None else out
-    strides = {"stride_up": up.stride(0), "stride_grad": gradient.stride(0)}
-    _launch(
-        "write", logits, target, weight, alphas, g, Options(*options),
-        kept=kept, up=up, grad=gradient, **strides,
-    )  # fmt: skip
-    return gradient
-
-
 # The check before first use -----------------------------------------------------------------------
 
 CHECKED: dict[tuple[Any, ...], str | None] = {}  # by variant: what was wrong, if anything
 BROKEN: dict[torch.device, str] = {}  # where the kernels are switched off, and why
-FLAGS = ("weight", "alphas", "g", "z_factor", "smoothing", "softcap", "stats")
-LARGEST_CHECK = 1 << 15  # classes
+LARGEST_CHECK = 1 << 15  # classes; tiles for more are no larger
+
+
+class Flags(NamedTuple):
+    """What a variant of the kernels takes into account."""
+
+    weight: bool = False
+    alphas: bool = False
+    g: bool = False
+    z_factor: bool = False
+    smoothing: bool = False
+    softcap: bool = False
+    stats: bool = False
 
 
 def runs_on(device: torch.device) -> bool:
@@ -252,26 +259,47 @@ def runs_on(device: torch.device) -> bool:
     return device.type == chosen and device not in BROKEN
 
 
-def usable(
+def usable(input: Tensor, call: Call, stats: bool = False) -> bool:
+    """Whether the kernels can compute the loss of `input`; at first use, they are checked."""
+    soft = call.soft()
+    if not runs_on(input.device) or not (soft or call.target.dtype == torch.int64):
+        return False
+    by_weight = call.weight is not None and call.reduction == "mean" and not soft
+    flags = Flags(
+        call.weight is not None,
+        isinstance(call.alpha, Tensor),
+        call.token_weight is not None,
+        isinstance(call.z_loss, Tensor) or (by_weight and call.z_loss != 0),
+        call.label_smoothing > 0,
+        call.softcap is not None,
+        stats,
+    )
+    # A traced number of classes may be symbolic; it is only that of the check.
+    classes = 1000 if torch.compiler.is_compiling() else input.shape[min(1, input.dim() - 1)]
+    return passes(input.device, input.dtype, call.target.dtype, classes, *flags)
+
+
+def passes(
     device: torch.device, dtype: torch.dtype, target: torch.dtype, classes: int, *flags: bool
 ) -> bool:
-    """Whether the kernels can be used for tensors like these, and for such `FLAGS`.
+    """Whether the kernels can be used for tensors like these, and for such :class:`Flags`.
 
     At the first use of a variant, it is compared with PyTorch's operations on a small random batch.
     If they differ, or if a kernel does not compile, the kernels are switched off on this device.
     """
     if not runs_on(device) or dtype not in DTYPES:
         return False
-    variant = (device, dtype, target, *flags)
+    classes = min(classes, LARGEST_CHECK)
+    variant = (device, dtype, target, classes.bit_length(), *flags)
     if variant in CHECKED:
         return CHECKED[variant] is None
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False  # nothing can be compared while a CUDA graph is captured
-    classes = min(classes, LARGEST_CHECK)
-    problem = CHECKED[variant] = _problem(device, dtype, target, classes, flags)
+    chosen = Flags(*flags)
+    problem = CHECKED[variant] = _problem(device, dtype, target, classes, chosen)
     if problem is not None:
         BROKEN[device] = problem
-        on = ", ".join(name for name, flag in zip(FLAGS, flags, strict=True) if flag)
+        on = ", ".join(name for name, flag in chosen._asdict().items() if flag)
         warnings.warn(
             "powergrad has switched off its Triton kernels on this device and uses PyTorch's "
             "operations: the same gradients in more time. POWERGRAD_TRITON=0 silences this. "
@@ -283,56 +311,49 @@ def usable(
     return problem is None
 
 
-usable._dynamo_marked_constant = True  # pyright: ignore  # see powergrad.compat
+for _function in (runs_on, passes):
+    _function._dynamo_marked_constant = True  # pyright: ignore  # see powergrad.compat
 
 
 def _problem(
-    device: torch.device,
-    dtype: torch.dtype,
-    target_dtype: torch.dtype,
-    classes: int,
-    flags: tuple[bool, ...],
+    device: torch.device, dtype: torch.dtype, target_dtype: torch.dtype, classes: int, flags: Flags
 ) -> str | None:
     """How a variant differs from PyTorch's operations in float64, or None."""
     rows, generator = 6, torch.Generator().manual_seed(0)
 
     def uniform(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=generator).to(device)
+        return torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32).to(device)
 
-    x = (uniform(rows, classes) * 20 - 10).to(dtype)
+    x, q = (uniform(rows, classes) * 20 - 10).to(dtype), (uniform(rows, classes) * 5).softmax(1)
     if target_dtype.is_floating_point:
-        target = (uniform(rows, classes) * 5).softmax(1).to(target_dtype)
+        target = q.to(target_dtype)
         q = target.double()
     else:
-        target = torch.randint(classes, (rows,), generator=generator).to(device)
-        q = torch.zeros_like(x, dtype=torch.float64).scatter_(1, target.unsqueeze(1), 1.0)
+        target = q.argmax(1)
+        q = torch.zeros_like(q, dtype=torch.float64).scatter_(1, target.unsqueeze(1), 1.0)
     given = [uniform(size) + 0.5 for size in (classes, rows, rows, 1)]
     weight, alphas, g, factor = (t if flag else None for t, flag in zip(given, flags, strict=False))
-    smoothing, cap = 0.1 if flags[4] else 0.0, 8.0 if flags[5] else None
+    smoothing, cap = 0.1 * flags.smoothing, 8.0 if flags.softcap else None
     options, up = Options(0.3, -100, smoothing, cap, 1.5, 0.01), uniform(rows)
-    tensors = (target, weight, alphas, g)
+    tensors = Tensors(target, weight, alphas, g)
     try:
-        losses, kept, _ = row_losses(x, *tensors, factor, *options, stats=flags[6])
-        grads = row_gradients(x, *tensors, kept, up, *options)
+        losses, kept, _ = row_losses(x, tensors, factor, options, flags.stats)
+        grads = row_gradients(x, tensors, kept, up, options)
         results = losses.double(), grads.double()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    t = q * (1 - smoothing) + smoothing / classes
-    t = t if weight is None else t * weight
+    # Without autograd, which a checkpoint around the first use would notice.
+    t = (q * (1 - smoothing) + smoothing / classes) * (1 if weight is None else weight)
     lam = options.z_loss * (1 if factor is None else factor)
-    with torch.enable_grad():
-        leaf = x.double().requires_grad_()
-        z = leaf * options.logit_scale
-        z = z if cap is None else cap * torch.tanh(z / cap)
-
-        def potential(alpha: Any) -> Tensor:
-            """The loss of alpha z, over alpha: the value is at 1, the gradient at alpha."""
-            column = alpha if alphas is None or alpha == 1 else alphas.double().unsqueeze(1)
-            lse = (column * z).logsumexp(1, keepdim=True)
-            loss = (t * (lse - column * z)).sum(1, keepdim=True) + lam * lse**2
-            return (loss / column).squeeze(1) * (1 if g is None else g)
-
-        expected = potential(1), *torch.autograd.grad(potential(0.3), leaf, up.double())
+    z, slope = x.double() * options.logit_scale, options.logit_scale
+    if cap is not None:
+        z, slope = cap * torch.tanh(z / cap), slope / torch.cosh(z / cap) ** 2
+    flat = z * (options.alpha if alphas is None else alphas.double().unsqueeze(1))
+    lse, flat_lse = z.logsumexp(1, keepdim=True), flat.logsumexp(1, keepdim=True)
+    value = (t * (lse - z)).sum(1, keepdim=True) + lam * lse**2
+    dz = (t.sum(1, keepdim=True) + 2 * lam * flat_lse) * (flat - flat_lse).exp() - t
+    row = torch.ones_like(up) if g is None else g
+    expected = value.squeeze(1) * row, dz * slope * (up * row).unsqueeze(1)
     for name, got, want in zip(("losses", "gradients"), results, expected, strict=True):
         eps = torch.finfo(dtype).eps if name == "gradients" else 0.0
         off = (got - want).abs() - want.abs() * eps - 2e-5 * want.abs().max()
@@ -346,13 +367,10 @@ def _problem(
 def versions() -> str:
     """The versions that a report of a bug needs."""
     named = {"powergrad": __version__, "python": platform.python_version()}
-    named["torch"] = torch.__version__
+    named |= {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
     if importlib.util.find_spec("triton"):
         named["triton"] = importlib.metadata.version("triton")
-    for name in ("cuda", "hip"):
-        if getattr(torch.version, name, None):
-            named[name] = getattr(torch.version, name)
-    return ", ".join(f"{name} {number}" for name, number in named.items())
+    return ", ".join(f"{name} {number}" for name, number in named.items() if number)
 
 
 def describe_device(device: torch.device) -> str:
