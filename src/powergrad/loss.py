@@ -223,7 +223,8 @@ def loss_of(input: Tensor, call: Call) -> Tensor:
     if _is_common_case(input, call):
         if LISTENERS:
             tell("powergrad.cross_entropy", input, call.alpha, call)
-        return _rows_loss(input, call)
+        loss = _rows_loss(input, call)
+        return loss if input.dtype == torch.float32 else _in_dtype(loss, input, call)
     if _is_parallel(input, call):
         return OF_DTENSORS["cross_entropy"](input, call, False)[0]
     class_dim, call = check_call(input, call)
@@ -393,7 +394,7 @@ def _is_common_case(input: Tensor, call: Call) -> bool:
         and call[4:-1] == _DEFAULTS
         and type(alpha) is float
         and 0 <= alpha < 1
-        and input.dtype == torch.float32
+        and input.is_floating_point()
         and target.dtype == torch.int64
         and len(shape := input.shape) == 2
         and shape[1] > 0

@@ -255,16 +255,13 @@ def _by_operations(logits: Tensor, call: Call, all_valid: bool) -> tuple[Tensor,
     wide = torch.promote_types(dtype, torch.float32)
     common = coefficients(call, wide, all_valid)
     n, c = logits.shape
-    # The buffers of a block: one more if it is not the gradient's, two more with a soft cap.
-    buffers = 1 if call.softcap is None else 3
-    if n * c < (LARGE if buffers == 1 else BLOCK // buffers):
+    if n * c < LARGE:
         losses, gradient = write(logits, call, common)
         gradient = gradient if gradient.dtype == dtype else gradient.to(dtype)
         return reduced(losses, call, common), gradient
     gradient = logits.new_empty(n, c, dtype=dtype)
     losses = logits.new_empty(n, dtype=wide)
-    if buffers == 1 and (dtype.itemsize < 4 or call.maps_logits()):
-        buffers = 2
+    buffers = 2 if dtype.itemsize < 4 or call.maps_logits() else 1
     size = max(1, BLOCK // buffers // c)
     for start in range(0, n, size):
         part = slice(start, start + size)

@@ -143,4 +143,7 @@ def _vector(values: Tensor, count: int, dtype: torch.dtype) -> Tensor | None:
     """One value per row or class for the library; None if it cannot read them."""
     if values.numel() not in (1, count) or not values_readable(values):
         return None
+    as_needed = values.numel() == count and values.dtype == dtype and values.is_contiguous()
+    if as_needed and not values.is_neg():  # the operations below take 2 microseconds
+        return values
     return values.to(dtype).resolve_neg().reshape(-1).expand(count).contiguous()
