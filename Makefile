@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 BENCHMARKS := loss compiled linear agc altering monitor planted imports decode train calibration run
 
-.PHONY: help setup compare test test-core test-studies test-deep test-matrix test-torch test-triton test-gpu test-integrations test-browsers test-release dist bench bench-gpu pages docs docs-serve lint check clean
+.PHONY: help setup compare test test-core test-studies test-deep test-matrix test-processes test-torch test-triton test-gpu test-integrations test-browsers test-release dist bench bench-gpu pages docs docs-serve lint check clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 19
@@ -32,12 +32,12 @@ TWO := -n 2 --dist loadfile --no-loadscope-reorder
 # JAX in a process forbids it to fork, so the other libraries have a run of their own.
 WITHOUT_OTHERS := --ignore=tests/integrations --ignore=tests/release --ignore=tests/browsers
 
-QUICK := not matrix and not studies and not deep and not triton
+QUICK := not matrix and not processes and not studies and not deep and not triton
 
 test: setup ## the tests, with and without the C kernel
 	@echo "tests/integrations (timm, transformers, Lightning, JAX) is left to make test-integrations,"
 	@echo "tests/release (sdist and wheel in an empty environment) to make test-release,"
-	@echo "compiled, exported and distributed programs to make test-matrix,"
+	@echo "compiled and exported programs to make test-matrix, split classes to make test-processes,"
 	@echo "killed, resumed and shared studies to make test-studies, still longer ones to make test-deep,"
 	@echo "the Triton kernels to make test-triton"
 	$(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m '$(QUICK)'
@@ -49,16 +49,20 @@ test-studies: setup ## studies with worker processes: killed, resumed, shared, w
 	$(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m studies
 
 test-deep: setup ## like test, with 10,000 random cases, whole studies within their budgets, and more
-	HYPOTHESIS_PROFILE=deep $(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m 'not matrix and not triton'
+	HYPOTHESIS_PROFILE=deep $(PYTEST) $(TWO) $(WITHOUT_OTHERS) -m 'not matrix and not processes and not triton'
 
 test-matrix: setup ## PGT under compile, export, make_fx, DTensor and more: no gradient is plain
 	$(PYTEST) -n 2 $(WITHOUT_OTHERS) -m matrix
 
+test-processes: setup ## losses whose classes are split over two, three and four gloo processes
+	$(PYTEST) $(WITHOUT_OTHERS) -m processes $(wildcard tests/test_*.py)
+
 $(VENV)/.integrations: $(VENV)/.installed
 	$(BIN)/pip install --quiet -c constraints.txt --group integrations
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps torchtitan  # only its loss
 	touch $@
 
-test-integrations: $(VENV)/.integrations ## timm, transformers, Lightning, JAX and the examples
+test-integrations: $(VENV)/.integrations ## timm, transformers, TRL, torchtitan, Keras, Lightning, JAX and the examples
 	$(PYTEST) tests/integrations
 
 tests/browsers/node_modules: tests/browsers/package-lock.json

@@ -129,7 +129,8 @@ def _alphas(z: Tensor) -> Tensor:
 
 
 def _identity(z: Tensor) -> Tensor:
-    return torch.eye(CLASSES, dtype=z.dtype)
+    eye = torch.eye(CLASSES, dtype=z.dtype)
+    return distribute_tensor(eye, z.device_mesh, [Shard(0)]) if isinstance(z, DTensor) else eye
 
 
 def _by_entering(z: Tensor, y: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ import powergrad_cli
 ROOT = Path(__file__).parents[1]
 RECORD, CHANGELOG = ROOT / "tests" / "api.txt", ROOT / "CHANGELOG.md"
 MODULES = [
-    *("", "alter", "calibration", "clip", "identity", "monitor", "verify"),
-    *("jax", "lightning"),
+    *("", "alter", "calibration", "clip", "identity", "monitor", "parallel", "verify"),
+    *("jax", "lightning", "transformers", "trl", "torchtitan", "axolotl"),
 ]
 SPECIAL = {"__init__", "__call__", "__enter__", "__exit__"}
 HOW_TO_ANNOUNCE = """

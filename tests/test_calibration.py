@@ -171,7 +171,7 @@ def test_best_temperature_after_pgt_is_one_over_alpha(alpha) -> None:
         optimizer.zero_grad()
         loss = powergrad.cross_entropy(model(x), labels, alpha=alpha)
         loss.backward()
-        return loss
+        return loss.detach()
 
     optimizer.step(closure)
     assert fit_temperature(model(x), labels) == pytest.approx(1 / alpha, rel=1e-4)

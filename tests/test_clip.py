@@ -6,7 +6,6 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +15,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from powergrad.clip import (
     ClipHandle,
@@ -362,19 +359,6 @@ BAD: list[Any] = [0, -1, math.nan, -math.inf]
 def test_bad_arguments_raise(error: type[Exception], word: str, call: Callable[[], object]) -> None:
     with pytest.raises(error, match=word):
         call()
-
-
-def test_dtensors_raise(tmp_path: Path) -> None:
-    store = f"file://{tmp_path}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        w = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()]))
-        w.grad = DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()])
-        with pytest.raises(TypeError, match="DTensor"):
-            adaptive_clip_grad_([w])
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {

@@ -19,8 +19,6 @@ NEEDED_BY_PYTORCH = {
     "_C._set_grad_enabled",
     "utils._pytree.tree_map",
 }
-# The classes of convolutions and batch normalisations, in `_head` and `monitor`.
-STILL_NEEDED = {"nn.modules.conv._ConvNd", "nn.modules.batchnorm._NormBase"}
 
 
 def private_names() -> list[str]:
@@ -38,7 +36,7 @@ def private_names() -> list[str]:
                 path = f"{node.module}.".removeprefix("torch.")
                 names.update(path + alias.name for alias in node.names)
     private = {name for name in names if re.search(r"(^|\.)_[A-Za-z]", name)}
-    return sorted(private - NEEDED_BY_PYTORCH - STILL_NEEDED)
+    return sorted(private - NEEDED_BY_PYTORCH)
 
 
 def _is_attribute(node: ast.AST) -> bool:

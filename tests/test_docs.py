@@ -143,6 +143,13 @@ def test_a_broken_link_is_found():
     assert broken_links(page, text) == ["lost.md", "#lost", "lab.md#no"]
 
 
+def test_what_works_under_which_parallelism_is_tested():
+    named = re.findall(r"`(test_\w+)`", (DOCS / "distributed.md").read_text())
+    tests = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py"))
+    assert len(named) >= 8
+    assert [name for name in named if f"def {name}(" not in tests] == []
+
+
 def test_the_reference_has_every_public_name():
     pages = "\n".join(page.read_text() for page in DOCS.glob("api/*.md"))
     shown = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)

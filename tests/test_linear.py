@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from references import gradient_of_potential, mapped, plain_loss
 from torch import Tensor
 
-from powergrad import cross_entropy, kernels, linear_cross_entropy
+from powergrad import LinearCrossEntropyLoss, cross_entropy, kernels, linear_cross_entropy
 
 # Relative to the largest entry. 16-bit logits are rounded once by either; a sum of rounded products
 # differs by a few units in the last place.
@@ -245,3 +245,36 @@ def test_an_ignored_row_adds_nothing_where_class_0_is_masked():
     head, target = torch.ones(3, 2, dtype=torch.float64), torch.tensor([1, -100, 2])
     loss = linear_cross_entropy(hidden, head, target, alpha=0.3, linear_bias=bias)
     torch.testing.assert_close(loss, F.cross_entropy(F.linear(hidden, head, bias), target))
+
+
+def test_the_module_passes_every_option_on(device):
+    """With the parameters of PyTorch's module; alpha may change."""
+    hidden, _, target = case(device, 2, 5)
+    target[0, 1] = 3
+    weight, tokens = torch.rand(9).double().to(device), torch.rand(2, 5).double().to(device)
+    options: Any = {
+        "weight": weight, "ignore_index": 3, "reduction": "sum", "label_smoothing": 0.1,
+        "softcap": 4.0, "logit_scale": 0.5, "z_loss": 0.1, "zero_empty": True, "shift": True,
+        "gate": lambda rows: rows.p_target, "chunk_rows": 2,
+    }  # fmt: skip
+    module = LinearCrossEntropyLoss(
+        6, 9, alpha=0.5, bias=True, device=device, dtype=torch.float64, **options
+    )
+    module.alpha = 0.3
+    head = list(module.parameters())
+    loss, rows = module(hidden, target, tokens, return_stats=True)
+    expected = linear_cross_entropy(
+        hidden, head[0], target, alpha=0.3, linear_bias=head[1], token_weight=tokens, **options
+    )
+    assert isinstance(expected, Tensor)
+    assert torch.equal(loss, expected)
+    assert rows.correct.shape == target.shape
+    leaves = [hidden, *head]
+    for a, b in zip(*(torch.autograd.grad(x, leaves) for x in (loss, expected)), strict=True):
+        assert torch.equal(a, b)
+    if hasattr(torch.nn, "LinearCrossEntropyLoss"):  # since 2.13
+        theirs = torch.nn.LinearCrossEntropyLoss(6, 9, bias=True, weight=weight)
+        assert set(theirs.state_dict()) == set(module.state_dict())
+    assert "softcap=4.0" in repr(module)
+    with pytest.raises(ValueError, match="`alpha`"):
+        LinearCrossEntropyLoss(6, 9, alpha=-1.0)

@@ -423,16 +423,6 @@ def test_steps_must_increase(tmp_path: Path) -> None:
         monitor.step(6)
 
 
-class Sharded(nn.Parameter):
-    placements = ()
-
-
-def sharded() -> nn.Module:
-    layer = nn.Linear(3, 2)
-    layer.weight = Sharded(layer.weight.data)
-    return layer
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "word"),
     [
@@ -442,7 +432,6 @@ def sharded() -> nn.Module:
         ({"model": []}, TypeError, "`model`"),
         ({"model": nn.ReLU()}, ValueError, "ReLU"),
         ({"model": nn.LazyLinear(3)}, ValueError, "LazyLinear"),
-        ({"model": sharded()}, ValueError, "sharded"),
         ({"features": "head"}, ValueError, "'head'"),
         ({"features": "act"}, ValueError, "`features`.*ReLU"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from typing import Any
 
 import never_plain
 import pytest
@@ -48,8 +49,10 @@ def check(text: str, recorded: str) -> None:
 
 
 @pytest.mark.parametrize(("way", "context"), cells(WAYS, CONTEXTS))
-def test_each_cell(way: Way, context: Context) -> None:
-    check(outcome(context.run, way), RECORDED[context.key][way.name])
+def test_each_cell(way: Way, context: Context, record_property: Any) -> None:
+    text = outcome(context.run, way)
+    record_property("cell", kind(text))  # into the file of `--junitxml`
+    check(text, RECORDED[context.key][way.name])
 
 
 @pytest.mark.matrix

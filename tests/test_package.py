@@ -24,8 +24,8 @@ MODULES = [  # the kernel is a library for ctypes, `__main__` a command
     name
     for _, name, _ in pkgutil.walk_packages(powergrad.__path__, "powergrad.")
     if not name.endswith((".kernels.kernel", ".__main__"))
-    # With Lightning in tests/integrations; with Triton in tests/test_triton.py.
-    and name not in ("powergrad.lightning", "powergrad.kernels.triton")
+    # With their libraries in tests/integrations; with Triton in tests/test_triton.py.
+    and not name.endswith((".axolotl", ".lightning", ".torchtitan", ".kernels.triton"))
 ] + ["powergrad_cli"]
 CALLABLES = [n for n in powergrad.__all__ if callable(getattr(powergrad, n))]
 

@@ -4,13 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from powergrad import operators as _operators  # noqa: F401  # registers them
+from powergrad import parallel as _parallel  # noqa: F401  # does what `OF_DTENSORS` names
 from powergrad._version import __version__
 from powergrad.alter import alter_gradient
 from powergrad.calibration import fold_alpha
 from powergrad.clip import adaptive_clip_grad_, clip_grads_before_step
 from powergrad.identity import equivalent_training
 from powergrad.kernels import available as native_available
-from powergrad.linear import linear_cross_entropy
+from powergrad.linear import LinearCrossEntropyLoss, linear_cross_entropy
 from powergrad.loss import CrossEntropyLoss, binary_cross_entropy_with_logits, cross_entropy
 from powergrad.mode import PowerGrad, disable, enable
 from powergrad.monitor import FilterMonitor, census
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CrossEntropyLoss",
     "FilterMonitor",
+    "LinearCrossEntropyLoss",
     "PowerGrad",
     "__version__",
     "adaptive_clip_grad_",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -39,6 +40,19 @@ def is_plain(*tensors: Tensor) -> bool:
         if type(tensor) not in PLAIN or is_wrapped(tensor) or is_batched(tensor):
             return False
     return True
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether `tensor` is a DTensor, in eager code."""
+    if type(tensor) in PLAIN or torch.compiler.is_compiling():
+        return False
+    module = sys.modules.get("torch.distributed.tensor")  # its import takes a second
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def splits_classes(tensor: Any, dim: int) -> bool:
+    """Whether `tensor` is a DTensor of which processes have parts of dimension `dim`."""
+    return is_dtensor(tensor) and any(p.is_shard(dim) for p in tensor.placements)
 
 
 def values_readable(tensor: Tensor) -> bool:
@@ -218,9 +232,11 @@ class Call(NamedTuple):
 
     def split(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
         """The tensors, for ``ctx.save_for_backward``, and the rest."""
-        alpha, many = self.alpha, isinstance(self.alpha, Tensor)
-        tensors: Any = (self.target, self.weight, alpha if many else None, self.token_weight)
-        return tensors, (None if many else alpha, *self[3:-1])
+        alpha: Any = None
+        rest: tuple[Any, ...] = self[2:-1]
+        if isinstance(self.alpha, Tensor):
+            alpha, rest = self.alpha, (None, *self[3:-1])
+        return (self.target, self.weight, alpha, self.token_weight), rest
 
     @classmethod
     def joined(cls, tensors: Sequence[Tensor | None], rest: Sequence[Any]) -> Call:

@@ -18,10 +18,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.linalg import vector_norm
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
@@ -29,7 +30,19 @@ from torch.utils.hooks import RemovableHandle
 
 from powergrad.checks import check_number, check_threshold
 from powergrad.head import find_head, find_heads
-from powergrad.units import TRANSPOSED, WHOLE, Dims, by_unit, unit_norms
+from powergrad.units import (
+    TRANSPOSED,
+    WHOLE,
+    Dims,
+    Sharing,
+    add_up,
+    by_unit,
+    is_sharded,
+    local_part,
+    refuse_flat,
+    sharing_of,
+    unit_norms,
+)
 
 __all__ = [
     "ClipHandle",
@@ -43,9 +56,19 @@ METHODS = ("agc", "norm", "tensor_norm", "value")
 TINY = torch.finfo(torch.float32).tiny
 
 
+class ClipTotal(NamedTuple):
+    """What clipping did in all processes of a group."""
+
+    clipped: int
+    units: int
+    largest: float
+
+
 @dataclass(frozen=True)
 class ClipReport:
     """What clipping at a threshold did. Its tensors stay on the device until they are read.
+
+    Of sharded parameters it has the units of this process; :meth:`total` adds up all of them.
 
     Attributes:
         threshold: The threshold.
@@ -54,7 +77,8 @@ class ClipReport:
 
     threshold: float
     finite: Tensor
-    _units: list[tuple[str, int]]  # the names of the parameters, and their numbers of units
+    # By parameter its name, its number of units, and how many processes have these units.
+    _units: list[tuple[str, int, int]]
     _ratios: list[Tensor]  # in this order
 
     @property
@@ -65,13 +89,13 @@ class ClipReport:
         for AGC, otherwise the norm or the absolute value. ``norm`` has one value, ``"total"``.
         """
         ratios = torch.cat([torch.empty(0, device="cpu"), *(x.cpu() for x in self._ratios)])
-        names, counts = zip(*self._units, strict=True) if self._units else ((), ())
+        names, counts, _ = zip(*self._units, strict=True) if self._units else ((), (), ())
         return dict(zip(names, ratios.split(counts), strict=True))
 
     @property
     def units(self) -> int:
         """The number of units."""
-        return sum(count for _, count in self._units)
+        return sum(count for _, count, _ in self._units)
 
     @property
     def clipped(self) -> Tensor:
@@ -82,8 +106,30 @@ class ClipReport:
     @property
     def largest(self) -> Tensor:
         """The largest value that was compared with the threshold; 0 if there are no units."""
-        largest = [x.amax().to(self.finite.device) for x in self._ratios]
+        largest = [x.amax().to(self.finite.device) for x in self._ratios if x.numel()]
         return torch.stack(largest).amax() if largest else 0.0 * self.finite
+
+    def total(self, group: Any = None) -> ClipTotal:
+        """The report on all processes of `group` (by default, on all), each of which calls this.
+
+        Each unit of a DTensor counts once per device mesh that has it, so under tensor parallelism
+        a parameter that only FSDP2 shards counts several times. Others count once per process.
+        """
+        if self._units and self._units[0][0] == "total":  # the same in all of them
+            return ClipTotal(int(self.clipped), 1, float(self.largest))
+        device = self.finite.device
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        over = torch.cat([sums[:0], *((x > self.threshold).to(sums) for x in self._ratios)])
+        counts = [count for _, count, _ in self._units]
+        for (_, count, copies), part in zip(self._units, over.split(counts), strict=True):
+            sums += (
+                torch.stack([part.sum() * self.finite, torch.full_like(sums[0], count)]) / copies
+            )
+        largest = self.largest.to(sums)
+        distributed.all_reduce(sums, group=group)
+        distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=group)
+        clipped, units = sums.round().int().tolist()
+        return ClipTotal(clipped, units, float(largest))
 
     def __repr__(self) -> str:
         done = f"{self.clipped} of {self.units} units clipped at {self.threshold:g}"
@@ -100,6 +146,8 @@ class _Gradient(NamedTuple):
     weight: Tensor  # of a sparse gradient, the rows that it has
     tensor: Tensor
     dims: Dims  # that a unit spans, in both
+    sharing: Sharing = Sharing()
+    gathered: Tensor | None = None  # the whole gradient, of which `tensor` is a view
 
 
 class _Part(NamedTuple):
@@ -119,31 +167,49 @@ def clip_gradients(
     spared: Collection[Tensor] = (),
     scale: Tensor | None = None,
     finite: Tensor | None = None,
+    group: Any = None,
 ) -> dict[str, ClipReport]:
     """Clip by one or more methods, unless a gradient is not finite.
 
-    AGC leaves out the parameters that are `spared`; `scale` is a factor of all gradients.
+    AGC leaves out the parameters that are `spared`; `scale` is a factor of all gradients. The
+    processes of `group` have further parameters.
     """
     reports = {}
     for method, threshold in thresholds.items():
-        gradients = _gradients_of(parameters, whole=method != "agc")
+        gradients = _gradients_of(parameters, method)
         batches: dict[object, list[_Gradient]] = defaultdict(list)  # what is measured together
         for g in gradients:
             same = "total" if method == "norm" else (g.tensor.device, g.tensor.dtype)
             is_spared = method == "agc" and g.parameter in spared
             batches["spared" if is_spared else same].append(g)
-        norms = unit_norms((g.tensor, None) for g in batches.pop("spared", []))
-        parts = [_measure(method, batch, eps, scale) for batch in batches.values()]
-        norms += [part.sizes for part in parts]
+        apart = batches.pop("spared", [])
+        measured = [(batch, *_measure(method, batch)) for batch in batches.values()]
+        measured.append((apart, unit_norms((g.tensor, None) for g in apart), []))
+        norms = [norm for _, sizes, _ in measured for norm in sizes]
         if finite is None and all(norm.is_cpu and norm.isfinite().all() for norm in norms):
             finite = torch.tensor(True, device="cpu")
         elif finite is None:  # a norm has overflowed, or reading it would be a synchronisation
-            finite = get_total_norm([g.tensor for g in gradients], math.inf).isfinite()
+            nonempty = [g.tensor for g in gradients if g.tensor.numel()]
+            finite = get_total_norm(nonempty, math.inf).isfinite()
+        shared = [
+            (norm, g.sharing)
+            for batch, *columns in measured
+            for column in columns
+            for g, norm in zip(batch, column, strict=False)
+        ]
+        finite = add_up(shared, finite, largest=method == "value")
+        if method == "norm" or group is not None:
+            total = _total(norms if method == "norm" else [], finite.device)
+            if group is not None:
+                finite = add_up([(total, Sharing([group], [group]))], finite)
+            if method == "norm":
+                measured = [(gradients, [total], [])] if norms else []
+        parts = [_part(*columns, eps, scale) for columns in measured if columns[0] is not apart]
         if math.isfinite(threshold) and not (finite.is_cpu and not finite):
             for part in parts:
                 _clip(part, method, threshold, finite)
         units = [
-            ("total" if method == "norm" else g.name, shape.numel())
+            ("total" if method == "norm" else g.name, shape.numel(), g.sharing.copies)
             for part in parts
             for g, shape in zip(part.gradients, part.shapes, strict=False)
         ]
@@ -152,20 +218,37 @@ def clip_gradients(
     return reports
 
 
-def _measure(method: str, batch: list[_Gradient], eps: float, scale: Tensor | None) -> _Part:
-    weights: Tensor | int = 1
+def _measure(method: str, batch: list[_Gradient]) -> tuple[list[Tensor], list[Tensor]]:
+    """The sizes of the units of gradients, and for AGC the norms of their weights."""
+    weights = []
     if method == "agc":  # first, so that the gradients, to be read again, are in the cache
-        norms = unit_norms((g.weight, g.dims) for g in batch)
-        weights = torch.cat([norm.flatten() for norm in norms]).clamp_(min=max(eps, TINY))
+        weights = unit_norms((g.weight, g.dims) for g in batch)
     if method == "value":  # not vector_norm(inf), which takes 14 times as long on CPU
-        sizes = [torch.stack(g.tensor.aminmax()).abs().amax() for g in batch]
-    else:
-        sizes = unit_norms((g.tensor, g.dims) for g in batch)
-    if method == "norm":
-        sizes = [vector_norm(torch.stack([size.to(sizes[0].device) for size in sizes]))]
+        nonempty = (g.tensor if g.tensor.numel() else g.tensor.new_zeros(1) for g in batch)
+        return [torch.stack(x.aminmax()).abs().amax() for x in nonempty], weights
+    return unit_norms((g.tensor, g.dims) for g in batch), weights
+
+
+def _total(norms: list[Tensor], device: torch.device) -> Tensor:
+    device = norms[0].device if norms else device
+    return vector_norm(
+        torch.stack([norm.to(device) for norm in norms] or [torch.zeros((), device=device)])
+    )
+
+
+def _part(
+    batch: list[_Gradient],
+    sizes: list[Tensor],
+    weights: list[Tensor],
+    eps: float,
+    scale: Tensor | None,
+) -> _Part:
     flat = torch.cat([size.flatten() for size in sizes])
+    floors: Tensor | int = 1
+    if weights:
+        floors = torch.cat([norm.flatten() for norm in weights]).clamp_(min=max(eps, TINY))
     scale = flat.new_ones(()) if scale is None else scale.to(flat.device)
-    return _Part(batch, [size.shape for size in sizes], flat, weights * scale.expand_as(flat))
+    return _Part(batch, [size.shape for size in sizes], flat, floors * scale.expand_as(flat))
 
 
 def parameters_of(source: nn.Module | Optimizer | Tensor | Iterable[Tensor]) -> Parameters:
@@ -195,19 +278,16 @@ def parameters_of(source: nn.Module | Optimizer | Tensor | Iterable[Tensor]) -> 
     return found
 
 
-def _gradients_of(parameters: Parameters, *, whole: bool) -> list[_Gradient]:
-    """The existing gradients of `parameters`, by unit; with `whole`, each tensor is one unit."""
+def _gradients_of(parameters: Parameters, method: str) -> list[_Gradient]:
+    """The existing gradients of `parameters`, by unit; except for AGC, each tensor is one unit."""
+    refuse_flat(parameters, "parameters")
     gradients = []
+    parameter: Any
     for parameter, (name, owner) in parameters.items():
-        if (grad := parameter.grad) is None:
+        grad: Any = parameter.grad
+        if grad is None:
             continue
-        if hasattr(grad, "placements") or getattr(parameter, "_fsdp_flattened", False):
-            raise TypeError(
-                f"Expected the gradient of `{name}` to be a whole tensor, but got a DTensor or a "
-                "shard of FullyShardedDataParallel; use torch.nn.utils.clip_grad_norm_, or the "
-                "model's own."
-            )
-        weight: Tensor = parameter
+        weight: Any = parameter
         if grad.layout is not torch.strided:
             if grad.layout is not torch.sparse_coo or grad.sparse_dim() > 1 or not grad.dense_dim():
                 raise ValueError(
@@ -217,8 +297,20 @@ def _gradients_of(parameters: Parameters, *, whole: bool) -> list[_Gradient]:
             parameter.grad = grad = grad.coalesce()  # a row may occur several times
             weight, grad = parameter[grad.indices()[0]], grad.values()
         if grad.numel() > 0:
-            (grad, dims), (weight, _) = by_unit(grad, owner), by_unit(weight, owner)
-            gradients.append(_Gradient(name, parameter, weight, grad, None if whole else dims))
+            gathered = None
+            if is_sharded(grad):
+                if grad.placements != parameter.placements:  # such as a sum that is still partial
+                    parameter.grad = grad = grad.redistribute(placements=parameter.placements)
+                apart = isinstance(owner, TRANSPOSED) and grad.dim() > 1  # units along dimension 1
+                if apart and method == "agc":
+                    gathered, weight = grad.full_tensor(), weight.full_tensor()
+            view, dims = by_unit(local_part(grad) if gathered is None else gathered, owner)
+            dims = dims if method == "agc" else None
+            sharing = sharing_of(grad, whole=dims is None)
+            if gathered is not None:
+                sharing = Sharing(copies=grad.device_mesh.size())
+            weight, _ = by_unit(local_part(weight), owner)
+            gradients.append(_Gradient(name, parameter, weight, view, dims, sharing, gathered))
     return gradients
 
 
@@ -227,7 +319,8 @@ def _clip(part: _Part, method: str, threshold: float, finite: Tensor) -> None:
     over = part.sizes > limits
     if method == "norm":
         total = (part.sizes / part.floors).amax().where(finite, -1e-6)  # its factor is 1
-        clip_grads_with_norm_([g.parameter for g in part.gradients], threshold, total)
+        local: Any = [SimpleNamespace(grad=g.tensor) for g in part.gradients]
+        clip_grads_with_norm_(local, threshold, total)
     elif over.is_cpu and not over.any():
         return
     elif method == "value":
@@ -241,6 +334,17 @@ def _clip(part: _Part, method: str, threshold: float, finite: Tensor) -> None:
         for g, shape, factor, clipped in zip(*columns, strict=True):
             if not clipped.is_cpu or clipped.any():
                 g.tensor.mul_(factor.view(shape))
+                if g.gathered is not None:
+                    _scatter(g.gathered, g.parameter.grad)
+
+
+def _scatter(whole: Tensor, to: Any) -> None:
+    """Copy this process's part of a tensor that all have into a DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = to.device_mesh
+    same = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    to.copy_(same.redistribute(placements=to.placements))
 
 
 def adaptive_clip_grad_(
@@ -249,6 +353,7 @@ def adaptive_clip_grad_(
     eps: float = 1e-3,
     *,
     head: Head = "auto",
+    group: Any = None,
 ) -> ClipReport:
     r"""Adaptive gradient clipping (AGC): clip each unit relative to its weight, in place.
 
@@ -258,6 +363,10 @@ def adaptive_clip_grad_(
     single unit. Other parameters have one unit per entry of their first dimension. If any of the
     gradients to be clipped is not finite, none is changed.
 
+    The parameters may be DTensors, as under ``fully_shard`` (FSDP2) and tensor parallelism. Then
+    all processes call it. Units that are whole in one process are clipped there; what the others
+    need is exchanged in one all-reduce per mesh dimension.
+
     Args:
         module_or_parameters: The model, whose modules determine the units and the head. Or
             parameters: then all are clipped, and their shapes determine the units, as in timm.
@@ -265,14 +374,17 @@ def adaptive_clip_grad_(
         eps: The lower bound of the weight norm, so that weights at 0 can change.
         head: The classifier, which is not clipped: the module, its name, or ``"auto"`` to find it
             in the model. None clips it too.
+        group: The processes that hold the other parts of the model, such as pipeline stages. They
+            also refrain from clipping if a gradient of one of them is not finite.
 
     Returns:
-        The report on all parameters that have a gradient.
+        The report on all parameters that have a gradient; of a DTensor, on the units of this
+        process.
 
     Raises:
         ValueError: If ``clip`` or ``eps`` is out of range, there is not one layer that could be the
             head, or a gradient is sparse in a way other than by rows.
-        TypeError: If a parameter is not a tensor, or its gradient is a ``DTensor``.
+        TypeError: If a parameter is not a tensor, or belongs to ``FullyShardedDataParallel``.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
@@ -286,7 +398,7 @@ def adaptive_clip_grad_(
     parameters = parameters_of(module_or_parameters)
     for parameter in _head_parameters(module_or_parameters, None if alone else head):
         parameters.pop(parameter, None)
-    return clip_gradients(parameters, {"agc": clip}, eps)["agc"]
+    return clip_gradients(parameters, {"agc": clip}, eps, group=group)["agc"]
 
 
 def _head_parameters(source: object, head: Head) -> set[Tensor]:
@@ -318,6 +430,7 @@ class ClipHandle(AbstractContextManager["ClipHandle"]):
     _eps: float
     _spared: Collection[Tensor]
     _in_model: Parameters
+    _group: Any = None
     last_report: dict[str, ClipReport] = field(default_factory=dict)
     _attached: RemovableHandle | None = None
 
@@ -357,7 +470,7 @@ class ClipHandle(AbstractContextManager["ClipHandle"]):
         known = parameters_of(optimizer)
         parameters = {p: self._in_model.get(p, named) for p, named in known.items()}
         how = self.thresholds, self._eps, self._spared
-        self.last_report.update(clip_gradients(parameters, *how, scale, finite))
+        self.last_report.update(clip_gradients(parameters, *how, scale, finite, self._group))
 
 
 def clip_grads_before_step(
@@ -366,6 +479,7 @@ def clip_grads_before_step(
     *,
     eps: float = 1e-3,
     head: Head = "auto",
+    group: Any = None,
     **thresholds: float,
 ) -> ClipHandle:
     r"""Clip the gradients of an optimizer before each of its steps.
@@ -383,6 +497,7 @@ def clip_grads_before_step(
         module: The model, for ``agc``: its modules determine the units and the head.
         eps: For ``agc``, the lower bound of the weight norm.
         head: For ``agc``, the layer that is not clipped, as in :func:`adaptive_clip_grad_`.
+        group: As in :func:`adaptive_clip_grad_`; ``norm`` is the norm over all of its processes.
         thresholds: One or more of ``agc``, ``norm``, ``tensor_norm`` and ``value``, each positive;
             infinity clips nothing.
 
@@ -416,7 +531,7 @@ def clip_grads_before_step(
             "Expected `optimizer` to hold parameters of `module`, but got none of them; pass the "
             "model that the optimizer trains."
         )
-    handle = ClipHandle(methods, eps, spared, in_model)
+    handle = ClipHandle(methods, eps, spared, in_model, group)
     handle._attached = optimizer.register_step_pre_hook(handle._before_step)
     return handle
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from powergrad.loss import CrossEntropyLoss
+from powergrad.units import refuse_flat
 
 LINEAR_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 HEAD_REMEDY = "pass `head`, the module that computes the logits or its name"
@@ -120,6 +121,7 @@ def scalable_heads(model: nn.Module, head: nn.Module | str | None) -> Sequence[n
                     f"Expected `model` not to cap its logits, but got `config.{name}` = {value}: "
                     "the cap comes after the head and does not scale with it."
                 )
+    refuse_flat(model.parameters(), "model")
     heads = find_heads(model) if head is None else [find_head(model, head)]
     for layer in heads:
         names = sorted(name for name, _ in layer.named_parameters())

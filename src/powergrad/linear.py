@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from powergrad.checks import (
     Call,
@@ -26,6 +26,7 @@ from powergrad.checks import (
     check_dtype,
     check_floating,
     check_labels,
+    is_dtensor,
     is_plain,
     shape_of,
     values_readable,
@@ -33,6 +34,7 @@ from powergrad.checks import (
 )
 from powergrad.compat import is_autocasting
 from powergrad.loss import (
+    CrossEntropyLoss,
     LossOptions,
     call_for_rows,
     gated,
@@ -41,12 +43,12 @@ from powergrad.loss import (
     statistics,
 )
 from powergrad.rows import RowStatistics, coefficients, reduced, write
-from powergrad.transform import tell
+from powergrad.transform import OF_DTENSORS, tell
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
 
 BLOCK_BYTES = 22 << 20  # the largest block of logits
 LEAST_ROWS = 128  # the fewest rows in a block, because each block rewrites dW
@@ -139,38 +141,16 @@ def linear_cross_entropy(
         >>> hidden.grad.shape, head.weight.grad.shape
         (torch.Size([6, 8]), torch.Size([1000, 8]))
     """
-    check_floating(input, "input")
-    if input.dim() == 0:
-        raise ValueError("Expected `input` to have shape (..., H), but got ().")
+    layer: Layer = [input, linear_weight, linear_bias]
+    call = Call(target, weight, alpha, **options)
+    if is_dtensor(input) and is_dtensor(linear_weight):
+        of_dtensors = OF_DTENSORS["linear_cross_entropy"]
+        loss, rows = of_dtensors(layer, call, shift, chunk_rows, return_stats)
+        return (loss, rows) if return_stats else loss
+    layer, call = checked_head(layer, call, shift, chunk_rows)
     leading, width = shape_of(input)[:-1], input.shape[-1]
-    check_floating(linear_weight, "linear_weight")
-    if linear_weight.dim() != 2 or linear_weight.shape[1] != width:
-        raise ValueError(
-            f"Expected `linear_weight` to have shape (C, {width}) for `input` of shape "
-            f"{shape_of(input)}, but got {shape_of(linear_weight)}."
-        )
-    classes = linear_weight.shape[0]
-    if linear_bias is not None:
-        check_floating(linear_bias, "linear_bias", (classes,))
-        check_dtype(linear_bias, input, "linear_bias")
-    check_dtype(linear_weight, input, "linear_weight")
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"Expected `chunk_rows` to be at least 1, but got {chunk_rows}.")
-    layer: Layer = [input.reshape(-1, width), linear_weight, linear_bias]
-    autocasting = is_autocasting(input.device.type)
-    if autocasting:
-        dtype = torch.get_autocast_dtype(input.device.type)
-        layer = [None if t is None else t.to(dtype) for t in layer]
-    logits = layer[0].new_empty(()).expand(*leading, classes)  # their shape
-    _, call = check_call(logits, Call(target, weight, alpha, **options), len(leading))
-    if shift:
-        if call.soft() or not leading:
-            raise ValueError("Expected `target` of shape (..., T) with class indices for `shift`.")
-        tokens = call.token_weight
-        call = call.replace(
-            target=_shifted(call.target, call.ignore_index),
-            token_weight=None if tokens is None else _shifted(tokens, 0),
-        )
+    logits = layer[0].new_empty(()).expand(*leading, linear_weight.shape[0])  # their shape
+    layer = [layer[0].reshape(-1, width), *layer[1:]]
     call = call_for_rows(logits, call, len(leading))
     constants = [t for t in (call.target, weight, call.token_weight) if t is not None]
     rows = None
@@ -182,49 +162,186 @@ def linear_cross_entropy(
         tell("powergrad.linear_cross_entropy", input, call.alpha, None, linear_weight)
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows = RowStatistics.zeros(call, wide) if return_stats else None
-        loss = _InBlocks.apply(*layer, call, chunk_rows, rows)
+        loss = InBlocks.apply(*layer, call, chunk_rows, rows, None)
     if call.reduction == "none":
         loss = loss.reshape(leading)
-    loss = loss if autocasting else loss.to(input.dtype)
+    loss = loss if is_autocasting(input.device.type) else loss.to(input.dtype)
     return (loss, rows.reshape(leading)) if return_stats and rows is not None else loss
+
+
+def _check_both_sharded(input: Tensor, linear_weight: Tensor) -> None:
+    """Refuse a DTensor with a plain tensor: nothing says whose gradients have to be added up."""
+    kinds = ["a DTensor" if is_dtensor(t) else "a plain tensor" for t in (linear_weight, input)]
+    if kinds[0] != kinds[1]:
+        raise TypeError(
+            "Expected `linear_weight` and `input` to be plain tensors or DTensors, both of them, "
+            f"but got {kinds[0]} and {kinds[1]}. If FSDP2 has sharded the head, compute the loss "
+            "in a module that FSDP2 gathers, such as `powergrad.LinearCrossEntropyLoss`; or, after "
+            "the forward pass of the sharded model that the head is a part of, call "
+            "`head.unshard()`. Do not pass `head.weight.full_tensor()`: the gradients of the "
+            "processes would not be added up."
+        )
+
+
+def checked_head(
+    layer: Layer, call: Call, shift: bool, chunk_rows: int | None
+) -> tuple[Layer, Call]:
+    """The tensors of the layer, as autocast converts them, and the call for its logits."""
+    hidden, linear_weight, linear_bias = layer
+    check_floating(hidden, "input")
+    if hidden.dim() == 0:
+        raise ValueError("Expected `input` to have shape (..., H), but got ().")
+    leading, width = shape_of(hidden)[:-1], hidden.shape[-1]
+    check_floating(linear_weight, "linear_weight")
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != width:
+        raise ValueError(
+            f"Expected `linear_weight` to have shape (C, {width}) for `input` of shape "
+            f"{shape_of(hidden)}, but got {shape_of(linear_weight)}."
+        )
+    classes = linear_weight.shape[0]
+    if linear_bias is not None:
+        check_floating(linear_bias, "linear_bias", (classes,))
+        check_dtype(linear_bias, hidden, "linear_bias")
+    check_dtype(linear_weight, hidden, "linear_weight")
+    _check_both_sharded(hidden, linear_weight)
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"Expected `chunk_rows` to be at least 1, but got {chunk_rows}.")
+    if is_autocasting(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        layer = [None if t is None else t.to(dtype) for t in layer]
+    logits = layer[0].new_empty(()).expand(*leading, classes)  # their shape
+    _, call = check_call(logits, call, len(leading))
+    if shift:
+        if call.soft() or not leading:
+            raise ValueError("Expected `target` of shape (..., T) with class indices for `shift`.")
+        tokens = call.token_weight
+        call = call.replace(
+            target=_shifted(call.target, call.ignore_index),
+            token_weight=None if tokens is None else _shifted(tokens, 0),
+        )
+    return layer, call
 
 
 def _shifted(values: Tensor, last: float) -> Tensor:
     return torch.cat([values[..., 1:], torch.full_like(values[..., :1], last)], -1)
 
 
+class LinearCrossEntropyLoss(CrossEntropyLoss):
+    r"""``nn.LinearCrossEntropyLoss`` with PowerGrad Transform: head and loss as one module.
+
+    It computes :func:`linear_cross_entropy` of its submodule ``linear``, the head, whose parameters
+    have the names of PyTorch's module. ``fully_shard(loss)`` (FSDP2) shards them: the hooks of the
+    module gather the head before the loss, and add up its gradients over the processes.
+
+    Args:
+        in_features: The size H of the hidden states.
+        num_classes: The number of classes C.
+        alpha: As in :func:`cross_entropy`; it can be set at any time.
+        bias: Whether the head has a bias.
+        device: The device of the head.
+        dtype: The dtype of the head.
+        weight: One weight per class; a buffer, as in PyTorch.
+        shift: As in :func:`linear_cross_entropy`.
+        chunk_rows: As in :func:`linear_cross_entropy`.
+        **options: As in :class:`CrossEntropyLoss`.
+
+    Raises:
+        ValueError: If ``alpha``, ``reduction`` or another option is out of range.
+
+    Example:
+        >>> criterion = LinearCrossEntropyLoss(8, 1000, alpha=0.3)
+        >>> criterion(torch.randn(6, 8), torch.arange(6)).backward()
+        >>> criterion.linear.weight.grad.shape
+        torch.Size([1000, 8])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        alpha: float | Tensor,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weight: Tensor | None = None,
+        shift: bool = False,
+        chunk_rows: int | None = None,
+        **options: Unpack[LossOptions],
+    ) -> None:
+        super().__init__(alpha, weight, **options)
+        self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
+        self.options |= {"shift": shift, "chunk_rows": chunk_rows}
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        token_weight: Tensor | None = None,
+        *,
+        return_stats: bool = False,
+    ) -> Any:
+        """The loss of `input` for `target`, see :func:`linear_cross_entropy`."""
+        weight, bias = self.linear.weight, self.linear.bias
+        more = {"linear_bias": bias, "return_stats": return_stats}
+        return linear_cross_entropy(input, weight, target, **more, **self._arguments(token_weight))
+
+
 Layer = Sequence[Any]  # hidden states, head, bias or None
 
 
-class _InBlocks(torch.autograd.Function):
-    """Computes the gradients in the forward pass, except for "none", where each row is scaled."""
+class InBlocks(torch.autograd.Function):
+    """Computes the gradients in the forward pass, except for "none", where each row is scaled.
+
+    With a split of the classes over processes, those of the hidden states are this process's part
+    of a sum; for "none", what the processes exchanged is kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *layer, call, chunk_rows, found = arguments
+        *layer, call, chunk_rows, found, split = arguments
         later = call.reduction == "none"
         needed = (False,) * 3 if later else ctx.needs_input_grad[:3]
+        exchanged = None
+        if split is not None and later:
+            wide = torch.promote_types(layer[0].dtype, torch.float32)
+            exchanged = layer[0].new_zeros(4, len(layer[0]), dtype=wide)
         with without_autocast(layer[0]):
-            loss, gradients, call = _over_blocks(layer, call, chunk_rows, needed, found=found)
+            loss, gradients, call = _over_blocks(
+                layer, call, chunk_rows, needed, found=found, split=split, exchanged=exchanged
+            )
         tensors, ctx.options = call.split()
-        ctx.save_for_backward(*layer, *gradients, *tensors)
-        ctx.chunk_rows, ctx.later = chunk_rows, later
+        ctx.save_for_backward(*layer, *gradients, exchanged, *tensors)
+        ctx.chunk_rows, ctx.later, ctx.split = chunk_rows, later, split
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         grad, needed = grads[0], ctx.needs_input_grad[:3]
         saved = ctx.saved_tensors  # read once: a checkpoint refuses to unpack a tensor again
-        layer, gradients, call = saved[:3], saved[3:6], Call.joined(saved[6:], ctx.options)
-        if torch.is_grad_enabled() or (ctx.later and not is_plain(grad)):
-            return *_by_definition(layer, call, needed, grad), *[None] * 3
+        layer, gradients, call = saved[:3], saved[3:6], Call.joined(saved[7:], ctx.options)
+        if ctx.split is not None:
+            refuse_second_derivatives()
+        elif torch.is_grad_enabled() or (ctx.later and not is_plain(grad)):
+            return *_by_definition(layer, call, needed, grad), *[None] * 4
         if ctx.later:
             with without_autocast(grad):
-                _, gradients, _ = _over_blocks(layer, call, ctx.chunk_rows, needed, scale=grad)
+                _, gradients, _ = _over_blocks(
+                    layer, call, ctx.chunk_rows, needed, scale=grad, split=ctx.split,
+                    exchanged=saved[6],
+                )  # fmt: skip
         elif not (values_readable(grad) and grad.item() == 1):
             gradients = [None if g is None else g * grad for g in gradients]
         dtype = layer[0].dtype
-        return *(None if g is None else g.to(dtype) for g in gradients), *[None] * 3
+        return *(None if g is None else g.to(dtype) for g in gradients), *[None] * 4
+
+
+def refuse_second_derivatives() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "Second derivatives (`create_graph=True`) of a DTensor's loss, or of classes that are "
+            "split over processes, are not supported. Use `logits.full_tensor()`."
+        )
 
 
 def _by_definition(
@@ -248,11 +365,14 @@ def _over_blocks(
     *,
     scale: Tensor | None = None,
     found: RowStatistics | None = None,
+    split: Any = None,
+    exchanged: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor | None], Call]:
     """One pass over the blocks: the loss; the gradients that are `needed`; the call without gate.
 
     `scale` is the incoming gradient of "none", one per row. `found` is filled. Ignored rows are
-    left out, before the matrix product.
+    left out, before the matrix product. `split` is a `powergrad.parallel.Split` of the classes;
+    `exchanged` is filled with what processes exchange, or holds it if there is a `scale`.
     """
     given = layer[0].dtype
     # Small p' would underflow in float16, so it is widened; bfloat16 is not.
@@ -261,7 +381,7 @@ def _over_blocks(
     hidden, head, bias = widened
     # The gradients of the head are accumulated in float32 or wider.
     wide = torch.promote_types(dtype, torch.float32)
-    rows, classes = hidden.shape[0], head.shape[0]
+    rows, classes = hidden.shape[0], head.shape[0] if split is None else split.total
     d_hidden = torch.zeros_like(hidden) if needed[0] else None
     d_head = torch.zeros_like(head, dtype=wide) if needed[1] else None
     d_bias = torch.zeros_like(bias, dtype=wide) if needed[2] else None
@@ -269,14 +389,16 @@ def _over_blocks(
     if not check_labels(call.target, classes, call.ignore_index) and not call.soft():
         kept = (call.target != call.ignore_index).nonzero().squeeze(1)
         count = len(kept)
-    common = coefficients(call, wide, kept is None)
+    over = split.sum_over_rows if split is not None and split.row_groups else None
+    common = coefficients(call, wide, kept is None, over)
     if not isinstance(common.g, Tensor):
         common = replace(common, g=hidden.new_full((rows, 1), common.g, dtype=wide))
     gates = None if call.gate is None else hidden.new_zeros(rows, dtype=wide)
     losses = hidden.new_zeros(rows, dtype=wide)
-    fitting = BLOCK_BYTES // (classes * given.itemsize)
+    largest = classes if split is None else split.largest
+    fitting = BLOCK_BYTES // (largest * given.itemsize)
     block_rows = chunk_rows or max(LEAST_ROWS, fitting // MULTIPLE * MULTIPLE)
-    buffer = hidden.new_empty(min(block_rows, count), classes)
+    buffer = hidden.new_empty(min(block_rows, count), head.shape[0])
     for start in range(0, count, block_rows):
         part: slice | Tensor = slice(start, min(start + block_rows, count))
         z = buffer[: part.stop - start]
@@ -288,14 +410,21 @@ def _over_blocks(
         else:
             torch.addmm(bias, h, head.t(), out=z)
         factor = None if scale is None else scale[part]
-        if gates is not None or found is not None:
+        stats, summary = gates is not None or found is not None, None
+        if split is not None and exchanged is not None and scale is not None:
+            summary = split.known(exchanged[:, part])
+        elif split is not None:
+            summary = split.summary(z, call, common, part, stats)
+            if exchanged is not None:
+                exchanged[:, part] = summary.kept
+        if stats:
             own = call.replace(target=call.target[part], token_weight=None)
-            block = statistics(z, own, 1)
+            block = statistics(z, own, 1) if summary is None else summary.rows
             if gates is not None:
                 factor = gates[part] = gated(own, block).to(wide)
             if found is not None:
                 found.store(part, block)
-        losses[part], _ = write(z, call, common, part, z, factor)
+        losses[part], _ = write(z, call, common, part, z, factor, summary)
         if d_hidden is not None:
             d_hidden[part] = z @ head
         if d_head is not None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from powergrad import kernels
 from powergrad.checks import (
+    INTERPRETED,
     PLAIN,
     REDUCTIONS,
     Call,
@@ -28,6 +29,7 @@ from powergrad.checks import (
     check_number,
     check_options,
     check_reduction,
+    is_dtensor,
     is_one,
     is_plain,
     shape_of,
@@ -38,6 +40,7 @@ from powergrad.kernels import gpu
 from powergrad.rows import RowStatistics, loss_and_gradient, mapped
 from powergrad.transform import (
     LISTENERS,
+    OF_DTENSORS,
     log_sigmoid,
     log_softmax,
     needs_operator,
@@ -160,8 +163,20 @@ def cross_entropy(
         >>> logits.grad
         tensor([[ 0.4810, -0.7082,  0.2272]])
     """
-    numbers = (ignore_index, label_smoothing, reduction, softcap, logit_scale, z_loss)
-    call = Call(target, weight, alpha, *numbers, zero_empty, gate, token_weight)
+    call = Call(
+        target,
+        weight,
+        alpha,
+        ignore_index,
+        label_smoothing,
+        reduction,
+        softcap,
+        logit_scale,
+        z_loss,
+        zero_empty,
+        gate,
+        token_weight,
+    )
     if gate is None and not return_stats:
         return loss_of(input, call)
     loss, rows = loss_and_statistics(input, call)
@@ -170,11 +185,13 @@ def cross_entropy(
 
 def loss_and_statistics(input: Tensor, call: Call) -> tuple[Tensor, RowStatistics]:
     """The loss, with the weights of its gate, and the statistics of its rows."""
+    if _is_parallel(input, call):
+        return OF_DTENSORS["cross_entropy"](input, call, True)
     class_dim, call = check_call(input, call)
     check_labels(call.target, input.shape[class_dim], call.ignore_index)
     if way_of(input, call, stats=True) == "kernels":
         loss, rows = _loss_of_kernels(input, call, class_dim, stats=True)
-        return _in_dtype(loss, input, call), rows
+        return in_dtype(loss, input, call), rows
     rows = statistics(input, call, class_dim)
     if call.gate is not None:
         call = call.replace(token_weight=gated(call, rows), gate=None)
@@ -203,12 +220,15 @@ def gated(call: Call, rows: RowStatistics) -> Tensor:
 
 def loss_of(input: Tensor, call: Call) -> Tensor:
     """:func:`cross_entropy` without gate and statistics."""
-    common = _is_common_case(input, call)
-    class_dim, call = (1, call) if common else check_call(input, call)
-    if LISTENERS or not common:  # what is traced looks at no list
-        tell("powergrad.cross_entropy", input, call.alpha, call)
-    if common:
-        return _rows_loss(input, call)
+    if _is_common_case(input, call):
+        if LISTENERS:
+            tell("powergrad.cross_entropy", input, call.alpha, call)
+        loss = _rows_loss(input, call)
+        return loss if input.dtype == torch.float32 else _in_dtype(loss, input, call)
+    if _is_parallel(input, call):
+        return OF_DTENSORS["cross_entropy"](input, call, False)[0]
+    class_dim, call = check_call(input, call)
+    tell("powergrad.cross_entropy", input, call.alpha, call)
     way = way_of(input, call)
     if way == "rows":
         loss = _rows_loss(*as_rows(input, call))
@@ -230,10 +250,17 @@ def loss_of(input: Tensor, call: Call) -> Tensor:
             loss, _ = _loss_of_kernels(input, call, class_dim)
         else:
             loss = loss_by_definition(input, call)
-    return _in_dtype(loss, input, call)
+    return in_dtype(loss, input, call)
 
 
-def _in_dtype(loss: Tensor, input: Tensor, call: Call) -> Tensor:
+def _is_parallel(input: Tensor, call: Call) -> bool:
+    """Whether `powergrad.parallel` computes the loss: that of a DTensor, except PyTorch's own."""
+    if not is_dtensor(input):
+        return False
+    return call.extended() or call.gate is not None or not is_one(call.alpha)
+
+
+def in_dtype(loss: Tensor, input: Tensor, call: Call) -> Tensor:
     """The dtype of PyTorch's loss; under autocast, float32."""
     dtype = torch.promote_types(input.dtype, call.target.dtype)
     return loss if loss.dtype == dtype or is_autocasting(input.device.type) else loss.to(dtype)
@@ -367,14 +394,16 @@ def _is_common_case(input: Tensor, call: Call) -> bool:
         and call[4:-1] == _DEFAULTS
         and type(alpha) is float
         and 0 <= alpha < 1
-        and input.dtype == torch.float32
+        and input.is_floating_point()
         and target.dtype == torch.int64
         and len(shape := input.shape) == 2
         and shape[1] > 0
-        and shape[:1] == target.shape
+        and target.dim() == 1
+        and target.numel() == shape[0]
         and input.requires_grad
         and torch.is_grad_enabled()
-        and not gpu.runs_on(input.device)
+        and input.is_cpu
+        and not INTERPRETED
     )
 
 
@@ -384,16 +413,18 @@ def as_rows(input: Tensor, call: Call) -> tuple[Tensor, Call]:
         return input, call
     class_dim = 0 if input.dim() == 1 else 1
     call = call_for_rows(input, call, class_dim)
-    return input.movedim(class_dim, -1).reshape(-1, input.shape[class_dim]), call
+    return input.movedim(class_dim, -1).unsqueeze(0).flatten(0, -2), call
 
 
 def call_for_rows(logits: Tensor, call: Call, class_dim: int) -> Call:
     """The call for logits as rows, of which only the shape is needed."""
     target, alpha, tokens = call.target, call.alpha, call.token_weight
-    classes = logits.shape[class_dim]
-    target = target.movedim(class_dim, -1).reshape(-1, classes) if call.soft() else target.flatten()
+    if call.soft():
+        target = target.movedim(class_dim, -1).unsqueeze(0).flatten(0, -2)
+    else:
+        target = target.flatten()
     if isinstance(alpha, Tensor) and alpha.dim():
-        positions = logits.select(class_dim, 0).shape
+        positions = logits.shape[:class_dim] + logits.shape[class_dim + 1 :]
         alpha = check_alpha(alpha, logits, class_dim).squeeze(class_dim).expand(positions).flatten()
     tokens = None if tokens is None else tokens.flatten()
     return call.replace(target=target, alpha=alpha, token_weight=tokens)
@@ -542,17 +573,18 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor, token_weight: Tensor | None = None) -> Tensor:
         """The loss of `input` for `target`, see :func:`cross_entropy`."""
-        return cross_entropy(
-            input,
-            target,
-            self.weight,
-            alpha=self._alpha_input if torch.compiler.is_compiling() else self._alpha,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            token_weight=token_weight,
+        return cross_entropy(input, target, **self._arguments(token_weight))
+
+    def _arguments(self, token_weight: Tensor | None) -> dict[str, Any]:
+        return {
+            "weight": self.weight,
+            "alpha": self._alpha_input if torch.compiler.is_compiling() else self._alpha,
+            "ignore_index": self.ignore_index,
+            "reduction": self.reduction,
+            "label_smoothing": self.label_smoothing,
+            "token_weight": token_weight,
             **self.options,
-        )
+        }
 
     def extra_repr(self) -> str:
         """Alpha, and the options that are used."""

@@ -21,6 +21,7 @@ gradient of ``lambda lse(z)^2`` itself, or with p' written for p in it, that wou
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -166,8 +167,15 @@ class Coefficients:
         return Coefficients(self.labels[part], alpha, g, ignored, self.z_loss, self.empty, False)
 
 
-def coefficients(call: Call, dtype: torch.dtype, all_valid: bool) -> Coefficients:
+def coefficients(
+    call: Call,
+    dtype: torch.dtype,
+    all_valid: bool,
+    over_processes: Callable[[Tensor], Tensor] | None = None,
+) -> Coefficients:
     """The coefficients of rows whose gradients are computed in `dtype`.
+
+    `over_processes` sums a number over the processes that have further rows of the same mean.
 
     A mean over weights that count and sum to 0 is NaN, as in PyTorch; if no row is counted, the
     gradients are 0. With class weights, a mean divides the z-loss by the number of counted rows.
@@ -177,7 +185,9 @@ def coefficients(call: Call, dtype: torch.dtype, all_valid: bool) -> Coefficient
     labels = target if ignored is None else target.masked_fill(ignored, 0)
     kept = None if ignored is None else (~ignored).to(dtype)
     count: float | Tensor = rows if kept is None else kept.sum()
-    empty = not rows if kept is None else count == 0
+    if mean and over_processes is not None:
+        count = over_processes(torch.as_tensor(count, dtype=dtype, device=target.device))
+    empty = count == 0 if isinstance(count, Tensor) else not rows
     z_loss: float | Tensor = call.z_loss
     divisor: float | Tensor = 1
     if mean:
@@ -185,6 +195,7 @@ def coefficients(call: Call, dtype: torch.dtype, all_valid: bool) -> Coefficient
         if call.weight is not None and not call.soft():
             own = call.weight.to(dtype)[labels]
             mass = own.sum() if kept is None else (own * kept).sum()
+            mass = mass if over_processes is None else over_processes(mass)
             mass = torch.where(mass != 0, mass, math.nan)
             count, no_rows = divisor, torch.as_tensor(empty, device=mass.device)
             divisor = torch.where(no_rows, 1, mass)
@@ -244,16 +255,13 @@ def _by_operations(logits: Tensor, call: Call, all_valid: bool) -> tuple[Tensor,
     wide = torch.promote_types(dtype, torch.float32)
     common = coefficients(call, wide, all_valid)
     n, c = logits.shape
-    # The buffers of a block: one more if it is not the gradient's, two more with a soft cap.
-    buffers = 1 if call.softcap is None else 3
-    if n * c < (LARGE if buffers == 1 else BLOCK // buffers):
+    if n * c < LARGE:
         losses, gradient = write(logits, call, common)
         gradient = gradient if gradient.dtype == dtype else gradient.to(dtype)
         return reduced(losses, call, common), gradient
     gradient = logits.new_empty(n, c, dtype=dtype)
     losses = logits.new_empty(n, dtype=wide)
-    if buffers == 1 and (dtype.itemsize < 4 or call.maps_logits()):
-        buffers = 2
+    buffers = 2 if dtype.itemsize < 4 or call.maps_logits() else 1
     size = max(1, BLOCK // buffers // c)
     for start in range(0, n, size):
         part = slice(start, start + size)
@@ -268,19 +276,20 @@ def write(
     part: slice | Tensor | None = None,
     out: Tensor | None = None,
     factor: Tensor | None = None,
+    compute: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The losses of a block of rows, weighted unless g is a number, and their gradients.
 
     If they are the losses of all rows, they may be reduced already. The gradients are written to
     `out`, if given, perhaps `logits` itself. `part` says which rows of the call they are; `factor`
-    multiplies their weights.
+    multiplies their weights; `compute` replaces the computation, where the classes are split.
     """
     block = common.of(part)
     wide = torch.promote_types(logits.dtype, torch.float32)
     if factor is not None:
         block = replace(block, g=block.g * factor.reshape(-1, 1).to(wide))
     # Where g is a number, or all rows are one block, the kernel was asked before.
-    if out is not None and isinstance(block.g, Tensor):
+    if out is not None and compute is None and isinstance(block.g, Tensor):
         own = call.replace(target=call.target[part], alpha=block.alpha, token_weight=block.g)
         own, native = own.replace(z_loss=block.z_loss, reduction="none"), None
         if gpu.runs_on(out.device):
@@ -295,7 +304,7 @@ def write(
     if call.maps_logits():
         z, tanh = _mapped_with_tanh(z, call, buffer)
         buffer = z
-    compute = _of_probabilities if call.soft() else _of_labels
+    compute = compute or (_of_probabilities if call.soft() else _of_labels)
     losses, grad = compute(z, call, block, buffer)
     if block.ignored is not None:  # if class 0 is masked, an ignored row has a loss of NaN here
         losses = losses.masked_fill(block.ignored, 0)
@@ -324,22 +333,14 @@ def _mapped_with_tanh(x: Tensor, call: Call, out: Tensor | None) -> tuple[Tensor
 def _of_labels(
     z: Tensor, call: Call, block: Coefficients, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Losses and gradients for class indices.
-
-    At the label, with rest the sum of e over the other classes, and the mass ``m = sum(t)``,
-
-        A p'_y - t_y = (A - m) p'_y + (m - t_y) - m rest / sum(e)
-
-    loses nothing where p'_y rounds to 1; it is used where p'_y is above a half.
-    """
+    """Losses and gradients for class indices."""
     label, eps, weight, g = block.labels.unsqueeze(1), call.label_smoothing, call.weight, block.g
-    log_p, lse = _log_p(z, call, out)
+    log_p, lse = _log_p(z, call, out, label)
     share, total = eps / z.shape[1], float(z.shape[1])
     own_w: float | Tensor = 1.0
     if weight is not None:
         weight = weight.to(log_p.dtype)
         own_w, total = weight[label], weight.sum()
-    of_label = own_w * (1 - eps)
     # Statistics
     plain = weight is None and not (eps or call.z_loss) and block.empty is False
     plain = plain and block.whole and isinstance(g, float)  # the losses of all rows count alike
@@ -351,27 +352,21 @@ def _of_labels(
     elif eps:
         with without_autocast(log_p):
             losses = losses - (log_p @ weight) * share  # pyright: ignore
-    alpha = _column(block.alpha, log_p)
-    e = _power(log_p, alpha)
+    alpha = column(block.alpha, log_p)
+    e = power(log_p, alpha)
     own = e.gather(1, label)
-    rest = e.scatter_(1, label, 0.0).sum(1, keepdim=True)
+    # A tensor of zeros: a number would take twice the time.
+    rest = e.scatter_(1, label, torch.zeros_like(own)).sum(1, keepdim=True)
     sums = own + rest
     # Coefficients
-    mass = of_label + share * total if eps else of_label
-    if lse is None and not eps:
-        return losses, e.scatter_(1, label, rest.neg_()).mul_(_quotient(g * mass, sums))
-    if lse is None:
-        scale = _quotient(g * mass, sums)
-        at_label = (rest * scale).neg_()
-    else:
-        losses = losses + block.z_loss * lse.squeeze(1).square()
-        extra = (alpha * lse + sums.log()) * (2 * block.z_loss)
-        unit = _quotient(g, sums)
-        scale = (extra + mass) * unit
-        at_label = (extra * own - rest * mass) * unit
-    if eps:
-        direct = scale * own - g * (of_label + share * own_w)
-        at_label = torch.where(own < rest, direct, at_label + g * share * (total - own_w))
+    if lse is None and not eps and weight is None:
+        return losses, e.scatter_(1, label, rest.neg_()).mul_(_quotient(g, sums))
+    level = None
+    if lse is not None:
+        losses = _plus(losses, lse.squeeze(1).square(), block.z_loss)
+        level = _plus(sums.log(), lse, alpha)
+    weights = (own_w, total, share)
+    scale, at_label = label_coefficients(call, own, rest, weights, g, block.z_loss, level)
     # Write
     e.mul_(scale)
     if eps:
@@ -379,19 +374,49 @@ def _of_labels(
     return losses, e.scatter_(1, label, at_label.to(e.dtype))
 
 
+def label_coefficients(
+    call: Call,
+    own: Tensor,
+    rest: Tensor,
+    weights: tuple[float | Tensor, float | Tensor, float],
+    g: float | Tensor,
+    z_loss: float | Tensor,
+    level: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What e is multiplied by, and the gradient at the label.
+
+    `own` is e at the label and `rest` the sum of e over the other classes; `weights` are the
+    label's, that of all classes, and what smoothing gives to each; `level` is lse(alpha z), for the
+    z-loss. With the mass ``m = sum(t)``,
+
+        A p'_y - t_y = (A - m) p'_y + (m - t_y) - m rest / sum(e)
+
+    loses nothing where p'_y rounds to 1; it is used where p'_y is above a half.
+    """
+    (own_w, total, share), eps = weights, call.label_smoothing
+    of_label = own_w * (1 - eps)
+    unit = scale = _quotient(g, own + rest)
+    if not isinstance(own_w, float):  # without weights, the mass is 1
+        scale = unit * (of_label + share * total)
+    at_label = (rest * scale).neg_()
+    if level is not None:
+        of_z, twice = level * unit, 2 * z_loss
+        at_label, scale = _plus(at_label, of_z * own, twice), _plus(scale, of_z, twice)
+    if eps:
+        direct = scale * own - g * (of_label + share * own_w)
+        at_label = torch.where(own < rest, direct, at_label + g * share * (total - own_w))
+    return scale, at_label
+
+
 def _of_probabilities(
     z: Tensor, call: Call, block: Coefficients, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     g = block.g
     log_p, lse = _log_p(z, call, out)
-    t = block.labels.to(log_p.dtype)
-    if call.label_smoothing > 0:
-        t = t * (1 - call.label_smoothing) + call.label_smoothing / z.shape[1]
-    if call.weight is not None:
-        t = t * call.weight.to(t.dtype)
+    t = target_mass(block.labels.to(log_p.dtype), call, z.shape[1], call.weight)
     losses = (log_p * t).sum(1, keepdim=True).neg_()
-    alpha = _column(block.alpha, log_p)
-    e = _power(log_p, alpha)
+    alpha = column(block.alpha, log_p)
+    e = power(log_p, alpha)
     sums = e.sum(1, keepdim=True)
     mass = t.sum(1, keepdim=True)
     if lse is not None:
@@ -402,6 +427,18 @@ def _of_probabilities(
     return losses.squeeze(1), e
 
 
+def target_mass(q: Tensor, call: Call, classes: int, weight: Tensor | None) -> Tensor:
+    """The mass per class of class probabilities: smoothed over so many classes, and weighted."""
+    if call.label_smoothing > 0:
+        q = q * (1 - call.label_smoothing) + call.label_smoothing / classes
+    return q if weight is None else q * weight.to(q.dtype)
+
+
+def _plus(a: Tensor, b: Tensor, factor: float | Tensor) -> Tensor:
+    """``a + factor * b``, where a number is not first converted to a tensor."""
+    return a + b * factor if isinstance(factor, Tensor) else torch.add(a, b, alpha=factor)
+
+
 def _quotient(numerator: float | Tensor, sums: Tensor) -> Tensor:
     """``numerator / sums``; `sums` may be overwritten."""
     if isinstance(numerator, Tensor):
@@ -410,7 +447,7 @@ def _quotient(numerator: float | Tensor, sums: Tensor) -> Tensor:
     return sums.add_(sums, alpha=1 / numerator - 1).reciprocal_()
 
 
-def _column(alpha: float | Tensor, like: Tensor) -> float | Tensor:
+def column(alpha: float | Tensor, like: Tensor) -> float | Tensor:
     """One alpha per row, not rounded to the dtype of log p before it is multiplied by log2(e)."""
     if not isinstance(alpha, Tensor):
         return alpha
@@ -418,7 +455,7 @@ def _column(alpha: float | Tensor, like: Tensor) -> float | Tensor:
     return exact.reshape(-1, 1).expand(like.shape[0], 1)
 
 
-def _power(log_p: Tensor, alpha: float | Tensor) -> Tensor:
+def power(log_p: Tensor, alpha: float | Tensor) -> Tensor:
     """Overwrite log p with ``p^alpha = 2^(alpha log2(e) log p)``."""
     exponent = alpha * LOG2_E
     if isinstance(exponent, Tensor) or exponent == 0:  # a masked class stays masked at alpha 0
@@ -429,16 +466,29 @@ def _power(log_p: Tensor, alpha: float | Tensor) -> Tensor:
     return log_p.exp2_()
 
 
-def _log_p(z: Tensor, call: Call, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The log-probabilities, written to `out` if it is given; and their lse with a z-loss."""
+def _log_p(
+    z: Tensor, call: Call, out: Tensor | None, label: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The log-probabilities, written to `out` if it is given; and their lse with a z-loss.
+
+    That is ``max z - max log p``, or, in less time, ``z_y - log p_y`` where these are not large.
+    """
     if z.is_cpu and z.shape[1] < FEW:  # PyTorch's function takes four times as long
         top = z.amax(1, keepdim=True)
         log_p = torch.sub(z, top, out=out)
         log_sum = log_p.exp().sum(1, keepdim=True).log_()
         return log_p.sub_(log_sum), top + log_sum if call.z_loss else None
-    top = z.amax(1, keepdim=True) if call.z_loss else None
+    own = None
+    if call.z_loss and label is not None and out is not z and z.is_cpu and z.numel():
+        own = z.gather(1, label)
+    top = z.amax(1, keepdim=True) if call.z_loss and own is None else None
     if out is None:
         log_p = log_softmax_of_rows(z)
     else:
         log_p = torch.ops.aten.log_softmax.int_out(z, 1, None, out=out)
+    if label is not None and own is not None:
+        own_log_p = log_p.gather(1, label)
+        if own_log_p.amin().item() > -16:
+            return log_p, own - own_log_p
+        top = z.amax(1, keepdim=True)
     return log_p, None if top is None else top - log_p.amax(1, keepdim=True)

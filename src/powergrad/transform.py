@@ -44,6 +44,7 @@ from powergrad.checks import (
     check_number,
     check_probabilities,
     is_plain,
+    splits_classes,
 )
 from powergrad.compat import in_loss_parallel, in_transform, is_exporting
 
@@ -170,13 +171,15 @@ class Notice(NamedTuple):
 
     @property
     def special(self) -> bool:
-        """Whether its gradient at the input is not ``m (p' - q)`` with one alpha for all rows."""
+        """Whether its gradient is not ``m (p' - q)`` of all classes, one alpha for all rows."""
         call, per_row = self.call, isinstance(self.alpha, Tensor) and self.alpha.numel() > 1
         maps = call is not None and (call.maps_logits() or call.z_loss > 0)
-        return maps or per_row or "binary" in self.name
+        return maps or per_row or "binary" in self.name or "parallel" in self.name
 
 
 LISTENERS: list[Callable[[Notice], None]] = []
+# How `powergrad.parallel` computes losses of DTensors whose classes are split, by function.
+OF_DTENSORS: dict[str, Callable[..., Any]] = {}
 TRACED: set[str] = set()  # options that traced programs may use, which do not say so when they run
 
 
@@ -247,10 +250,12 @@ def log_softmax(
         raise RuntimeError(
             "Expected `input` to be used outside `loss_parallel()`, but got a "
             f"{type(input).__name__} inside it, where PyTorch itself computes the gradient of the "
-            "logits, without PowerGrad Transform. Call it outside `loss_parallel()`, and gather "
-            "the classes if they are sharded: `input.full_tensor()`, or "
-            "`input.redistribute(placements=[Replicate()])`."
+            "logits of `F.nll_loss`, without PowerGrad Transform. Call it outside "
+            "`loss_parallel()`; or call `powergrad.cross_entropy`, which may be inside if it is "
+            "not compiled."
         )
+    if splits_classes(input, dim):
+        return OF_DTENSORS["log_softmax"](input, exponent, dim, dtype)
     if is_plain(input):
         return LogSoftmax.apply(input, exponent, dim, dtype)
     if needs_operator():
@@ -360,9 +365,9 @@ def log_sigmoid(input: Tensor, alpha: Tensor) -> Tensor:
     `alpha` broadcasts over `input`.
     """
     if needs_operator():
-        two = torch.stack([input, torch.zeros_like(input)], -1)
-        alpha = alpha.unsqueeze(-1) if alpha.dim() else alpha
-        return torch.ops.powergrad.log_softmax(two, alpha, input.dim(), None).select(-1, 0)
+        # Along the first dimension: along the last, inductor of PyTorch 2.6 to 2.9 gets it wrong.
+        two = torch.stack([input, torch.zeros_like(input)])
+        return torch.ops.powergrad.log_softmax(two, alpha, 0, None).select(0, 0)
     positive = alpha > TINY
     nonzero = alpha.where(positive, 1)
     # Not `logsigmoid`, whose backward DTensor does not know. Above 40, 1 + e^x is e^x.

@@ -1,11 +1,16 @@
-"""Units, the slices of a weight or gradient that belong to one output, and their norms."""
+"""Units, the slices of a weight or gradient that belong to one output, and their norms.
+
+A sharded tensor (`DTensor`) is measured without gathering it: a unit that is whole in one process
+needs no other; of all others, the sums of squares are added up in one all-reduce per group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.linalg import vector_norm
 
 Dims = tuple[int, ...] | None  # the dimensions of a tensor that one unit spans; None: all
@@ -33,3 +38,78 @@ def unit_norms(tensors: Iterable[tuple[Tensor, Dims]]) -> list[Tensor]:
         dtype = torch.float32 if tensor.dtype in HALF else None
         norms.append(vector_norm(tensor, dim=dims, keepdim=dims is not None, dtype=dtype))
     return norms
+
+
+# Sharded tensors ----------------------------------------------------------------------------------
+
+
+class Sharing(NamedTuple):
+    """How processes share a tensor."""
+
+    groups: Sequence[Any] = ()  # the process groups whose members hold different parts of it
+    split: Sequence[Any] = ()  # those whose members hold parts of the same units
+    copies: int = 1  # the number of processes that have the same units
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether `tensor` is a DTensor."""
+    return hasattr(tensor, "placements")
+
+
+def local_part(tensor: Any) -> Tensor:
+    """What this process has of a tensor."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def sharing_of(tensor: Any, *, whole: bool) -> Sharing:
+    """How processes share a tensor, of which dimension 0 indexes the units; or which is one unit.
+
+    ``is_shard()`` is not asked: it denies that of FSDP2 over tensor parallelism (_StridedShard).
+    """
+    groups, split, copies = [], [], 1
+    for dim, placement in enumerate(getattr(tensor, "placements", ())):
+        mesh = tensor.device_mesh
+        if not placement.is_replicate():
+            groups.append(mesh.get_group(dim))
+        if placement.is_replicate() or whole or placement.dim != 0:
+            copies *= mesh.size(dim)
+            split += [] if placement.is_replicate() else groups[-1:]
+    return Sharing(groups, split, copies)
+
+
+def add_up(
+    norms: Iterable[tuple[Tensor, Sharing]], finite: Tensor, *, largest: bool = False
+) -> Tensor:
+    """Complete norms of parts of units, in place; whether `finite` is true in every process.
+
+    With `largest`, the norms are largest values.
+    """
+    by_ranks: dict[tuple[int, ...], tuple[Any, list[Tensor]]] = {}
+    for norm, sharing in norms:
+        finite = finite.to(norm.device) if sharing.groups else finite
+        for group in sharing.groups:
+            ranks = tuple(distributed.get_process_group_ranks(group))
+            partial = by_ranks.setdefault(ranks, (group, []))[1]
+            partial += [norm] if group in sharing.split else []
+    for group, partial in by_ranks.values():
+        flag = finite.logical_not().double().reshape(1)
+        packed = torch.cat([flag, *(x.to(flag).flatten() for x in partial)])
+        if largest:
+            distributed.all_reduce(packed, distributed.ReduceOp.MAX, group)
+        else:
+            distributed.all_reduce(packed.square_(), group=group)
+            packed.sqrt_()
+        finite = packed[0] == 0
+        totals = packed[1:].split([x.numel() for x in partial])
+        for norm, total in zip(partial, totals, strict=True):
+            norm.copy_(total.view_as(norm))
+    return finite
+
+
+def refuse_flat(parameters: Iterable[Tensor], name: str) -> None:
+    """Refuse the parameters of the older FullyShardedDataParallel, which hide their shapes."""
+    if any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
+        raise TypeError(
+            f"Expected `{name}` to be sharded by `fully_shard` (FSDP2) or not at all, but got "
+            "parameters of FullyShardedDataParallel, the older class, which are not supported."
+        )

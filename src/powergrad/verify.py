@@ -421,7 +421,7 @@ def _fitted_to(seen: _Logits, number: int, notices: list[Notice]) -> Verificatio
     if TRACED or any(notice.special for notice in notices):
         raise _UnclearError(
             "the gradient is not that of the losses of powergrad that were called or traced, with "
-            "`softcap`, `logit_scale`, `z_loss`, one alpha per row, or for two classes"
+            "`softcap`, `logit_scale`, `z_loss`, one alpha per row, split classes, or for two"
         )
     used = (seen.g != 0).any(0)  # the other classes are padding of the head
     z, g = seen.z[:, used], seen.g[:, used]

@@ -6,9 +6,11 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,10 +26,11 @@ from powergrad.lab.signals import Interrupted
 from powergrad.lab.trainer import training
 from powergrad.lab.trainer.processes import Processes
 from powergrad.lab.trainer.progress import Progress
-from powergrad.lab.trainer.recipe import Loss, Schedule
+from powergrad.lab.trainer.recipe import Loss, RecipeError, Schedule
 from powergrad.lab.trainer.run_folder import COLUMNS, Run
 from powergrad.lab.trainer.session import Session, alpha_at, learning_rate_at, score
 from powergrad.lab.trainer.training import train, use_threads
+from powergrad.monitor import Recording
 
 # A process that begins at once, without importing anything.
 FORK = multiprocessing.get_context("fork")
@@ -336,3 +339,56 @@ def test_resumed_run_keeps_its_threads(monkeypatch, tmp_path):
     run.folder.joinpath("result.json").unlink()
     train(recipe, tmp_path / "run")
     assert used == [None, run.environment()["threads"]]
+
+
+@pytest.mark.studies
+def test_shards_killed_and_resumed_with_other_numbers_of_processes(tmp_path):
+    """Two processes are killed, three continue and are killed, one finishes: float64."""
+    recipe = TINY.override(
+        {"train.epochs": 8, "train.precision": "float64", "train.batch_size": 24, "clip.agc": 0.02,
+         "train.accumulate": 2, "monitor.every": 3, "monitor.gradients": True,
+         "machine.checkpoint_steps": 2}
+    )  # fmt: skip
+    one, run = train(recipe, tmp_path / "one"), Run(tmp_path / "shards")
+    for processes in (2, 3, 1):
+        options = ("--processes", str(processes), "--parallel", "fsdp")
+        before = set(run.checkpoints.glob("step-*.pt"))
+        program = [sys.executable, "-m", "powergrad", *command(run.folder, recipe, *options)]
+        with subprocess.Popen(program) as process:
+            while processes > 1 and not set(run.checkpoints.glob("step-*.pt")) - before:
+                assert process.poll() is None
+                time.sleep(0.01)
+            started = psutil.Process(process.pid).children(recursive=True) if processes > 1 else []
+            for child in (*started, *([process] if started else [])):
+                child.kill()
+        assert process.returncode == (0 if processes == 1 else -signal.SIGKILL)
+    for name, value in weights(one).items():
+        torch.testing.assert_close(weights(run)[name], value, rtol=0, atol=1e-12)
+    (steps, values), (others, norms) = (Recording(r.folder).load() for r in (one, run))
+    assert steps.equal(others)
+    torch.testing.assert_close(norms, values, rtol=1e-6, atol=0, equal_nan=True)
+    assert one.metrics()[-1]["test_accuracy"] == run.metrics()[-1]["test_accuracy"]
+    assert len(list(run.checkpoints.glob("step-*.shards"))) == 2
+
+
+@pytest.mark.studies
+def test_two_processes_with_shards_train_as_one(tmp_path):
+    """To the end without a kill: clipping, best weights, tests with unequal numbers of batches."""
+    changes = {"train.epochs": 3, "train.precision": "float64", "train.test_batch_size": 101}
+    recipe = TINY.override({**changes, "clip.agc": 0.02})
+    one, two = train(recipe, tmp_path / "one"), Run(tmp_path / "two")
+    options = ("--processes", "2", "--parallel", "fsdp")
+    program = [sys.executable, "-m", "powergrad", *command(two.folder, recipe, *options)]
+    subprocess.run(program, check=True)
+    for file in ("model.safetensors", "checkpoint/best.safetensors"):
+        ours, theirs = load_file(two.folder / file), load_file(one.folder / file)
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-12)
+    for name in ("clip_rate", "dead_units", "gradient_norm", "train_accuracy", "test_accuracy"):
+        values = [[row[name] for row in run.metrics()] for run in (one, two)]
+        assert values[0] == pytest.approx(values[1], rel=1e-9), name
+
+
+def test_what_shards_do_not_support_is_refused():
+    with pytest.raises(RecipeError, match=r"`train\.ema`"):
+        TINY.override({"machine.parallel": "fsdp", "train.ema": 0.9})

@@ -88,7 +88,7 @@ def cross_entropy(
     if dtype is None or target.dtype != torch.int64 or not (input.is_cpu and target.is_cpu):
         return None
     shape, strides = input.shape, input.stride()
-    if len(shape) != 2 or shape[1] == 0 or target.shape != shape[:1] or input.is_neg():
+    if len(shape) != 2 or shape[1] == 0 or target.numel() != shape[0] or input.is_neg():
         return None
     rows, classes = shape
     if strides[1] != 1 and classes != 1:
@@ -143,4 +143,7 @@ def _vector(values: Tensor, count: int, dtype: torch.dtype) -> Tensor | None:
     """One value per row or class for the library; None if it cannot read them."""
     if values.numel() not in (1, count) or not values_readable(values):
         return None
+    as_needed = values.numel() == count and values.dtype == dtype and values.is_contiguous()
+    if as_needed and not values.is_neg():  # the operations below take 2 microseconds
+        return values
     return values.to(dtype).resolve_neg().reshape(-1).expand(count).contiguous()

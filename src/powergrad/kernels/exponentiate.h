@@ -77,10 +77,13 @@ TARGET static inline Sums NAME(exponentiate)(float *x, int64_t size, float max, 
 }
 
 TARGET static void NAME(rows)(const Call *call, int64_t begin, int64_t end, float *scratch) {
-    if (call->bfloat16)
-        rows(call, begin, end, scratch, 1, LANES, NAME(exponentiate));
-    else
-        rows(call, begin, end, scratch, 0, LANES, NAME(exponentiate));
+    const int bfloat16 = call->bfloat16 != 0, maps = call->softcap != 0 || call->logit_scale != 1;
+    switch (2 * bfloat16 + maps) { /* each is compiled on its own */
+    case 0: rows(call, begin, end, scratch, 0, 0, LANES, NAME(exponentiate)); break;
+    case 1: rows(call, begin, end, scratch, 0, 1, LANES, NAME(exponentiate)); break;
+    case 2: rows(call, begin, end, scratch, 1, 0, LANES, NAME(exponentiate)); break;
+    case 3: rows(call, begin, end, scratch, 1, 1, LANES, NAME(exponentiate)); break;
+    }
 }
 
 #undef Floats

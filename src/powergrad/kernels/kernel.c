@@ -194,17 +194,6 @@ INLINE float map_row(float *restrict z, float *restrict x, double scale, double 
     return copy_row(x, z, classes, 0);
 }
 
-/* x (1 - (z / cap)^2) */
-INLINE void write_capped(void *restrict grad, const float *restrict x, const float *restrict z,
-                         float cap, int64_t classes, int bfloat16) {
-    const float inverse = 1 / cap;
-#pragma omp simd
-    for (int64_t c = 0; c < classes; c++) {
-        float tanh = z[c] * inverse;
-        set_value(grad, c, x[c] * (1 - tanh * tanh), bfloat16);
-    }
-}
-
 /* sum(w d): all its terms have one sign, unlike those of sum(w z). */
 INLINE double weighted_sum(const void *row, const float *w, float max, int64_t classes,
                            int bfloat16, int lanes) {
@@ -226,17 +215,14 @@ INLINE double weighted_sum(const void *row, const float *w, float max, int64_t c
     return total;
 }
 
-/* scale x - share w */
-INLINE void write_grad(void *grad, const float *x, float scale, const float *w, float share,
-                       int64_t classes, int bfloat16) {
-    if (w && share != 0) {
+/* (scale x - share w) (1 - (z / cap)^2); without weights w is 1, and without a cap z is NULL. */
+INLINE void write_grad(void *restrict grad, const float *restrict x, float scale, const float *w,
+                       float share, const float *z, float cap, int64_t classes, int bfloat16) {
+    const float inverse = 1 / cap;
 #pragma omp simd
-        for (int64_t c = 0; c < classes; c++)
-            set_value(grad, c, scale * x[c] - share * w[c], bfloat16);
-    } else {
-#pragma omp simd
-        for (int64_t c = 0; c < classes; c++)
-            set_value(grad, c, scale * x[c] - share, bfloat16);
+    for (int64_t c = 0; c < classes; c++) {
+        float value = scale * x[c] - (w ? share * w[c] : share), tanh = z ? z[c] * inverse : 0;
+        set_value(grad, c, z ? value * (1 - tanh * tanh) : value, bfloat16);
     }
 }
 
@@ -255,7 +241,7 @@ INLINE double log_of_one_plus(double x) { return x < 0x1p-26 ? x : log(1 + x); }
  * is, its own exp(0) = 1 is kept out of the sums, by -inf in the copy, and added at the end. The
  * loss, which is log(sum(exp(d))) - d_y without smoothing, gains as much. */
 INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, const int bfloat16,
-                 const int lanes, Exponentiate exponentiate) {
+                 const int maps, const int lanes, Exponentiate exponentiate) {
     const int64_t classes = call->classes, width = padded(classes, lanes);
     const int64_t room = width < TILE_SIZE ? min(TILE, TILE_SIZE / width) : 1;
     const int item = bfloat16 ? sizeof(uint16_t) : sizeof(float);
@@ -264,7 +250,6 @@ INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, c
     const double factor = call->factor;
     const Scale one = scale_of(1), common = scale_of(call->alpha);
     const double cap = call->softcap, logit_scale = call->logit_scale;
-    const int maps = cap != 0 || logit_scale != 1;
     float *mapped = scratch + call->room / 2;
 
     for (int64_t next = begin; next < end;) {
@@ -338,15 +323,11 @@ INLINE void rows(const Call *call, int64_t begin, int64_t end, float *scratch, c
             const float own = (float)(g * share * (call->total_weight - weight) +
                                       (extra * (total - rest) - mass * rest) * unit);
             const float of_p = (float)((mass + extra) * unit), of_w = (float)(g * share);
+            const float tanh_y = cap != 0 ? z[y] / (float)cap : 0;
             /* Last, because the gradient may go where the logits are. */
-            if (cap != 0) {
-                write_grad(x, x, of_p, w, of_w, classes, 0);
-                x[y] = own;
-                write_capped(grad, x, z, (float)cap, classes, bfloat16);
-            } else {
-                write_grad(grad, x, of_p, w, of_w, classes, bfloat16);
-                set_value(grad, y, own, bfloat16);
-            }
+            write_grad(grad, x, of_p, share != 0 ? w : NULL, of_w, cap != 0 ? z : NULL, (float)cap,
+                       classes, bfloat16);
+            set_value(grad, y, own * (1 - tanh_y * tanh_y), bfloat16);
         }
     }
 }

@@ -47,6 +47,9 @@ def census(
     that hovers around it is counted once; a gradient or feature is dead if it is zero in 10
     consecutive records.
 
+    If a model or a state dict has sharded weights (DTensors), all processes call this function, and
+    all get the census of the whole.
+
     Args:
         source: A model; a state dict; the path of a checkpoint (safetensors, or ``torch.save``
             read with ``weights_only=True``); or the folder of a :class:`FilterMonitor`, or of a run
@@ -73,12 +76,13 @@ def census(
         path = Path(source) if isinstance(source, (str, os.PathLike)) else None
         if path is None or not path.is_dir():
             weights = weights_of(source, "source")
-            columns, values = [column for column, _ in weights], [*map(_norms, weights)]
+            columns, values = [column for column, _ in weights], _norms(weights)
             starts = [torch.full_like(norms, torch.nan) for norms in values]
             if initial is not None:
-                known = {weight[0].layer: weight for weight in weights_of(initial, "initial")}
-                none = torch.empty(0)
-                starts = [_norms(known[c.layer]) if c.layer in known else none for c in columns]
+                before = weights_of(initial, "initial")
+                pairs = zip(before, _norms(before), strict=True)
+                known = {column.layer: norms for (column, _), norms in pairs}
+                starts = [known.get(column.layer, torch.empty(0)) for column in columns]
             for column, start in zip(columns, starts, strict=True):
                 if len(start) != column.units:
                     wanted = f"{column.units} units in {column.layer!r}"
@@ -99,8 +103,8 @@ def census(
         return _count(name, recording.columns, values, starts, steps.tolist())
 
 
-def _norms(weight: Weight) -> Tensor:
-    return measure(*weight).to("cpu", torch.float64)
+def _norms(weights: Sequence[Weight]) -> list[Tensor]:
+    return [norms.to("cpu", torch.float64) for norms in measure(weights)]
 
 
 def _largest(values: Tensor) -> Tensor:

@@ -10,20 +10,30 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 
 from powergrad.head import evaluating, unwrap
-from powergrad.units import by_unit, unit_norms
+from powergrad.units import (
+    TRANSPOSED,
+    Sharing,
+    add_up,
+    by_unit,
+    is_sharded,
+    local_part,
+    refuse_flat,
+    sharing_of,
+    unit_norms,
+)
 
-LAYERS = (_ConvNd, nn.Linear)
-NORMALISATIONS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED, nn.Linear)
+BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+NORMALISATIONS = (*BATCH, *INSTANCE, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 @dataclass(frozen=True)
@@ -51,14 +61,39 @@ Source = nn.Module | Tensor  # a module, or its weight as it is stored
 Weight = tuple[Column, Source]
 
 
-def measure(column: Column, source: Source) -> Tensor:
-    """The norms of the filters or their gradients (NaN if there is none), or the absolute gains."""
-    tensor = gradient_of(source) if column.quantity == "gradient" else weight_of(source)
-    if tensor is None:
-        return torch.full((column.units,), torch.nan, device="cpu")
-    if column.quantity == "gain":
-        return tensor.abs()
-    return unit_norms([by_unit(tensor, source)])[0].flatten()
+def measure(weights: Sequence[Weight]) -> list[Tensor]:
+    """The norms of filters or their gradients (NaN if there is none), or the absolute gains.
+
+    If some are sharded, all processes call this, and each gets all values.
+    """
+    values: list[tuple[Tensor, Sharing]] = []
+    for column, source in weights:
+        tensor: Any = gradient_of(source) if column.quantity == "gradient" else weight_of(source)
+        if tensor is None:
+            values.append((torch.full((column.units,), torch.nan, device="cpu"), Sharing()))
+            continue
+        if is_sharded(tensor) and isinstance(source, TRANSPOSED):
+            tensor = tensor.full_tensor()
+        own = local_part(tensor).detach()
+        own = own.abs() if own.dim() < 2 else unit_norms([by_unit(own, source)])[0].flatten()
+        sharing = sharing_of(tensor, whole=False)
+        if sharing.groups:  # the units of the other processes are 0 here
+            place = _local_places(tensor).to(own.device)
+            own = own.new_zeros(column.units).index_copy_(0, place, own)
+        values.append((own, sharing._replace(split=sharing.groups)))
+    add_up(values, torch.tensor(True))
+    return [norms for norms, _ in values]
+
+
+def _local_places(tensor: Any) -> Tensor:
+    """Which entries of the first dimension of a DTensor this process has."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, rows = tensor.device_mesh, torch.arange(len(tensor))
+    everywhere = [Replicate()] * mesh.ndim
+    own = [Replicate() if getattr(p, "dim", 1) else p for p in tensor.placements]
+    rows = DTensor.from_local(rows.to(mesh.device_type), mesh, everywhere, run_check=False)
+    return rows.redistribute(placements=own).to_local()
 
 
 def gradient_of(source: Source) -> Tensor | None:
@@ -67,7 +102,7 @@ def gradient_of(source: Source) -> Tensor | None:
 
 
 def weight_of(source: Source) -> Tensor:
-    """The current, unsharded weight of a layer."""
+    """The current weight of a layer."""
     if isinstance(source, Tensor):
         return source
     if "weight" in source._parameters:
@@ -82,11 +117,6 @@ def weight_of(source: Source) -> Tensor:
         raise ValueError(
             "Expected every layer of `model` to have an initialised weight, but got a "
             f"{type(source).__name__} without one; run one batch through the model first."
-        )
-    if hasattr(weight, "placements"):
-        raise ValueError(
-            "Expected whole weights, but got a sharded one (DTensor); monitor a model that is "
-            "replicated on each rank, or the gathered state dict."
         )
     return weight
 
@@ -112,11 +142,13 @@ def weights_of(source: Any, argument: str) -> list[Weight]:
 
 def model_weights(model: nn.Module) -> list[Weight]:
     """Every layer and normalisation of `model`, in registration order."""
+    refuse_flat(model.parameters(), "model")
     found = []
     for name, module in unwrap(model).named_modules():
         gain = getattr(module, "weight", None) if isinstance(module, NORMALISATIONS) else None
         if isinstance(module, LAYERS) or (isinstance(gain, Tensor) and gain.dim() == 1):
-            found.append((name, type(module).__name__, module))
+            names = (kind.__name__ for kind in type(module).__mro__)  # FSDP2 changes the class
+            found.append((name, next(n for n in names if not n.startswith("FSDP")), module))
     return number_layers(found, model)
 
 

@@ -26,7 +26,15 @@ from torch import Tensor, distributed, nn
 from torch.utils.hooks import RemovableHandle
 
 from powergrad.head import find_head, unwrap
-from powergrad.monitor.layers import LAYERS, Column, gradient_of, measure, model_weights
+from powergrad.monitor.layers import (
+    LAYERS,
+    Column,
+    gradient_of,
+    measure,
+    model_weights,
+    weight_of,
+)
+from powergrad.units import is_sharded, local_part
 
 FORMAT = 2
 _INDEX, _RECORDS = "index.json", "records.npy"
@@ -39,8 +47,9 @@ class FilterMonitor(AbstractContextManager["FilterMonitor"]):
     A filter is the part of a weight that computes one output channel. Layers are numbered from 1 in
     registration order. Each record takes ``8 + 4 * units`` bytes in a file.
 
-    Under DistributedDataParallel every rank may create and call the monitor; only rank 0 writes.
-    Models wrapped by it or by ``torch.compile`` record the same names as the plain model.
+    Under DistributedDataParallel every rank may create and call the monitor; if weights are sharded
+    (FSDP2, tensor parallelism), every rank must, after sharding. Only rank 0 writes. Models wrapped
+    by DistributedDataParallel or ``torch.compile`` record the same names as the plain model.
 
     Args:
         model: The network. Its layers are determined now; their weights are read at each record.
@@ -90,9 +99,10 @@ class FilterMonitor(AbstractContextManager["FilterMonitor"]):
         self._hook: RemovableHandle | None = None
         parallel = distributed.is_available() and distributed.is_initialized()
         self._writes = not parallel or distributed.get_rank() == 0
-        if not self._writes:
-            return
         weights = model_weights(model)
+        self._together = parallel and any(is_sharded(weight_of(module)) for _, module in weights)
+        if not self._writes and not self._together:
+            return
         layers = [weight for weight in weights if weight[0].quantity == "weight"]
         self._learning = [(replace(c, quantity="gradient"), m) for c, m in layers if gradients]
         self._measured = [*layers, *self._learning]
@@ -112,9 +122,19 @@ class FilterMonitor(AbstractContextManager["FilterMonitor"]):
         self._record = bytearray(_STEP_SIZE + 4 * columns[-1].place.stop)
         self._values = torch.frombuffer(self._record, dtype=torch.float32, offset=_STEP_SIZE)
         self.directory = Path(directory)
-        self._records = _open(self.directory, columns, resume)
-        self._file = FileIO(self.directory / _RECORDS, "r+")
-        if head is not None:
+        opened: list[Any] = [None]
+        try:
+            if self._writes:
+                opened[0] = _open(self.directory, columns, resume)
+                self._file = FileIO(self.directory / _RECORDS, "r+")
+        except (OSError, ValueError) as error:
+            opened[0] = error
+        if self._together:  # all of them know of the error, and whether there are records
+            distributed.broadcast_object_list(opened)
+        if isinstance(opened[0], Exception):
+            raise opened[0]
+        self._records: int = opened[0]
+        if head is not None and self._writes:
 
             def look(module: nn.Module, args: Any, kwargs: Any) -> None:
                 if module is head and module.training:  # not a copy of it
@@ -134,7 +154,7 @@ class FilterMonitor(AbstractContextManager["FilterMonitor"]):
         """
         if self._closed:
             raise ValueError("This FilterMonitor is closed.")
-        if not self._writes:
+        if not self._writes and not self._together:
             return
         step = _integer(step, "step", least=self._step + 1)
         if not self._records or step % self.every == 0:
@@ -146,17 +166,23 @@ class FilterMonitor(AbstractContextManager["FilterMonitor"]):
                     "after backward() and before zero_grad()."
                 )
             with torch.no_grad():
+                measured = [weight for weight in self._measured if weight[0].quantity != "feature"]
+                norms = iter(measure(measured))
                 values = [
-                    self._mean_features() if c.quantity == "feature" else measure(c, module)
-                    for c, module in self._measured
+                    self._mean_features() if column.quantity == "feature" else next(norms)
+                    for column, _ in self._measured
                 ]
-            device = values[0].device
-            self._record[:_STEP_SIZE] = step.to_bytes(_STEP_SIZE, sys.byteorder)
-            self._values.copy_(torch.cat([x.to(device, torch.float32) for x in values]))
-            self._write(_HEADER_SIZE + self._records * len(self._record), self._record)
-            self._write(0, _header(self._records + 1, len(self._values)))
+            if self._writes:
+                self._write_record(step, values)
             self._records += 1
         self._step = step
+
+    def _write_record(self, step: int, values: list[Tensor]) -> None:
+        device = values[0].device
+        self._record[:_STEP_SIZE] = step.to_bytes(_STEP_SIZE, sys.byteorder)
+        self._values.copy_(torch.cat([x.to(device, torch.float32) for x in values]))
+        self._write(_HEADER_SIZE + self._records * len(self._record), self._record)
+        self._write(0, _header(self._records + 1, len(self._values)))
 
     def _mean_features(self) -> Tensor:
         # Without examples since the last record this is 0 / 0 = NaN, as for any missing value.
@@ -167,7 +193,7 @@ class FilterMonitor(AbstractContextManager["FilterMonitor"]):
     def _add_features(self, module: Any, features: Tensor) -> None:
         """Add the squares of the classifier's inputs, and their number, to the sums."""
         channel = -1 if isinstance(module, nn.Linear) else -1 - len(module.kernel_size)
-        features = features.detach().movedim(channel, -1).float()
+        features = local_part(features).detach().movedim(channel, -1).float()
         features = features.reshape(-1, features.shape[-1])
         self._sums = self._sums.to(features.device)
         self._sums[:-1] += features.square().sum(0)

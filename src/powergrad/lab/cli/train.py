@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -33,6 +33,7 @@ def train(
     resume: Annotated[bool, Flag] = False,
     fresh: Annotated[bool, Flag] = False,
     processes: int = 1,
+    parallel: Literal["ddp", "fsdp"] | None = None,
     list_recipes: Annotated[bool, Parameter(name="--list", negative="")] = False,
     keys: Annotated[bool, Flag] = False,
 ) -> int:
@@ -50,6 +51,8 @@ def train(
         resume: Only continue an existing run; fail if there is none.
         fresh: Do not reuse an earlier start; its folder is renamed.
         processes: The number of processes on this machine, started by torchrun.
+        parallel: How several processes train: ddp, with copies of the network, or fsdp, with
+            shards of it and of its checkpoints. A run is resumed with any number of processes.
         list_recipes: List the recipes with their descriptions.
         keys: List every key of the recipe, with its meaning, allowed values and default.
     """
@@ -60,7 +63,7 @@ def train(
     if recipe is None and not keys:
         raise ValueError("Expected a recipe (see --list) or overrides (see --keys), but got none.")
     name, typed = recipe_and_overrides(recipe, overrides, train)
-    changes = parse_overrides(typed)
+    changes = parse_overrides(typed) | ({"machine.parallel": parallel} if parallel else {})
     if (Path(name) / "config.yaml").is_file():
         run = Run(name)
         chosen = run.recipe().override(changes)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,15 @@ class Processes:
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Give all processes the tensors of the first."""
+        for tensor in tensors:
+            dist.broadcast(tensor, 0)
+
+    def mesh(self) -> DeviceMesh:
+        """All processes, as what FSDP2 shards over."""
+        return init_device_mesh(self.device.type, (self.world,))
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set in any process."""

@@ -155,6 +155,9 @@ class Machine(Section):
     """The machine. Nothing here changes the result, so it is not part of the run's key."""
 
     device: Annotated[str, "auto, cpu, cuda, cuda:1, ..."] = "auto"
+    parallel: Annotated[
+        Literal["ddp", "fsdp"], "several processes: copies of the network, or shards of it (FSDP2)"
+    ] = "ddp"
     threads: Annotated[Count | None, "threads per process (default: the free cores)"] = None
     workers: Annotated[Natural, "image decoding processes per process"] = 0
     data_dir: Annotated[str | None, "folder of the data files"] = None
@@ -191,6 +194,11 @@ class Recipe(Section):
     def _faults(self) -> Iterator[str]:
         """The contradictions between sections."""
         train, warmup = self.train, self.schedule.warmup_epochs
+        whole = {"ema": train.ema is not None, "compile": train.compile}
+        whole |= {"channels_last": train.channels_last, "precision": train.precision == "float16"}
+        if self.machine.parallel == "fsdp" and any(whole.values()):
+            got = ", ".join(f"`train.{key}`" for key, used in whole.items() if used)
+            yield f"Expected a recipe without {got} for `machine.parallel` fsdp, but got it."
         decay, agc = self.optimizer.backbone_decay, self.clip.agc
         if 0 < warmup >= train.epochs:
             wanted = f"less than train.epochs, {train.epochs}"

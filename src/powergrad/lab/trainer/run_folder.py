@@ -5,7 +5,8 @@
     metrics.csv           one row per epoch
     classes.json          the names of the classes
     norms/                the recording of a FilterMonitor, if enabled
-    checkpoint/           the last two step-NNNNNNNNNN.pt; best.safetensors
+    checkpoint/           the last two step-NNNNNNNNNN.pt (shards in the folder beside each, written
+                          before it); best.safetensors
     model.safetensors     the final weights (averaged weights if `train.ema` is set)
     test.safetensors      the final logits and labels of the test set
     result.json           the final metrics; it exists if the run is finished (see `Result`)
@@ -194,6 +195,14 @@ class Run:
         write_atomically(path, lambda file: torch.save(state, file))
         for old in self._checkpoint_paths()[KEPT:]:
             old.unlink(missing_ok=True)
+        kept = {path.stem for path in self._checkpoint_paths()}
+        for shards in self.checkpoints.glob("step-*.shards"):
+            if shards.stem not in kept:
+                shutil.rmtree(shards)
+
+    def shards(self, step: int) -> Path:
+        """The folder for the shards of a checkpoint."""
+        return self.checkpoints / f"step-{step:010d}.shards"
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """The last usable checkpoint, or None if none was written yet."""

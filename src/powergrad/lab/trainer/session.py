@@ -8,10 +8,16 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -25,6 +31,7 @@ from powergrad.lab.trainer.processes import Processes
 from powergrad.lab.trainer.recipe import Loss, Recipe, Schedule
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward
 AGREE_EVERY = 10  # steps between two synchronisations of flags among several processes
 
 
@@ -56,6 +63,12 @@ class Session:
             rule = get_ema_multi_avg_fn(options.ema)
             self.average = AveragedModel(self.model, multi_avg_fn=rule, use_buffers=True)
 
+        self.shards = recipe.machine.parallel == "fsdp"  # also if one process has all of them
+        self.sharded = self.shards and processes.world > 1
+        if self.sharded:
+            for part in (*self.model.children(), self.model):
+                if any(True for _ in part.parameters()) and not isinstance(part, CONTAINERS):
+                    fully_shard(part, mesh=processes.mesh())
         self.loss = training_loss(recipe.loss, len(data.classes))
         self.optimizer, self.lr_factors = _make_optimizer(recipe, self.model)
         self.clip = None
@@ -68,7 +81,8 @@ class Session:
         self.autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if options.precision in AUTOCAST:
             self.autocast = torch.autocast(device.type, dtype=AUTOCAST[options.precision])
-        self.distributed = DistributedDataParallel(self.model) if processes.world > 1 else None
+        copies = processes.world > 1 and not self.sharded
+        self.distributed = DistributedDataParallel(self.model) if copies else None
         self.forward: Callable[[Tensor], Tensor] = self.distributed or self.model
         if options.compile:
             self.forward = torch.compile(self.forward)
@@ -101,11 +115,11 @@ class Session:
         return self.step % AGREE_EVERY == 0 and self.processes.any(flag)
 
     def state(self) -> dict[str, Any]:
-        """Everything that resuming needs."""
+        """Everything that resuming needs, without shards."""
         return {
             "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": None if self.shards else self.model.state_dict(),
+            "optimizer": None if self.shards else self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "average": None if self.average is None else self.average.state_dict(),
             "sums": self.processes.sum(self.sums.clone()) / self.processes.world,
@@ -117,14 +131,50 @@ class Session:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from what :meth:`state` returned."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if state["model"] is not None:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         if self.average is not None:
             self.average.load_state_dict(state["average"])
         self.sums.copy_(state["sums"])
         self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
         self.diverged, self.monitor_state = state["diverged"], state["monitor"]
+
+    def save_shards(self, folder: Path) -> None:
+        """Write network and optimizer, a file per process."""
+        writer = FileSystemWriter(folder)
+        alone = self.processes.world == 1
+        checkpoint.state_dict_saver.save(self._shards(), storage_writer=writer, no_dist=alone)
+
+    def load_shards(self, folder: Path) -> None:
+        """Read what any number of processes wrote."""
+        state = self._shards()
+        reader = FileSystemReader(folder)
+        alone = self.processes.world == 1
+        checkpoint.state_dict_loader.load(state, storage_reader=reader, no_dist=alone)
+        parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **parts)
+
+    def _shards(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole weights of the network that is tested; all processes must call this."""
+        return {name: _whole(tensor) for name, tensor in self.tested.state_dict().items()}
+
+    @contextlib.contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Keep all shards in each process, which may then make any number of forward passes."""
+        parts = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
+        for part in parts:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        yield
+        for part in parts:
+            part.set_reshard_after_forward(True, recurse=False)
+            part.reshard()
 
     def run_epoch(self) -> Iterator[Tensor]:
         """Run the remaining steps of this epoch, and yield the loss of each."""
@@ -145,11 +195,13 @@ class Session:
             images = images.to(device, self.dtype, non_blocking=True, memory_format=layout)
             labels = labels.to(device, non_blocking=True)
             self.optimizer.zero_grad()
+            if self.sharded:  # as DistributedDataParallel does
+                self.processes.broadcast(self.model.buffers())
             loss = self._backward(images, labels)
             self.scaler.unscale_(self.optimizer)
             if (self.step + 1) % self.steps_per_epoch == 0:
                 grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-                self.gradient_norm = float(nn.utils.get_total_norm(grads))
+                self.gradient_norm = float(_whole(nn.utils.get_total_norm(grads)))
             self.scaler.step(self.optimizer)  # the clipping hook acts first
             self.scaler.update()
             if self.average is not None:
@@ -172,6 +224,8 @@ class Session:
         losses = []
         for part, labels_part in zip(images.chunk(parts), labels.chunk(parts), strict=True):
             is_last = len(losses) == parts - 1  # only its backward pass synchronises gradients
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(is_last)
             no_sync = None if is_last or self.distributed is None else self.distributed.no_sync()
             with no_sync or contextlib.nullcontext():
                 with self.autocast:
@@ -206,7 +260,8 @@ class Session:
         }
         if self.clip is not None and self.clip.last_report:
             report = list(self.clip.last_report.values())[-1]  # of the last step and method
-            row["clip_rate"] = float(report.clipped) / max(report.units, 1)
+            total = report.total() if self.sharded else report
+            row["clip_rate"] = float(total.clipped) / max(total.units, 1)
         self.is_best = False
         if not self.done and epoch % options.test_every:
             return row, None
@@ -225,15 +280,20 @@ class Session:
         size = options.test_batch_size or options.batch_size
         outputs = []
         batches = self.data.test.test_batches(size, rank=processes.rank, world=processes.world)
-        for (images, labels), index in batches:
-            with self.autocast:
-                logits = model(images.to(processes.device, self.dtype))
-            outputs.append((logits.float(), labels, index))
+        with self._gathered():
+            for (images, labels), index in batches:
+                with self.autocast:
+                    logits = model(images.to(processes.device, self.dtype))
+                outputs.append((logits.float(), labels, index))
         logits, labels, index = (
             processes.concatenate(torch.cat(tensors)) for tensors in zip(*outputs, strict=True)
         )
         order = index.argsort()
         return {"logits": logits[order], "labels": labels[order]}
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def score(logits: Tensor, labels: Tensor, alpha: float) -> dict[str, float | None]:
@@ -286,9 +346,10 @@ def _make_optimizer(recipe: Recipe, model: nn.Module) -> tuple[torch.optim.Optim
         adam = {} if options.name == "sgd" else {"eps": options.eps * factors.eps}
         groups.append({"params": parameters, "weight_decay": decay, **adam})
         lr_factors.append(factors.lr)
-    # If a scaler skips the first step, fused SGD leaves its momentum uninitialised (2.13.0).
-    is_scaled = recipe.train.precision == "float16"
-    fused = next(model.parameters()).device.type in ("cpu", "cuda") and not is_scaled
+    # If a scaler skips the first step, fused SGD leaves its momentum uninitialised (2.13.0). For
+    # shards, PyTorch has no fused SGD.
+    unfused = recipe.train.precision == "float16" or recipe.machine.parallel == "fsdp"
+    fused = next(model.parameters()).device.type in ("cpu", "cuda") and not unfused
     if options.name == "sgd":
         own = {"momentum": options.momentum, "nesterov": options.nesterov}
         return torch.optim.SGD(groups, lr=options.lr, fused=fused, **own), lr_factors

@@ -59,6 +59,8 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
     state = run.load_checkpoint()
     if state is not None:
         session.restore(state)
+        if state["model"] is None:
+            session.load_shards(run.shards(session.step))
     if not processes.agree(session.step):
         raise RunError(f"All machines must share the folder {str(run.checkpoints)!r}.")
     if processes.first:
@@ -85,15 +87,17 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
                 run.add_metrics(row)
                 write_to_board(row)
                 progress.epoch(row)
-                if recipe.machine.keep_best and session.is_best:
-                    run.save_weights("checkpoint/best.safetensors", session.tested.state_dict())
+            if recipe.machine.keep_best and session.is_best:
+                weights = session.weights()
+                if processes.first:
+                    run.save_weights("checkpoint/best.safetensors", weights)
             if not session.done:
                 checkpoints.save_if_due(stopping())
         checkpoints.save()
 
-    outputs = outputs or session.test()
+    outputs, weights = outputs or session.test(), session.weights()
     if processes.first:
-        run.save_weights("model.safetensors", session.tested.state_dict())
+        run.save_weights("model.safetensors", weights)
         if outputs["logits"].numel() <= KEPT_LOGITS:
             run.save_weights("test.safetensors", outputs)
         about = {"diverged": session.diverged, "steps": session.step, "classes": len(data.classes)}
@@ -113,6 +117,8 @@ class _Checkpoints:
 
     def save(self) -> None:
         state = self.session.state()
+        if self.session.shards:  # first, since a checkpoint counts once its last file is written
+            self.session.save_shards(self.run.shards(self.session.step))
         if self.session.processes.first:
             self.run.save_checkpoint(state, step=self.session.step)
         self.saved_at = time.monotonic()
@@ -133,10 +139,12 @@ class _Checkpoints:
 def _filter_monitor(recipe: Recipe, run: Run, session: Session) -> Iterator[Callable[[int], None]]:
     """Yield a function that records the filters at a step, if the recipe enables it."""
     folder = run.folder / "norms"
-    if not recipe.monitor.every or not session.processes.first:
+    if not recipe.monitor.every or not (session.processes.first or session.sharded):
         yield lambda step: None
         return
-    if session.step == 0 and folder.exists():  # from a run that was killed before it was saved
+    if (
+        session.step == 0 and session.processes.first and folder.exists()
+    ):  # from a run that was killed before it was saved
         shutil.rmtree(folder)
     options = {**recipe.monitor.model_dump(), "resume": session.step or None}
     with powergrad.FilterMonitor(session.model, folder, **options) as monitor:
