@@ -22,7 +22,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(KERNEL)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[lab]' --group dev
 	touch $@
 
-compare: setup ## does it help? the default comparison: 4 arms, 8 to 24 seeds each, on digits
+compare: setup ## does it help? the default comparison: 5 arms, 8 to 24 seeds each, on noisy digits
 	$(BIN)/powergrad compare
 
 # Two processes. The tests of a file stay in one of them, because they share slow fixtures, and files

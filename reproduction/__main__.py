@@ -17,8 +17,9 @@ import yaml
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
-from powergrad.lab.files import FileError, write_text
-from powergrad.lab.trainer.recipe import Recipe, parse_overrides
+from powergrad.lab.files import FileError, csv_text, write_text
+from powergrad.lab.study import load
+from powergrad.lab.trainer.recipe import RECIPES, Recipe, parse_overrides, tuned_settings
 from powergrad.lab.words import slug
 from powergrad_cli import main as powergrad
 from reproduction.collection import collect, record
@@ -265,6 +266,56 @@ def figure(item: str, *, out: Path, formats: str = "png,svg,pdf", results: Path 
     if failed:
         print(f"{failed} of {len(wanted)} figures lack runs; run the commands above first.")
     return 1 if failed else 0
+
+
+@app.command(sort_key=7)
+def tune(
+    recipe: str = "noisy-digits",
+    *tokens: Tokens,
+    out: Path = Path("runs"),
+    results: Path = RESULTS,
+) -> int:
+    """Tune every arm of a recipe with the same budget, on held-out training data.
+
+    The keys, the number of points and of seeds are those of `tuned` in the recipe. The winners are
+    written there, and every run into tuned_<recipe>.csv. The same command continues an interrupted
+    one.
+
+    Args:
+        recipe: The name of a recipe that comes with the package.
+        tokens: Options of `powergrad compare`, such as --workers 1.
+        out: The folder in which the folder of the runs is created.
+        results: The folder of measured results.
+    """
+    path, plan = Path(str(RECIPES / f"{recipe}.yaml")), tuned_settings(recipe)
+    if plan is None:
+        raise ValueError(f"Expected a recipe with the key `tuned`, but got {recipe!r}.")
+    name = f"tune-{recipe}"
+    command = ["compare", recipe, "--untuned", "--alpha", f"{plan.alpha:g}", "--seeds", "1"]
+    command += ["--tune", *plan.keys, "--trials", str(plan.trials)]
+    command += ["--tune-seeds", str(plan.seeds), "--out", str(out), "--name", name]
+    if code := powergrad([*command, *tokens]):
+        return code
+    found = load(out / name)
+    assert found.tuning is not None
+    choices = {arm: choice.winner for arm, choice in found.tuning.arms.items()}
+    rows = [
+        {
+            "arm": row.arm,
+            **{key: row.settings.get(key, "") for key in found.tuning.keys},
+            "seed": row.seed,
+            "held_out_accuracy": found.value(row, "test_accuracy"),
+            "diverged": row.diverged,
+            "chosen": row.settings == choices[row.arm].changes,
+            "commit": row.commit,
+        }
+        for row in found.trials
+    ]
+    write_text(results / f"tuned_{recipe.replace('-', '_')}.csv", csv_text([*rows[0]], rows))
+    tuned = {**plan.model_dump(mode="json"), "arms": {a: c.changes for a, c in choices.items()}}
+    text = path.read_text(encoding="utf-8").partition("tuned:\n")[0]
+    write_text(path, text + yaml.safe_dump({"tuned": tuned}, sort_keys=False, width=100))
+    return 0
 
 
 @app.command(sort_key=6)

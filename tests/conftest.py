@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, settings
 from launching import Launcher
 from torchvision_shim import declare_torchvision_schemas
 
-torch.set_num_threads(1)  # the tests run one process a core
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run one process a core
+torch.set_num_threads(1)
 
 # `make test` and `make test-deep`. A test may ask for more than its share: see `cases`.
 _common = {

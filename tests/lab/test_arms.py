@@ -1,6 +1,8 @@
 """Arms, grids, search spaces and tuning."""
 
+import csv
 import math
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from powergrad import equivalent_training
 from powergrad.lab.runs.pool import InlinePool
 from powergrad.lab.study import Execution, Grid
 from powergrad.lab.study.arms import (
+    Fair,
     arms_of,
     command_arms,
     decomposition,
@@ -28,7 +31,14 @@ from powergrad.lab.study.execute import tune_once
 from powergrad.lab.study.space import Axis, Space
 from powergrad.lab.study.tuning import Tuner
 from powergrad.lab.terminal import Watch
-from powergrad.lab.trainer.recipe import Recipe, RecipeError, flatten
+from powergrad.lab.trainer.recipe import (
+    Recipe,
+    RecipeError,
+    Tuned,
+    flatten,
+    load_recipe,
+    tuned_settings,
+)
 
 PAIR = {"baseline": {}, "pgt": {"loss.alpha": 0.5}}
 RECIPE_ARMS = partial(arms_of, recipe=SMALL)
@@ -112,6 +122,75 @@ def test_head_lr_is_pgts_ratio_of_rates(name, expected):
     for names in (["Lion"], [], ["SGD", "Adam"]):
         with pytest.raises(RecipeError, match="head-lr"):
             head_exponent(names)
+
+
+TUNED = Tuned(
+    alpha=0.25,
+    keys=("lr=0.1:1",),
+    trials=32,
+    seeds=3,
+    arms={
+        name: {"optimizer.lr": rate} for name, rate in (("baseline", 0.1), ("pgt", 0.3), ("agc", 1))
+    },
+)
+
+
+def test_arms_have_the_settings_that_were_tuned_for_them():
+    fair = Fair(TUNED)
+    arms = arms_of(["baseline", "pgt", "agc"], SMALL, [0.25], fair)
+    assert {arm: changes["optimizer.lr"] for arm, changes in arms.items()} == {
+        "baseline": 0.1, "pgt": 0.3, "agc": 1}  # fmt: skip
+    assert arms["pgt"]["loss.alpha"] == 0.25
+    assert fair.sentence(arms).startswith("Every arm is at settings tuned for it, 32 points each. ")
+    # At another alpha, only those without PGT; never an arm of the same name with other changes.
+    fair = Fair(TUNED)
+    arms = arms_of(["baseline", "pgt", "agc: lr=7"], SMALL, [0.5], fair)
+    own = SMALL.optimizer.lr
+    assert [changes["optimizer.lr"] for changes in arms.values()] == [0.1, own * 0.5, 7]
+    for words in ("baseline at settings tuned for each, 32 points", "pgt at lr * alpha", "agc at"):
+        assert words in fair.sentence(arms)
+    assert "agc" not in fair.sentence(["baseline", "pgt"])  # after a budget left it out
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_without_tuned_settings_pgt_trains_the_backbone_as_the_baseline(optimizer):
+    recipe = SMALL.override({"optimizer.name": optimizer, "optimizer.weight_decay": 0.01})
+    fair = Fair(None)
+    arms = arms_of(["baseline", "agc+pgt", "pgt-same-rate", "x: alpha=0.5"], recipe, [0.5], fair)
+    assert arms["baseline"] == {}
+    assert (arms["pgt-same-rate"], arms["x"]) == ({"loss.alpha": 0.5}, {"loss.alpha": 0.5})
+    image = recipe.override(arms["agc+pgt"])
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    options = {"lr": image.optimizer.lr, "weight_decay": image.optimizer.weight_decay}
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[optimizer]
+    backbone, _ = equivalent_training(model, kind(model.parameters(), **options), 0.5).param_groups
+    assert backbone["lr"] == pytest.approx(recipe.optimizer.lr)
+    assert backbone["weight_decay"] == pytest.approx(0.01)
+    clip = max(0.01, 8 * 0.01)
+    assert image.clip.agc == pytest.approx(clip / 0.5 if optimizer == "sgd" else clip)
+    assert "agc+pgt at lr * alpha and weight decay / alpha" in fair.sentence(arms)
+    assert Fair(None).sentence(arms) == ""
+    with pytest.raises(RecipeError, match="alpha above 0"):
+        arms_of(["pgt"], recipe, [0], Fair(None))
+
+
+def test_tuned_settings_are_those_of_the_best_points():
+    """In `noisy-digits`, by the runs in results/."""
+    tuned, rows = tuned_settings("noisy-digits"), defaultdict(list)
+    assert tuned is not None
+    table = Path(__file__).parents[2] / "results" / "tuned_noisy_digits.csv"
+    for row in csv.DictReader(table.read_text().splitlines()):
+        values = {key: row[key] for key in ("optimizer.lr", "optimizer.weight_decay", "clip.agc")}
+        point = tuple((key, float(value)) for key, value in values.items() if value)
+        rows[row["arm"], point].append(float(row["held_out_accuracy"]))
+        assert "dirty" not in row["commit"]
+    for arm, settings in tuned.arms.items():
+        means = {point: sum(v) / len(v) for (name, point), v in rows.items() if name == arm}
+        assert len(means) == tuned.trials == 32
+        assert dict(max(means, key=lambda point: means[point])) == settings
+    assert {len(values) for values in rows.values()} == {tuned.seeds}
+    recipe = load_recipe("noisy-digits")
+    assert recipe.override(tuned.arms["baseline"]) == recipe
 
 
 def test_decomposition_has_every_factor_of_the_identity():

@@ -66,13 +66,14 @@ def test_arm_stops_at_the_look_that_settles_it(made_up, compare):
 
 
 def test_other_numbers_of_seeds_are_noted_and_runs_are_reused(made_up, compare):
-    (note,) = compare("--seeds", 8)["notes"]
+    settings, note = compare("--seeds", 8)["notes"]
+    assert settings.startswith("Settings: pgt at lr * alpha and weight decay / alpha")
     assert "Correlation" in note
     fewer = compare("--seeds", 6)
     assert runs_of(fewer) == {"baseline": 6, "pgt": 6}
     assert len(made_up.done) == 16
     more = compare("--seeds", 12)
-    (note,) = [note for note in more["notes"] if "Correlation" not in note]
+    (note,) = [n for n in more["notes"] if "Correlation" not in n and n != settings]
     assert "6 and 8 and 12 seeds" in note
     assert f"is {100 * error_of_looks((6, 8, 12), 1):.1f}%, not 5%" in note
     assert compare("--seeds", 12)["notes"] == more["notes"]  # the same command changes nothing

@@ -7,7 +7,7 @@ import json
 import math
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -237,6 +237,28 @@ def test_digits_are_those_of_scikit_learn():
     counts = np.bincount(labels)
     assert torch.bincount(test_labels).tolist() == np.rint(0.2 * counts).tolist()
     assert torch.bincount(train_labels).tolist() == (counts - np.rint(0.2 * counts)).tolist()
+
+
+def test_noisy_digits_are_the_digits_with_noise():
+    plain, noisy = (load_data(Data(name=name)) for name in ("digits", "noisy-digits"))
+    assert (len(noisy.train), len(noisy.test)) == (1438, 10 * 359)
+    for part, copies in (("train", 1), ("test", 10)):
+        before, after = (cast(MemorySplit, getattr(data, part)) for data in (plain, noisy))
+        assert torch.equal(after.labels, before.labels.repeat_interleave(copies))
+        pixels = after._pixels.view(-1, copies, 64).double()
+        own = before._pixels.view(-1, 1, 64).double()
+        assert (pixels.min(), pixels.max()) == (0, 240)
+        # In the middle of the range, where nothing is cut off: all copies differ.
+        middle = (own == 120).expand_as(pixels)
+        inside = pixels[middle & (pixels > 0) & (pixels < 240)]
+        expected = stats.truncnorm(-120 / 105, 120 / 105, 120, 105)
+        assert stats.kstest(inside.numpy()[::7], expected.cdf).pvalue > 0.001
+    assert len(pixels[0].unique(dim=0)) == 10
+    again = load_data(Data(name="noisy-digits"))
+    for before, after in zip(
+        again.test.test_batches(999), noisy.test.test_batches(999), strict=True
+    ):
+        assert torch.equal(before[0].images, after[0].images)
 
 
 def test_hold_out_replaces_the_test_data_and_limit_keeps_classes_balanced():

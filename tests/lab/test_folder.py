@@ -19,7 +19,7 @@ from PIL import Image, JpegImagePlugin, UnidentifiedImageError
 from scipy import stats
 from studies import is_alive, wait_for
 
-from powergrad.lab.data import Data, Datasets, listing, load_data
+from powergrad.lab.data import Data, Datasets, folder, listing, load_data
 from powergrad.lab.data.folder import begin_worker, centre_box, random_box, read_image
 from powergrad.lab.data.listing import open_folder
 from powergrad.lab.data.streams import Stream, permutation, uniform
@@ -378,6 +378,42 @@ KINDS: dict[str, tuple[Image.Image, str, dict[str, Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("way", ["train", "test"])
+def test_second_epoch_decodes_nothing(tmp_path, monkeypatch, way):
+    decoded = []
+    real = folder.decode
+    monkeypatch.setattr(
+        folder, "decode", lambda path, least: decoded.append(path) or real(path, least)
+    )
+    for k, i in np.ndindex(2, 3):
+        for part in ("train", "val"):
+            put(tmp_path / part / "ab"[k] / f"{i}.jpg", picture(400, 300, seed=10 * k + i))
+
+    def epoch(number: int, **options: Any) -> torch.Tensor:  # of another run in the same process
+        data = load(tmp_path, flip=True, **options)
+        if way == "test":
+            return torch.cat([batch.images for batch, _ in data.test.test_batches(4)])
+        return torch.cat([b.images for b in data.train.train_batches(3, seed=0, epoch=number)])
+
+    first = epoch(0)
+    assert len(decoded) == 6
+    epoch(1)
+    assert len(decoded) == 6
+    assert torch.equal(epoch(0), first)
+    # Nothing is taken from an image that has changed, or is needed in another size.
+    put(tmp_path / "train" / "a" / "0.jpg", picture(400, 300, seed=99))
+    put(tmp_path / "val" / "a" / "0.jpg", picture(400, 300, seed=99))
+    assert not torch.equal(epoch(0), first)
+    assert len(decoded) == 7
+    epoch(0, size=14)
+    assert len(decoded) == 13
+    # Images that do not fit are cut from the whole image; the kept ones differ by their reduction.
+    monkeypatch.setattr(folder, "MOST_KEPT", 0)
+    whole = epoch(0)
+    monkeypatch.setattr(folder, "MOST_KEPT", 512 << 20)
+    assert (epoch(0) - whole).abs().mean() < 0.05
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_image_is_read(tmp_path, kind):
     image, extension, options, expected = KINDS[kind]
@@ -434,7 +470,8 @@ def test_bad_image_raises_with_its_path(tmp_path, extension, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_images_are_skipped_with_one_warning_each(tmp_path, workers):
+def test_bad_images_are_skipped_with_one_warning_each(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(folder, "MOST_KEPT", 0)  # so that pixels equal those of `read_image`
     make_folder(tmp_path, train=6, val=6)
     bad = [tmp_path / part / file for part in ("train", "val") for file in ("a/2.png", "b/5.png")]
     cut_short(bad[0])

@@ -4,6 +4,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from photos import write_photos
 from PIL import Image
+from scipy import stats
 from studies import SMALL, powergrad, study_of
 
-from powergrad.lab import preflight
+from powergrad.lab import environment, preflight
 from powergrad.lab.cli.common import recipe_and_overrides
 from powergrad.lab.cli.compare import compare
-from powergrad.lab.preflight import Clock, Found, Plan, Timing, TimingJob, fit_budget
+from powergrad.lab.preflight import Fitting, Found, Learned, Plan, Timing
+from powergrad.lab.runs import RecipeProgram
 from powergrad.lab.runs.pool import InlinePool, Snapshot
 from powergrad.lab.stats import DEFAULT, LEAST, Design, parse_runs
 from powergrad.lab.study import Execution, load_study, run_study
@@ -35,87 +39,114 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 IMAGES = load_recipe("images", {"data.name": "folder:x"})
-FOUND = Found(size=64, width=16)
-AGC, HEAD = {"clip.agc": 0.01}, {"optimizer.head.lr": 0.1}
-ARMS: list[dict[str, Any]] = [{}, {"loss.alpha": 0.25}, AGC, HEAD]
+FOUND = Found(size=64, width=16, steps=78, tested=200)
+ARMS: dict[str, Any] = {
+    "baseline": {},
+    "pgt": {"loss.alpha": 0.25},
+    "agc": {"clip.agc": 0.01},
+    "head-lr": {"optimizer.head.lr": 0.1},
+}
 
 
-class Machine:
-    """A pool whose steps take `step` seconds at 64 pixels and width 16, and less for less."""
+class Machine(Fitting):
+    """A machine whose steps take `step` seconds at 64 pixels and width 16, and less for less.
 
-    workers = 2
+    The baseline learns in `needed` steps.
+    """
 
-    def __init__(self, step: float) -> None:
-        self.step, self.measured = step, []
+    step, needed = 1.0, 50
 
-    def run(self, jobs: Any) -> dict[str, Timing]:
-        recipe = jobs[0].recipe
-        self.measured.append(recipe)
-        size, width = recipe.data.size or 224, recipe.model.width or 64
+    def timing(self, changes: Any) -> Timing:
+        size, width = changes.get("data.size", 64), changes.get("model.width", 16)
         step = self.step * (size / 64) ** 2 * (width / 16)
-        timing = Timing(0.1, step, 10 * self.step, 78)
-        return {job.name: timing for job in jobs}
+        return Timing(0.1, step, 10 * step, self.facts.steps)
+
+    def learn(self, changes: Any) -> Learned:
+        steps = changes.get("train.epochs", 10) * self.facts.steps
+        return Learned(steps, 60 if steps >= self.needed else 12, 100, 0.1)
 
 
-def clock_of(machine: Any) -> Clock:
-    return Clock(machine, IMAGES, ARMS)
-
-
-def fit(step: float, budget: float, design: Design = DEFAULT, **settings: Any) -> Any:
-    plan = Plan(len(ARMS), design, workers=2)
+def machine(step: float, budget: float, seeds: str = "8..24", **settings: Any) -> Machine:
+    study = study_of(IMAGES, settings.pop("arms", ARMS), seeds)
+    plan = Plan(len(study.arms), study.design, workers=2)
     deadline = time.monotonic() + budget
-    options = {"budget": budget, "deadline": deadline, **settings}
-    return fit_budget(plan, IMAGES, FOUND, clock_of(Machine(step)), **options)
+    made = Machine(study, plan, budget, deadline, **{"facts": FOUND, **settings})
+    made.step, made.needed = step, 50
+    return made
 
 
 @given(
     step=st.floats(1e-4, 1.0),
     budget=st.floats(10, 1e5),
-    kept=st.sets(st.sampled_from(["data.size", "model.width", "train.epochs"])),
+    kept=st.sets(st.sampled_from(["data.size", "model.width", "train.epochs", "arms", "seeds"])),
 )
 def test_chosen_settings_fit_the_budget(step, budget, kept):
-    smallest = {"data.size": 32, "model.width": 8, "train.epochs": 3}
+    smallest = {"data.size": 32, "model.width": 8}
     changes = {key: value for key, value in smallest.items() if key not in kept}
-    clock = clock_of(Machine(step))
-    if clock.run_seconds(changes) * 4 * LEAST / 2 > 0.9 * budget:
-        with pytest.raises(ValueError, match="--budget"):
-            fit(step, budget, given=kept)
+    tried = machine(step, budget, given=kept)
+    arms, first = 4 if "arms" in kept else 2, 8 if "seeds" in kept else LEAST
+    least = tried.timing(changes).run(10 if "train.epochs" in kept else 2, 2)
+    if least * arms * first / 2 > 0.7499 * budget:
+        with pytest.raises(ValueError, match="--budget to be at least"):
+            tried.fit()
         return
-    chosen = fit(step, budget, given=kept)
+    chosen = tried.fit()
     assert not kept & chosen.changes.keys()
-    assert chosen.run_seconds == pytest.approx(clock.run_seconds(chosen.changes))
-    design = Design(parse_runs(chosen.seeds))
+    assert (len(chosen.arms) == 4) or "arms" not in kept
+    assert (chosen.seeds == "") == ("seeds" in kept)
+    epochs = chosen.changes.get("train.epochs", 10)
+    assert epochs * FOUND.steps >= 100
+    run = tried.timing(chosen.changes).run(epochs, 2)
+    assert chosen.run_seconds == pytest.approx(run)
     # Every look that is planned fits, and the first gives a verdict.
-    assert design.looks[0] >= LEAST
-    assert math.ceil(4 * design.last / 2) * chosen.run_seconds <= budget
-    # A recipe is kept, or eight seeds of it would not have fitted.
-    if chosen.changes:
-        assert 16 * clock.run_seconds({}) > 0.89 * budget
+    looks = parse_runs(chosen.seeds or "8")
+    assert looks[0] >= LEAST
+    assert math.ceil(len(chosen.arms) * looks[-1] / 2) * run <= budget
 
 
 @pytest.mark.parametrize(
-    ("budget", "changes", "seeds"),
+    ("budget", "arms", "changes", "seeds"),
     [
-        (1e5, {}, "8..24"),  # room for all
-        (15 * 60, {}, "8"),  # 16 rounds of 50 s: eight seeds of the recipe
-        (10 * 60, {"train.epochs": 6}, "8"),  # rather than smaller images
-        (5 * 60, {"data.size": 48, "train.epochs": 5}, "8"),
-        (70, {"data.size": 32, "model.width": 8, "train.epochs": 3}, "8"),
-        (57, {"data.size": 32, "model.width": 8, "train.epochs": 4}, "6"),
+        (1e5, 4, {}, "8..24"),  # room for all
+        (19 * 60, 4, {}, "8"),  # 16 rounds of 51 s: eight seeds of every arm
+        (15 * 60, 3, {}, "8"),  # rather than shorter training
+        (10 * 60, 2, {}, "8"),
+        (6 * 60, 2, {"train.epochs": 6}, "8"),  # rather than six seeds
+        (100, 2, {"train.epochs": 2}, "6"),  # rather than smaller images
+        (60, 2, {"data.size": 48, "train.epochs": 2}, "6"),
+        (20, 2, {"data.size": 32, "model.width": 8, "train.epochs": 2}, "8"),
     ],
 )
-def test_budget_changes_the_recipe_as_little_as_possible(budget, changes, seeds):
-    chosen = fit(0.06, budget)
-    assert (chosen.changes, chosen.seeds) == (changes, seeds)
+def test_budget_gives_up_arms_then_epochs_then_seeds_then_size(budget, arms, changes, seeds):
+    chosen = machine(0.06, budget).fit()
+    assert (len(chosen.arms), chosen.changes, chosen.seeds) == (arms, changes, seeds)
+    for words in ["agc, head-lr" if arms == 2 else "", *changes, "200 test images"]:
+        assert words in chosen.remark
 
 
-def test_given_seeds_stay_and_their_first_look_fits():
-    design = Design((12, 24))
-    chosen = fit(0.06, 600, design, seeds_given=True)
-    assert chosen.seeds == ""
-    assert Plan(4, design, workers=2).seconds(12, chosen.run_seconds) <= 600
-    with pytest.raises(ValueError, match=r"for 48 runs"):
-        fit(0.06, 60, design, seeds_given=True)
+def test_training_becomes_longer_until_the_baseline_learns():
+    small = {"facts": FOUND._replace(steps=10), "arms": {"baseline": {}, "pgt": ARMS["pgt"]}}
+    tried = machine(0.01, 1e4, **small)
+    tried.needed = 350  # the recipe has 10 epochs
+    assert tried.fit().changes == {"train.epochs": 40}
+    tried = machine(0.01, 25, **small)
+    tried.needed = 10**6
+    with pytest.raises(ValueError, match=r"--budget .* but got 25 s"):
+        tried.fit()
+
+
+def test_what_is_said_about_the_resolution():
+    chosen = machine(0.06, 600).fit()
+    # 60% of 200 images: a standard deviation of 3.46 points; 2 x 8 runs, one comparison.
+    least = (1.95996 + 0.84162) * 3.4641 * math.sqrt(2 / 8)
+    assert f"differences below about {least:.2g} points cannot be seen" in chosen.remark
+
+
+@pytest.mark.parametrize(("right", "images", "is_clear"), [(15, 100, False), (23, 100, True)])
+def test_learning_is_a_binomial_test(right, images, is_clear):
+    tail = sum(math.comb(images, k) * 0.1**k * 0.9 ** (images - k) for k in range(right, images))
+    assert (tail < 0.001) == is_clear
+    assert Learned(5, right, images, 0.1).is_clear == is_clear
 
 
 def test_plan_counts_runs_of_tuning_and_repeats():
@@ -125,17 +156,11 @@ def test_plan_counts_runs_of_tuning_and_repeats():
     assert Plan(4, Design((8,)), per_unit=9).runs(8) == 8 * 9 * 4
 
 
-def test_steps_of_equal_cost_are_measured_once():
-    clock = clock_of(machine := Machine(1.0))
-    for changes in ({}, {"train.epochs": 3}):
-        clock.run_seconds(changes)
-        assert [recipe.clip.agc for recipe in machine.measured] == [None, 0.01]
-
-
 def test_time_left_is_estimated_from_the_finished_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "measure", lambda recipe: time.sleep(0.05) or 1.0)
+    monkeypatch.setattr(RecipeProgram, "execute", lambda *_: time.sleep(0.05) or Result(metrics={}))
     shown: list[Snapshot] = []
-    InlinePool(tmp_path).run([TimingJob(f"run{n}", SMALL) for n in range(6)], shown.append)
+    jobs = [*study_of(SMALL, {"baseline": {}}, "6").jobs().values()]
+    InlinePool(tmp_path).run(jobs, shown.append)
     assert [snapshot.left for snapshot in shown[:2]] == [None, None]  # no run shows the pace yet
     for snapshot in shown[3:]:
         remaining = 6 - len(snapshot.results)
@@ -218,7 +243,7 @@ def test_one_message_and_nothing_is_started(command, tokens, word, tmp_path, cap
 @pytest.mark.parametrize(
     ("tokens", "recipe", "changes"),
     [
-        ([], "digits", []),
+        ([], "noisy-digits", []),
         (["--data.name", "folder:x"], "images", ["--data.name", "folder:x"]),
         (["--data.name=folder:x", "seed=3"], "images", ["--data.name=folder:x", "seed=3"]),
         (["--data.name", "cifar10"], "cifar10", ["--data.name", "cifar10"]),
@@ -251,7 +276,7 @@ def test_from_photographs_to_a_verdict_within_a_budget(photos, tmp_path, capfd):
     command = ["compare", "--data.name", f"folder:{photos}", "--budget", "1h", *tokens]
     assert powergrad(*command) == 0
     told = capfd.readouterr()
-    before, _, after = told.err.partition("--budget 1 h 00 min chose")
+    before, _, after = told.err.partition("Given up for --budget 1 h 00 min: nothing. In the trial")
     for words in (
         "73 training images, 24 test images, 3 classes",
         "'train/a/003.jpg': ",
@@ -259,7 +284,7 @@ def test_from_photographs_to_a_verdict_within_a_budget(photos, tmp_path, capfd):
         "ignored (extension .txt): 1, 'train/b/notes.txt'",
     ):
         assert words in before
-    assert "12 runs of about" in after
+    assert "24 test images and 6 seeds, differences below" in after
     assert "Skipped" not in told.err  # not once more for every run
     assert "Here pgt " in told.out
     assert "Next: " in told.out
@@ -272,9 +297,61 @@ def test_from_photographs_to_a_verdict_within_a_budget(photos, tmp_path, capfd):
     # The same command chooses the same, and has nothing left to do.
     assert powergrad(*command) == 0
     told = capfd.readouterr()
-    assert "--budget 1 h 00 min: as before" in told.err
+    assert "In the trial, " in told.err
+    assert "Timing" not in told.err
     assert "Reusing 12 finished runs" in told.err
     assert json.loads((folder / preflight.FILE).read_text())["seconds"] == 3600
+
+
+def test_impossible_budgets_are_refused_before_torch_is_imported():
+    code = """
+import sys, powergrad_cli
+assert powergrad_cli.main(["compare", "--budget", "5s"]) == 2
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "Expected --budget to be at least 20 s, but got '5s'." in done.stderr
+
+
+def test_budget_that_nothing_fits_is_refused_before_all_images_are_read(
+    photos, monkeypatch, capsys
+):
+    monkeypatch.setattr(preflight, "measure", lambda recipe, steps, tested: Timing(1, 1, 1, steps))
+    tokens = ["--data.name", f"folder:{photos}", "--train.batch_size", "16", "--budget", "4m"]
+    assert powergrad("compare", *tokens) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("Checking the data and the network.\n")
+    assert "Expected --budget to be at least " in told
+    assert "(100 steps)" in told
+    assert "JPEG" not in told
+    wanted = re.search(r"at least (\d+) min (\d+) s, but got 4 min 00 s", told)
+    assert wanted
+    # 12 runs, two at a time, of 100 steps, with their tests, start and files; a quarter to spare.
+    least = math.ceil(12 / environment.usable_cores()) * (0.2 + 1 + 100 + 13) / 0.75
+    assert least < 60 * int(wanted[1]) + int(wanted[2]) < 1.2 * (least + 20)
+
+
+@pytest.mark.deep
+def test_four_minutes_for_800_photographs(tmp_path):
+    folder = write_photos(tmp_path / "photos", classes=10, train=64, val=16, side=380)
+    command = [sys.executable, "-m", "powergrad", "compare", "--data.name", f"folder:{folder}"]
+    began = time.monotonic()
+    with subprocess.Popen([*command, "--budget", "4m"], stderr=subprocess.PIPE, text=True) as done:
+        assert done.stderr
+        first, until_first = done.stderr.readline(), time.monotonic() - began
+        told = first + done.stderr.read()
+    assert time.monotonic() - began < 240
+    assert until_first < 2
+    if done.returncode:
+        assert "Expected --budget to be at least" in told
+        assert time.monotonic() - began < 30
+        return
+    results = load_study(next((tmp_path / "runs").iterdir()))
+    right = round(1.6 * sum(results.values("baseline").values()))  # of 160 images per run
+    images = 160 * len(results.values("baseline"))
+    assert stats.binomtest(right, images, 0.1, "greater").pvalue < 1e-6
+    assert "160 test images" in notes(results)[1]
 
 
 @pytest.mark.parametrize("command", ["compare", "train"])

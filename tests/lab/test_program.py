@@ -603,5 +603,5 @@ def test_each_worker_has_a_gpu_if_there_are_some(monkeypatch, tmp_path):
     assert [variables["CUDA_VISIBLE_DEVICES"] for variables in crowded] == ["5", "GPU-8", "5"]
     assert list(StudyOptions().pool(tmp_path, together).environments) == [{"OMP_NUM_THREADS": "1"}]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert StudyOptions(threads=2).pool(tmp_path, alone).workers == 4

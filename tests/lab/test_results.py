@@ -104,6 +104,19 @@ def test_unit_of_a_repeat_is_the_mean_over_its_seeds():
     assert replace(results, rows=rows[:-1]).units("b") == {0: 90.5}  # the other is not complete
 
 
+@pytest.mark.parametrize(("rates", "is_noted"), [((0.99, 0.95), True), ((0.99, 0.7), False)])
+def test_arm_that_is_nearly_always_clipped_is_noted(rates, is_noted):
+    results = results_of({"baseline": [90.0, 91.0], "agc": [80.0, 81.0]})
+    rows = [
+        row.model_copy(update={"metrics": {**row.metrics, "clip_rate": rates[row.seed]}})
+        if row.arm == "agc"
+        else row
+        for row in results.rows
+    ]
+    found = [note for note in notes(replace(results, rows=rows)) if "clips" in note]
+    assert [note[:26] for note in found] == ["agc clips 97% of the units"] * is_noted
+
+
 def test_first_losses_that_differ_are_noted():
     program = CommandProgram(command=("python", "x.py", "{seed}"))
     losses = {"baseline": 2.3, "pgt": 2.4, "wide": 2.5}

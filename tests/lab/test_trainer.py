@@ -23,12 +23,13 @@ import powergrad_cli
 from powergrad.calibration import expected_calibration_error
 from powergrad.lab.data import load_data
 from powergrad.lab.signals import Interrupted
+from powergrad.lab.trainer import training
 from powergrad.lab.trainer.processes import Processes
 from powergrad.lab.trainer.progress import Progress
 from powergrad.lab.trainer.recipe import Loss, RecipeError, Schedule
 from powergrad.lab.trainer.run_folder import COLUMNS, Run
 from powergrad.lab.trainer.session import Session, alpha_at, learning_rate_at, score
-from powergrad.lab.trainer.training import train
+from powergrad.lab.trainer.training import train, use_threads
 from powergrad.monitor import Recording
 
 # A process that begins at once, without importing anything.
@@ -359,3 +360,35 @@ def test_two_processes_with_shards_train_as_one(tmp_path):
 def test_what_shards_do_not_support_is_refused():
     with pytest.raises(RecipeError, match=r"`train\.ema`"):
         TINY.override({"machine.parallel": "fsdp", "train.ema": 0.9})
+
+
+@pytest.mark.parametrize(
+    ("load", "told", "threads"),
+    [(0.2, None, 8), (5.4, None, 3), (30, None, 1), (0, "2", 7), (30, 4, 4)],
+)
+def test_threads_are_the_free_cores_by_default(monkeypatch, load, told, threads):
+    """Seven stay as they are if OMP_NUM_THREADS is set."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if isinstance(told, str):
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    before = torch.get_num_threads()
+    torch.set_num_threads(7)
+    try:
+        use_threads(told if isinstance(told, int) else None)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.get_num_interop_threads() == 1
+
+
+def test_resumed_run_keeps_its_threads(monkeypatch, tmp_path):
+    """On which the rounding of sums depends, so that it ends with the same weights."""
+    used: list[int | None] = []
+    monkeypatch.setattr(training, "use_threads", used.append)
+    recipe = TINY.override({"machine.threads": None})
+    run = train(recipe, tmp_path / "run")
+    run.folder.joinpath("result.json").unlink()
+    train(recipe, tmp_path / "run")
+    assert used == [None, run.environment()["threads"]]

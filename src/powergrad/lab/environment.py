@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import platform
 import shlex
@@ -32,6 +34,21 @@ def describe_machine() -> dict[str, Any]:
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "command": command_line(),
     }
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may use."""
+    can_tell = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # the limit of a container, if it has one
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, cores)
+
+
+def free_cores() -> int:
+    """The number of usable cores on which nothing else runs, at least 1."""
+    return max(1, usable_cores() - round(os.getloadavg()[0]))
 
 
 def command_line() -> str:

@@ -1,22 +1,23 @@
 """Before the first run: the data, the network, the number of runs, and a budget of time.
 
 :func:`check_recipe` finds errors that would make every run fail. A :class:`Plan` counts the runs of
-a study; while they run, the display shows the time left. :func:`fit_budget`
-chooses image size, width, epochs and seeds so that a study fits a given time, from a few steps that
-the workers time.
+a study; while they run, the display shows the time left. :class:`Fitting` chooses arms, epochs,
+seeds, image size and width so that a study fits a given time and the baseline learns something.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
+import itertools
 import json
 import math
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,23 +25,26 @@ from powergrad.lab.data import load_data
 from powergrad.lab.files import write_json
 from powergrad.lab.runs import Changes, RecipeProgram
 from powergrad.lab.runs.pool import Pool
-from powergrad.lab.stats import DEFAULT, LEAST, Design, parse_runs
+from powergrad.lab.stats import DEFAULT, LEAST, Design, parse_runs, smallest_difference
 from powergrad.lab.study import Study
 from powergrad.lab.study.tuning import Tuner
 from powergrad.lab.trainer.recipe import Recipe
-from powergrad.lab.words import duration, parse_duration
+from powergrad.lab.words import duration
 
 if TYPE_CHECKING:
     from powergrad.lab.trainer.session import Session
 
 SIZES = (192, 128, 96, 64, 48, 32)  # pixels that a budget may choose, if the recipe has more
 LEAST_WIDTH = 8
-LEAST_EPOCHS = 3
-SPARE = 0.9  # the share of the remaining time that is planned, as step times vary
+LEAST_STEPS = 100  # of a training that a budget chooses
+LEAST_ARMS = 2
+LEAST_BUDGET = 20.0  # seconds, which the start and the end of a study take
+SPARE = 0.75  # the share of the remaining time that is planned, as step times vary
 RESERVE = 10.0  # seconds at the end, for the last results and the page
-STEPS = 12  # timed steps, after the first
-PATIENCE = 1.0  # after this many seconds, three steps are enough
-SLOW = 3.0  # after this many seconds, one step is enough
+TRY = 0.3  # the share of the budget in which the baseline must learn something
+SURE = 0.001  # it has, if guessing were as good with less than this probability
+STEPS = 8  # timed steps, after the first ones
+PATIENCE = 0.7  # after this many seconds of timing, three steps are enough
 FILES = 0.2  # seconds that a run takes to write its files
 FILE = "budget.json"  # in the folder of a study: the choices for its budget
 
@@ -48,6 +52,25 @@ FILE = "budget.json"  # in the folder of a study: the choices for its budget
 def say(text: str) -> None:
     """Print a message that is not a result."""
     print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def saying(text: str) -> Iterator[None]:
+    """Print a message, and a dot for every further second and a half."""
+    ended = threading.Event()
+
+    def print_dots() -> None:
+        while not ended.wait(1.5):
+            print(".", end="", file=sys.stderr, flush=True)
+
+    say(text)
+    dots = threading.Thread(target=print_dots, daemon=True)
+    dots.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        dots.join()
 
 
 # Data and network ---------------------------------------------------------------------------------
@@ -58,10 +81,21 @@ class Found(NamedTuple):
 
     size: int  # the side of a training image in pixels
     width: int  # channels of the network's first layer
+    steps: int  # training steps per epoch
+    tested: int  # test images
 
 
-def check_recipe(recipe: Recipe, arms: Iterable[Recipe] = ()) -> Found:
-    """Check a recipe for errors that would make every run fail, and print what was found."""
+def check_recipe(
+    recipe: Recipe, arms: Iterable[Recipe] = (), before: Callable[[Found], Any] | None = None
+) -> Found:
+    """Check a recipe for errors that would make every run fail, and print what was found.
+
+    `before` is called before all images are decoded, which may take long.
+    """
+    with saying("Checking the data and the network."):  # which imports torch
+        if before is not None:
+            before(_check_network(recipe, arms))
+        import torch  # noqa: F401
     data_dir = recipe.machine.data_dir
     if recipe.data.is_folder:
         from powergrad.lab.data.scan import scan_folder  # imports torch, which is slow
@@ -72,8 +106,13 @@ def check_recipe(recipe: Recipe, arms: Iterable[Recipe] = ()) -> Found:
             say(f"Warning: {warning}")
         if scan.problems:
             raise ValueError("\n".join(scan.problems))
-    data = load_data(recipe.data, data_dir=data_dir)
-    data.train.steps(recipe.train.batch_size)  # raises if the batch is larger than the data
+    return _check_network(recipe, arms)
+
+
+def _check_network(recipe: Recipe, arms: Iterable[Recipe]) -> Found:
+    """Load the data and create the networks without their weights."""
+    data = load_data(recipe.data, data_dir=recipe.machine.data_dir)
+    steps = data.train.steps(recipe.train.batch_size)
     import torch  # slow to import
 
     from powergrad.lab.trainer.networks import create_model
@@ -82,7 +121,7 @@ def check_recipe(recipe: Recipe, arms: Iterable[Recipe] = ()) -> Found:
     with torch.device("meta"):
         networks = [create_model(**model.arguments(data)) for model in models]
     first_layer = next(networks[0].parameters())
-    return Found(data.size, first_layer.shape[0])
+    return Found(data.size, first_layer.shape[0], steps, len(data.test))
 
 
 # How long a study takes ---------------------------------------------------------------------------
@@ -148,167 +187,18 @@ class Budget:
     """The settings that were chosen so that a study fits a given time."""
 
     seconds: float  # the given time
+    arms: list[str]  # those that are left
     changes: Changes = field(default_factory=dict)  # of the recipe
     seeds: str = ""  # the value of --seeds; empty if the seeds were given
     run_seconds: float = 0.0
+    remark: str = ""  # what was given up, and what can still be seen
 
     @property
     def options(self) -> str:
         """The choice as command-line options."""
         options = [f"--{key} {value}" for key, value in self.changes.items()]
         options += [f"--seeds {self.seeds}"] if self.seeds else []
-        return " ".join(options) or "the recipe unchanged"
-
-
-class Clock:
-    """Measures the time of a run in all workers at once, once for recipes with equal steps."""
-
-    def __init__(self, pool: Pool, base: Recipe, arms: Iterable[Changes]) -> None:
-        self.pool, self.base, self.arms = pool, base, list(arms)
-        self.known: dict[str, list[Timing]] = {}
-
-    def run_seconds(self, changes: Changes) -> float:
-        """The mean time of a run over the arms, with `changes` applied to the recipe."""
-        recipes = [self.base.override({**changes, **arm}) for arm in self.arms]
-        times = [t.seconds(recipe) for recipe in recipes for t in self._timings(recipe)]
-        return statistics.fmean(times)
-
-    def _timings(self, recipe: Recipe) -> list[Timing]:
-        sections = recipe.model_dump(mode="json", include={"data", "model", "clip", "train"})
-        del sections["train"]["epochs"], sections["train"]["test_every"]
-        key = json.dumps([sections, recipe.optimizer.name, recipe.monitor.every])
-        if key not in self.known:
-            jobs = [TimingJob(f"timing-{place}", recipe) for place in range(self.pool.workers)]
-            self.known[key] = list(self.pool.run(jobs).values())
-        return self.known[key]
-
-
-@dataclass(frozen=True)
-class TimingJob:
-    """Times some steps of a recipe in a worker of the pool."""
-
-    name: str
-    recipe: Recipe
-    is_foreign: bool = False
-
-    def execute(self, folder: Path) -> Timing:
-        return measure(self.recipe)
-
-    def result(self, folder: Path) -> None:
-        """It is never finished before."""
-
-    def progress(self, folder: Path) -> float:
-        return 0.0
-
-
-def choose_budget(
-    study: Study, plan: Plan, facts: Found, pool: Pool, text: str, began: float, **given: Any
-) -> tuple[Study, Budget]:
-    """The study with settings that fit a budget; a second start uses the choice of the first."""
-    assert isinstance(study.program, RecipeProgram)
-    seconds, path, chosen = parse_duration(text), pool.folder / FILE, None
-    deadline = began + seconds - RESERVE
-    with contextlib.suppress(OSError, TypeError, ValueError):
-        chosen = Budget(**json.loads(path.read_text()))
-    if chosen is not None and chosen.seconds == seconds:
-        say(f"--budget {duration(seconds)}: as before, {chosen.options}.")
-    else:
-        clock = Clock(pool, study.base, study.arms.values())
-        fresh = replace(plan, done=0)  # no run can be reused with other settings
-        options = {"budget": seconds, "deadline": deadline, **given}
-        chosen = fit_budget(fresh, study.base, facts, clock, **options)
-        if chosen.seeds:
-            fresh = replace(fresh, design=Design(parse_runs(chosen.seeds)))
-        say(
-            f"--budget {duration(seconds)} chose {chosen.options}: {fresh.describe()} of about "
-            f"{duration(chosen.run_seconds)}, {plan.workers} at a time."
-        )
-        pool.folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, vars(chosen))
-    pool.deadline, pool.run_seconds = deadline, chosen.run_seconds
-    design = Design(parse_runs(chosen.seeds)) if chosen.seeds else study.design
-    program = RecipeProgram.of(study.base.override(chosen.changes))
-    return replace(study, program=program, design=design), chosen
-
-
-def fit_budget(
-    plan: Plan,
-    base: Recipe,
-    facts: Found,
-    clock: Clock,
-    *,
-    budget: float,
-    deadline: float,
-    given: Collection[str] = (),
-    seeds_given: bool = False,
-) -> Budget:
-    """Choose image size, width, epochs and seeds so that a study ends before the deadline.
-
-    The first look must fit. The recipe is changed as little as possible, in this order: fewer seeds
-    (at least 8), fewer epochs (at least half), smaller images, a narrower network, still fewer
-    epochs, and finally 6 seeds. Remaining time is used for more seeds, up to 24. Every candidate is
-    measured. Keys in `given`, and seeds if `seeds_given`, do not change.
-    """
-    first = plan.design.looks[0] if seeds_given else DEFAULT.looks[0]
-    most = base.train.epochs
-    least = min(most, max(LEAST_EPOCHS, math.floor(base.schedule.warmup_epochs) + 1))
-    if "train.epochs" in given:
-        least = most
-    rungs = _rungs(base, facts, given)
-
-    def available() -> float:
-        return SPARE * (deadline - time.monotonic())
-
-    def epochs_that_fit(changes: Changes, units: int) -> int:
-        one, two = (clock.run_seconds({**changes, "train.epochs": n}) for n in (most, least))
-        slope = (one - two) / (most - least) if most > least else 0.0
-        room = available() / max(1, math.ceil(plan.runs(units) / plan.workers))
-        if room >= one:
-            return most
-        return least + math.floor((room - two) / slope) if slope and room >= two else 0
-
-    enough = max(least, math.ceil(most / 2))
-    place = bisect.bisect_left(
-        rungs, True, hi=len(rungs) - 1, key=lambda rung: epochs_that_fit(rung, first) >= enough
-    )
-    changes, epochs = rungs[place], epochs_that_fit(rungs[place], first)
-    if not epochs and not seeds_given:
-        first, epochs = LEAST, epochs_that_fit(changes, LEAST)
-    if not epochs:
-        smallest = {**changes, "train.epochs": least}
-        run = clock.run_seconds(smallest)
-        needed = budget + (plan.seconds(first, run) - available()) / SPARE
-        limit = "" if base.data.limit else " To train on fewer images, use --data.limit."
-        settings = ", ".join(f"{key} {value}" for key, value in smallest.items())
-        raise ValueError(
-            f"Expected --budget to be at least {duration(needed)} for {plan.runs(first)} runs, but "
-            f"got {duration(budget)}: even with {settings}, a run takes {duration(run)}. Fewer "
-            f"arms need less time (--arms baseline,pgt).{limit}"
-        )
-    if epochs < most:
-        changes = {**changes, "train.epochs": epochs}
-    run = clock.run_seconds(changes)
-    seeds = ""
-    if not seeds_given:
-        rounds = math.floor(available() / run)
-        fitting = [n for n in DEFAULT.looks if math.ceil(plan.runs(n) / plan.workers) <= rounds]
-        seeds = str(Design(tuple(fitting) or (first,)))
-    return Budget(budget, changes, seeds, run)
-
-
-def _rungs(base: Recipe, facts: Found, given: Collection[str]) -> list[Changes]:
-    """Changes that make a recipe cheaper and cheaper, starting with no change."""
-    sizes = SIZES if base.data.is_folder and "data.size" not in given else ()
-    rungs: list[Changes] = [{}, *({"data.size": size} for size in sizes if size < facts.size)]
-    smallest, width = rungs[-1], facts.width // 2
-    if "model.width" not in given and not base.model.name.startswith("timm:"):
-        while width >= LEAST_WIDTH:
-            rungs.append({**smallest, "model.width": width})
-            width //= 2
-    return rungs
-
-
-# The time of a run, from a few real steps ---------------------------------------------------------
+        return " ".join([f"--arms {','.join(self.arms)}", *options])
 
 
 class Timing(NamedTuple):
@@ -319,59 +209,245 @@ class Timing(NamedTuple):
     test: float
     steps: int  # training steps per epoch
 
-    def seconds(self, recipe: Recipe) -> float:
-        """The time of a run of `recipe`, whose steps must cost the same as the timed ones."""
-        options = recipe.train
-        tests = math.ceil(options.epochs / options.test_every)
-        return FILES + self.start + options.epochs * self.steps * self.step + tests * self.test
+    def run(self, epochs: int, test_every: int) -> float:
+        tests = math.ceil(epochs / test_every)
+        return FILES + self.start + epochs * self.steps * self.step + tests * self.test
 
 
-def measure(recipe: Recipe) -> Timing:
-    """Time the parts of a run in this process."""
-    import torch
+class Learned(NamedTuple):
+    """What the baseline learned in some steps, on held-out training images."""
 
+    steps: int
+    right: int
+    images: int
+    guessing: float  # the share that the most frequent class has
+
+    @property
+    def is_clear(self) -> bool:
+        from scipy.stats import binom  # slow to import
+
+        return bool(binom.sf(self.right - 1, self.images, self.guessing) < SURE)
+
+    def __str__(self) -> str:
+        return (
+            f"the baseline is right about {100 * self.right / self.images:.0f}% of {self.images} "
+            f"held-out training images after {self.steps} steps (guessing: "
+            f"{100 * self.guessing:.0f}%)"
+        )
+
+
+@dataclass
+class Fitting:
+    """Chooses the settings of a study that must end before `deadline`.
+
+    In this order, arms are left out (but not the first two), training is shortened, then the first
+    look gets 6 seeds instead of 8, then images and network get smaller. The first look must fit,
+    and a run keeps at least `floor` steps. Remaining time is used for more seeds, up to 24. Keys in
+    `given`, arms if it has "arms", and seeds if it has "seeds", do not change.
+    """
+
+    study: Study
+    plan: Plan
+    seconds: float  # the budget
+    deadline: float
+    given: Collection[str] = ()
+    facts: Found = field(default_factory=lambda: Found(0, 0, 0, 0))
+    floor: int = LEAST_STEPS
+    known: dict[str, Timing] = field(default_factory=dict)
+
+    def timing(self, changes: Changes) -> Timing:
+        """The times of the baseline with `changes`, from a few real steps."""
+        return measure(self.study.base.override(changes), self.facts.steps, self.facts.tested)
+
+    def learn(self, changes: Changes) -> Learned:
+        """Train the baseline with `changes` until it is clearly better than guessing."""
+        until = time.monotonic() + TRY * (self.deadline - time.monotonic())
+        return try_baseline(self.study.base.override(changes), until)
+
+    def room(self, arms: int, units: int) -> float:
+        """The seconds that a run may take."""
+        runs = replace(self.plan, arms=arms, done=0).runs(units)
+        available = SPARE * (self.deadline - time.monotonic())
+        return available / max(1, math.ceil(runs / self.plan.workers))
+
+    def least_epochs(self) -> int:
+        """The smallest number of epochs with enough steps; not changed if it is given."""
+        base = self.study.base
+        least = math.floor(base.schedule.warmup_epochs) + 1
+        enough = max(least, math.ceil(self.floor / self.facts.steps))
+        return base.train.epochs if "train.epochs" in self.given else enough
+
+    def cost(self, changes: Changes) -> float:
+        """The seconds of a run."""
+        train = self.study.base.override(changes).train
+        key = json.dumps({**changes, "train.epochs": 0})
+        if key not in self.known:
+            self.known[key] = self.timing(changes)
+        return self.known[key].run(train.epochs, train.test_every)
+
+    def choose(self, facts: Found | None = None) -> tuple[Changes, int, int]:
+        """The changes, the number of arms, and the seeds of the first look, or ValueError."""
+        self.facts = facts or self.facts
+        rungs, least = self._rungs(), self.least_epochs()
+        full, counts = max(self.study.base.train.epochs, least), [len(self.study.arms)]
+        if "arms" not in self.given:
+            counts = [*range(counts[0], LEAST_ARMS - 1, -1)] or counts
+        firsts = [self.plan.design.looks[0], *([] if "seeds" in self.given else [LEAST])]
+
+        def with_epochs(changes: Changes, epochs: int) -> Changes:
+            is_own = epochs == self.study.base.train.epochs
+            return changes if is_own else {**changes, "train.epochs": epochs}
+
+        cheapest = with_epochs(rungs[-1], least)
+        if self.cost(cheapest) > self.room(counts[-1], firsts[-1]):
+            self._refuse(cheapest, counts[-1], firsts[-1])
+        for rung, first in itertools.product(rungs, firsts):
+            for count in counts:
+                if self.cost(changes := with_epochs(rung, full)) <= self.room(count, first):
+                    return changes, count, first
+            for epochs in range(full - 1, least - 1, -1):
+                if self.cost(changes := with_epochs(rung, epochs)) <= self.room(counts[-1], first):
+                    return changes, counts[-1], first
+        return cheapest, counts[-1], firsts[-1]  # the time has run on
+
+    def _refuse(self, changes: Changes, arms: int, units: int) -> None:
+        runs, run = replace(self.plan, arms=arms, done=0).runs(units), self.cost(changes)
+        spent = self.seconds - (self.deadline - time.monotonic())
+        needed = spent + math.ceil(runs / self.plan.workers) * run / SPARE
+        settings = ", ".join(f"{key} {value}" for key, value in changes.items())
+        limit = "" if self.study.base.data.limit else " To train on fewer images: --data.limit."
+        raise ValueError(
+            f"Expected --budget to be at least {duration(1.1 * needed)}, but got "
+            f"{duration(self.seconds)}: even {runs} runs with {settings or 'the recipe'} "
+            f"({self.least_epochs() * self.facts.steps} steps) take {duration(run)} each.{limit}"
+        )
+
+    def _rungs(self) -> list[Changes]:
+        """Changes that make a recipe cheaper and cheaper, starting with no change."""
+        base, facts = self.study.base, self.facts
+        sizes = SIZES if base.data.is_folder and "data.size" not in self.given else ()
+        rungs: list[Changes] = [{}, *({"data.size": size} for size in sizes if size < facts.size)]
+        smallest, width = rungs[-1], facts.width // 2
+        if "model.width" not in self.given and not base.model.name.startswith("timm:"):
+            while width >= LEAST_WIDTH:
+                rungs.append({**smallest, "model.width": width})
+                width //= 2
+        return rungs
+
+    def fit(self) -> Budget:
+        """The choice, after the baseline has shown that it learns something."""
+        while True:
+            with saying("Trying the baseline."):
+                changes, arms, first = self.choose()
+                learned = self.learn(changes)
+            if learned.is_clear or "train.epochs" in self.given:
+                break
+            say(f"Too short: {learned}.")
+            self.floor = 2 * max(self.floor, learned.steps)
+        run, seeds, looks = self.cost(changes), "", self.plan.design.looks
+        if "seeds" not in self.given:
+            fitting = [n for n in DEFAULT.looks if run <= self.room(arms, n)]
+            looks = tuple(fitting) or (first,)
+            seeds = str(Design(looks))
+        kept = [*self.study.arms][:arms]
+        remark = self._remark(changes, kept, looks[-1], learned)
+        return Budget(self.seconds, kept, changes, seeds, run, remark)
+
+    def _remark(self, changes: Changes, kept: list[str], seeds: int, learned: Learned) -> str:
+        """What was given up, and what resolution remains."""
+        base, lost = self.study.base, [arm for arm in self.study.arms if arm not in kept]
+        given_up = [f"the arms {', '.join(lost)}"] if lost else []
+        for key, value in changes.items():
+            own = {"data.size": self.facts.size, "model.width": self.facts.width}
+            given_up.append(f"{key} {own.get(key, base.train.epochs)} (now {value})")
+        if seeds < self.plan.design.last and "seeds" not in self.given:
+            given_up.append(f"seeds above {seeds}")
+        share, images = learned.right / learned.images, self.facts.tested
+        sd = 100 * math.sqrt(share * (1 - share) / images)
+        least = smallest_difference(sd, seeds, comparisons=max(1, len(kept) - 1))
+        return (
+            f"Given up for --budget {duration(self.seconds)}: {'; '.join(given_up) or 'nothing'}. "
+            f"In the trial, {learned}{'' if learned.is_clear else ': it has not learned enough'}. "
+            f"With {images} test images and {seeds} seeds, differences "
+            f"below about {least:.2g} points cannot be seen."
+        )
+
+
+def earlier_budget(folder: Path, seconds: float) -> Budget | None:
+    """The choice of an earlier start with the same budget."""
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        chosen = Budget(**json.loads((folder / FILE).read_text()))
+        return chosen if chosen.seconds == seconds else None
+    return None
+
+
+def within_budget(study: Study, chosen: Budget, pool: Pool) -> Study:
+    """The study with settings that fit a budget, which are kept for a second start."""
+    pool.folder.mkdir(parents=True, exist_ok=True)
+    write_json(pool.folder / FILE, asdict(chosen))
+    say(f"{chosen.remark}\nThe same without --budget: {chosen.options}")
+    pool.run_seconds = chosen.run_seconds
+    design = Design(parse_runs(chosen.seeds)) if chosen.seeds else study.design
+    program = RecipeProgram.of(study.base.override(chosen.changes))
+    arms = {arm: changes for arm, changes in study.arms.items() if arm in chosen.arms}
+    return replace(study, program=program, design=design, arms=arms)
+
+
+# Trials of the baseline ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _session(recipe: Recipe) -> Iterator[Session]:
+    """A training in this process, which leaves no files."""
     from powergrad.lab.trainer.processes import join_processes
     from powergrad.lab.trainer.session import Session
+    from powergrad.lab.trainer.training import use_threads
 
-    if recipe.machine.threads is not None:
-        torch.set_num_threads(recipe.machine.threads)
+    use_threads(recipe.machine.threads)
     recipe = recipe.override({"train.compile": False})
-    with join_processes(recipe.machine.device) as processes:
-        recipe.load_data()  # imports libraries, which a worker does once, not for every run
-        began = time.perf_counter()
-        session = Session(recipe, recipe.load_data(), processes)
-        start = time.perf_counter() - began
-        step, test = _median_step(session), _test_seconds(session)
-        return Timing(start, step, test, session.steps_per_epoch)
+    with join_processes(recipe.machine.device) as processes, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Skipped ")  # such images are listed before
+        yield Session(recipe, recipe.load_data(), processes)
 
 
-def _median_step(session: Session) -> float:
-    """The median time of a step, without the first, which allocates memory, unless it is slow."""
-    times: list[float] = []
-    began = last = time.perf_counter()
-    while not session.done and len(times) <= STEPS:
-        for loss in session.run_epoch():
+def measure(recipe: Recipe, steps: int, tested: int) -> Timing:
+    """Time a few steps of a run, with images that were decoded before."""
+    few = recipe
+    if recipe.load_data().train.is_kept:
+        few = recipe.override({"data.limit": min(steps, 2) * recipe.train.batch_size})
+    began = time.perf_counter()
+    with _session(few) as session:
+        times = [time.perf_counter()]
+        start = times[0] - began
+        epochs = (session.run_epoch() for _ in range(recipe.train.epochs))
+        for loss in itertools.islice(itertools.chain.from_iterable(epochs), STEPS):
             loss.item()  # waits for the GPU
-            now = time.perf_counter()
-            times.append(now - last)
-            last = now
-            if len(times) > STEPS or now - began > (PATIENCE if len(times) > 3 else SLOW):
-                return statistics.median(times[1:] or times)
-    return statistics.median(times[1:] or times)
+            times.append(time.perf_counter())
+            if times[-1] - times[0] > PATIENCE and len(times) > 4:
+                break
+    each = [after - before for before, after in itertools.pairwise(times)]
+    step = statistics.median(each[2:] or each)
+    # A test is the forward pass, which takes less than half of a step.
+    return Timing(start, step, step * tested / recipe.train.batch_size / 2, steps)
 
 
-def _test_seconds(session: Session) -> float:
-    """The time of a test of all images, extrapolated from its first batch, and of the census."""
+def try_baseline(recipe: Recipe, until: float) -> Learned:
+    """Train until the network is clearly better than guessing, or until a time."""
     import torch
 
-    from powergrad import census
-
-    options, model, split = session.recipe.train, session.tested.eval(), session.data.test
-    began = time.perf_counter()
-    (images, _), index = next(split.test_batches(options.test_batch_size or options.batch_size))
-    with torch.no_grad(), session.autocast:
-        model(images.to(session.processes.device, session.dtype)).sum().item()
-    batch = time.perf_counter() - began
-    began = time.perf_counter()
-    census(model, initial=session.initial)
-    return batch * len(split) / len(index) + time.perf_counter() - began
+    with _session(recipe.override({"data.hold_out": recipe.data.hold_out or 0.2})) as session:
+        said = time.monotonic()
+        while True:
+            for _ in session.run_epoch():
+                if time.monotonic() > until:
+                    break
+            outputs = session.test()
+            labels = outputs["labels"]
+            right = int((outputs["logits"].argmax(1) == labels).sum())
+            guessing = float(torch.bincount(labels).max()) / len(labels)
+            learned = Learned(session.step, right, len(labels), guessing)
+            if learned.is_clear or session.done or time.monotonic() > until:
+                return learned
+            if time.monotonic() - said > 2:
+                said = time.monotonic()
+                say(f"Trial: {learned}.")

@@ -31,7 +31,7 @@ RecipeName = Annotated[
         allow_leading_hyphen=True,  # `recipe_and_overrides` treats it as an override
         help=(
             "The name of a recipe, or a YAML file. The default depends on data.name: images for "
-            "folder:PATH, otherwise the recipe with the name of the data, or digits."
+            "folder:PATH, otherwise the recipe with the name of the data, or noisy-digits."
         ),
     ),
 ]

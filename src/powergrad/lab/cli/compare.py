@@ -10,7 +10,14 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from powergrad.lab.cli.common import Overrides, RecipeName, Words, recipe_and_overrides, refuse
+from powergrad.lab.cli.common import (
+    Flag,
+    Overrides,
+    RecipeName,
+    Words,
+    recipe_and_overrides,
+    refuse,
+)
 from powergrad.lab.cli.conclude import compare_table, tune_and_run
 from powergrad.lab.cli.study_options import (
     ProgramOptions,
@@ -24,19 +31,19 @@ from powergrad.lab.preflight import Plan, say
 from powergrad.lab.runs import CommandProgram, RecipeProgram
 from powergrad.lab.runs.sources import Sources
 from powergrad.lab.study import Execution, Results
-from powergrad.lab.study.arms import arms_of, command_arms, head_exponent, parse_grid
+from powergrad.lab.study.arms import Fair, arms_of, command_arms, head_exponent, parse_grid
 from powergrad.lab.study.execute import run_first
 from powergrad.lab.study.metrics import choose_metric, guess_metric
 from powergrad.lab.study.saving import check_folder, reuse_anyway
 from powergrad.lab.terminal import Watch
-from powergrad.lab.trainer.recipe import parse_overrides
+from powergrad.lab.trainer.recipe import parse_overrides, tuned_settings
 from powergrad.lab.words import parse_duration
 
 _OPTIONS = StudyOptions()
 _TUNE = TuneOptions()
 _PROGRAM = ProgramOptions()
 _TABLE = TableOptions()
-ARMS = "baseline,pgt,head-lr,agc+pgt"
+ARMS = "baseline,pgt,head-lr,agc,agc+pgt"
 ARMS_OF_PROGRAM = "baseline,pgt"  # possible for every program with a cross-entropy
 
 
@@ -47,6 +54,7 @@ def compare(
     arms: str | None = None,
     arm: Words = (),
     alpha: str = "0.25",
+    untuned: Annotated[bool, Flag] = False,
     command: Annotated[tuple[str, ...], Parameter(negative="", show=False)] = (),
     program: ProgramOptions = _PROGRAM,
     table: TableOptions = _TABLE,
@@ -65,16 +73,20 @@ def compare(
         recipe: The name of a recipe, or a YAML file.
         overrides: Overrides of the recipe.
         arms: The arms, separated by commas; methods can be combined with +. The methods are
-            baseline, pgt, gc, agc, label-smoothing, less-decay (alpha times the weight decay,
-            without PGT) and head-lr (the learning rates of head and backbone in the same ratio as
-            with PGT, without PGT). All others are compared with the first. By default
-            baseline,pgt,head-lr,agc+pgt; for your own program baseline,pgt (there,
+            baseline, pgt, pgt-same-rate, gc, agc, label-smoothing, less-decay (alpha times the
+            weight decay, without PGT) and head-lr (the learning rates of head and backbone in the
+            same ratio as with PGT, without PGT). All others are compared with the first. By default
+            baseline,pgt,head-lr,agc,agc+pgt; for your own program baseline,pgt (there,
             label-smoothing is not available), or only baseline with arms of your own.
         arm: One more arm, such as "name: key=value, key=value"; may be repeated. For your own
             program: "name: --flag value", "name: @GIT-REF", "name: VARIABLE=value", "name: --
             COMMAND", or several, such as "name: pgt @GIT-REF VARIABLE=value --flag value".
         alpha: The alpha of pgt, less-decay and head-lr. Several values, separated by commas, give
             one arm each.
+        untuned: All arms have the settings of the recipe. Otherwise an arm has those that were
+            tuned for it, if the recipe has any and is not changed; and else pgt has the learning
+            rate times alpha and the weight decay divided by alpha, which train the backbone as
+            without PGT.
         command: The program and its arguments.
         program: Your own program.
         table: The comparison of runs made elsewhere.
@@ -105,15 +117,25 @@ def compare(
     refuse(table, ("better",), "--from or your own program")
     name, typed = recipe_and_overrides(recipe, overrides, compare)
     tuned, changes = tuning.split()
-    base = options.base(name, [*typed, *changes])
-    all_arms = arms_of([*(texts or ARMS.split(",")), *arm], base, alphas)
+    base, given = options.base(name, [*typed, *changes]), {*parse_overrides([*typed, *changes])}
+    is_changed = any(not key.startswith(("machine.", "monitor.")) for key in given)
+    fair = Fair(None if is_changed else tuned_settings(name))
+    if fair.tuned and not (tuned or options.metric or options.margin):
+        options = replace(options, margin=fair.tuned.margin)
+    chosen = [*(texts or ARMS.split(",")), *arm]
+    all_arms = arms_of(chosen, base, alphas, None if tuned or untuned else fair)
     repeats = tuning.repeats
     study = options.study("compare", RecipeProgram.of(base), all_arms if not tuned else {}, repeats)
     tuner = tuning.tuner(study, all_arms, tuned) if tuned else None
-    given = {*parse_overrides([*typed, *changes]), *(tuner.space.keys if tuner else ())}
+    if untuned:  # another study of the same recipe
+        options = replace(options, name=options.name or f"{study.name}-untuned")
+    given |= {*(tuner.space.keys if tuner else ()), *(["arms"] if texts or arm else [])}
     with prepare(tuner.study if tuner else study, tuner, options, given) as ready:
+        if settings := fair.sentence(ready.study.arms):
+            say(settings)
+        remarks = [*([settings] if settings else []), *ready.remarks]
         place = ready.folder, ready.execution
-        return tune_and_run(ready.study, ready.tuner, *place, remarks=ready.remarks)
+        return tune_and_run(ready.study, ready.tuner, *place, remarks=remarks)
 
 
 def _compare_program(

@@ -40,7 +40,7 @@ def sweep(
     points = parse_grid(grid)
     program = RecipeProgram.of(options.base(name, typed, is_plain=False))
     study = options.study("sweep", program, points.arms())
-    given = {*parse_overrides(typed), *points.values}
+    given = {*parse_overrides(typed), *points.values, "arms"}
     with prepare(study, None, options, given) as ready:
         records = {"grid": points, "remarks": ready.remarks}
         return run_and_report(ready.study, ready.folder, ready.execution, **records)
@@ -77,7 +77,7 @@ def decompose(
     tuner = None
     if tuned:
         tuner = tuning.tuner(options.study("tune", program, {}), {"CE": {}}, tuned)
-    given = {*parse_overrides([*typed, *changes]), *(tuner.space.keys if tuner else ())}
+    given = {*parse_overrides([*typed, *changes]), *(tuner.space.keys if tuner else ()), "arms"}
     with prepare(study, tuner, options, given) as ready:
         study, base = ready.study, ready.study.base
         records: dict[str, Any] = {"remarks": ready.remarks}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import sys
 import time
@@ -17,7 +18,17 @@ from cyclopts import Parameter
 
 from powergrad.lab.cli.common import Flag, Words, put_aside, refuse
 from powergrad.lab.cli.planning import noise_of
-from powergrad.lab.preflight import Plan, check_recipe, choose_budget, count_reused, say
+from powergrad.lab.preflight import (
+    LEAST_BUDGET,
+    RESERVE,
+    Fitting,
+    Plan,
+    check_recipe,
+    count_reused,
+    earlier_budget,
+    say,
+    within_budget,
+)
 from powergrad.lab.runs import CommandProgram, Program, RecipeProgram
 from powergrad.lab.runs.devices import visible_devices, worker_environments
 from powergrad.lab.runs.pool import Pool
@@ -113,9 +124,10 @@ class StudyOptions:
         cluster: The address of a Dask scheduler, such as tcp://host:8786, whose workers execute the
             runs.
         reuse: A study.csv of an earlier start, here or elsewhere, whose runs are not repeated.
-        budget: The time that the study may take, such as 10m, 90s or 1h30m. Image size, width,
-            epochs and seeds are chosen to fit, unless given, and no run is started that would
-            finish too late. For your own program nothing is chosen.
+        budget: The time that the study may take, such as 10m, 90s or 1h30m. Arms, epochs, seeds,
+            image size and width are chosen to fit, unless given, so that the baseline learns
+            something, and no run is started that would finish too late. For your own program
+            nothing is chosen.
         fresh: Do not reuse an earlier start; its folder is renamed.
         json: Print one JSON object with the results to standard output, and everything else to
             standard error.
@@ -271,25 +283,31 @@ def prepare(
     `given` are the keys that the user has set; a budget does not change them.
     """
     began, folder, base = time.monotonic(), options.free_folder(study), study.base
-    facts = check_recipe(base, [base.override(changes) for changes in study.arms.values()])
     assert isinstance(study.program, RecipeProgram)
     with options.pool(folder, study.program) as pool:
+        plan, remarks = Plan.of(study, tuner, pool.workers), []
+        seconds = parse_duration(options.budget) if options.budget else math.inf
+        if seconds < LEAST_BUDGET:
+            wanted = f"Expected --budget to be at least {duration(LEAST_BUDGET)}"
+            raise ValueError(f"{wanted}, but got {options.budget!r}.")
+        pool.deadline = began + seconds - RESERVE
+        chosen = earlier_budget(folder, seconds)
+        are_given = {"seeds": options.seeds or study.finals, "arms": tuner}
+        fixed = {*given, *(name for name, is_given in are_given.items() if is_given)}
+        fitting = Fitting(study, plan, seconds, pool.deadline, fixed)
+        is_open = options.budget is not None and chosen is None
+        arms = [base.override(changes) for changes in study.arms.values()]
+        check_recipe(base, arms, fitting.choose if is_open else None)
         done = count_reused(study, folder, tuner, pool.known.keys())
-        plan = Plan.of(study, tuner, pool.workers, done)
-        remarks = []
-        if options.budget is not None:
-            is_fixed = options.seeds is not None or bool(study.finals)
-            kept = {"given": given, "seeds_given": is_fixed}
-            study, chosen = choose_budget(study, plan, facts, pool, options.budget, began, **kept)
+        if is_open:
+            chosen = fitting.fit()
+        if chosen is not None:
+            study = within_budget(study, chosen, pool)
             if tuner is not None:
                 tuned = replace(tuner.study, program=study.program, design=study.design)
                 tuner = replace(tuner, study=tuned)
-            if chosen.changes:
-                remarks.append(
-                    f"To fit the budget of {duration(chosen.seconds)}, these options were chosen: "
-                    f"{chosen.options}. The verdict is about this shorter training."
-                )
-        elif plan.runs(plan.design.last):
+            remarks.append(chosen.remark)
+        elif (plan := replace(plan, done=done)).runs(plan.design.last):
             say(plan.announce())
         yield Prepared(study, tuner, folder, Execution(pool, Watch), remarks)
 

@@ -24,7 +24,7 @@ class Section(BaseModel):
 
 
 class Data(Section):
-    name: Annotated[str, "digits, fashion-mnist, cifar10 or folder:PATH"] = "digits"
+    name: Annotated[str, "digits, noisy-digits, fashion-mnist, cifar10 or folder:PATH"] = "digits"
     size: Annotated[Count | None, "side of an image (default: as stored; folders: 224)"] = None
     crop_padding: Annotated[Natural, "pad by this many pixels, then crop at random"] = 0
     flip: Annotated[bool, "mirror at random"] = False

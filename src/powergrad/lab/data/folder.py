@@ -1,9 +1,9 @@
 """Folders of images, one folder per class, decoded with Pillow in worker processes.
 
-An image is read once. `draft` lets libjpeg decode it at a half, a quarter or an eighth of its size
-if the crop is that much larger than the result. Then the crop is resized in one step, bilinear with
-antialiasing: in training by PyTorch, which is faster; in testing by Pillow, so that others can
-prepare images in the same way without PyTorch.
+`draft` lets libjpeg decode an image at a half, a quarter or an eighth of its size if the crop is
+that much larger than the result. Then the crop is resized, bilinear with antialiasing: in training
+by PyTorch, which is faster; in testing by Pillow, so that others can prepare images in the same way
+without PyTorch.
 
 EXIF orientation is ignored, as in torchvision and timm. Transparency is dropped. Of several frames,
 the first is used.
@@ -32,13 +32,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from powergrad.lab.data.data_options import Data
-from powergrad.lab.data.listing import FORMATS, Listing
+from powergrad.lab.data.listing import FORMATS, Listing, file_stamp
 from powergrad.lab.data.split import Batch, Split
 from powergrad.lab.data.streams import Stream, uniform
 
 MEAN, STD = 255 * torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])  # ImageNet's
 CHUNK = 16  # images that a worker sends at once: 2.4 MB of shared memory at 224 pixels
 ATTEMPTS = 10
+MOST_KEPT = 512 << 20  # bytes of decoded images that a process keeps
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 Chooser = Callable[[int, int], Box]  # of a box, by width and height
@@ -76,21 +77,30 @@ def open_image(path: bytes | str | Path) -> Image.Image:
     return Image.open(path, formats=known)
 
 
-def read_image(
-    path: bytes | str | Path, choose: Chooser, size: int, *, by_pillow: bool = False
-) -> Tensor:
-    """The box ``choose(width, height)`` of an image, resized to `size` by PyTorch or by Pillow."""
+class Picture(NamedTuple):
+    """A decoded image of mode L or RGB, perhaps smaller than in its file."""
+
+    image: Image.Image
+    width: int  # in the file
+    height: int
+
+
+def decode(path: bytes | str | Path, least: Callable[[int, int], tuple[int, int]]) -> Picture:
+    """Decode an image as small as possible, but not below ``least(width, height)``."""
     with open_image(path) as image:
         width, height = image.size
-        left, top, right, bottom = choose(width, height)
-        # Decode as small as possible with at least `size` pixels in the box.
-        least = math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))
-        image.draft(None, least)
-        x, y = image.width / width, image.height / height
-        edges = left * x, top * y, right * x, bottom * y
-        left, top, right, bottom = (int(edge + 0.5) for edge in edges)
-        crop = eight_bits(image).crop((left, top, right, bottom))
-    crop = grey_or_rgb(crop)
+        image.draft(None, least(width, height))
+        image.load()
+        return Picture(grey_or_rgb(eight_bits(image)), width, height)
+
+
+def cut(picture: Picture, box: Box, size: int, *, by_pillow: bool) -> Tensor:
+    """A box of an image, in pixels of its file, resized to `size` by PyTorch or by Pillow."""
+    image, (left, top, right, bottom) = picture.image, box
+    x, y = image.width / picture.width, image.height / picture.height
+    edges = left * x, top * y, right * x, bottom * y
+    left, top, right, bottom = (int(edge + 0.5) for edge in edges)
+    crop = image.crop((left, top, right, bottom))
     if by_pillow:
         crop = crop.resize((size, size), Image.Resampling.BILINEAR)
     # A permuted batch of one, which PyTorch treats as channels-last without a copy.
@@ -98,6 +108,20 @@ def read_image(
     if not by_pillow:
         pixels = F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
     return pixels[0]
+
+
+def read_image(
+    path: bytes | str | Path, choose: Chooser, size: int, *, by_pillow: bool = False
+) -> Tensor:
+    """The box ``choose(width, height)`` of an image, resized to `size` by PyTorch or by Pillow."""
+
+    def least(width: int, height: int) -> tuple[int, int]:  # at least `size` pixels in the box
+        left, top, right, bottom = choose(width, height)
+        return math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))
+
+    picture = decode(path, least)
+    box = choose(picture.width, picture.height)
+    return cut(picture, box, size, by_pillow=by_pillow)
 
 
 def eight_bits(image: Image.Image) -> Image.Image:
@@ -134,8 +158,17 @@ class Chunk(NamedTuple):
     bad: list[tuple[int, str]]  # index and reason
 
 
+# What this process has decoded, by path and time of the file: reduced images for training, finished
+# ones for testing; all for splits with the settings `_kept_for`.
+_kept: dict[Any, Picture | Tensor] = {}
+_kept_for: list[Any] = []
+
+
 class FolderSplit(Split):
     """Images in files, read by `workers` processes, or by this process if that is 0.
+
+    If all images fit into :data:`MOST_KEPT` bytes after they are reduced, this process keeps them,
+    so that further epochs and runs decode nothing.
 
     In testing, unreadable images are skipped. In training, if `data.bad_images` is "skip", the next
     readable image of the listing, usually of the same class, replaces an unreadable one, with the
@@ -150,6 +183,11 @@ class FolderSplit(Split):
         self.listing, self.size, self.workers = listing, size, workers
         self.skips = config.bad_images == "skip"
         self._reported: set[int] = set()
+        self._area = size**2 / config.scale[0] / min(config.ratio[0], 1 / config.ratio[1])
+        self.is_kept = 3 * self._area * len(listing.paths) <= MOST_KEPT
+        if _kept_for != (settings := [size, config.scale, config.ratio, config.test_crop]):
+            _kept.clear()
+            _kept_for[:] = settings
 
     def _train(self, rows: NDArray[np.int64], seed: int, epoch: int) -> Iterator[Batch]:
         for images, index in self._read(list(rows), (seed, epoch)):
@@ -190,7 +228,7 @@ class FolderSplit(Split):
             for candidate in (i % count for i in range(index, index + attempts)):
                 path = self.listing.path(candidate)
                 try:
-                    image = read_image(path, choose, self.size, by_pillow=is_test)
+                    image = self._image(path, choose, is_test)
                 except MemoryError:
                     raise
                 except Exception as error:  # decoders raise all kinds of errors for damaged files
@@ -200,6 +238,34 @@ class FolderSplit(Split):
                     indices.append(candidate)
                     break
         return Chunk(images[: len(indices)], torch.tensor(indices, dtype=torch.int64), bad)
+
+    def _image(self, path: bytes, choose: Chooser, is_test: bool) -> Tensor:
+        """An image for training or testing, decoded now or before."""
+        if not self.is_kept:
+            return read_image(path, choose, self.size, by_pillow=is_test)
+        key = path, file_stamp(path), is_test
+        image = _kept.get(key)
+        if image is None:
+            exact = functools.partial(read_image, path, choose, self.size, by_pillow=True)
+            image = exact() if is_test else self._reduced(path)
+            if not self.workers:  # their processes end with the epoch
+                _kept[key] = image
+        if isinstance(image, Tensor):
+            return image
+        return cut(image, choose(image.width, image.height), self.size, by_pillow=False)
+
+    def _reduced(self, path: bytes) -> Picture:
+        """An image for training, just large enough that no random crop has to be enlarged."""
+        picture = decode(path, self._least)
+        least = self._least(picture.width, picture.height)
+        if least[0] >= picture.image.width:
+            return picture
+        return picture._replace(image=picture.image.resize(least, Image.Resampling.BILINEAR))
+
+    def _least(self, width: int, height: int) -> tuple[int, int]:
+        """The size at which the smallest random crop has about `size` pixels per side."""
+        factor = min(1.0, math.sqrt(self._area / (width * height)))
+        return math.ceil(width * factor), math.ceil(height * factor)
 
     def _plans(
         self, indices: NDArray[np.int64], moment: Moment

@@ -25,6 +25,7 @@ from PIL import UnidentifiedImageError
 from powergrad.lab.data.data_options import Data
 from powergrad.lab.data.folder import eight_bits, grey_or_rgb, in_workers, open_image
 from powergrad.lab.data.listing import BROKEN, ImageFolder, file_stamp, open_folder, some
+from powergrad.lab.environment import usable_cores
 from powergrad.lab.files import FileError, write_text
 from powergrad.lab.words import show_progress
 
@@ -127,8 +128,7 @@ def _check_all(folder: ImageFolder) -> dict[str, Checked]:
             image = Checked(size, changed, error=error)
         images[name] = image
     todo = [name for name, image in images.items() if not image.format and not image.error]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    workers = 0 if len(todo) <= ALONE else cores or 1
+    workers = 0 if len(todo) <= ALONE else usable_cores()
     chunks = [todo[i : i + CHUNK] for i in range(0, len(todo), CHUNK)]
     found = in_workers(functools.partial(_look_at_all, folder.root), chunks, workers)
     try:

@@ -28,6 +28,8 @@ class Batch(NamedTuple):
 class Split(ABC):
     """Labelled images, normalised, in batches that depend only on (seed, epoch, index)."""
 
+    is_kept = True  # whether the images are in memory after the first epoch
+
     def __init__(
         self, labels: Tensor, config: Data, *, classes: int, mean: list[float], std: list[float]
     ) -> None:

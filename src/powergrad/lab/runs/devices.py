@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from powergrad.lab.environment import usable_cores
+
 
 def visible_devices() -> list[str]:
     """The GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``."""
@@ -21,7 +23,7 @@ def worker_environments(
     for name, value in (("workers", workers), ("threads", threads)):
         if value is not None and value < 1:
             raise ValueError(f"Expected `{name}` to be at least 1, but got {value}.")
-    count = workers or usual or len(devices) or max(1, (os.cpu_count() or 1) // threads)
+    count = workers or usual or len(devices) or max(1, usable_cores() // threads)
     shared = {"OMP_NUM_THREADS": str(threads)}
     own = [{"CUDA_VISIBLE_DEVICES": device} for device in devices] or [{}]
     return [shared | own[i % len(own)] for i in range(count)]

@@ -17,6 +17,7 @@ from powergrad.lab.stats.power import KNOWN_NOISE as KNOWN_NOISE
 from powergrad.lab.stats.power import Plan as Plan
 from powergrad.lab.stats.power import estimate_noise as estimate_noise
 from powergrad.lab.stats.power import plan as plan
+from powergrad.lab.stats.power import smallest_difference as smallest_difference
 from powergrad.lab.stats.settle import VERDICTS as VERDICTS
 from powergrad.lab.stats.settle import Claim as Claim
 from powergrad.lab.stats.tests import Noise as Noise

@@ -113,6 +113,15 @@ def runs_to_settle(sd: float, margin: float, *, comparisons: int = 1, level: flo
     return max(LEAST, math.ceil(2 * (reach * sd / margin) ** 2) + 1)
 
 
+def smallest_difference(
+    sd: float, runs: int, *, comparisons: int = 1, level: float = 0.05
+) -> float:
+    """The difference that a fixed number of runs per arm finds with probability 0.8."""
+    quantile = NormalDist().inv_cdf
+    reach = quantile(0.8) - quantile(sidak(level, comparisons) / 2)
+    return reach * sd * math.sqrt(2 / runs)
+
+
 # Noise -------------------------------------------------------------------------------------------
 
 

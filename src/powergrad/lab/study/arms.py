@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from powergrad.lab.runs.commands import COMMAND, FLAGS, REF, VARIABLES
 from powergrad.lab.study.records import Grid
-from powergrad.lab.trainer.recipe import Recipe, RecipeError, parse_overrides
+from powergrad.lab.trainer.recipe import Recipe, RecipeError, Tuned, flatten, parse_overrides
 from powergrad.lab.words import did_you_mean
 
 Changes = dict[str, Any]
@@ -82,17 +83,37 @@ def _head_lr(recipe: Recipe, alpha: float) -> Changes:
     return {"optimizer.head.lr": ratio * recipe.optimizer.head.lr}
 
 
+def identity_image(values: Mapping[str, Any], alpha: float) -> Changes:
+    """The settings with PGT that train the backbone like `values` without PGT.
+
+    By the identity, SGD with PGT at (lr, wd) updates the backbone like plain cross-entropy at
+    (lr / alpha, wd * alpha). Adam: (lr, wd * alpha); AdamW: (lr, wd).
+    """
+    name, image = values["optimizer.name"], {}
+    if alpha == 0:
+        raise RecipeError("Expected alpha above 0 for settings by the identity, but got 0.")
+    if name == "sgd":
+        for key in ("optimizer.lr", "schedule.warmup_start", "schedule.floor"):
+            image[key] = values[key] * alpha
+        if values["clip.agc"] is not None:  # the backbone's gradients are 1 / alpha times as large
+            image["clip.agc"] = values["clip.agc"] / alpha
+    if name in ("sgd", "adam"):
+        image["optimizer.weight_decay"] = values["optimizer.weight_decay"] / alpha
+    return image
+
+
 # The paper's methods, and PGT's controls: their changes of a recipe.
 METHODS: dict[str, Callable[[Recipe, float], Changes]] = {
     "baseline": lambda recipe, alpha: {},
-    "pgt": lambda recipe, alpha: {"loss.alpha": alpha},
+    "pgt": lambda recipe, alpha: {"loss.alpha": alpha},  # and the settings of `Fair`
+    "pgt-same-rate": lambda recipe, alpha: {"loss.alpha": alpha},
     "gc": lambda recipe, alpha: {"clip.norm": 1.0},  # a common threshold; the paper states none
     "agc": _agc,
     "label-smoothing": lambda recipe, alpha: {"loss.label_smoothing": 0.1},
     "less-decay": _less_decay,
     "head-lr": _head_lr,
 }
-DEPEND_ON_ALPHA = {"pgt", "less-decay", "head-lr"}
+DEPEND_ON_ALPHA = {"pgt", "pgt-same-rate", "less-decay", "head-lr"}
 # Their options of ``powergrad run``, from alpha, the exponent of head-lr and the threshold of AGC.
 OF_PROGRAMS: dict[str, Callable[[float, int, float], Changes]] = {
     "baseline": lambda alpha, exponent, agc: {},
@@ -130,15 +151,66 @@ def parse_arm(text: str, recipe: Recipe, alpha: float) -> tuple[str, Changes]:
     return name.strip(), changes
 
 
-def arms_of(texts: Sequence[str], recipe: Recipe, alphas: Sequence[float]) -> dict[str, Changes]:
-    """The arms of a comparison; with several alphas, an arm that depends on it once for each."""
+def arms_of(
+    texts: Sequence[str], recipe: Recipe, alphas: Sequence[float], fair: Fair | None = None
+) -> dict[str, Changes]:
+    """The arms of a comparison; with several alphas, an arm that depends on it once for each.
+
+    All arms have the settings of the recipe, or those that are `fair` to each.
+    """
     arms: dict[str, Changes] = {}
     for text in texts:
         methods = [part.strip() for part in text.rpartition(":")[2].split("+")]
         for alpha, ending in _alphas_of(methods, alphas):
             name, changes = parse_arm(text, recipe, alpha)
+            if fair is not None:
+                changes |= fair.settings(f"{name}{ending}", methods, recipe, changes, alpha)
             _add(arms, f"{name}{ending}", changes)
     return arms
+
+
+@dataclass
+class Fair:
+    """The settings of each arm that are fair to it.
+
+    Those that were tuned for it; otherwise PGT trains the backbone as the baseline does, and other
+    arms have the settings of the recipe.
+    """
+
+    tuned: Tuned | None
+    at: dict[str, list[str]] = field(default_factory=dict)  # the arms by their kind of settings
+
+    def settings(
+        self, name: str, methods: Sequence[str], recipe: Recipe, changes: Changes, alpha: float
+    ) -> Changes:
+        """The settings of an arm that is made of `methods`, besides its `changes`."""
+        is_alpha = self.tuned and (alpha == self.tuned.alpha or DEPEND_ON_ALPHA.isdisjoint(methods))
+        if self.tuned and is_alpha and name == "+".join(methods) and name in self.tuned.arms:
+            self.at.setdefault("tuned", []).append(name)
+            return self.tuned.arms[name]
+        is_image = "pgt" in methods
+        self.at.setdefault("image" if is_image else "own", []).append(name)
+        own = dict(flatten(recipe.model_dump()))
+        return identity_image({**own, **changes}, alpha) if is_image else {}
+
+    def sentence(self, arms: Collection[str]) -> str:
+        """Which settings these arms have; empty if all have those of the recipe."""
+        kinds = ("tuned", "image", "own")
+        tuned, image, own = ([a for a in self.at.get(kind, []) if a in arms] for kind in kinds)
+        points = f"{self.tuned.trials} points each" if self.tuned else ""
+        if tuned and not (image or own):
+            return (
+                f"Every arm is at settings tuned for it, {points}. That was done once, so the "
+                "verdict holds for these settings, not for the methods (--tune with --repeats)."
+            )
+        parts = [f"{', '.join(tuned)} at settings tuned for each, {points}"] if tuned else []
+        if image:
+            parts.append(
+                f"{', '.join(image)} at lr * alpha and weight decay / alpha, which train the "
+                "backbone as without PGT (by the identity; pgt-same-rate keeps the recipe's)"
+            )
+        parts += [f"{', '.join(own)} at those of the recipe"] if own else []
+        return f"Settings: {'; '.join(parts)}." if tuned or image else ""
 
 
 def _alphas_of(methods: Iterable[str], alphas: Sequence[float]) -> list[tuple[float, str]]:

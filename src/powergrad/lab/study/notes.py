@@ -14,6 +14,7 @@ from powergrad.lab.study.results import Results
 from powergrad.lab.words import short_key
 
 MOST_ADVICE = 2
+CLIPPED = 0.9  # the share of clipped units above which the reader is told
 MOST_ARMS = 4  # that the title and the headline of the page name
 MORE_SEEDS = f"Next: --seeds {DEFAULT} instead. It continues from the runs that are finished."
 WIDER = 4  # the factor by which advice widens a range
@@ -95,7 +96,8 @@ def describe_tuning(results: Results) -> str:
 def notes(results: Results) -> list[str]:
     """Notes for the reader; they are shown wherever the verdict is shown."""
     found = [*results.remarks, *(_about_source(results.source) if results.source else ())]
-    found += [describe_diverged(results), *_about_runs(results), *_about_design(results)]
+    found += [describe_diverged(results), *_about_runs(results)]
+    found += [*_about_clipping(results), *_about_design(results)]
     return [note for note in [*found, *_about_tuning(results)] if note]
 
 
@@ -216,6 +218,18 @@ def _about_first_losses(results: Results, study: Study) -> Iterator[str]:
             break
 
 
+def _about_clipping(results: Results) -> Iterator[str]:
+    """A note about arms whose gradients are nearly always clipped."""
+    for arm in results.arms:
+        rates = [r for row in results.of_arm(arm) if (r := row.value("clip_rate")) is not None]
+        if rates and (rate := sum(rates) / len(rates)) > CLIPPED:
+            yield (
+                f"{arm} clips {100 * rate:.0f}% of the units (at the last step), so the threshold "
+                "sets the size of its steps: a result of the threshold more than of the method. "
+                "Tune it (--tune), or raise it (clip.agc)."
+            )
+
+
 def _about_design(results: Results) -> Iterator[str]:
     study, what = results.study, results.counted
     if study is None:
@@ -322,16 +336,21 @@ def _tune_first(study: Study) -> str | None:
     """Advice to tune the learning rate and the weight decay, if all arms used the same."""
     if study.kind != "compare" or study.tuned or not isinstance(study.program, RecipeProgram):
         return None
+    if "optimizer.lr" in study.arms[study.baseline]:  # tuned for each arm before
+        return None
     alpha = min(study.program.alpha(changes) for changes in study.arms.values())
     if not 0 < alpha < 1:
         return None
     options = study.base.optimizer
     values = {"lr": options.lr, "wd": options.weight_decay}
     ranges = [f"{key}={v * alpha:.2g}:{v / alpha:.2g}" for key, v in values.items() if v > 0]
+    image = options.weight_decay / alpha  # see `Fair`
+    is_image = any(c.get("optimizer.weight_decay") == image for c in study.arms.values())
+    used = "Those of all arms follow from" if is_image else "All arms used those of"
     return (
-        f"Next: tune the learning rate and the weight decay. All arms used those of the recipe, "
-        f"{options.lr:g} and {options.weight_decay:g}, which may suit one arm better than another. "
-        f"To tune them for each arm: --tune {' '.join(ranges)} --repeats 8."
+        f"Next: tune the learning rate and the weight decay. {used} the recipe, {options.lr:g} and "
+        f"{options.weight_decay:g}, which may suit one arm better than another. To tune them for "
+        f"each arm: --tune {' '.join(ranges)} --repeats 8."
     )
 
 

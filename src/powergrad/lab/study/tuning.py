@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from powergrad.lab.runs import Changes, Job
+from powergrad.lab.runs import Job
+from powergrad.lab.study.arms import identity_image
 from powergrad.lab.study.definition import Study
 from powergrad.lab.study.metrics import Metric
 from powergrad.lab.study.records import Choice, Trial, Tuning, describe_point
 from powergrad.lab.study.space import Point, Space
-from powergrad.lab.trainer.recipe import RecipeError
+from powergrad.lab.trainer.recipe import RecipeError, flatten
 from powergrad.lab.trainer.run_folder import Result
 
 FOLDER = "tuning"  # the folder of the trials, in the folder of the study
@@ -63,7 +64,9 @@ class Tuner:
         chosen = program.at_point(changes, point, {axis.key for axis in self.space.shared})
         both = {**changes, **chosen}
         if self.map == "identity" and (alpha := program.alpha(both)) < 1:
-            chosen |= _by_identity(both, alpha, self.study)
+            # The changes as a whole may not be a valid recipe.
+            own = dict(flatten(self.study.base.model_dump()))
+            chosen |= identity_image({**own, **both}, alpha)
         return chosen
 
     def jobs(self, repeat: int) -> dict[tuple[str, int, int], Job]:
@@ -131,27 +134,3 @@ def _trial(
     else:
         mean = sum(numbers) / len(numbers)
     return Trial(point=point, changes=changes, mean=mean, note=note)
-
-
-def _by_identity(changes: Changes, alpha: float, study: Study) -> dict[str, Any]:
-    """The settings with PGT that train the backbone like `changes` without PGT.
-
-    By the identity, SGD with PGT at (lr, wd) updates the backbone like plain cross-entropy at
-    (lr / alpha, wd * alpha). Adam: (lr, wd * alpha); AdamW: (lr, wd).
-    """
-
-    def value(key: str) -> Any:  # the changes as a whole may not be a valid recipe
-        return changes[key] if key in changes else study.base.value(key)
-
-    name = value("optimizer.name")
-    if alpha == 0:
-        raise RecipeError("Expected alpha above 0 with --tune-map identity, but got 0.")
-    mapped = {}
-    if name == "sgd":
-        for key in ("optimizer.lr", "schedule.warmup_start", "schedule.floor"):
-            mapped[key] = value(key) * alpha
-        if value("clip.agc") is not None:  # the backbone's gradients are 1 / alpha times as large
-            mapped["clip.agc"] = value("clip.agc") / alpha
-    if name in ("sgd", "adam"):
-        mapped["optimizer.weight_decay"] = value("optimizer.weight_decay") / alpha
-    return mapped

@@ -158,7 +158,7 @@ class Machine(Section):
     parallel: Annotated[
         Literal["ddp", "fsdp"], "several processes: copies of the network, or shards of it (FSDP2)"
     ] = "ddp"
-    threads: Annotated[Count | None, "threads per process"] = None
+    threads: Annotated[Count | None, "threads per process (default: the free cores)"] = None
     workers: Annotated[Natural, "image decoding processes per process"] = 0
     data_dir: Annotated[str | None, "folder of the data files"] = None
     fingerprint: Annotated[
@@ -266,6 +266,23 @@ class Recipe(Section):
         return _validate(values, source)
 
 
+class Tuned(Section):
+    """The key `tuned` of a recipe file: settings of arms, tuned for each with the same budget."""
+
+    alpha: Unit  # of the arms with PGT
+    keys: tuple[str, ...]  # as for ``--tune``
+    trials: Count  # points per arm
+    seeds: Count  # per point
+    arms: Mapping[str, dict[str, Any]] = Field({})
+    margin: Positive | None = None  # of the accuracy, instead of the usual one
+
+
+def tuned_settings(source: str) -> Tuned | None:
+    """The key `tuned` of a recipe file itself, without its base."""
+    values = _parse(_find(source).read_text(encoding="utf-8"), source).get("tuned")
+    return None if values is None else Tuned.model_validate(values)
+
+
 def describe_keys(section: type[Section] = Recipe) -> Iterator[tuple[str, str, str, Any]]:
     """Every dotted key, its meaning, its allowed values in words, and its default."""
     properties = section.model_json_schema()["properties"]
@@ -346,7 +363,7 @@ def default_recipe(changes: Mapping[str, Any]) -> str:
     name = str(changes.get("data.name", ""))
     if name.startswith("folder:"):
         return "images"
-    return name if name in recipe_names() else "digits"
+    return name if name in recipe_names() else "noisy-digits"
 
 
 def header(name: str) -> str:
@@ -417,8 +434,7 @@ def _read(source: str, readers: tuple[str, ...] = ()) -> dict[str, Any]:
     if name in readers:
         raise RecipeError(f"The recipe {source!r} is its own `base`.")
     values = _parse(path.read_text(encoding="utf-8"), name)
-    values.pop("format", None)
-    base = values.pop("base", None)
+    base, *_ = (values.pop(key, None) for key in ("base", "format", "tuned"))
     if isinstance(path, Path) and (path.parent / str(base)).is_file():
         base = path.parent / str(base)
     inherited = {} if base is None else _read(str(base), (*readers, name))

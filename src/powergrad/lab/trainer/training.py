@@ -9,6 +9,7 @@ bitwise the same weights as one that was not.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 import powergrad
+from powergrad.lab.environment import free_cores
 from powergrad.lab.files import write_json
 from powergrad.lab.signals import Interrupted, watching_signals
 from powergrad.lab.trainer.processes import Processes, join_processes
@@ -32,8 +34,7 @@ KEPT_LOGITS = 5_000_000  # the outputs of the last test are kept up to this many
 def train(recipe: Recipe, folder: str | Path, *, progress: Progress | None = None) -> Run:
     """Start or resume the run of `recipe` in `folder`, or return it if it is finished."""
     run = Run(folder)
-    if recipe.machine.threads is not None:
-        torch.set_num_threads(recipe.machine.threads)
+    use_threads(recipe.machine.threads or run.environment().get("threads"))
     with join_processes(recipe.machine.device) as processes, contextlib.ExitStack() as stack:
         if processes.first:
             stack.enter_context(run.open(recipe, recipe.folder_fingerprint()))
@@ -42,6 +43,14 @@ def train(recipe: Recipe, folder: str | Path, *, progress: Progress | None = Non
             shown = progress if processes.first else None
             _train(recipe, run, processes, shown or Progress(quiet=True))
     return run
+
+
+def use_threads(threads: int | None = None) -> None:
+    """Compute with `threads`; by default one per free core, or OMP_NUM_THREADS."""
+    if threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads or free_cores())
+    with contextlib.suppress(RuntimeError):  # it is too late after the first parallel work
+        torch.set_num_interop_threads(1)
 
 
 def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -> None:
