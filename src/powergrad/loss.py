@@ -224,7 +224,7 @@ def loss_of(input: Tensor, call: Call) -> Tensor:
         if LISTENERS:
             tell("powergrad.cross_entropy", input, call.alpha, call)
         loss = _rows_loss(input, call)
-        return loss if input.dtype == torch.float32 else _in_dtype(loss, input, call)
+        return loss if input.dtype == torch.float32 else in_dtype(loss, input, call)
     if _is_parallel(input, call):
         return OF_DTENSORS["cross_entropy"](input, call, False)[0]
     class_dim, call = check_call(input, call)

@@ -309,38 +309,6 @@ def test_two_processes_train_as_one(tmp_path, monkeypatch):
         assert values[0] == pytest.approx(values[1], rel=1e-6, abs=error)
 
 
-@pytest.mark.parametrize(
-    ("load", "told", "threads"),
-    [(0.2, None, 8), (5.4, None, 3), (30, None, 1), (0, "2", 7), (30, 4, 4)],
-)
-def test_threads_are_the_free_cores_by_default(monkeypatch, load, told, threads):
-    """Seven stay as they are if OMP_NUM_THREADS is set."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    if isinstance(told, str):
-        monkeypatch.setenv("OMP_NUM_THREADS", told)
-    before = torch.get_num_threads()
-    torch.set_num_threads(7)
-    try:
-        use_threads(told if isinstance(told, int) else None)
-        assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
-    assert torch.get_num_interop_threads() == 1
-
-
-def test_resumed_run_keeps_its_threads(monkeypatch, tmp_path):
-    """On which the rounding of sums depends, so that it ends with the same weights."""
-    used: list[int | None] = []
-    monkeypatch.setattr(training, "use_threads", used.append)
-    recipe = TINY.override({"machine.threads": None})
-    run = train(recipe, tmp_path / "run")
-    run.folder.joinpath("result.json").unlink()
-    train(recipe, tmp_path / "run")
-    assert used == [None, run.environment()["threads"]]
-
-
 @pytest.mark.studies
 def test_shards_killed_and_resumed_with_other_numbers_of_processes(tmp_path):
     """Two processes are killed, three continue and are killed, one finishes: float64."""
@@ -392,3 +360,35 @@ def test_two_processes_with_shards_train_as_one(tmp_path):
 def test_what_shards_do_not_support_is_refused():
     with pytest.raises(RecipeError, match=r"`train\.ema`"):
         TINY.override({"machine.parallel": "fsdp", "train.ema": 0.9})
+
+
+@pytest.mark.parametrize(
+    ("load", "told", "threads"),
+    [(0.2, None, 8), (5.4, None, 3), (30, None, 1), (0, "2", 7), (30, 4, 4)],
+)
+def test_threads_are_the_free_cores_by_default(monkeypatch, load, told, threads):
+    """Seven stay as they are if OMP_NUM_THREADS is set."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if isinstance(told, str):
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    before = torch.get_num_threads()
+    torch.set_num_threads(7)
+    try:
+        use_threads(told if isinstance(told, int) else None)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.get_num_interop_threads() == 1
+
+
+def test_resumed_run_keeps_its_threads(monkeypatch, tmp_path):
+    """On which the rounding of sums depends, so that it ends with the same weights."""
+    used: list[int | None] = []
+    monkeypatch.setattr(training, "use_threads", used.append)
+    recipe = TINY.override({"machine.threads": None})
+    run = train(recipe, tmp_path / "run")
+    run.folder.joinpath("result.json").unlink()
+    train(recipe, tmp_path / "run")
+    assert used == [None, run.environment()["threads"]]
