@@ -43,8 +43,9 @@ _KNOWN = None not in (
     is_batched,
     getattr(forward_ad, "_current_level", None),
 )
-# `torch.compiler.is_exporting` does not exist in 2.6, and is true inside `torch.compile` up to 2.9.
-_TELLS_EXPORT = torch.__version__ >= "2.10"  # a TorchVersion
+# `torch.compiler.is_exporting` does not exist in 2.6, and is true inside `torch.compile` of 2.8 to
+# 2.10; of 2.11 and 2.12, nothing is known.
+_TELLS_EXPORT = torch.__version__ >= "2.13"  # a TorchVersion
 _log_softmax = _private("_log_softmax")
 
 

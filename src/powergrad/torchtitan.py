@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torchtitan.components.loss import (  # pyright: ignore[reportMissingImports]
@@ -50,8 +50,7 @@ def _loss(
     options: Any = {"alpha": alpha, "reduction": "sum", "ignore_index": IGNORE_INDEX}
     if is_sharded(pred) and is_sharded(labels):
         return powergrad.cross_entropy(pred.movedim(-1, 1).float(), labels, **options)
-    mesh, vocabulary, local = None, global_vocab_size, pred
-    sharded: Any = pred
+    mesh, local, sharded, vocabulary = None, pred, cast(Any, pred), cast(Any, global_vocab_size)
     if is_sharded(pred):
         mesh, vocabulary, local = sharded.device_mesh, pred.shape[-1], sharded.to_local()
     elif get_spmd_backend() == "spmd_types" and spmd_mesh_size("tp") > 1:

@@ -30,8 +30,8 @@ def apply(alpha: float) -> None:
         >>> # trl.SFTTrainer(model, ...).train()
     """
     check_number(alpha)
-    import trl
-    import trl.trainer.utils as utils
+    import trl  # pyright: ignore[reportMissingImports]
+    import trl.trainer.utils as utils  # pyright: ignore[reportMissingImports]
 
     if not hasattr(utils, NAME):
         raise ImportError(

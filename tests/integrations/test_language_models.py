@@ -269,7 +269,7 @@ def trl(monkeypatch):
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Cohere"])
 def test_sft_trainer(trl, name: str, tmp_path: Path) -> None:
     """One step of SGD: the trainer's metrics are those of TRL, its gradients the potential's."""
-    from datasets import Dataset
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
 
     from powergrad.trl import apply
 
@@ -298,8 +298,8 @@ def test_sft_trainer(trl, name: str, tmp_path: Path) -> None:
 
 
 def tokenizer():
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
+    from tokenizers import Tokenizer  # pyright: ignore[reportMissingImports]
+    from tokenizers.models import WordLevel  # pyright: ignore[reportMissingImports]
 
     words = {f"w{i}": i for i in range(VOCABULARY)}
     return transformers.PreTrainedTokenizerFast(
@@ -316,7 +316,7 @@ def test_trl_without_its_function_is_refused(trl, monkeypatch) -> None:
 
 
 def test_what_other_trainers_of_trl_ask_for_is_refused(trl) -> None:
-    import trl.trainer.utils as utils
+    import trl.trainer.utils as utils  # pyright: ignore[reportMissingImports]
 
     from powergrad.trl import apply
 
@@ -333,7 +333,10 @@ def test_what_other_trainers_of_trl_ask_for_is_refused(trl) -> None:
 @pytest.mark.parametrize("chunks", [None, 3])
 def test_torchtitan(chunks: int | None) -> None:
     pytest.importorskip("torchtitan", reason="needs it: make test-integrations")
-    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.components.loss import (  # pyright: ignore[reportMissingImports]
+        ChunkedLossWrapper,
+        CrossEntropyLoss,
+    )
 
     from powergrad.torchtitan import PowerGradLoss
 
