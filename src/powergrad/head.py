@@ -91,6 +91,8 @@ def _takers(layer: Any, model: nn.Module) -> list[nn.Module]:
     else:
         size, flattened, apart = layer.out_channels, nn.Linear, ()
     pairs = [(m, p) for m in model.modules() for p in m.parameters(recurse=False) if p.dim() > 1]
+    # Tokens and positions, (1, length, size), are added to the inputs and do not multiply them.
+    pairs = [(m, p) for m, p in pairs if p.shape[0] > 1 or isinstance(m, LINEAR_LAYERS)]
     pairs = [(m, p.shape[1]) for m, p in pairs if m is not layer and not isinstance(m, apart)]
     return [m for m, n in pairs if n == size or (isinstance(m, flattened) and n % size == 0)]
 
