@@ -94,8 +94,7 @@ def show_runs(results: Results) -> None:
     """Print the result of each arm, for a study with nothing to compare."""
     table = _table("arm", "n", results.metric.title)
     for arm in results.arms:
-        count, spread = _spread(results, arm)
-        table.add_row(Text(arm), count, spread.removesuffix(" ± -"))
+        table.add_row(Text(arm), *_spread(results, arm))
     _console().print(table)
     reason = "Nothing is compared: a comparison needs two arms with two runs each."
     more = [MORE_SEEDS] if results.study is not None and results.study.design.last < 2 else []
@@ -181,7 +180,8 @@ def _spread(results: Results, arm: str) -> tuple[str, str]:
     values, digits = list(results.units(arm).values()), _digits(results)
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan
     mean = _number(results.mean(arm), digits)
-    return str(len(values)), f"{mean} ± {_number(deviation, digits)}"
+    spread = f" ± {_number(deviation, digits)}" if len(values) > 1 else ""
+    return str(len(values)), mean + spread
 
 
 def _digits(results: Results) -> int:
