@@ -72,7 +72,7 @@ def run(case: Case, stats: bool = False) -> tuple[Tensor, Any, Tensor, Counter[s
     The loss is in float32, before it is rounded to the dtype of the logits.
     """
     z, found = case.logits.detach().requires_grad_(), None
-    exact = patch.object(loss_module, "_in_dtype", lambda loss, *_: loss)
+    exact = patch.object(loss_module, "in_dtype", lambda loss, *_: loss)
     unchecked = patch.object(gpu, "_problem", lambda *_: None)  # it would take half of the time
     with exact, unchecked, interpreter.watched() as moved:
         loss = cross_entropy(z, case, return_stats=stats)
