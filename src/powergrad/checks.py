@@ -232,16 +232,17 @@ class Call(NamedTuple):
 
     def split(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
         """The tensors, for ``ctx.save_for_backward``, and the rest."""
-        alpha: Any = None
-        rest: tuple[Any, ...] = self[2:-1]
-        if isinstance(self.alpha, Tensor):
-            alpha, rest = self.alpha, (None, *self[3:-1])
-        return (self.target, self.weight, alpha, self.token_weight), rest
+        alpha, rest = self.alpha, self[2:-1]
+        if isinstance(alpha, Tensor):
+            return (self.target, self.weight, self.token_weight, alpha), (None, *rest[1:])
+        if self.weight is None and self.token_weight is None:
+            return (self.target,), rest  # saving even None takes time
+        return (self.target, self.weight, self.token_weight), rest
 
     @classmethod
     def joined(cls, tensors: Sequence[Tensor | None], rest: Sequence[Any]) -> Call:
         """The inverse of :meth:`split`."""
-        target, weight, alpha, token_weight = tensors
+        target, weight, token_weight, alpha = (*tensors, None, None, None)[:4]
         alpha = rest[0] if alpha is None else alpha
         return cls(target, weight, alpha, *rest[1:], token_weight)  # pyright: ignore
 

@@ -47,6 +47,8 @@ _KNOWN = None not in (
 # 2.10; of 2.11 and 2.12, nothing is known.
 _TELLS_EXPORT = torch.__version__ >= "2.13"  # a TorchVersion
 _log_softmax = _private("_log_softmax")
+# Whether the backward pass that runs was called with `retain_graph=True`. 2.6 to 2.13.
+_keep_graph = _private("_C._autograd._get_current_graph_task_keep_graph")
 
 
 def nothing_traced() -> bool:
@@ -61,6 +63,11 @@ def nothing_traced() -> bool:
         or _key_included(_pre_dispatch)
         or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
     )
+
+
+def keeps_graph() -> bool:
+    """Whether there may be another backward pass through the graph of the one that runs."""
+    return _keep_graph is None or _keep_graph()
 
 
 def log_softmax_of_rows(z: Tensor) -> Tensor:

@@ -33,9 +33,8 @@ from powergrad.checks import (
     is_one,
     is_plain,
     shape_of,
-    values_readable,
 )
-from powergrad.compat import in_transform, is_autocasting, is_exporting
+from powergrad.compat import in_transform, is_autocasting, is_exporting, keeps_graph
 from powergrad.kernels import gpu
 from powergrad.rows import RowStatistics, loss_and_gradient, mapped
 from powergrad.transform import (
@@ -55,7 +54,6 @@ if TYPE_CHECKING:
 __all__ = ["CrossEntropyLoss", "binary_cross_entropy_with_logits", "cross_entropy"]
 
 OPERATOR = 1 << 16  # with at least this many elements, a compiled graph calls the C kernel
-IN_PLACE = 1 << 18  # with at least this many elements, a gradient is multiplied in its own memory
 Gate = Callable[[RowStatistics], Tensor]
 
 
@@ -388,9 +386,9 @@ def _is_common_case(input: Tensor, call: Call) -> bool:
     """
     target, alpha = call.target, call.alpha
     return (
-        is_plain(input, target)  # first: TorchDynamo of PyTorch 2.6 takes no slice of a call
-        and call.weight is None
+        call.weight is None
         and call.token_weight is None
+        and is_plain(input, target)  # TorchDynamo of PyTorch 2.6 takes no slice of a call
         and call[4:-1] == _DEFAULTS
         and type(alpha) is float
         and 0 <= alpha < 1
@@ -479,40 +477,29 @@ class Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, call: Call) -> Tensor:
         value, gradient = loss_and_gradient(input, call)
-        factor = gradient.new_zeros((), dtype=torch.float64) if input.numel() >= IN_PLACE else None
         tensors, ctx.options = call.split()
-        ctx.save_for_backward(gradient, input, factor, *tensors)
+        ctx.save_for_backward(gradient, input, *tensors)
         return value
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad, (gradient, logits, factor, *tensors) = grads[0], ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor, owned: bool = True) -> tuple[Tensor, None]:
+        grad, (gradient, logits, *tensors) = grads[0], ctx.saved_tensors
         if torch.is_grad_enabled():
             loss = loss_by_definition(logits, Call.joined(tensors, ctx.options))
             grad = grad.to(loss.dtype)
             return torch.autograd.grad(loss, logits, grad, create_graph=True)[0], None
-        gradient = _multiplied(gradient, grad, factor)
+        gradient = _multiplied(gradient, grad, owned)
         return gradient if gradient.dtype == logits.dtype else gradient.to(logits.dtype), None
 
 
-def _multiplied(gradient: Tensor, grad: Tensor, factor: Tensor | None) -> Tensor:
-    """The gradient times the incoming one.
-
-    A large one is multiplied in place, once: what is returned may be the buffer that was saved.
-    `factor`, saved as well, is what the buffer has been multiplied by, and 0 before.
-    """
+def _multiplied(gradient: Tensor, grad: Tensor, owned: bool) -> Tensor:
+    """The gradient times the incoming one; in its own memory, if no one else will read it."""
+    in_place = owned and is_plain(grad) and not keeps_graph()
     if grad.dim():
         grad = grad.unsqueeze(1)
-    elif values_readable(grad):
-        number = grad.item()
-        if factor is None:
-            return gradient if number == 1 else gradient * number
-        if factor.item() == 0 and 0 < abs(number) < math.inf:
-            factor.data.fill_(number)
-            return gradient if number == 1 else gradient.data.mul_(number)
-    if factor is None:
-        return gradient * grad
-    return gradient * (grad / torch.where(factor == 0, 1, factor)).to(grad.dtype)
+    elif in_place and grad.is_cpu and grad.item() == 1:
+        return gradient
+    return gradient.mul_(grad) if in_place else gradient * grad
 
 
 # Without the Python layer for transforms, which takes 5% of the time of a small loss; `is_plain`.

@@ -81,11 +81,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     logits, target, weight, alpha, *options = inputs
     alpha = alpha.reshape(-1) if alpha.dim() else alpha
     tensors, ctx.options = Call(target, weight, alpha, *options).split()
-    ctx.save_for_backward(output[1].detach(), logits, None, *tensors)
+    ctx.save_for_backward(output[1].detach(), logits, *tensors)
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    return Rows.backward(ctx, *grads)[0], *[None] * 6
+    return Rows.backward(ctx, *grads, owned=False)[0], *[None] * 6
 
 
 _define(

@@ -153,6 +153,7 @@ class Coefficients:
     ignored: Tensor | None
     z_loss: float | Tensor  # lambda, relative to g
     empty: bool | Tensor  # whether no row is counted
+    own: Tensor | None = None  # the class weights of the labels, (N, 1)
     whole: bool = True  # whether these are all rows
 
     def of(self, part: slice | Tensor | None) -> Coefficients:
@@ -160,11 +161,12 @@ class Coefficients:
         if part is None:
             return self
         g = self.g[part] if isinstance(self.g, Tensor) else self.g
-        ignored = None if self.ignored is None else self.ignored[part]
+        ignored, own = (None if t is None else t[part] for t in (self.ignored, self.own))
         alpha = self.alpha
         if isinstance(alpha, Tensor) and alpha.numel() > 1:
             alpha = alpha[part]
-        return Coefficients(self.labels[part], alpha, g, ignored, self.z_loss, self.empty, False)
+        further = ignored, self.z_loss, self.empty, own, False
+        return Coefficients(self.labels[part], alpha, g, *further)
 
 
 def coefficients(
@@ -190,15 +192,17 @@ def coefficients(
     empty = count == 0 if isinstance(count, Tensor) else not rows
     z_loss: float | Tensor = call.z_loss
     divisor: float | Tensor = 1
+    own = None
+    if call.weight is not None and not call.soft():
+        own = call.weight.to(dtype)[labels].unsqueeze(1)
     if mean:
         divisor = count or 1 if isinstance(count, (int, float)) else count.clamp(min=1)
-        if call.weight is not None and not call.soft():
-            own = call.weight.to(dtype)[labels]
-            mass = own.sum() if kept is None else (own * kept).sum()
+        if own is not None:
+            mass = own.sum() if kept is None else (own.squeeze(1) * kept).sum()
             mass = mass if over_processes is None else over_processes(mass)
-            mass = torch.where(mass != 0, mass, math.nan)
-            count, no_rows = divisor, torch.as_tensor(empty, device=mass.device)
-            divisor = torch.where(no_rows, 1, mass)
+            count, divisor = divisor, mass.masked_fill(mass == 0, math.nan)
+            if empty is not False:
+                divisor = divisor.masked_fill(torch.as_tensor(empty, device=mass.device), 1)
             if call.z_loss:
                 z_loss = call.z_loss * divisor / count
     g: float | Tensor = 1 / divisor  # a number only if all rows count alike
@@ -208,7 +212,7 @@ def coefficients(
     if isinstance(g, Tensor):
         g = g.reshape(-1, 1).expand(rows, 1)
     alpha = call.alpha.reshape(-1) if isinstance(call.alpha, Tensor) else call.alpha
-    return Coefficients(labels, alpha, g, ignored, z_loss, empty)
+    return Coefficients(labels, alpha, g, ignored, z_loss, empty, own)
 
 
 def reduced(losses: Tensor, call: Call, common: Coefficients) -> Tensor:
@@ -237,13 +241,11 @@ def loss_and_gradient(logits: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     native = kernels.cross_entropy(logits, call)
     if native is not None:
         return native
-    kinds = (call.soft(), call.label_smoothing, call.z_loss, call.weight is not None)
-    simple = not any(kinds) and call.token_weight is None
-    small = logits.numel() < SMALL and logits.is_cpu
-    if small and simple and not 0 <= call.ignore_index < logits.shape[1]:
+    small = logits.numel() < SMALL and logits.is_cpu and not call.soft()
+    if small and not 0 <= call.ignore_index < logits.shape[1]:
         try:
             return _by_operations(logits, call, True)
-        except IndexError:  # not all labels are valid, says `nll_loss`
+        except (IndexError, RuntimeError):  # not all labels are valid, say `nll_loss` and `gather`
             pass
     all_valid = check_labels(call.target, logits.shape[1], call.ignore_index)
     return _by_operations(logits, call, all_valid)
@@ -254,6 +256,8 @@ def _by_operations(logits: Tensor, call: Call, all_valid: bool) -> tuple[Tensor,
     dtype = torch.float32 if logits.dtype == torch.float16 else logits.dtype
     wide = torch.promote_types(dtype, torch.float32)
     common = coefficients(call, wide, all_valid)
+    if common.own is not None and not (call.label_smoothing or call.z_loss):
+        common.g, call = common.g * common.own, call.replace(weight=None)  # they weight rows
     n, c = logits.shape
     if n * c < LARGE:
         losses, gradient = write(logits, call, common)
@@ -338,9 +342,9 @@ def _of_labels(
     log_p, lse = _log_p(z, call, out, label)
     share, total = eps / z.shape[1], float(z.shape[1])
     own_w: float | Tensor = 1.0
-    if weight is not None:
-        weight = weight.to(log_p.dtype)
-        own_w, total = weight[label], weight.sum()
+    if weight is not None and block.own is not None:
+        weight, own_w = weight.to(log_p.dtype), block.own
+        total = weight.sum()
     # Statistics
     plain = weight is None and not (eps or call.z_loss) and block.empty is False
     plain = plain and block.whole and isinstance(g, float)  # the losses of all rows count alike
