@@ -173,17 +173,18 @@ def test_interval_p_and_verdict_never_contradict_each_other(
     for found in compare(values, "base", margin=MARGIN, design=design):
         low, high = found.interval
         assert low <= found.difference <= high
-        is_different = found.verdict in ("better", "worse")
         can_speak = found.n >= LEAST and found.n >= found.looks[0]
-        assert is_different == (can_speak and not low <= 0 <= high)
+        is_different, is_inside = not low <= 0 <= high, low > -MARGIN and high < MARGIN
+        matters = abs(found.difference) > MARGIN or found.n == found.looks[-1]
+        says_so = found.verdict in ("better", "worse")
+        assert says_so == (can_speak and is_different and matters)
+        assert (found.verdict == "equivalent") == (can_speak and is_inside and not says_so)
         if can_speak:
             assert is_different == (found.p < 0.05)
         if found.verdict == "better":
             assert low > 0
         if found.verdict == "worse":
             assert high < 0
-        within = low > -MARGIN and high < MARGIN
-        assert (found.verdict == "equivalent") == (can_speak and within and not is_different)
         assert found.is_open == (found.verdict == "not settled" and found.n < found.looks[-1])
         assert found.sentence
 
@@ -210,6 +211,15 @@ def test_an_arm_is_judged_where_it_settles_and_later_runs_change_nothing():
     assert early.verdict == "better"
     assert early == replace(late, step=early.step)
     assert (late.n, late.n_baseline) == (8, 8)
+
+
+def test_luck_does_not_choose_between_better_and_equivalent():
+    outcome = simulate(0.6, 0.55, DEFAULT, margin=1.5, comparisons=4)
+    assert outcome.equivalent == pytest.approx(0.98, abs=0.01)  # docs/methods/statistics.md
+    assert outcome.found == pytest.approx(0.02, abs=0.01)
+    assert outcome.runs == pytest.approx(11.6, abs=0.1)
+    fixed = simulate(0.6, 0.1, Design((24,)), margin=1.5)  # with a single look, it is not 0
+    assert fixed.found == 1
 
 
 def test_an_arm_waits_for_the_next_look():

@@ -32,8 +32,8 @@ MOST = 3_000  # the maximal number of runs per arm in a plan
 class Judged(NamedTuple):
     """The verdicts on many studies."""
 
-    sign: NDArray[np.int64]  # +1 or -1 if the interval excludes 0, otherwise 0
-    is_equivalent: NDArray[np.bool_]  # whether the interval contains 0 and lies inside the margin
+    sign: NDArray[np.int64]  # +1 for better, -1 for worse, otherwise 0
+    is_equivalent: NDArray[np.bool_]
     n: NDArray[np.int64]  # runs per arm at which the study stopped
 
 
@@ -55,6 +55,9 @@ def judge(
             samples = arm[:, :size], baseline[:, :size]
             difference = compare_means(*samples, step=step, noise=noise)
             signs, equal = difference.judge(design.nominal(look, comparisons), margin)
+            if size < design.last:  # as in `settle.combine`
+                signs = np.where(equal | (np.abs(difference.mean) <= margin), 0, signs)
+            equal &= signs == 0
             is_settled = (sign == 0) & ~is_equivalent & ((signs != 0) | equal)
             sign[is_settled], is_equivalent[is_settled] = signs[is_settled], equal[is_settled]
             n[is_settled] = size

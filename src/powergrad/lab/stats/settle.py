@@ -206,7 +206,7 @@ def settle(
             rule.judge(a, b, level, is_paired)._replace(correlation=correlation)
             for (rule, a, b), (correlation, is_paired) in zip(both, pairing, strict=True)
         ]
-        verdict = combine(rules, parts)
+        verdict = combine(rules, parts, is_last=look == len(plan.looks) - 1)
         by = "identity" if all(part.is_identical for part in parts) else "mean"
         excess = mine.rate - theirs.rate
         too_good = ("better", "equivalent") if excess > 0 else ("worse",) if excess < 0 else ()
@@ -223,11 +223,15 @@ def settle(
     return found
 
 
-def combine(rules: Sequence[Rule], parts: Sequence[Part]) -> Verdict:
+def combine(rules: Sequence[Rule], parts: Sequence[Part], is_last: bool) -> Verdict:
     """The verdict by one metric, or by two with a claim each."""
+    is_equivalent = all(part.is_equivalent for part in parts)
+    if not is_last and len(parts) == 1 and rules[0].target is None:
+        if is_equivalent or abs(parts[0].difference) <= rules[0].margin:
+            return "equivalent" if is_equivalent else "not settled"
     shown = [rule.is_shown(part) for rule, part in zip(rules, parts, strict=True)]
     if all(shown):
         return "better"
     if any(part.sign < 0 and not is_shown for part, is_shown in zip(parts, shown, strict=True)):
         return "worse"
-    return "equivalent" if all(part.is_equivalent for part in parts) else "not settled"
+    return "equivalent" if is_equivalent else "not settled"

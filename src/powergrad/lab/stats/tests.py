@@ -46,10 +46,10 @@ class Difference(NamedTuple):
         return -stdtrit(self.df, level / 2) * self.error
 
     def judge(self, level: float, margin: float) -> tuple[Array, NDArray[np.bool_]]:
-        """The sign if the interval excludes 0, otherwise 0; whether it is equivalent otherwise."""
+        """The sign if the interval excludes 0, otherwise 0; and whether it is inside the margin."""
         size, reach = np.abs(self.mean), self.reach(level)
         differs = (self.error > 0) & (size > reach)
-        is_equivalent = (self.error > 0) & ~differs & (size + reach < margin)
+        is_equivalent = (self.error > 0) & (size + reach < margin)
         return np.where(differs, np.sign(self.mean), 0), is_equivalent
 
 

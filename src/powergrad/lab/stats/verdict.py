@@ -5,12 +5,16 @@ look of the study's design, every arm has a *repeated confidence interval* for i
 from the baseline: a t interval at the nominal level of the look, corrected for the other arms. With
 95% confidence, all intervals of all arms at all looks contain the true differences. So
 
-1. an arm is *better* or *worse* as soon as its interval excludes 0;
-2. otherwise it is *equivalent* as soon as its interval lies inside the margin;
+1. an arm is *better* or *worse* if its interval excludes 0;
+2. otherwise it is *equivalent* if its interval lies inside the margin;
 3. otherwise it is *not settled*, and gets more runs until the last look.
 
-The p-value is the smallest error at which the interval would exclude 0. It is below 0.05 exactly if
-the verdict is *better* or *worse*. Further rules:
+Before the last look, a study stops for what matters: an arm is better or worse only if its mean
+difference also exceeds the margin, and is equivalent also if its interval excludes 0 inside the
+margin. Otherwise luck would often choose between two verdicts that are both true.
+
+The p-value is the smallest error at which the interval would exclude 0: it is below 0.05 exactly if
+the interval does. Further rules:
 
 - Where runs failed, Fisher's test of their numbers shares the error like another arm. If they
   differ, that is the verdict. Otherwise the side that failed more often is never called better.
@@ -118,7 +122,6 @@ class Comparison:
         """The verdict as a sentence, with its numbers."""
         numbers = self._numbers + (f" and {self.second._numbers}" if self.second else "")
         is_simple = self.second is None and self.target is None
-        is_small = is_simple and max(map(abs, self.interval)) < self.margin
         text = f"{self.arm} is {self.ending}: {numbers}."
         if self.done < self.looks[0]:
             finished = f"{self.done} of {self.looks[0]} {self.counted} are finished"
@@ -134,8 +137,8 @@ class Comparison:
         elif self.verdict == "not settled":
             has_interval = math.isfinite(self.interval[0]) and not self.constant
             text = f"{self._cannot_tell(self.n)}: {numbers}." if has_interval else self._why_none
-        elif self.verdict != "equivalent" and is_small:
-            text += f" The difference is smaller than the margin of {self.margin:g}."
+        elif self.p < self.level and is_simple and max(map(abs, self.interval)) < self.margin:
+            text += f" The difference is not 0, but smaller than the margin of {self.margin:g}."
         return " ".join(filter(None, [text, self.doubt, self._failures]))
 
     @property
@@ -161,6 +164,8 @@ class Comparison:
         whether = f"whether {self.arm} differs from {self.baseline}"
         if self.second:
             whether = f"whether {self.arm} is {self.claims} than {self.baseline}"
+        elif self.p < self.level:
+            whether += f" by more than {self.margin:g}"
         return f"{n} {self.counted} per arm cannot tell {whether}"
 
     @property
