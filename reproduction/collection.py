@@ -20,7 +20,7 @@ from powergrad.lab.words import slug
 from powergrad.monitor import Recording, census
 from reproduction.evidence import file_part
 from reproduction.published import Experiment, Use, changes_of, load_paper
-from reproduction.replicas import Replica, decay_exponent, full_departures
+from reproduction.replicas import decay_exponent, departures
 
 ABOUT = "paper.json"  # in a folder of runs: the experiment, the scale, and the commands
 NORMS_BYTES = 400_000  # the maximal size of the norms of one run, before compression
@@ -113,12 +113,9 @@ def _conditions(
     base = next(iter(recipes.values()))
     seed = {"seed": base.seed}
     arms = {arm: changes_of(recipe.override(seed), base) for arm, recipe in recipes.items()}
-    loaded = load_data(base.data, data_dir=base.machine.data_dir)
-    examples = len(loaded.train)
-    rows = [row for row in experiment.rows if row.arm in recipes]
-    replica = Replica(experiment, rows, base, arms, examples, len(loaded.classes))
-    is_full = scale == "full"
-    lost = full_departures(rows[0], base, examples) if is_full else list(replica.lost())
+    examples = len(load_data(base.data, data_dir=base.machine.data_dir).train)
+    first = experiment.row(next(iter(recipes)))
+    lost = [*departures(first, base, examples)]
     exponents = {arm: decay_exponent(recipe, examples) for arm, recipe in recipes.items()}
     about = {"data": base.data.name, "examples": examples, "scale": scale}
     return {**about, "exponents": exponents, "lost": lost, "arms": arms}

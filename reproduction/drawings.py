@@ -44,6 +44,7 @@ def draw(
 
 def plot(figure: Figure, evidence: Evidence) -> Any:
     """The matplotlib figure of a figure of the paper."""
+    evidence.require(figure.uses)
     if figure.uses:
         return MEASURED[figure.name](evidence, figure.uses)
     return getattr(diagrams, figure.name)()

@@ -13,6 +13,7 @@ The studies that the paper does not have are ``results/compare_*.json`` and ``de
 
 from __future__ import annotations
 
+import csv
 import functools
 import re
 from collections.abc import Iterable, Mapping
@@ -25,9 +26,17 @@ from numpy.typing import NDArray
 from powergrad.lab.trainer.run_folder import RunError
 from powergrad.lab.words import slug
 from reproduction.published import Use, load_paper
-from reproduction.trials import Trial, load_study, plain_trials
+from reproduction.trials import Trial, load_study
 
 RESULTS = Path(__file__).parents[1] / "results"
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file; none if there is no such file."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 class MissingRunsError(RunError):
@@ -70,6 +79,10 @@ class Norms:
         if not np.isfinite(last).all():
             return None
         return last == 0 if layer is None else last < 0.01 * first
+
+    def is_all_dead(self, layer: int | None) -> bool:
+        dead = self.dead(layer)
+        return dead is not None and bool(dead.all())
 
     def dead_in_words(self, layer: int | None) -> str:
         """The number of dead units at the end."""
@@ -148,7 +161,7 @@ class Evidence:
     @functools.cached_property
     def trials(self) -> list[Trial]:
         """The studies whose first arm is plain cross-entropy: evidence on the paper's claims."""
-        return plain_trials([*self.replicas, *self.others])
+        return [trial for trial in (*self.replicas, *self.others) if trial.is_evidence]
 
     def of(self, use: Use) -> list[Trial]:
         """The replicas with an arm or an experiment, sorted by the number of examples."""
@@ -165,11 +178,16 @@ class Evidence:
         """The uses that no replica has."""
         return [use for use in uses if not self.of(use)]
 
+    def require(self, uses: Iterable[Use]) -> None:
+        """Raise MissingRunsError, with the commands, if uses have no replica."""
+        if missing := self.missing(uses):
+            commands = dict.fromkeys(f"\n    {small_command(use)}" for use in missing)
+            raise MissingRunsError(f"missing: {', '.join(map(str, missing))}{''.join(commands)}")
+
     def best(self, use: Use) -> Trial:
         """The first of the replicas that have a use."""
-        for trial in self.of(use):
-            return trial
-        raise MissingRunsError(f"No run of {use} was measured; run `{small_command(use)}`.")
+        self.require([use])
+        return self.of(use)[0]
 
     def kept_run(self, use: Use) -> KeptRun:
         """The run of the first of these replicas."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.tables import benchmark_regions
 from powergrad.lab.files import write_text
 from reproduction import robust
-from reproduction.benchmarks import benchmark_regions
 from reproduction.claims import claim_regions
 from reproduction.decisive.figure import draw
 from reproduction.decisive.findings import Findings
 from reproduction.decisive.points import draw_points, points_table
-from reproduction.evidence import RESULTS, Evidence
+from reproduction.evidence import RESULTS, Evidence, csv_rows
 from reproduction.experiments import experiment_regions
 from reproduction.marks import Regions, fill, region_names
 from reproduction.tables import table_regions
@@ -54,7 +54,7 @@ def robust_regions(rows: Sequence[robust.Row]) -> Regions:
 
 def all_regions() -> Regions:
     """Every region that a page may have."""
-    first, second = Findings.read(RESULTS), robust.read(robust.ROWS)
+    first, second = Findings.read(RESULTS), csv_rows(robust.ROWS)
     registered = {**decisive_regions(first), **robust_regions(second)}
     return {**benchmark_regions(), **study_regions(RESULTS), **registered}
 
@@ -72,7 +72,7 @@ def write_pages() -> None:
     images = ROOT / "docs" / "images"
     draw(findings, images / "decisive.png")
     draw_points(findings, images / "decisive_points.png")
-    robust.draw(robust.read(robust.ROWS), images / "robust.png")
+    robust.draw(csv_rows(robust.ROWS), images / "robust.png")
     for page in generated_pages():
         write_text(page, fill(page.read_text("utf-8"), regions))
         print(f"wrote {page.relative_to(ROOT)}")

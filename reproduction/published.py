@@ -6,15 +6,22 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from powergrad.lab.trainer.recipe import Recipe, RecipeError, flatten
 from powergrad.lab.words import did_you_mean
 
 
-class Unstated(NamedTuple):
+class Entry(BaseModel):
+    """An entry of ``published.yaml``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Unstated(Entry):
     """A detail that the paper does not state, and the choice made here."""
 
     what: str
@@ -23,7 +30,7 @@ class Unstated(NamedTuple):
     choice: Mapping[str, Any] = {}  # empty if it is a default
 
 
-class Note(NamedTuple):
+class Note(Entry):
     """A contradiction in the paper, or between the paper and the authors' code."""
 
     id: str
@@ -100,16 +107,38 @@ class Experiment:
         return [row for row in self.rows if row is self.baseline or item in (row.id, self.id)]
 
 
-class Figure(NamedTuple):
+class Figure(Entry):
     """A figure of the paper."""
 
     id: str  # F1 to F17, by its place
     name: str  # its label in the source, or ours if it has none
     title: str
-    uses: tuple[Use, ...]  # the runs that it shows
+    uses: tuple[Annotated[Use, BeforeValidator(Use.parse)], ...]  # the runs that it shows
 
 
-class Throughput(NamedTuple):
+Names = Annotated[frozenset[str], BeforeValidator(lambda text: text.split(" + "))]
+
+
+class Claim(Entry):
+    """That an arm with some methods does better than one with others.
+
+    A control is what an arm without PGT does that may explain the gain. PGT is compared with it,
+    too; these comparisons are not counted as confirmation.
+    """
+
+    id: str
+    title: str
+    methods: Names  # of the arm
+    norm: str | None = None  # the normalisation of the networks; None for all
+    against: Names = frozenset()  # of the other arm; none for the baseline
+    alpha: float | None = None  # of the arm, where the claim is about one
+    holds: Names = frozenset({"better"})  # the verdicts that confirm it
+    metric: str = "test"  # or train, or gap: train minus test
+    published: str = ""  # if it is no difference within a part of a table
+    control: Names = frozenset()
+
+
+class Throughput(Entry):
     """Published training speeds on one kind of GPU, in images per second by network."""
 
     gpu: str
@@ -130,6 +159,7 @@ class Paper:
     notes: tuple[Note, ...]
     numbers: Mapping[str, float]  # printed outside the tables, by id
     throughput: tuple[Throughput, ...]
+    claims: tuple[Claim, ...]
 
     def items(self) -> dict[str, Experiment]:
         """The id of every row, pair, run and grid, with its experiment, in printed order."""
@@ -179,8 +209,6 @@ def load_paper() -> Paper:
     """
     raw = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text("utf-8"))
     unstated = tuple(Unstated(**values) for values in raw["unstated"])
-    for values in raw["figures"]:
-        values["uses"] = tuple(map(Use.parse, values["uses"]))
     return Paper(
         raw["title"],
         tuple(_experiment(values, raw["common"], unstated) for values in raw["experiments"]),
@@ -189,6 +217,7 @@ def load_paper() -> Paper:
         tuple(Note(**values) for values in raw["notes"]),
         {number["id"]: number["value"] for number in raw["numbers"]},
         tuple(Throughput(**values) for values in raw["throughput"]),
+        tuple(Claim(**values) for values in raw["claims"]),
     )
 
 

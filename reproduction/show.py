@@ -10,6 +10,7 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
+from powergrad.lab.stats import format_signed
 from powergrad.lab.trainer.recipe import nest
 from reproduction.evidence import Evidence, small_command
 from reproduction.published import (
@@ -22,7 +23,7 @@ from reproduction.published import (
     load_paper,
     total_hours,
 )
-from reproduction.trials import Outcome, Trial
+from reproduction.trials import Trial, verdict_of
 
 
 def paper_table(evidence: Evidence) -> Table:
@@ -62,8 +63,7 @@ def _measured(trials: Sequence[Trial], row: Row) -> list[str]:
             decay = trial.recipe.optimizer.weight_decay / row.recipe.optimizer.weight_decay
             words = f"{trial.label} ({decay:.2g}x): {mean:.2f} (n = {len(values)})"
             if comparison := trial.comparisons.get(row.arm):
-                outcome = Outcome.of(comparison)
-                words += f", {outcome.difference}, {outcome.verdict}"
+                words += f", {format_signed(comparison.difference)}, {verdict_of(comparison)}"
             lines.append(words)
     return lines
 

@@ -35,7 +35,7 @@ def _not_better(trials: Sequence[Trial]) -> str:
         return "Nothing was measured yet."
     rows = counted(rows)
     better = [contrast for contrast in rows if contrast.verdict == "better"]
-    inflated = sum(contrast.arm.decay.endswith("inflated") for contrast in better)
+    inflated = sum(contrast.arm.is_inflated for contrast in better)
     at_decay = ""
     if inflated:
         share = "all" if inflated == len(better) else inflated
@@ -78,9 +78,8 @@ def _short_table(contrasts: Iterable[Contrast]) -> str:
 
 
 def _short_cells(contrast: Contrast) -> list[str]:
-    _, arm, _, _, *rest = contrast.cells
-    *cells, verdict = (cell.replace(", inflated", "") for cell in rest)
-    return [arm, *cells, verdict.replace("not settled; better withheld", "better withheld")]
+    *cells, verdict = contrast.cells
+    return [*cells, verdict.replace("not settled; better withheld", "better withheld")]
 
 
 def _grid_cells(rows: Sequence[Contrast]) -> list[str]:
@@ -90,7 +89,7 @@ def _grid_cells(rows: Sequence[Contrast]) -> list[str]:
     verdicts = Counter(row.verdict for row in rows)
     return [
         f"{len(rows)} alphas from {min(alphas):g} to {max(alphas):g}",
-        rows[0].arm.decay.replace(", inflated", ""),
+        rows[0].arm.decay,
         str(len(rows[0].arm.rows)),
         f"from {format_signed(min(differences))} to {format_signed(max(differences))}",
         ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()),

@@ -232,19 +232,14 @@ def test_sgd_without_a_scaler_diverges(dtype):
 # The page ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("alpha", "low", "high"),
-    [(0.05, 0.3, 0.36), (0.25, 0.88, 0.92), (0.3, 0.93, 0.95), (0.92, 0.99, 1.0)],
-)
-def test_the_shortfalls_that_the_page_quotes(alpha, low, high):
-    """About a third; 10% short; 6% short; nothing."""
+def test_the_gap_that_the_page_calls_a_third():
     results = audit.Results(audit.read_results())
     got, want = (
-        results.values("gap", experiment="gap", alpha=alpha, setting=f"{m} sgd lr=0.01 steps=2000")
+        results.values("gap", experiment="gap", alpha=0.05, setting=f"{m} sgd lr=0.01 steps=2000")
         for m in ("listing", "equation")
     )
     assert len(got) == len(want) == 3
-    assert low < sum(got) / sum(want) < high
+    assert 0.3 < sum(got) / sum(want) < 0.36
 
 
 @pytest.mark.parametrize("experiment", ["scale", "powers", "flush", "push"])
