@@ -32,7 +32,6 @@ app = App(
     name="python -m reproduction", help="The paper: list, show, run and draw it.", version_flags=()
 )
 
-Flag = Parameter(negative="")
 Step = tuple[list[str], Path, Recipe]  # a command of the package, and the recipe that it reads
 Tokens = Annotated[str, Parameter(allow_leading_hyphen=True)]
 
@@ -51,15 +50,14 @@ def list_items(*, results: Path = RESULTS) -> int:
 
 
 @app.command(sort_key=1)
-def show(item: str, *, data: str = "folder:/path/to/imagenet", results: Path = RESULTS) -> int:
+def show(item: str, *, results: Path = RESULTS) -> int:
     """Show one item: recipe, published numbers, commands, cost and open questions.
 
     Args:
         item: An id from `list`.
-        data: The location of ImageNet, for the commands.
         results: The folder of measured results.
     """
-    print(item_in_words(item, data, Evidence(results)))
+    print(item_in_words(item, Evidence(results)))
     return 0
 
 
@@ -73,7 +71,6 @@ def run(
     data: str | None = None,
     scale: Literal["full", "small"] = "full",
     arm: str | None = None,
-    as_published: Annotated[bool, Flag] = False,
     only_plan: Annotated[bool, Parameter(name="--plan", negative="")] = False,
     keep: Annotated[bool, Parameter(name="--collect", negative="")] = False,
     out: Path = Path("runs"),
@@ -93,7 +90,6 @@ def run(
             fashion-mnist, cifar10 or folder:PATH.
         scale: full or small.
         arm: Only this arm of the item.
-        as_published: Train with the authors' hook instead of the equation, in float16.
         only_plan: Only print what would be done.
         keep: Store the data for figures and tables in --results, also of runs made before.
         out: The folder in which the folder of the runs is created.
@@ -114,14 +110,6 @@ def run(
         known = ", ".join(DATA)
         raise ValueError(f"Expected --data to be {known} or folder:PATH, but got {data!r}.")
     changes, options = split_tokens(tokens)
-    if as_published:
-        precision = changes.setdefault("train.precision", "float16")
-        if precision != "float16":
-            raise ValueError(
-                "Expected train.precision to be float16 with --as-published, the only precision in "
-                f"which the authors' hook was used, but got {precision!r}."
-            )
-        changes["loss.form"] = "as_published"
     given = {option.partition("=")[0] for option in options}
     if "--repeats" in given:
         raise ValueError("Expected no --repeats: the arms of a replica are tuned once.")

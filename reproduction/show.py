@@ -68,14 +68,14 @@ def _measured(trials: Sequence[Trial], row: Row) -> list[str]:
     return lines
 
 
-def item_in_words(item: str, data: str, evidence: Evidence) -> str:
+def item_in_words(item: str, evidence: Evidence) -> str:
     """A description of an item: recipe, published numbers, commands, cost, open questions."""
     paper = load_paper()
     figure = paper.figure(item)
     if figure is not None:
         lines = [*_figure(figure, evidence)]
     else:
-        lines = [*_rows(item, paper.find(item), data, evidence)]
+        lines = [*_rows(item, paper.find(item), evidence)]
     notes, unstated = paper.about(item)
     if notes:
         lines.append("\nWhere the paper disagrees with itself or its code, or leaves a doubt:")
@@ -97,7 +97,7 @@ def _figure(figure: Figure, evidence: Evidence) -> Iterator[str]:
         yield f"  missing: {use}\n    {small_command(use)}"
 
 
-def _rows(item: str, experiment: Experiment, data: str, evidence: Evidence) -> Iterator[str]:
+def _rows(item: str, experiment: Experiment, evidence: Evidence) -> Iterator[str]:
     rows = experiment.own_rows(item)
     first, others = rows[0], rows[1:]
     base = first.recipe
@@ -120,7 +120,7 @@ def _rows(item: str, experiment: Experiment, data: str, evidence: Evidence) -> I
         yield f"    at {part.images_per_second:,.0f} images/s: {part.how}\n    {part.source}"
     if not total:
         yield "  unknown: there is no published training speed of this network on this data"
-    where = "" if base.data.name == "cifar10" else f" --data {data}"
+    where = "" if base.data.name == "cifar10" else " --data folder:/path/to/imagenet"
     parts = base.train.batch_size // 256
     spread = f" --train.accumulate {parts}" if parts > 1 else ""
     yield "\nOn one machine with one GPU:"

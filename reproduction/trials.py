@@ -23,7 +23,7 @@ from powergrad.lab.runs import Changes
 from powergrad.lab.study import METRICS, Results, RunRow, Tuning, load
 from powergrad.lab.study.tables import read_rows
 from powergrad.lab.trainer.recipe import Recipe
-from reproduction.published import Experiment, changes_of, load_paper
+from reproduction.published import Experiment, load_paper
 from reproduction.replicas import decay_exponent
 
 CLASSES = {"digits": 10, "fashion-mnist": 10, "cifar10": 10}  # for rows without a class count
@@ -237,9 +237,9 @@ class Trial:
 
     @property
     def is_evidence(self) -> bool:
-        """Whether its baseline was run and is plain cross-entropy."""
-        first = self.arms[0]
-        return first.name == self.results.baseline and first.methods == frozenset()
+        """Whether its baseline was run and is plain cross-entropy, and PGT is the equation."""
+        first, is_exact = self.arms[0], self.recipe.loss.form == "exact"
+        return first.name == self.results.baseline and first.methods == frozenset() and is_exact
 
     @property
     def not_counted(self) -> str:
@@ -293,13 +293,8 @@ def load_study(path: Path) -> Trial:
     tuning = Tuning.model_validate(values["tuning"]) if "tuning" in values else None
     metric, first = METRICS["test_accuracy"], experiment.baseline
     results = Results(metric, MARGIN, first.arm, rows, tuning=tuning)
-    changes = values.get("arms") or {  # at full scale there are the paper's changes only
-        row.arm: changes_of(row.recipe, first.recipe) for row in experiment.rows
-    }
-    if recipe.loss.form == "as_published":
-        hook = {"loss.form": "as_published"}
-        changes = {arm: {**changed, **hook} for arm, changed in changes.items()}
-    return Trial(stem, recipe, changes, results, experiment, values["label"], values["examples"])
+    about = (experiment, values["label"], values["examples"])
+    return Trial(stem, recipe, values["arms"], results, *about)
 
 
 # Comparisons --------------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 
 from powergrad.lab.trainer.objectives import as_published_cross_entropy
 from powergrad.lab.trainer.recipe import Recipe, flatten
@@ -213,7 +211,7 @@ def test_cost_is_images_over_published_speed():
 
 def test_show_has_recipe_numbers_commands_cost_and_notes(capsys, tmp_path):
     def shown(item):
-        assert main(["show", item, "--data", "folder:/imagenet", "--results", str(tmp_path)]) == 0
+        assert main(["show", item, "--results", str(tmp_path)]) == 0
         return capsys.readouterr().out
 
     printed = shown("T3.8")
@@ -221,7 +219,7 @@ def test_show_has_recipe_numbers_commands_cost_and_notes(capsys, tmp_path):
         "train 77.69, test 76.39, gap 1.3",
         "warmup_start: 0.0004",
         "V100 16GB: 34.2",
-        "python -m reproduction run T3.8 --data folder:/imagenet --train.accumulate 4",
+        "python -m reproduction run T3.8 --data folder:/path/to/imagenet --train.accumulate 4",
         "torchrun --standalone --nproc-per-node=4 -m reproduction run T3.8 --data",
         "K - 1 wrong classes",
         "which parameters have weight decay",
@@ -234,43 +232,16 @@ def test_show_has_recipe_numbers_commands_cost_and_notes(capsys, tmp_path):
 # As published -------------------------------------------------------------------------------------
 
 
-def batch(rows, classes, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(rows, classes, generator=generator, dtype=torch.float64)
-    return logits, torch.randint(classes, (rows,), generator=generator)
-
-
-def gradient(logits, labels, scale, **options):
-    logits = logits.clone().requires_grad_()
-    loss = as_published_cross_entropy(logits, labels, **options)
-    (grad,) = torch.autograd.grad(scale * loss, logits)
-    return loss.detach(), grad
-
-
-@given(
-    rows=st.integers(1, 40),
-    classes=st.integers(2, 12),
-    alpha=st.floats(0.05, 0.99),
-    eps=st.sampled_from([0.0, 0.1]),
-    seed=st.integers(0, 2**31),
-)
-def test_at_the_square_of_the_rows_the_hook_is_the_equation(rows, classes, alpha, eps, seed):
-    logits, labels = batch(rows, classes, seed)
-    value, got = gradient(logits, labels, rows**2, alpha=alpha, label_smoothing=eps)
-    assert value.item() == F.cross_entropy(logits, labels, label_smoothing=eps).item()
-    q = torch.full_like(logits, eps / classes)
-    q[torch.arange(rows), labels] += 1 - eps
-    want = rows * ((alpha * logits).softmax(-1) - q)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-10 * rows)
+# The hook itself is tested in test_audit.py.
 
 
 def test_alpha_1_is_cross_entropy_and_the_callers_tensor_keeps_no_hook():
-    logits, labels = batch(8, 4)
-    plain = logits.clone().requires_grad_()
-    (want,) = torch.autograd.grad(3.0 * F.cross_entropy(plain, labels), plain)
-    assert torch.equal(gradient(logits, labels, 3.0, alpha=1.0)[1], want)
-    as_published_cross_entropy(plain, labels, alpha=0.3)
-    assert not plain._backward_hooks
+    logits, labels = torch.randn(8, 4, dtype=torch.float64, requires_grad=True), torch.arange(8) % 4
+    (want,) = torch.autograd.grad(F.cross_entropy(logits, labels), logits)
+    (got,) = torch.autograd.grad(as_published_cross_entropy(logits, labels, alpha=1.0), logits)
+    assert torch.equal(got, want)
+    as_published_cross_entropy(logits, labels, alpha=0.3)
+    assert not logits._backward_hooks
 
 
 @pytest.mark.parametrize(

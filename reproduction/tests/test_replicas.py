@@ -130,7 +130,7 @@ def test_a_replica_is_a_command_of_the_package(tmp_path, monkeypatch, item):
     [
         (["T2.8", "--scale", "small", "--arm", "AGC"], r"--arm .*\(baseline, PGT\)"),
         (["T2.8", "--data", "folder:x", "--arm", "AGC"], r"--arm .*\(PGT\)"),
-        (["T1.7", "--scale", "small", "--as-published", "train.precision=float32"], "precision"),
+        (["T1.7", "--scale", "small", "loss.form=as_published"], "precision"),
         (["T1.7", "--data", "/nowhere"], "--data"),
         (["T1.4"], "--data"),
         (["T1.7", "--scale", "small", "--data", "folder:/nowhere"], "nowhere"),
