@@ -24,7 +24,7 @@ from powergrad.lab.words import slug
 from powergrad_cli import main as powergrad
 from reproduction.collection import collect, record
 from reproduction.evidence import RESULTS, Evidence, MissingRunsError
-from reproduction.published import Experiment, Row, cost, load_paper
+from reproduction.published import Experiment, Row, gpu_hours, load_paper
 from reproduction.replicas import DATA, full_recipe, plan_replica
 from reproduction.show import item_in_words, paper_table
 
@@ -175,7 +175,7 @@ def _full_steps(
         raise ValueError(f"Expected --arm under torchrun, one of {arms}, but got none.")
     for row in rows:
         recipe = full_recipe(row, data, changes)
-        hours = [f"{part.hours:.0f} on {part.gpu}" for part in cost(recipe)]
+        hours = [f"{value:.0f} on {gpu}" for gpu, value in gpu_hours([recipe]).items()]
         print(f"{row.id} {row.arm}, GPU hours: {', '.join(hours) or 'unknown'}")
         name = f"{slug(row.arm)}-seed{recipe.seed}"
         path = folder / f"{name}.yaml"

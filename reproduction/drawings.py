@@ -14,7 +14,7 @@ from scipy.stats import linregress
 from powergrad.lab.figures import COLOURS, save
 from reproduction import diagrams
 from reproduction.claims import PGT, SHORTER
-from reproduction.diagrams import note, panel_title, plain
+from reproduction.diagrams import note, panel, plain
 from reproduction.evidence import Evidence, Norms
 from reproduction.published import Figure, Use, load_paper
 from reproduction.trials import Trial, contrasts_of
@@ -75,8 +75,7 @@ def _metrics(evidence: Evidence, uses: Uses) -> Any:
         axes.set(xscale="log", yscale="log", xlabel="epoch", ylabel="accuracy (%)")
         _log_percent(axes)
         axes.legend(fontsize=8, loc="lower right", edgecolor="none", framealpha=0.8)
-        panel_title(axes, letter, title)
-        plain(axes)
+        panel(axes, letter, title)
     _fewer_epochs(panels[2], evidence)
     notes.append("(c) 95% intervals over the seeds of each study; the paper claims 0")
     note(figure, notes)
@@ -107,8 +106,7 @@ def _fewer_epochs(axes: Any, evidence: Evidence) -> None:
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_xlabel("difference, points of test accuracy")
     axes.locator_params(axis="x", nbins=5)
-    panel_title(axes, "c", "60% of the epochs, against 100%")
-    plain(axes)
+    panel(axes, "c", "60% of the epochs, against 100%")
 
 
 def _log_percent(axes: Any) -> None:
@@ -258,8 +256,7 @@ def _stats(evidence: Evidence, uses: Uses) -> Any:
     third.margins(y=0.15)
     titles = ("logit norm against α", "loss against α", "loss against logit norm")
     for axes, letter, title in zip((first, second, third), "abc", titles, strict=True):
-        panel_title(axes, letter, title)
-        plain(axes)
+        panel(axes, letter, title)
     note(figure, _grid_note(trial))
     return figure
 

@@ -259,58 +259,37 @@ def examples_of(recipe: Recipe) -> int:
     return 50_000 if recipe.data.name == "cifar10" else 1_281_167
 
 
-class Cost(NamedTuple):
-    """The training time of a recipe on one kind of GPU, and the published speed behind it."""
+def gpu_hours(recipes: Iterable[Recipe]) -> dict[str, float]:
+    """Hours of training by GPU, without tests and image loading; equal recipes count once.
 
-    gpu: str
-    hours: float  # four GPUs use the same number in a quarter of the time
-    images_per_second: float
-    how: str
-    source: str
-
-
-def cost(recipe: Recipe) -> list[Cost]:
-    """GPU hours of training for every GPU with a source, without tests and image loading.
-
-    If a source has only ResNet-50, the speed of another network is estimated by its ratio to
-    ResNet-50 in the table that has both. Networks without normalisation are assumed to be as fast
-    as those with it, which gives an upper bound of their cost.
+    If ``published.yaml`` has a GPU's speed for ResNet-50 only, that of another network is estimated
+    by its ratio to ResNet-50 on the GPU that has both. Networks without normalisation are assumed
+    to be as fast as those with it, which gives an upper bound.
 
     Example:
-        >>> recipe = load_paper().find("T1.2").baseline.recipe
-        >>> [f"{part.gpu}: {part.hours:.1f}" for part in cost(recipe)]
+        >>> hours = gpu_hours([load_paper().find("T1.2").baseline.recipe])
+        >>> [f"{gpu}: {value:.1f}" for gpu, value in hours.items()]
         ['V100 16GB: 34.2', 'A100 80GB: 17.1', 'RTX 3090: 43.1']
     """
-    network = recipe.model.name
-    data = "imagenet" if recipe.data.name.startswith("folder:") else recipe.data.name
-    tables = [table for table in load_paper().throughput if table.data == data]
-    largest = max((table.networks for table in tables), key=len, default={})
-    costs = []
-    for table in tables:
-        speed, how = table.networks.get(network), table.how
-        if speed is None and network in largest:
-            speed = table.networks["resnet50"] * largest[network] / largest["resnet50"]
-            how += f"; {network} estimated by its ratio to resnet50 on the RTX 3090"
-        if speed is None:
-            continue
-        if recipe.model.norm == "none":
-            how += "; with normalisation, so an upper bound"
-        hours = recipe.train.epochs * examples_of(recipe) / speed / 3600
-        costs.append(Cost(table.gpu, hours, speed, how, table.source))
-    return costs
-
-
-def total_hours(recipes: Iterable[Recipe]) -> dict[str, float]:
-    """GPU hours of several recipes by GPU; a recipe that occurs twice is counted once."""
     hours: dict[str, float] = {}
     for recipe in {recipe.key: recipe for recipe in recipes}.values():
-        for part in cost(recipe):
-            hours[part.gpu] = hours.get(part.gpu, 0.0) + part.hours
+        network, name = recipe.model.name, recipe.data.name
+        data = "imagenet" if name.startswith("folder:") else name
+        speeds = {t.gpu: t.networks for t in load_paper().throughput if t.data == data}
+        largest = max(speeds.values(), key=len, default={})
+        for gpu, known in speeds.items():
+            if network not in largest:
+                continue
+            speed = known.get(network)
+            if speed is None:
+                speed = known["resnet50"] * largest[network] / largest["resnet50"]
+            images = recipe.train.epochs * examples_of(recipe)
+            hours[gpu] = hours.get(gpu, 0.0) + images / speed / 3600
     return hours
 
 
 def hours_in_words() -> str:
     """The GPU hours of every run of the paper at full scale."""
     rows = [row for experiment in load_paper().experiments for row in experiment.rows]
-    hours = total_hours(row.recipe for row in rows)
+    hours = gpu_hours(row.recipe for row in rows)
     return ", ".join(f"{value:,.0f} on {gpu}" for gpu, value in hours.items())

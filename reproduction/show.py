@@ -13,16 +13,7 @@ from rich.text import Text
 from powergrad.lab.stats import format_signed
 from powergrad.lab.trainer.recipe import nest
 from reproduction.evidence import Evidence, small_command
-from reproduction.published import (
-    Experiment,
-    Figure,
-    Row,
-    Use,
-    changes_of,
-    cost,
-    load_paper,
-    total_hours,
-)
+from reproduction.published import Experiment, Figure, Row, Use, changes_of, gpu_hours, load_paper
 from reproduction.trials import Trial, verdict_of
 
 
@@ -113,13 +104,9 @@ def _rows(item: str, experiment: Experiment, evidence: Evidence) -> Iterator[str
     if others:
         yield "Changes of the others:"
         yield from (f"  {row.arm}: {_pairs(changes_of(row.recipe, base))}" for row in others)
-    total = total_hours(row.recipe for row in rows)
-    yield f"\nCost of training ({len(rows)} run{'s' if others else ''}), in GPU hours:"
-    for part in cost(base):
-        yield f"  {part.gpu}: {total[part.gpu]:.1f}"
-        yield f"    at {part.images_per_second:,.0f} images/s: {part.how}\n    {part.source}"
-    if not total:
-        yield "  unknown: there is no published training speed of this network on this data"
+    hours = gpu_hours(row.recipe for row in rows)
+    yield f"\nGPU hours of training ({len(rows)} run{'s' if others else ''}), by published speeds:"
+    yield from (f"  {gpu}: {value:.1f}" for gpu, value in hours.items())
     where = "" if base.data.name == "cifar10" else " --data folder:/path/to/imagenet"
     parts = base.train.batch_size // 256
     spread = f" --train.accumulate {parts}" if parts > 1 else ""

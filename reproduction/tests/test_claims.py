@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy.stats import ttest_ind
+from studies import study_of
 
 from powergrad.lab.files import write_json
-from powergrad.lab.runs import RecipeProgram
-from powergrad.lab.stats import Design
-from powergrad.lab.study import METRICS, Results, RunRow, Study, Tuning
+from powergrad.lab.study import METRICS, Results, RunRow, Tuning
 from powergrad.lab.study.records import Choice, Trial
 from powergrad.lab.study.saving import to_json
 from powergrad.lab.trainer.recipe import Recipe
@@ -60,8 +59,7 @@ def write_study(
         }
         tuning = Tuning(keys=("optimizer.lr",), seeds=1, hold_out=0.2, repeats=(choices,))
     baseline = next(iter(changes))
-    design = Design((len(accuracy[baseline]),))
-    study = Study("compare", RecipeProgram(base=recipe or RECIPE), changes, design)
+    study = study_of(recipe or RECIPE, changes, str(len(accuracy[baseline])))
     made = {"torch": "2", "commit": "c0ffee", "command": "powergrad compare"}
     metric = METRICS["test_accuracy"]
     results = Results(metric, 0.5, baseline, rows, study, tuning=tuning, environment=made)

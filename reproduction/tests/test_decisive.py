@@ -364,16 +364,6 @@ def test_the_recipes_are_what_the_protocol_says():
     assert (norm.schedule.name, norm.schedule.warmup_start, norm.schedule.floor) == ("cosine", 0, 0)
     changed = {"model.norm": "none", "train.epochs": 6, "train.test_every": 6}
     assert norm.override({**changed, "schedule.warmup_epochs": 0.3}) == recipes["plain"]
-    described = {
-        "tiny": ("norm", "folder:tiny-imagenet-100", 5),
-        "cifar": ("plain", "cifar10", 8),
-    }
-    page = (DOCS / "does-it-help.md").read_text("utf-8")
-    for regime, (like, data, epochs) in described.items():
-        recipe, first = recipes[regime], recipes[like]
+    for regime, like in {"tiny": "norm", "cifar": "plain"}.items():  # which are only described
         for part in ("model", "optimizer", "loss"):
-            assert getattr(recipe, part) == getattr(first, part)
-        assert (recipe.data.name, recipe.data.flip, recipe.train.epochs) == (data, True, epochs)
-        assert recipe.train.test_every == epochs  # tested once, at the end
-        assert recipe.schedule.warmup_epochs == pytest.approx(0.05 * epochs)
-        assert f"reproduction/decisive/{RECIPES[regime].name}" in page
+            assert getattr(recipes[regime], part) == getattr(recipes[like], part)

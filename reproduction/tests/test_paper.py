@@ -16,7 +16,7 @@ from powergrad.lab.trainer.recipe import Recipe, flatten
 from powergrad.lab.trainer.training import train
 from reproduction.__main__ import main
 from reproduction.evidence import csv_rows
-from reproduction.published import cost, load_paper, total_hours
+from reproduction.published import gpu_hours, load_paper
 
 PAPER = load_paper()
 PRINTED = csv_rows(Path(__file__).with_name("paper_tables.csv"))
@@ -192,21 +192,17 @@ def test_remarks_and_figures_name_what_exists():
 
 
 def test_cost_is_images_over_published_speed():
-    (v100, a100, rtx) = cost(PAPER.find("T1.2").rows[0].recipe)
     # 8 GPUs did 8322 and 16621 images/s (NVIDIA), one 826.06 (timm); 1,281,167 images, 100 epochs.
-    assert v100.hours == pytest.approx(128_116_700 / (8322 / 8) / 3600)
-    assert a100.hours == pytest.approx(128_116_700 / (16621 / 8) / 3600)
-    assert rtx.hours == pytest.approx(128_116_700 / 826.06 / 3600)
-    (v100, *_, rtx) = cost(PAPER.find("T2.1").rows[0].recipe)
-    assert rtx.hours == pytest.approx(128_116_700 / 2764.22 / 3600)
-    assert v100.hours == pytest.approx(128_116_700 / (8322 / 8 * 2764.22 / 826.06) / 3600)
-    assert "estimated" in v100.how
-    assert "upper bound" in v100.how
-    (gtx,) = cost(PAPER.find("G20").rows[0].recipe)  # Keras: 35 s an epoch
-    assert gtx.hours == pytest.approx(360 * 35 / 3600, rel=1e-4)
-    assert cost(Recipe().override({"data.name": "digits"})) == []
-    shared = [PAPER.find(item).rows[0].recipe for item in ("T1.2", "T3.3")]  # paid once
-    assert total_hours(shared) == total_hours(shared[:1])
+    v100, a100, rtx = (128_116_700 / speed / 3600 for speed in (8322 / 8, 16621 / 8, 826.06))
+    recipes = {item: PAPER.find(item).rows[0].recipe for item in ("T1.2", "T2.1", "T3.3", "G20")}
+    assert [*gpu_hours([recipes["T1.2"]]).values()] == pytest.approx([v100, a100, rtx])
+    ratio = 826.06 / 2764.22  # of ResNet-50's speed to ResNet-18's
+    smaller = gpu_hours([recipes["T2.1"]]).values()
+    assert [*smaller] == pytest.approx([ratio * v100, ratio * a100, ratio * rtx])
+    (gtx,) = gpu_hours([recipes["G20"]]).values()  # Keras: 35 s per epoch
+    assert gtx == pytest.approx(360 * 35 / 3600, rel=1e-4)
+    assert gpu_hours([Recipe().override({"data.name": "digits"})]) == {}
+    assert gpu_hours([recipes["T1.2"], recipes["T3.3"]]) == gpu_hours([recipes["T1.2"]])
 
 
 def test_show_has_recipe_numbers_commands_cost_and_notes(capsys, tmp_path):

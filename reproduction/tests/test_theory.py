@@ -9,15 +9,15 @@ and of the threshold, the gradient and the second derivative are tested in `test
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from test_identity import OPTIMIZERS, STEPS, batch, largest_difference, network
 from torch import Tensor, nn
 
 from powergrad import (
@@ -415,30 +415,8 @@ def test_class_separation_may_fail_in_a_batch_or_a_network(features, head, movin
 
 
 # Around the identity -----------------------------------------------------------------------------
-# tests/test_identity.py trains both ways, with each optimizer and with clipping. Here: what else
+# test_identity.py trains both ways, with each optimizer and with clipping. Here: what else
 # docs/theory.md says of the identity, with SGD and momentum, in float64.
-
-ALPHA, LR, DECAY = 0.3, 0.1, 1e-2
-
-
-def network(normalised: bool = False) -> nn.Sequential:
-    generator = torch.Generator().manual_seed(1)
-    norm = [nn.BatchNorm1d(8, eps=1e-30, affine=False)] if normalised else []
-    net = nn.Sequential(nn.Linear(6, 8, bias=not normalised), *norm, nn.ReLU(), nn.Linear(8, 4))
-    for p in net.parameters():
-        p.data = 0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
-    return net.double()
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=LR, weight_decay=DECAY, momentum=0.9)
-
-
-def batches() -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(200):
-        x = torch.randn(16, 6, generator=generator, dtype=torch.float64)
-        yield x, torch.randint(0, 4, (16,), generator=generator)
 
 
 def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
@@ -447,58 +425,53 @@ def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.step()
 
 
-def scale(module: nn.Module, factor: float) -> None:
-    with torch.no_grad():
-        for p in module.parameters():
-            p.mul_(factor)
-
-
-def distance(pgt: nn.Sequential, plain: nn.Sequential, alpha: float = ALPHA) -> float:
-    """The largest difference of a weight, the plain head divided by alpha."""
-    scale(plain[-1], 1 / alpha)
-    pairs = zip(pgt.parameters(), plain.parameters(), strict=True)
-    return max((p - q).abs().max().item() for p, q in pairs)
-
-
-@pytest.mark.parametrize(("factor", "equal"), [(ALPHA, True), (1.0, False)])
+@pytest.mark.parametrize(("factor", "equal"), [(0.3, True), (1.0, False)])
 def test_other_loss_terms_must_be_multiplied_by_alpha(factor, equal):
     def penalty(net: nn.Sequential, head_scale: float) -> Tensor:
-        weights = [p for p in net.parameters() if p.dim() == 2]
-        return 0.02 * (weights[0] ** 4).sum() + 0.02 * ((weights[1] / head_scale) ** 4).sum()
+        first, *_, last = (p for p in net.parameters() if p.dim() == 2)
+        return 0.02 * (first**4).sum() + 0.02 * ((last / head_scale) ** 4).sum()
 
     pgt, plain = network(), network()
-    ours, twin = sgd(pgt.parameters()), equivalent_training(plain, sgd(plain.parameters()), ALPHA)
-    for x, y in batches():
-        update(ours, cross_entropy(pgt(x), y, alpha=ALPHA) + penalty(pgt, 1.0))
-        update(twin, F.cross_entropy(plain(x), y) + factor * penalty(plain, ALPHA))
-    assert (distance(pgt, plain) < 1e-11) is equal
+    ours, twin = (OPTIMIZERS["Nesterov"](net.parameters()) for net in (pgt, plain))
+    twin = equivalent_training(plain, twin, 0.3)
+    for x, y in map(batch, range(STEPS)):
+        update(ours, cross_entropy(pgt(x), y, alpha=0.3) + penalty(pgt, 1.0))
+        update(twin, F.cross_entropy(plain(x), y) + factor * penalty(plain, 0.3))
+    assert (largest_difference(pgt, plain, 0.3) < 1e-11) is equal
 
 
 @pytest.mark.parametrize("rescaled", [True, False])
 def test_a_schedule_of_alpha_needs_rescaling_at_each_change(rescaled):
     pgt, plain = network(), network()
-    ours, twin, before = sgd(pgt.parameters()), sgd(plain.parameters()), 1.0
-    for step, (x, y) in enumerate(batches()):
-        alpha = max(0.1, 1 - step / 150)
+    ours, twin = (OPTIMIZERS["Nesterov"](net.parameters()) for net in (pgt, plain))
+    before = 1.0
+    for step in range(STEPS):
+        (x, y), alpha = batch(step), max(0.1, 1 - step / 150)
         if rescaled and alpha != before:  # the head, the groups and the momentum
-            twin = equivalent_training(plain, twin, alpha / before)
-            before = alpha
+            twin, before = equivalent_training(plain, twin, alpha / before), alpha
         update(ours, cross_entropy(pgt(x), y, alpha=alpha))
         update(twin, F.cross_entropy(plain(x), y))
-    assert (distance(pgt, plain, before) < 1e-11) is rescaled
+    assert (largest_difference(pgt, plain, before) < 1e-11) is rescaled
 
 
 def test_scale_invariant_backbone_feels_only_its_start():
     # Before a batch normalisation, (w, lr, wd) and (k w, k^2 lr, wd / k^2) are one trajectory. So
     # lr / alpha and wd * alpha from w are the same as lr and wd from sqrt(alpha) w.
-    pgt, plain = network(normalised=True), network(normalised=True)
-    ours = sgd(pgt.parameters())
-    scale(plain[0], math.sqrt(ALPHA))
-    scale(plain[-1], ALPHA)
-    head = {"params": plain[-1].parameters(), "lr": LR * ALPHA, "weight_decay": DECAY / ALPHA}
-    twin = sgd([{"params": plain[0].parameters()}, head])
-    for x, y in batches():
-        update(ours, cross_entropy(pgt(x), y, alpha=ALPHA))
+    alpha, lr, decay = 0.3, 0.1, 1e-2
+    norm = nn.BatchNorm1d(8, eps=1e-30, affine=False)
+    pgt = nn.Sequential(nn.Linear(6, 8, bias=False), norm, nn.ReLU(), nn.Linear(8, 4)).double()
+    plain = copy.deepcopy(pgt)
+    backbone, *head = plain.parameters()
+    with torch.no_grad():
+        backbone *= math.sqrt(alpha)
+        for parameter in head:
+            parameter *= alpha
+    group = {"params": head, "lr": lr * alpha, "weight_decay": decay / alpha}
+    ours = torch.optim.SGD(pgt.parameters(), lr, momentum=0.9, weight_decay=decay)
+    twin = torch.optim.SGD([{"params": backbone}, group], lr, momentum=0.9, weight_decay=decay)
+    for x, y in map(batch, range(STEPS)):
+        update(ours, cross_entropy(pgt(x), y, alpha=alpha))
         update(twin, F.cross_entropy(plain(x), y))
-    scale(plain[0], 1 / math.sqrt(ALPHA))
-    assert distance(pgt, plain) < 1e-11
+    with torch.no_grad():
+        backbone /= math.sqrt(alpha)
+    assert largest_difference(pgt, plain, alpha) < 1e-11
