@@ -11,10 +11,18 @@ from scipy.stats import linregress
 from powergrad.lab.study import load
 from powergrad.lab.study.notes import verdict
 from reproduction.claims import count_verdicts
-from reproduction.evidence import RESULTS, Evidence
+from reproduction.evidence import RESULTS, Evidence, csv_rows
 from reproduction.marks import Regions, markdown_table
-from reproduction.published import hours_in_words
-from reproduction.trials import Arm, Trial, contrasts_of, difference_in_words, fingerprint, mean
+from reproduction.published import gpu_hours, load_paper
+from reproduction.trials import (
+    Arm,
+    Trial,
+    contrasts_of,
+    difference_in_words,
+    fingerprint,
+    load_study,
+    mean,
+)
 
 TABLES = {"table-1": "Table 1", "table-2": "Table 2", "table-3": "Table 3", "epochs": "Section 5.1"}
 
@@ -32,6 +40,8 @@ def experiment_regions(evidence: Evidence) -> Regions:
         "hours": _hours,
         "runs": partial(_runs, evidence),
         "compare-short": _default_comparison,
+        "thresholds": lambda: _table([load_study(RESULTS / "clipping_thresholds.json")]),
+        "agc-norms": _agc_norms,
     }
 
 
@@ -113,10 +123,25 @@ def _grids(evidence: Evidence) -> str:
     return markdown_table((*head, *more), lines)
 
 
+def _agc_norms() -> str:
+    """What `powergrad inspect --layers-csv` counts in one run with AGC and one without."""
+    lines = []
+    for arm in ("baseline", "AGC"):
+        rows = csv_rows(RESULTS / f"agc_norms_{arm.lower()}.csv")
+        layers = [row for row in rows if row["kind"] == "Conv2d"]
+        dead, units = (sum(int(row[key]) for row in layers) for key in ("dead", "units"))
+        whole = [row["number"] for row in layers if row["dead"] == row["units"]]
+        lines.append((arm, f"{dead} of {units}", ", ".join(whole) or "none"))
+    return markdown_table(("run", "dead filters", "entirely dead layers"), lines)
+
+
 def _hours() -> str:
+    rows = [row for experiment in load_paper().experiments for row in experiment.rows]
+    hours = gpu_hours(row.recipe for row in rows)
+    words = ", ".join(f"{value:,.0f} on {gpu}" for gpu, value in hours.items())
     return (
         "To run every experiment of the paper once at full scale would take, in GPU hours: "
-        f"{hours_in_words()}. The last number is for CIFAR-10, and each of the others for ImageNet "
+        f"{words}. The last number is for CIFAR-10, and each of the others for ImageNet "
         "on that type of GPU. They are estimated from published training speeds."
     )
 

@@ -286,10 +286,3 @@ def gpu_hours(recipes: Iterable[Recipe]) -> dict[str, float]:
             images = recipe.train.epochs * examples_of(recipe)
             hours[gpu] = hours.get(gpu, 0.0) + images / speed / 3600
     return hours
-
-
-def hours_in_words() -> str:
-    """The GPU hours of every run of the paper at full scale."""
-    rows = [row for experiment in load_paper().experiments for row in experiment.rows]
-    hours = gpu_hours(row.recipe for row in rows)
-    return ", ".join(f"{value:,.0f} on {gpu}" for gpu, value in hours.items())

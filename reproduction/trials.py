@@ -97,13 +97,8 @@ def arm_label(name: str, changes: Changes) -> str:
     """
     words = (METHODS[key][1].format(value) for key, value in changes.items() if key in METHODS)
     settings = ", ".join(filter(None, words))
-    is_said = not settings or settings == name.lower().replace("-", "")
+    is_said = settings.lower() in ("", name.lower().replace("-", ""))
     return name if is_said else f"{name} ({settings})"
-
-
-def relative_decay(recipe: Recipe) -> float:
-    """The weight decay of the backbone as a multiple of the paper's."""
-    return recipe.optimizer.backbone_decay / PAPER_DECAY
 
 
 def describe_runs(recipe: Recipe, steps: Iterable[float]) -> str:
@@ -115,8 +110,6 @@ def describe_runs(recipe: Recipe, steps: Iterable[float]) -> str:
     network = model.name + (f" of width {model.width}" if model.width else "")
     network += {"none": " without normalisation", "group": ", group norm"}.get(model.norm, "")
     lengths = [f"{int(length):,}" for length in sorted(set(steps))]
-    if len(lengths) > 3:  # runs that diverged at different times
-        lengths = [f"{lengths[0]} to {lengths[-1]}"]
     return f"{network} on {data}, batch {recipe.train.batch_size}, {' or '.join(lengths)} steps"
 
 
@@ -139,9 +132,9 @@ class Arm:
         measured_on: Network, data, batch size and steps.
         decay: Its weight decay as a multiple of the paper's, or that it was tuned.
         is_inflated: Whether its weight decay was not tuned and is larger than the paper's.
-        test: The accuracy of every run, or repeat, as the study compares it.
-        tuned_once: Whether its settings were chosen by one tuning.
-        at_edge: Whether that tuning chose a value at the edge of what was tried.
+        test: The accuracy by seed, as the study compares it.
+        is_tuned: Whether its learning rate was chosen, by one tuning.
+        at_edge: Whether a value was chosen at the edge of what was tried.
     """
 
     def __init__(self, trial: Trial, name: str) -> None:
@@ -155,30 +148,27 @@ class Arm:
         self.test = results.units(name)
         finished = [row for row in self.rows if not row.diverged] or self.rows
         self.measured_on = describe_runs(self.recipe, (row.about["steps"] for row in finished))
-        decay = relative_decay(self.recipe)
-        is_tuned = tuning is not None and "optimizer.weight_decay" in tuning.keys
+        decay = self.recipe.optimizer.backbone_decay / PAPER_DECAY
+        has_tuned_decay = tuning is not None and "optimizer.weight_decay" in tuning.keys
         where = " in the backbone" if self.recipe.optimizer.backbone.weight_decay != 1 else ""
-        self.decay = "tuned" if is_tuned else f"{decay:.2g}x{where}"
-        self.is_inflated = decay > 1 and not is_tuned
-        choice = tuning.arms.get(name) if tuning and not tuning.is_unit else None
-        self.tuned_once = choice is not None
+        self.decay = "tuned" if has_tuned_decay else f"{decay:.2g}x{where}"
+        self.is_inflated = decay > 1 and not has_tuned_decay
+        choice = tuning.arms.get(name) if tuning else None
+        self.is_tuned = choice is not None
         self.at_edge = choice is not None and bool(choice.edges)
 
     def values(self, metric: str) -> Mapping[int, float]:
-        """A metric of every run, or the mean of every repeat, without runs that diverged.
+        """A metric by seed, without runs that diverged.
 
         `test` is the accuracy that the study compares, and `gap` training minus test accuracy.
         """
         if metric == "test":
             return self.test
         if metric == "gap":
-            return {unit: train - self.test[unit] for unit, train in self.values("train").items()}
+            return {seed: train - self.test[seed] for seed, train in self.values("train").items()}
         name = "train_accuracy" if metric == "train" else metric
-        units: dict[int, list[float]] = {}
-        for row in self.rows:
-            if not row.diverged and (value := row.value(name)) is not None:
-                units.setdefault(row.seed if row.unit is None else row.unit, []).append(value)
-        return {unit: mean(values) for unit, values in units.items()}
+        values = {row.seed: row.value(name) for row in self.rows if not row.diverged}
+        return {seed: value for seed, value in values.items() if value is not None}
 
     @functools.cached_property
     def exponent(self) -> float:
@@ -283,6 +273,7 @@ def load_study(path: Path) -> Trial:
     if "experiment" not in values:
         results = load(path)
         assert results.study is not None
+        assert not results.has_repeats, "compare runs here, not repeats"
         return Trial(stem, results.study.base, results.study.arms, results)
     experiment = load_paper().find(values["experiment"])
     recipe = Recipe.model_validate(values["recipe"])
@@ -334,11 +325,10 @@ class Contrast:
     @property
     def limited_verdict(self) -> str:
         """The verdict, with what limits it in the runs of both arms."""
-        arm, against = self.arm, self.against
-        verdict = self.verdict
+        arm, against, verdict = self.arm, self.against, self.verdict
         if self.comparison.withheld:
             verdict += "; better withheld (edge)"
-        if arm.tuned_once and self.verdict in ("better", "worse"):
+        if arm.is_tuned and self.verdict in ("better", "worse"):
             verdict += " at these rates"
         if arm.diverged or against.diverged:
             verdict += f"; diverged: {arm.diverged} against {against.diverged}"
