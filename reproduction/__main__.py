@@ -183,11 +183,7 @@ def _full_steps(
 
 
 def _small_steps(
-    experiment: Experiment,
-    rows: Sequence[Row],
-    data: str,
-    changes: Mapping[str, Any],
-    folder: Path,
+    experiment: Experiment, rows: Sequence[Row], data: str, changes: Mapping[str, Any], folder: Path
 ) -> Iterator[Step]:
     """The command that runs the replica of some rows."""
     replica = plan_replica(rows, data, changes)
@@ -237,10 +233,7 @@ def figure(item: str, *, out: Path, formats: str = "png,svg,pdf", results: Path 
 
 @app.command(sort_key=7)
 def tune(
-    recipe: str = "noisy-digits",
-    *tokens: Tokens,
-    out: Path = Path("runs"),
-    results: Path = RESULTS,
+    recipe: str = "noisy-digits", *tokens: Tokens, out: Path = Path("runs"), results: Path = RESULTS
 ) -> int:
     """Tune every arm of a recipe with the same budget, on held-out training data.
 

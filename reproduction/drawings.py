@@ -21,7 +21,6 @@ from reproduction.trials import Trial, contrasts_of
 
 FORMATS = ("png", "svg", "pdf")
 BLUE, ORANGE, GREEN, _, RED = COLOURS[:5]
-ACCURACIES = ("train_accuracy", "test_accuracy")
 DEAD = "dead: a filter that ended under 1% of its own start, a feature that ended at 0"
 
 Uses = tuple[Use, ...]
@@ -68,7 +67,7 @@ def _metrics(evidence: Evidence, uses: Uses) -> Any:
             title += f" in the paper, {ours} here"
         for run, colour in zip(runs, (BLUE, RED), strict=True):
             curve = run.curve()
-            epochs, train, test = (curve[key] for key in ("epoch", *ACCURACIES))
+            epochs, train, test = (curve[k] for k in ("epoch", "train_accuracy", "test_accuracy"))
             axes.plot(epochs, train, "--", color=colour, lw=1.2, label=f"{run.arm}: train")
             axes.plot(epochs, test, color=colour, lw=1.5, label=f"{run.arm}: test")
         notes.append(f"({letter}) {'; '.join(run.caption for run in runs)}")
@@ -267,11 +266,7 @@ MEASURED: dict[str, Callable[[Evidence, Uses], Any]] = {
     "high_bs": _high_bs,
     "agc_pgt": _agc_pgt,
     "stats": _stats,
-    "grid_searcha": _grid,
-    "grid_searchb": _grid,
-    "grid_searchc": _grid,
-    "norms_baseline": _norm_page,
-    "norms_large_batch": _norm_page,
-    "norms_pgt": _norm_page,
-    "norms_agc_pgt": _norm_page,
+    **dict.fromkeys(("grid_searcha", "grid_searchb", "grid_searchc"), _grid),
+    **dict.fromkeys(("norms_baseline", "norms_large_batch"), _norm_page),
+    **dict.fromkeys(("norms_pgt", "norms_agc_pgt"), _norm_page),
 }

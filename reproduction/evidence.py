@@ -92,10 +92,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class KeptRun:
-    """The first run of an arm, whose curve and filter norms are shown in figures.
-
-    If they were not stored, MissingRunsError names the command that makes them.
-    """
+    """The first run of an arm, whose curve and filter norms are shown in figures."""
 
     trial: Trial
     arm: str
@@ -119,11 +116,11 @@ class KeptRun:
 
     def curve(self) -> NDArray[np.void]:
         """The metrics over its epochs, by the names of their columns."""
-        return np.atleast_1d(np.genfromtxt(self._existing(".csv"), delimiter=",", names=True))
+        return np.atleast_1d(np.genfromtxt(self.file(".csv"), delimiter=",", names=True))
 
     def norms(self) -> Norms:
         """The filter norms over its steps."""
-        with np.load(self._existing(".npz"), allow_pickle=False) as file:
+        with np.load(self.file(".npz"), allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
         layers: dict[int | None, NDArray[np.float32]] = {
             int(match[1]): values.astype(np.float32)
@@ -133,14 +130,6 @@ class KeptRun:
         if "feature" in arrays:
             layers[None] = arrays["feature"].astype(np.float32)
         return Norms(arrays["steps"], layers)
-
-    def _existing(self, ending: str) -> Path:
-        path = self.file(ending)
-        if not path.exists():
-            assert self.trial.experiment is not None
-            command = small_command(Use(self.trial.experiment.id, self.arm))
-            raise MissingRunsError(f"No {path.name} in {path.parent}; run `{command}`.")
-        return path
 
 
 class Evidence:

@@ -128,7 +128,8 @@ def plan_replica(rows: Sequence[Row], data: str, changes: Mapping[str, Any]) -> 
 def _scaled(row: Row, data: str, given: Mapping[str, Any], factor: float) -> Recipe:
     """The recipe of a row at small scale, its epochs times `factor`."""
     full = row.recipe
-    batch = _small_batch(full)
+    # An eighth of the batch, except on CIFAR-10, where it is already small.
+    batch = full.train.batch_size // (8 if full.train.batch_size > 128 else 1)
     peak, decay = RATES[full.model.norm]
     rate = peak * batch / 128
     small: dict[str, Any] = {
@@ -155,11 +156,6 @@ def _scaled(row: Row, data: str, given: Mapping[str, Any], factor: float) -> Rec
         ratio = full.clip.agc / full.optimizer.weight_decay
         small.setdefault("clip.agc", ratio * small["optimizer.weight_decay"])
     return full.override(small)
-
-
-def _small_batch(full: Recipe) -> int:
-    """An eighth of the batch, except on CIFAR-10, where it is already small."""
-    return full.train.batch_size // (8 if full.train.batch_size > 128 else 1)
 
 
 def full_recipe(row: Row, data: str | None, changes: Mapping[str, Any]) -> Recipe:

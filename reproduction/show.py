@@ -20,9 +20,8 @@ from reproduction.trials import Trial, verdict_of
 def paper_table(evidence: Evidence) -> Table:
     """A table of every table row and figure: id, published numbers, measured results."""
     paper = load_paper()
-    table = Table(title=paper.title, title_justify="left")
-    for name in ("id", "what", "arm", "published (%)", "measured here (decay / paper's): test (%)"):
-        table.add_column(name)
+    head = ("id", "what", "arm", "published (%)", "measured here (decay / paper's): test (%)")
+    table = Table(*head, title=paper.title, title_justify="left")
     for item, experiment in paper.items().items():
         trials = evidence.of(Use(experiment.id))
         group = "" if item == experiment.id else f" ({experiment.id})"

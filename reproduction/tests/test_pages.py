@@ -119,9 +119,7 @@ def test_the_tables_have_every_replica_with_its_numbers(regions, replicas):
             assert found == pytest.approx(wanted, abs=0.0051), (name, arm)
 
 
-def test_the_other_studies_are_listed_and_with_several_looks_have_the_saved_numbers(
-    regions,
-):
+def test_the_other_studies_are_listed_and_with_several_looks_have_the_saved_numbers(regions):
     beyond = regions["beyond"]()
     files = [*RESULTS.glob("compare_*.json"), *RESULTS.glob("decompose_*.json")]
     listed = {line.split("`")[1] for line in beyond.splitlines() if line.startswith("| `")}

@@ -163,14 +163,7 @@ def test_what_is_chosen_is_listed_as_unstated_and_does_not_override_the_row():
 @pytest.mark.parametrize(
     ("item", "notes", "unstated"),
     [
-        (
-            "T1.2",
-            {"abstract", "curves-alpha", "float16", "gap", "rate"},
-            "which parameters have weight decay",
-        ),
         ("T2.4", {"rate", "hook-rows"}, "the learning rate at batch 512"),
-        ("T2.6", {"clip-by-value", "rate"}, "the threshold of gradient clipping"),
-        ("T2.7", {"rate"}, "the threshold of adaptive"),
         ("T2.10", {"gap", "rate", "hook-rows"}, "the threshold of adaptive"),
         ("E60", {"match", "rate"}, "alpha of the 60-epoch run"),
         ("metrics", {"curves-alpha", "log-linear"}, "the scheduler of the curves"),

@@ -173,7 +173,7 @@ def test_run_tunes_and_trains_a_replica_and_collects_it(tmp_path):
         assert means[choice["chosen"]] == min(means)  # of NLL
         chosen = choice["trials"][choice["chosen"]]["changes"]["optimizer.lr"]
         assert arm.recipe.optimizer.lr == chosen
-        assert (arm.tuned_once, arm.at_edge) == (True, True)
+        assert (arm.is_tuned, arm.at_edge) == (True, True)
         assert about["exponents"][arm.name] == pytest.approx(arm.exponent)
 
 
