@@ -183,14 +183,7 @@ def _published(claim: Claim) -> str:
 
 def published_gains(claim: Claim) -> list[tuple[float, str]]:
     """The differences that the paper's tables have for a claim, rising, with their rows."""
-    return sorted(
-        (round(_printed(row, claim.metric) - _printed(other, claim.metric), 3), row.id)
-        for row, other in _published_pairs(claim)
-    )
-
-
-def _published_pairs(claim: Claim) -> Iterator[tuple[Row, Row]]:
-    """The rows of one experiment that differ as a claim says, and have its metric."""
+    gains = []
     for experiment in load_paper().experiments:
         first = experiment.baseline.recipe
         if experiment.grid or claim.norm not in (None, first.model.norm):
@@ -198,14 +191,14 @@ def _published_pairs(claim: Claim) -> Iterator[tuple[Row, Row]]:
         methods = {
             row.arm: methods_of(changes_of(row.recipe, first), first) for row in experiment.rows
         }
-        for row in experiment.rows:
-            for other in experiment.rows:
-                is_pair = (methods[row.arm], methods[other.arm]) == (claim.methods, claim.against)
-                alpha, other_alpha = row.recipe.loss.alpha, other.recipe.loss.alpha
-                is_asked = claim.alpha in (None, alpha) and other_alpha in (alpha, 1)
-                is_printed = claim.metric == "test" or "train" in row.published
-                if is_pair and is_asked and is_printed:
-                    yield row, other
+        for row, other in itertools.permutations(experiment.rows, 2):
+            is_pair = (methods[row.arm], methods[other.arm]) == (claim.methods, claim.against)
+            alpha, other_alpha = row.recipe.loss.alpha, other.recipe.loss.alpha
+            is_asked = claim.alpha in (None, alpha) and other_alpha in (alpha, 1)
+            if is_pair and is_asked and (claim.metric == "test" or "train" in row.published):
+                gain = _printed(row, claim.metric) - _printed(other, claim.metric)
+                gains.append((round(gain, 3), row.id))
+    return sorted(gains)
 
 
 def _printed(row: Row, metric: str) -> float:

@@ -120,14 +120,15 @@ def test_the_tables_have_every_replica_with_its_numbers(regions, replicas):
 
 
 def test_the_other_studies_are_listed_and_with_several_looks_have_the_saved_numbers(regions):
-    beyond = regions["beyond"]()
+    beyond, thresholds = regions["beyond"](), regions["thresholds"]()
     files = [*RESULTS.glob("compare_*.json"), *RESULTS.glob("decompose_*.json")]
     listed = {line.split("`")[1] for line in beyond.splitlines() if line.startswith("| `")}
     assert listed == {path.stem for path in files}
-    for comparison in json.loads((RESULTS / "compare_digits.json").read_text())["comparisons"]:
-        low, high = comparison["interval"]
-        words = f"{comparison['difference']:+.2f} ({low:+.2f} to {high:+.2f})"
-        assert f"| {words} | {comparison['verdict']} |" in beyond
+    for name, table in {"compare_digits": beyond, "clipping_thresholds": thresholds}.items():
+        for comparison in json.loads((RESULTS / f"{name}.json").read_text())["comparisons"]:
+            low, high = comparison["interval"]
+            words = f"{comparison['difference']:+.2f} ({low:+.2f} to {high:+.2f})"
+            assert f"| {words} | {comparison['verdict']} |" in table
 
 
 def test_filters_that_died_and_came_back_are_those_of_the_rows(regions, replicas):
