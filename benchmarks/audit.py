@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from powergrad.lab.trainer.objectives import as_published_cross_entropy, published_hook
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "audit.csv"
 
@@ -49,13 +51,6 @@ FIELDS: list[str] = [*CONDITIONS, "metric", "value"]
 # r = 1/s, which are f(1) and s; and s <= s^alpha / ((1 - s)^alpha + s^alpha) <= f(1) for s <= 1/2.
 
 
-def listing_hook(grad: Tensor, labels: Tensor, alpha: float) -> Tensor:
-    """What the paper's hook returns for `grad`, operation for operation; `labels` is one-hot."""
-    n = grad.shape[0]
-    pred = (grad / n + labels) ** alpha
-    return (pred / pred.sum(-1, keepdim=True) - labels) * n
-
-
 def listing(logits: Tensor, target: Tensor, alpha: float, scale: float) -> Tensor:
     """The gradient at the logits with the hook in place, in the dtype of the logits.
 
@@ -63,9 +58,8 @@ def listing(logits: Tensor, target: Tensor, alpha: float, scale: float) -> Tenso
     so the gradient is formed in float32 and rounded to 16 bits just before the hook sees it.
     """
     logits = logits.detach().clone().requires_grad_()
-    labels = F.one_hot(target, logits.shape[-1])
-    logits.register_hook(lambda grad: listing_hook(grad, labels, alpha))
-    (grad,) = torch.autograd.grad(F.cross_entropy(widened(logits), target) * scale, logits)
+    loss = as_published_cross_entropy(logits, target, alpha=alpha)
+    (grad,) = torch.autograd.grad(loss * scale, logits)
     return grad
 
 
@@ -164,7 +158,7 @@ def largest_vanishing(dtype: torch.dtype, n: int, true_class: bool, r: float = 1
         wrong = 1 - p if true_class else p
         grad = r * n * torch.tensor([-wrong, wrong], dtype=torch.float64)
         arriving = grad.float().to(dtype).expand(n, -1)
-        p_flat = listing_hook(arriving, labels, 0.3)[0] / n + labels[0]
+        p_flat = published_hook(arriving, labels, 0.3)[0] / n + labels[0]
         return bool(p_flat[0 if true_class else 1] == 0)
 
     low, high = 2.0**-160, 0.5
@@ -196,7 +190,7 @@ def push_at_gap(alpha: float, gap: float, n: int, num_classes: int) -> dict[str,
     arriving = plain(logits, target, "mean", n**2).float().half()
     return {
         "equation": equation(logits, target, alpha, n**2)[0, 0].abs().item() / n,
-        "listing": listing_hook(arriving, labels, alpha)[0, 0].abs().item() / n,
+        "listing": published_hook(arriving, labels, alpha)[0, 0].abs().item() / n,
     }
 
 
@@ -266,9 +260,7 @@ def train(
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             logits = net(x)
         if method == "listing":
-            labels = F.one_hot(y, 10)
-            logits.register_hook(lambda grad, labels=labels: listing_hook(grad, labels, alpha))
-            loss = F.cross_entropy(widened(logits), y)
+            loss = as_published_cross_entropy(logits, y, alpha=alpha)
         else:  # the potential whose gradient is the equation
             loss = F.cross_entropy(alpha * widened(logits), y) / alpha
         p_true = widened(logits.detach()).softmax(-1).gather(1, y[:, None])

@@ -23,8 +23,8 @@ from powergrad.lab.trainer.recipe import RECIPES, Recipe, parse_overrides, tuned
 from powergrad.lab.words import slug
 from powergrad_cli import main as powergrad
 from reproduction.collection import collect, record
-from reproduction.evidence import RESULTS, Evidence, MissingRunsError, small_command
-from reproduction.published import Experiment, Row, cost, load_paper
+from reproduction.evidence import RESULTS, Evidence, MissingRunsError
+from reproduction.published import Experiment, Row, gpu_hours, load_paper
 from reproduction.replicas import DATA, full_recipe, plan_replica
 from reproduction.show import item_in_words, paper_table
 
@@ -32,7 +32,6 @@ app = App(
     name="python -m reproduction", help="The paper: list, show, run and draw it.", version_flags=()
 )
 
-Flag = Parameter(negative="")
 Step = tuple[list[str], Path, Recipe]  # a command of the package, and the recipe that it reads
 Tokens = Annotated[str, Parameter(allow_leading_hyphen=True)]
 
@@ -51,15 +50,14 @@ def list_items(*, results: Path = RESULTS) -> int:
 
 
 @app.command(sort_key=1)
-def show(item: str, *, data: str = "folder:/path/to/imagenet", results: Path = RESULTS) -> int:
+def show(item: str, *, results: Path = RESULTS) -> int:
     """Show one item: recipe, published numbers, commands, cost and open questions.
 
     Args:
         item: An id from `list`.
-        data: The location of ImageNet, for the commands.
         results: The folder of measured results.
     """
-    print(item_in_words(item, data, Evidence(results)))
+    print(item_in_words(item, Evidence(results)))
     return 0
 
 
@@ -73,7 +71,6 @@ def run(
     data: str | None = None,
     scale: Literal["full", "small"] = "full",
     arm: str | None = None,
-    as_published: Annotated[bool, Flag] = False,
     only_plan: Annotated[bool, Parameter(name="--plan", negative="")] = False,
     keep: Annotated[bool, Parameter(name="--collect", negative="")] = False,
     out: Path = Path("runs"),
@@ -93,9 +90,8 @@ def run(
             fashion-mnist, cifar10 or folder:PATH.
         scale: full or small.
         arm: Only this arm of the item.
-        as_published: Train with the authors' hook instead of the equation, in float16.
         only_plan: Only print what would be done.
-        keep: Store the data for figures and tables in --results.
+        keep: Store the data for figures and tables in --results, also of runs made before.
         out: The folder in which the folder of the runs is created.
         name: The name of the folder of the runs.
         results: The folder of measured results.
@@ -103,27 +99,17 @@ def run(
     experiment = load_paper().find(item)
     is_small = scale == "small"
     rows = experiment.with_baseline(item) if is_small else experiment.own_rows(item)
-    arms = [row.arm for row in rows]
-    if arm is not None and arm not in arms:
-        raise ValueError(
-            f"Expected --arm to be an arm of {item} ({', '.join(arms)}), but got {arm!r}."
-        )
     if arm is not None:
+        arms = [row.arm for row in rows]
+        if arm not in arms:
+            known = ", ".join(arms)
+            raise ValueError(f"Expected --arm to be an arm of {item} ({known}), but got {arm!r}.")
         chosen = (arm, experiment.baseline.arm) if is_small else (arm,)
         rows = [row for row in rows if row.arm in chosen]
     if data is not None and data not in DATA and not data.startswith("folder:"):
-        raise ValueError(
-            f"Expected --data to be {', '.join(DATA)} or folder:PATH, but got {data!r}."
-        )
+        known = ", ".join(DATA)
+        raise ValueError(f"Expected --data to be {known} or folder:PATH, but got {data!r}.")
     changes, options = split_tokens(tokens)
-    if as_published:
-        precision = changes.setdefault("train.precision", "float16")
-        if precision != "float16":
-            raise ValueError(
-                "Expected train.precision to be float16 with --as-published, the only precision in "
-                f"which the authors' hook was used, but got {precision!r}."
-            )
-        changes["loss.form"] = "as_published"
     given = {option.partition("=")[0] for option in options}
     if "--repeats" in given:
         raise ValueError("Expected no --repeats: the arms of a replica are tuned once.")
@@ -151,7 +137,8 @@ def run(
         if code:
             return code
     if keep and is_first and not only_plan:
-        return collect_runs(folder, results=results, label=name)
+        for file in collect(folder, results / "paper", name):
+            print(f"wrote {file}")
     return 0
 
 
@@ -188,7 +175,7 @@ def _full_steps(
         raise ValueError(f"Expected --arm under torchrun, one of {arms}, but got none.")
     for row in rows:
         recipe = full_recipe(row, data, changes)
-        hours = [f"{part.hours:.0f} on {part.gpu}" for part in cost(recipe)]
+        hours = [f"{value:.0f} on {gpu}" for gpu, value in gpu_hours([recipe]).items()]
         print(f"{row.id} {row.arm}, GPU hours: {', '.join(hours) or 'unknown'}")
         name = f"{slug(row.arm)}-seed{recipe.seed}"
         path = folder / f"{name}.yaml"
@@ -196,14 +183,10 @@ def _full_steps(
 
 
 def _small_steps(
-    experiment: Experiment,
-    rows: Sequence[Row],
-    data: str,
-    changes: Mapping[str, Any],
-    folder: Path,
+    experiment: Experiment, rows: Sequence[Row], data: str, changes: Mapping[str, Any], folder: Path
 ) -> Iterator[Step]:
     """The command that runs the replica of some rows."""
-    replica = plan_replica(experiment, rows, data, changes)
+    replica = plan_replica(rows, data, changes)
     print(f"{experiment.id}, scaled down: {experiment.title}\n{replica.describe()}\n")
     path = folder.with_name(f"{folder.name}.yaml")
     command = ["compare", str(path), "--arms", "baseline"]
@@ -211,20 +194,6 @@ def _small_steps(
         settings = ", ".join(f"{key}={value}" for key, value in replica.arms[row.arm].items())
         command += ["--arm", f"{row.arm.replace('=', ' ')}: {settings}"]
     yield [*command, "--out", str(folder.parent), "--name", folder.name], path, replica.base
-
-
-@app.command(name="collect", sort_key=5)
-def collect_runs(folder: Path, *, results: Path = RESULTS, label: str | None = None) -> int:
-    """Store the data of finished runs that figures and tables need.
-
-    Args:
-        folder: A folder that `run` created.
-        results: The folder of measured results.
-        label: A label to distinguish studies of the same rows; by default the name of the data.
-    """
-    for file in collect(folder, results / "paper", label):
-        print(f"wrote {file}")
-    return 0
 
 
 # Figures and pages ------------------------------------------------------------------------
@@ -250,30 +219,21 @@ def figure(item: str, *, out: Path, formats: str = "png,svg,pdf", results: Path 
     if chosen is None and item != "all":
         names = ", ".join(drawn.name for drawn in paper.figures)
         raise ValueError(f"Expected the id or name of a figure ({names}), but got {item!r}.")
-    wanted = paper.figures if chosen is None else (chosen,)
     failed = 0
-    for drawn in wanted:
-        missing = evidence.missing(drawn.uses)
+    for drawn in paper.figures if chosen is None else (chosen,):
         try:
-            if missing:
-                raise MissingRunsError(f"missing: {', '.join(map(str, missing))}")
             print(f"{drawn.id} {drawn.name}: {draw(drawn, evidence, out, kinds)[0]}")
         except MissingRunsError as reason:
             failed += 1
             print(f"{drawn.id} {drawn.name}: not drawn; {reason}")
-            for command in dict.fromkeys(map(small_command, missing)):
-                print(f"    {command}")
     if failed:
-        print(f"{failed} of {len(wanted)} figures lack runs; run the commands above first.")
+        print(f"{failed} figures lack runs; run the commands above first.")
     return 1 if failed else 0
 
 
 @app.command(sort_key=7)
 def tune(
-    recipe: str = "noisy-digits",
-    *tokens: Tokens,
-    out: Path = Path("runs"),
-    results: Path = RESULTS,
+    recipe: str = "noisy-digits", *tokens: Tokens, out: Path = Path("runs"), results: Path = RESULTS
 ) -> int:
     """Tune every arm of a recipe with the same budget, on held-out training data.
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from powergrad.lab.stats import format_signed
 from reproduction.evidence import Evidence, KeptRun
 from reproduction.marks import Regions, markdown_table
-from reproduction.published import Row, changes_of, load_paper
+from reproduction.published import Claim, Row, changes_of, load_paper
 from reproduction.trials import (
     MARGIN,
     Arm,
@@ -32,73 +31,12 @@ ENOUGH = 4.6  # the decay exponent at which a filter without gradient falls to 1
 LEFT_OUT = "T1.4-fashion-mnist"  # ResNet-101, which 936 steps leave behind ResNet-50
 
 Methods = frozenset[str]
-PGT, AGC, GC, LS = (frozenset({name}) for name in ("PGT", "AGC", "GC", "LS"))
-SHORTER, LESS, DEEP, LARGE = (
-    frozenset({name}) for name in ("fewer epochs", "less decay", "deeper network", "larger batch")
+PGT, AGC, SHORTER, DEEP = (
+    frozenset({name}) for name in ("PGT", "AGC", "fewer epochs", "deeper network")
 )
 
 
-@dataclass(frozen=True)
-class Claim:
-    """That an arm with some methods does better than one with others.
-
-    A control is what an arm without PGT does that may explain the gain. PGT is compared with it,
-    too; these comparisons are not counted as confirmation.
-    """
-
-    id: str
-    title: str
-    methods: Methods  # of the arm
-    norm: str | None = None  # the normalisation of the networks; None for all
-    against: Methods = frozenset()  # of the other arm; none for the baseline
-    alpha: float | None = None  # of the arm, where the claim is about one
-    holds: frozenset[str] = frozenset({"better"})  # the verdicts that confirm it
-    metric: str = "test"  # or train, or gap: train minus test
-    published: str = ""  # if it is no difference within a part of a table
-    control: Methods | None = None
-
-
-WORSE = frozenset({"worse"})
-CLAIMS = (
-    Claim("pgt-bn", "PGT raises accuracy with batch normalisation", PGT, "batch", control=LESS),
-    Claim("pgt", "PGT raises accuracy without normalisation", PGT, "none", control=LESS),
-    Claim("agc", "AGC raises accuracy without normalisation", AGC, "none"),
-    Claim("pgt-over-agc", "PGT does better than AGC", PGT, "none", AGC),
-    Claim("agc-pgt", "AGC with PGT raises accuracy without normalisation", AGC | PGT, "none"),
-    Claim("agc-pgt-over-pgt", "AGC with PGT does better than PGT alone", AGC | PGT, "none", PGT),
-    Claim("gc", "GC raises accuracy without normalisation", GC, "none"),
-    Claim("pgt-over-gc", "PGT does better than GC", PGT, "none", GC),
-    Claim("gc-pgt", "GC with PGT raises accuracy without normalisation", GC | PGT, "none"),
-    Claim("ls", "Label smoothing raises accuracy", LS),
-    Claim("ls-0.3", "Label smoothing improves PGT at alpha 0.3", LS | PGT, None, PGT, 0.3),
-    Claim("ls-0.05", "Label smoothing hurts PGT at alpha 0.05", LS | PGT, None, PGT, 0.05, WORSE),
-    Claim("train", "Training accuracy rises too", PGT, metric="train"),
-    Claim("gap", "The gap between training and test accuracy grows", PGT, metric="gap"),
-    Claim("ls-gap", "Label smoothing narrows that gap", LS, holds=WORSE, metric="gap"),
-    Claim(
-        "ls-pgt-gap",
-        "Label smoothing narrows it with PGT, too",
-        LS | PGT,
-        against=PGT,
-        holds=WORSE,
-        metric="gap",
-    ),
-    Claim(
-        "epochs",
-        "PGT reaches in 60% of the epochs what cross-entropy reaches in all",
-        PGT | SHORTER,
-        holds=frozenset({"better", "equivalent"}),
-        control=SHORTER,
-    ),
-    Claim(
-        "batch",
-        "Without normalisation large batches cost accuracy",
-        LARGE,
-        "none",
-        holds=WORSE,
-        published="-1.98 at batch 1024 (T2.1) and -0.244 at 512 (T2.3), against 256 (T2.5)",
-    ),
-)
+CLAIMS = load_paper().claims
 
 
 def claim_regions(evidence: Evidence) -> Regions:
@@ -114,7 +52,7 @@ def claim_regions(evidence: Evidence) -> Regions:
 def _claims(trials: Sequence[Trial]) -> str:
     lines = []
     for claim in CLAIMS:
-        opposite = "better" if claim.holds == WORSE else "worse"
+        opposite = "better" if claim.holds == {"worse"} else "worse"
         columns = (claim.holds, {"equivalent"} - claim.holds, {opposite})
         verdicts = [contrast.verdict for contrast in counted(_contrasts(claim, trials))]
         cells = _columns(verdicts, columns)
@@ -125,9 +63,9 @@ def _claims(trials: Sequence[Trial]) -> str:
     cells = _columns(_schedules(trials), ({"better"}, {"equivalent"}, {"worse"}))
     cosine = "The cosine schedule does better than the step schedule"
     lines.append((cosine, "+0.59 (T3.3 against T3.1)", *cells, ""))
-    counts = [(arm, verdict) for arm, verdict in _dead_filters(trials)]
+    dead = [*_dead_filters(trials)]
     for methods in (PGT, AGC, AGC | PGT):
-        outcomes = [verdict for arm, verdict in counts if arm.methods == methods]
+        outcomes = [outcome for found, outcome in dead if found == methods]
         cells = _columns(outcomes, ({"fewer"}, {"as many"}, {"more"}))
         title = f"With {' + '.join(sorted(methods))} fewer filters die"
         lines.append((title, "figures", *cells, ""))
@@ -149,10 +87,10 @@ def _columns(outcomes: Sequence[str], columns: Iterable[AbstractSet[str]]) -> li
 def _against_control(claim: Claim, trials: Sequence[Trial]) -> tuple[list[Contrast], ...]:
     """PGT in place of the control of a claim, and PGT together with it against it alone."""
     control = claim.control
-    if control is None:
+    if not control:
         return [], []
-    instead = replace(claim, against=control)
-    on_top = replace(claim, methods=claim.methods | control, against=control)
+    instead = claim.model_copy(update={"against": control})
+    on_top = instead.model_copy(update={"methods": claim.methods | control})
     is_part = control <= claim.methods
     parts = (None if is_part else instead, on_top)
     return tuple(_contrasts(part, trials) if part else [] for part in parts)
@@ -186,30 +124,19 @@ def _contrasts(claim: Claim, trials: Sequence[Trial]) -> list[Contrast]:
         if (arm.methods, against.methods) == (claim.methods, claim.against)
         and claim.alpha in (None, arm.changes.get("loss.alpha"))
         and arm.agrees_with(against)
-        for contrast in _compare(claim, trial, arm, against)
+        for contrast in _compare(claim, arm, against)
     ]
 
 
-def _compare(claim: Claim, trial: Trial, arm: Arm, against: Arm) -> Iterator[Contrast]:
-    if claim.metric == "test" and not claim.against:
-        yield from (contrast for contrast in contrasts_of(trial) if contrast.arm is arm)
-        return
-    values = {one.name: _metric(one, claim.metric) for one in (arm, against)}
-    is_doubtful = claim.metric == "test" and (arm.at_edge or against.at_edge)
-    withhold = {arm.name: "A rate was chosen at the edge."} if is_doubtful else {}
-    yield from compare_arms(trial, arm, against, values, withhold=withhold)
-
-
-def _metric(arm: Arm, metric: str) -> Mapping[int, float]:
-    if metric == "test":
-        return arm.test
-    train = arm.finished("train_accuracy")
-    return train if metric == "train" else {u: train[u] - arm.test[u] for u in train}
+def _compare(claim: Claim, arm: Arm, against: Arm) -> Iterable[Contrast]:
+    if claim.metric == "test" and not claim.against:  # corrected for the arms of the study
+        return (contrast for contrast in contrasts_of(arm.trial) if contrast.arm is arm)
+    return compare_arms(arm, against, claim.metric)
 
 
 def counted(contrasts: Iterable[Contrast]) -> list[Contrast]:
-    """Those of studies that are not withdrawn, and whose runs no larger study has."""
-    return [contrast for contrast in contrasts if contrast.trial.counts]
+    """Those of studies whose comparisons are counted."""
+    return [contrast for contrast in contrasts if not contrast.trial.not_counted]
 
 
 def count_verdicts(contrasts: Iterable[Contrast]) -> str:
@@ -256,14 +183,7 @@ def _published(claim: Claim) -> str:
 
 def published_gains(claim: Claim) -> list[tuple[float, str]]:
     """The differences that the paper's tables have for a claim, rising, with their rows."""
-    return sorted(
-        (round(_printed(row, claim.metric) - _printed(other, claim.metric), 3), row.id)
-        for row, other in _published_pairs(claim)
-    )
-
-
-def _published_pairs(claim: Claim) -> Iterator[tuple[Row, Row]]:
-    """The rows of one experiment that differ as a claim says, and have its metric."""
+    gains = []
     for experiment in load_paper().experiments:
         first = experiment.baseline.recipe
         if experiment.grid or claim.norm not in (None, first.model.norm):
@@ -271,14 +191,14 @@ def _published_pairs(claim: Claim) -> Iterator[tuple[Row, Row]]:
         methods = {
             row.arm: methods_of(changes_of(row.recipe, first), first) for row in experiment.rows
         }
-        for row in experiment.rows:
-            for other in experiment.rows:
-                is_pair = (methods[row.arm], methods[other.arm]) == (claim.methods, claim.against)
-                alpha, other_alpha = row.recipe.loss.alpha, other.recipe.loss.alpha
-                is_asked = claim.alpha in (None, alpha) and other_alpha in (alpha, 1)
-                is_printed = claim.metric == "test" or "train" in row.published
-                if is_pair and is_asked and is_printed:
-                    yield row, other
+        for row, other in itertools.permutations(experiment.rows, 2):
+            is_pair = (methods[row.arm], methods[other.arm]) == (claim.methods, claim.against)
+            alpha, other_alpha = row.recipe.loss.alpha, other.recipe.loss.alpha
+            is_asked = claim.alpha in (None, alpha) and other_alpha in (alpha, 1)
+            if is_pair and is_asked and (claim.metric == "test" or "train" in row.published):
+                gain = _printed(row, claim.metric) - _printed(other, claim.metric)
+                gains.append((round(gain, 3), row.id))
+    return sorted(gains)
 
 
 def _printed(row: Row, metric: str) -> float:
@@ -305,34 +225,30 @@ def _depths(trials: Sequence[Trial]) -> list[str]:
 
 def _schedules(trials: Sequence[Trial]) -> list[str]:
     """The baselines of studies that differ in the schedule only, and in the tuned rates."""
-    firsts = {trial.arms[0].runs: trial for trial in trials if trial.counts and not trial.is_grid}
+    counts = [trial for trial in trials if not (trial.not_counted or trial.is_grid)]
+    firsts = {trial.arms[0].runs: trial for trial in counts}
     outcomes = []
     for trial, other in itertools.permutations(firsts.values(), 2):
         changed = {"schedule.name": "cosine", "optimizer.lr": trial.recipe.optimizer.lr}
         is_pair = other.recipe.override(changed) == trial.recipe != other.recipe
         if is_pair and other.recipe.schedule.name == "step":
-            arm, against = trial.arms[0], replace(other.arms[0], name="step")
-            values = {arm.name: arm.test, against.name: against.test}
-            edge = "A rate was chosen at the edge." if arm.at_edge or against.at_edge else ""
-            options = {"withhold": {arm.name: edge}} if edge else {}
-            outcomes += [c.verdict for c in compare_arms(trial, arm, against, values, **options)]
+            outcomes += [c.verdict for c in compare_arms(trial.arms[0], other.arms[0], "test")]
     return outcomes
 
 
-def _dead_filters(trials: Sequence[Trial]) -> Iterator[tuple[Arm, str]]:
-    """Whether more or fewer filters are dead in an arm than in its baseline."""
+def _dead_filters(trials: Sequence[Trial]) -> Iterator[tuple[Methods | None, str]]:
+    """Methods of an arm, and whether more or fewer filters are dead than in its baseline."""
     words = {"better": "fewer", "worse": "more", "equivalent": "as many"}
     options = {"margin": 1.0, "higher_is_better": False}
     for trial in trials:
-        if trial.recipe.model.norm != "none" or not trial.counts:
+        if trial.recipe.model.norm != "none" or trial.not_counted:
             continue
-        first = trial.arms[0]
-        for arm in trial.arms[1:]:
-            dead = {one.name: one.finished("dead_units") for one in (arm, first)}
-            for contrast in compare_arms(trial, arm, first, dead, **options):
+        first, *others = trial.arms
+        for arm in others:
+            for contrast in compare_arms(arm, first, "dead_units", **options):
                 is_short = round(min(arm.exponent, first.exponent), 1) < ENOUGH
                 verdict = words.get(contrast.verdict, contrast.verdict)
-                yield arm, "too little decay" if is_short else verdict
+                yield arm.methods, "too little decay" if is_short else verdict
 
 
 def _layers(evidence: Evidence) -> str:
@@ -342,18 +258,10 @@ def _layers(evidence: Evidence) -> str:
         for run in (KeptRun(trial, arm) for arm in trial.results.arms):
             if run.file(".npz").exists():
                 norms = run.norms()
-                dead = {layer: norms.dead(layer) for layer in norms.layers if layer is not None}
-                whole = [
-                    str(layer) for layer, died in dead.items() if died is not None and died.all()
-                ]
-                lines.append(
-                    (
-                        f"`{trial.name}`",
-                        run.name,
-                        ", ".join(whole) or "none",
-                        norms.dead_in_words(None),
-                    )
-                )
+                layers = [layer for layer in norms.layers if layer is not None]
+                whole = ", ".join(str(layer) for layer in layers if norms.is_all_dead(layer))
+                features = norms.dead_in_words(None)
+                lines.append((f"`{trial.name}`", run.name, whole or "none", features))
     return markdown_table(("study", "run", "entirely dead layers", "dead features"), lines)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ from powergrad.lab.data import load_data
 from powergrad.lab.files import csv_text, write_atomically, write_json, write_text
 from powergrad.lab.report.filters import evenly_spaced
 from powergrad.lab.study.metrics import COLUMNS
-from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.run_folder import Run, RunError
 from powergrad.lab.words import slug
 from powergrad.monitor import Recording, census
 from reproduction.evidence import file_part
 from reproduction.published import Experiment, Use, changes_of, load_paper
-from reproduction.replicas import Replica, decay_exponent, full_departures
+from reproduction.replicas import decay_exponent, departures
 
 ABOUT = "paper.json"  # in a folder of runs: the experiment, the scale, and the commands
 NORMS_BYTES = 400_000  # the maximal size of the norms of one run, before compression
@@ -68,11 +66,18 @@ def collect(folder: Path, out: Path, label: str | None = None) -> list[Path]:
     rows = [_row(arm, run) for arm, seeds in runs.items() for run in seeds]
     columns = ("arm", "seed", "run", "commit", *COLUMNS, *FATES)
     write_text(files[0], csv_text(columns, rows))
-    recipes = {arm: seeds[0].recipe() for arm, seeds in runs.items()}
+    seed = {"seed": recipe.seed}
+    recipes = {arm: seeds[0].recipe().override(seed) for arm, seeds in runs.items()}
+    examples = len(load_data(recipe.data, data_dir=recipe.machine.data_dir).train)
     study = folder / "study.json"
     tuning = json.loads(study.read_text("utf-8")).get("tuning") if study.exists() else None
     values = {
-        **_conditions(experiment, recipes, about["scale"]),
+        "data": recipe.data.name,
+        "examples": examples,
+        "scale": about["scale"],
+        "exponents": {arm: decay_exponent(own, examples) for arm, own in recipes.items()},
+        "lost": [*departures(experiment.row(next(iter(runs))), recipe, examples)],
+        "arms": {arm: changes_of(own, recipe) for arm, own in recipes.items()},
         **({"tuning": tuning} if tuning else {}),
         "commands": about["commands"],
         "label": label,
@@ -106,24 +111,6 @@ def _row(arm: str, run: Run) -> dict[str, Any]:
     return {**about, "commit": commit, **ended, **_fates(run)}
 
 
-def _conditions(
-    experiment: Experiment, recipes: Mapping[str, Recipe], scale: str
-) -> dict[str, Any]:
-    """Data, decay exponents, and how the runs depart from the paper."""
-    base = next(iter(recipes.values()))
-    seed = {"seed": base.seed}
-    arms = {arm: changes_of(recipe.override(seed), base) for arm, recipe in recipes.items()}
-    loaded = load_data(base.data, data_dir=base.machine.data_dir)
-    examples = len(loaded.train)
-    rows = [row for row in experiment.rows if row.arm in recipes]
-    replica = Replica(experiment, rows, base, arms, examples, len(loaded.classes))
-    is_full = scale == "full"
-    lost = full_departures(rows[0], base, examples) if is_full else list(replica.lost())
-    exponents = {arm: decay_exponent(recipe, examples) for arm, recipe in recipes.items()}
-    about = {"data": base.data.name, "examples": examples, "scale": scale}
-    return {**about, "exponents": exponents, "lost": lost, "arms": arms}
-
-
 def _collect_run(run: Run, stem: str) -> list[Path]:
     tested = [row for row in run.metrics() if row.get("test_accuracy") is not None]
     thinned = [tested[place] for place in evenly_spaced(len(tested), POINTS)]
@@ -155,10 +142,7 @@ def thinned_norms(recording: Recording) -> dict[str, NDArray[Any]]:
     keep = evenly_spaced(len(steps), min(POINTS, max(2, NORMS_BYTES // (2 * units))))
     table = rows[keep].numpy()
     names = [column.layer for column in columns if column.quantity == "weight"]
-    arrays: dict[str, NDArray[Any]] = {
-        "steps": steps[keep].numpy(),
-        "layers": np.array(names),
-    }
+    arrays: dict[str, NDArray[Any]] = {"steps": steps[keep].numpy(), "layers": np.array(names)}
     for column in columns:
         number = names.index(column.layer) + 1
         name = "feature" if column.quantity == "feature" else f"layer{number}"

@@ -27,14 +27,15 @@ GREY = "0.35"
 Point = tuple[float, float]
 
 
-def panel_title(axes: Any, letter: str, text: str) -> None:
-    """The title of a panel, with its letter."""
-    axes.set_title(f"({letter}) {text}", fontsize=10, loc="left")
-
-
 def plain(axes: Any) -> None:
     """Remove the frame at the top and on the right."""
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def panel(axes: Any, letter: str, text: str) -> None:
+    """Give a plain panel its letter and title."""
+    axes.set_title(f"({letter}) {text}", fontsize=10, loc="left")
+    plain(axes)
 
 
 def note(figure: Any, lines: Sequence[str]) -> None:
@@ -79,7 +80,7 @@ def gradient_altering() -> Any:
     places = [1.15 * place for place in range(len(layers))]
     softmax, loss = places[-1] + 1.15, places[-1] + 2.2
     for kind, (axes, title) in enumerate(zip(panels, titles, strict=True)):
-        panel_title(axes, "abc"[kind], title)
+        panel(axes, "abc"[kind], title)
         axes.set(xlim=(-0.7, 7.3), ylim=(-depths[kind], 0.45), aspect="equal")
         axes.axis("off")
         for x, layer in zip([*places, softmax], [*layers, "softmax"], strict=True):
@@ -134,11 +135,10 @@ def prob_plots() -> Any:
             values = power_transform(p, alpha)[order]
             words = f"{alpha:g}" + (" (unaltered)" if alpha == 1 else "")
             axes.plot(range(1, classes + 1), values, "o-", color=shade, ms=4, label=words)
-        panel_title(axes, letter, title)
+        panel(axes, letter, title)
         axes.axhline(1 / classes, color="0.6", lw=0.8, ls=":")
         axes.set_xticks(range(1, classes + 1))
         axes.set_xlabel(label)
-        plain(axes)
     left, right = panels
     threshold = float(stationary_threshold(p, 0.5))
     right.axhline(threshold, color=RED, lw=0.8, ls="--")

@@ -14,14 +14,13 @@ from scipy.stats import linregress
 from powergrad.lab.figures import COLOURS, save
 from reproduction import diagrams
 from reproduction.claims import PGT, SHORTER
-from reproduction.diagrams import note, panel_title, plain
+from reproduction.diagrams import note, panel, plain
 from reproduction.evidence import Evidence, Norms
 from reproduction.published import Figure, Use, load_paper
 from reproduction.trials import Trial, contrasts_of
 
 FORMATS = ("png", "svg", "pdf")
 BLUE, ORANGE, GREEN, _, RED = COLOURS[:5]
-ACCURACIES = ("train_accuracy", "test_accuracy")
 DEAD = "dead: a filter that ended under 1% of its own start, a feature that ended at 0"
 
 Uses = tuple[Use, ...]
@@ -44,6 +43,7 @@ def draw(
 
 def plot(figure: Figure, evidence: Evidence) -> Any:
     """The matplotlib figure of a figure of the paper."""
+    evidence.require(figure.uses)
     if figure.uses:
         return MEASURED[figure.name](evidence, figure.uses)
     return getattr(diagrams, figure.name)()
@@ -67,15 +67,14 @@ def _metrics(evidence: Evidence, uses: Uses) -> Any:
             title += f" in the paper, {ours} here"
         for run, colour in zip(runs, (BLUE, RED), strict=True):
             curve = run.curve()
-            epochs, train, test = (curve[key] for key in ("epoch", *ACCURACIES))
+            epochs, train, test = (curve[k] for k in ("epoch", "train_accuracy", "test_accuracy"))
             axes.plot(epochs, train, "--", color=colour, lw=1.2, label=f"{run.arm}: train")
             axes.plot(epochs, test, color=colour, lw=1.5, label=f"{run.arm}: test")
         notes.append(f"({letter}) {'; '.join(run.caption for run in runs)}")
         axes.set(xscale="log", yscale="log", xlabel="epoch", ylabel="accuracy (%)")
         _log_percent(axes)
         axes.legend(fontsize=8, loc="lower right", edgecolor="none", framealpha=0.8)
-        panel_title(axes, letter, title)
-        plain(axes)
+        panel(axes, letter, title)
     _fewer_epochs(panels[2], evidence)
     notes.append("(c) 95% intervals over the seeds of each study; the paper claims 0")
     note(figure, notes)
@@ -106,8 +105,7 @@ def _fewer_epochs(axes: Any, evidence: Evidence) -> None:
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_xlabel("difference, points of test accuracy")
     axes.locator_params(axis="x", nbins=5)
-    panel_title(axes, "c", "60% of the epochs, against 100%")
-    plain(axes)
+    panel(axes, "c", "60% of the epochs, against 100%")
 
 
 def _log_percent(axes: Any) -> None:
@@ -257,8 +255,7 @@ def _stats(evidence: Evidence, uses: Uses) -> Any:
     third.margins(y=0.15)
     titles = ("logit norm against α", "loss against α", "loss against logit norm")
     for axes, letter, title in zip((first, second, third), "abc", titles, strict=True):
-        panel_title(axes, letter, title)
-        plain(axes)
+        panel(axes, letter, title)
     note(figure, _grid_note(trial))
     return figure
 
@@ -269,11 +266,7 @@ MEASURED: dict[str, Callable[[Evidence, Uses], Any]] = {
     "high_bs": _high_bs,
     "agc_pgt": _agc_pgt,
     "stats": _stats,
-    "grid_searcha": _grid,
-    "grid_searchb": _grid,
-    "grid_searchc": _grid,
-    "norms_baseline": _norm_page,
-    "norms_large_batch": _norm_page,
-    "norms_pgt": _norm_page,
-    "norms_agc_pgt": _norm_page,
+    **dict.fromkeys(("grid_searcha", "grid_searchb", "grid_searchc"), _grid),
+    **dict.fromkeys(("norms_baseline", "norms_large_batch"), _norm_page),
+    **dict.fromkeys(("norms_pgt", "norms_agc_pgt"), _norm_page),
 }

@@ -13,6 +13,7 @@ The studies that the paper does not have are ``results/compare_*.json`` and ``de
 
 from __future__ import annotations
 
+import csv
 import functools
 import re
 from collections.abc import Iterable, Mapping
@@ -25,9 +26,17 @@ from numpy.typing import NDArray
 from powergrad.lab.trainer.run_folder import RunError
 from powergrad.lab.words import slug
 from reproduction.published import Use, load_paper
-from reproduction.trials import Trial, load_study, plain_trials
+from reproduction.trials import Trial, load_study
 
 RESULTS = Path(__file__).parents[1] / "results"
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file; none if there is no such file."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 class MissingRunsError(RunError):
@@ -71,6 +80,10 @@ class Norms:
             return None
         return last == 0 if layer is None else last < 0.01 * first
 
+    def is_all_dead(self, layer: int | None) -> bool:
+        dead = self.dead(layer)
+        return dead is not None and bool(dead.all())
+
     def dead_in_words(self, layer: int | None) -> str:
         """The number of dead units at the end."""
         dead = self.dead(layer)
@@ -79,10 +92,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class KeptRun:
-    """The first run of an arm, whose curve and filter norms are shown in figures.
-
-    If they were not stored, MissingRunsError names the command that makes them.
-    """
+    """The first run of an arm, whose curve and filter norms are shown in figures."""
 
     trial: Trial
     arm: str
@@ -106,11 +116,11 @@ class KeptRun:
 
     def curve(self) -> NDArray[np.void]:
         """The metrics over its epochs, by the names of their columns."""
-        return np.atleast_1d(np.genfromtxt(self._existing(".csv"), delimiter=",", names=True))
+        return np.atleast_1d(np.genfromtxt(self.file(".csv"), delimiter=",", names=True))
 
     def norms(self) -> Norms:
         """The filter norms over its steps."""
-        with np.load(self._existing(".npz"), allow_pickle=False) as file:
+        with np.load(self.file(".npz"), allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
         layers: dict[int | None, NDArray[np.float32]] = {
             int(match[1]): values.astype(np.float32)
@@ -120,14 +130,6 @@ class KeptRun:
         if "feature" in arrays:
             layers[None] = arrays["feature"].astype(np.float32)
         return Norms(arrays["steps"], layers)
-
-    def _existing(self, ending: str) -> Path:
-        path = self.file(ending)
-        if not path.exists():
-            assert self.trial.experiment is not None
-            command = small_command(Use(self.trial.experiment.id, self.arm))
-            raise MissingRunsError(f"No {path.name} in {path.parent}; run `{command}`.")
-        return path
 
 
 class Evidence:
@@ -148,7 +150,7 @@ class Evidence:
     @functools.cached_property
     def trials(self) -> list[Trial]:
         """The studies whose first arm is plain cross-entropy: evidence on the paper's claims."""
-        return plain_trials([*self.replicas, *self.others])
+        return [trial for trial in (*self.replicas, *self.others) if trial.is_evidence]
 
     def of(self, use: Use) -> list[Trial]:
         """The replicas with an arm or an experiment, sorted by the number of examples."""
@@ -165,11 +167,16 @@ class Evidence:
         """The uses that no replica has."""
         return [use for use in uses if not self.of(use)]
 
+    def require(self, uses: Iterable[Use]) -> None:
+        """Raise MissingRunsError, with the commands, if uses have no replica."""
+        if missing := self.missing(uses):
+            commands = dict.fromkeys(f"\n    {small_command(use)}" for use in missing)
+            raise MissingRunsError(f"missing: {', '.join(map(str, missing))}{''.join(commands)}")
+
     def best(self, use: Use) -> Trial:
         """The first of the replicas that have a use."""
-        for trial in self.of(use):
-            return trial
-        raise MissingRunsError(f"No run of {use} was measured; run `{small_command(use)}`.")
+        self.require([use])
+        return self.of(use)[0]
 
     def kept_run(self, use: Use) -> KeptRun:
         """The run of the first of these replicas."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.tables import benchmark_regions
 from powergrad.lab.files import write_text
 from reproduction import robust
-from reproduction.benchmarks import benchmark_regions
 from reproduction.claims import claim_regions
 from reproduction.decisive.figure import draw
 from reproduction.decisive.findings import Findings
 from reproduction.decisive.points import draw_points, points_table
-from reproduction.evidence import RESULTS, Evidence
+from reproduction.evidence import RESULTS, Evidence, csv_rows
 from reproduction.experiments import experiment_regions
 from reproduction.marks import Regions, fill, region_names
 from reproduction.tables import table_regions
@@ -32,31 +31,24 @@ def study_regions(results: Path) -> Regions:
     }
 
 
-def decisive_regions(findings: Findings) -> Regions:
-    """The regions about the registered experiment."""
+def registered_regions() -> Regions:
+    """The regions about the registered experiments."""
+    first, second = Findings.read(RESULTS), csv_rows(robust.ROWS)
     return {
-        "decisive-answer": findings.answer,
-        "decisive-secondary": findings.secondary_sentence,
-        "decisive-arms": findings.table,
-        "decisive-choices": findings.choices_table,
-        "decisive-null": findings.null_sentence,
-        "decisive-points": lambda: points_table(findings),
-    }
-
-
-def robust_regions(rows: Sequence[robust.Row]) -> Regions:
-    """The regions about the second registered experiment."""
-    return {
-        "robust-answer": lambda: robust.conclude(rows),
-        "robust-arms": lambda: robust.table(rows),
+        "decisive-answer": first.answer,
+        "decisive-secondary": first.secondary_sentence,
+        "decisive-arms": first.table,
+        "decisive-choices": first.choices_table,
+        "decisive-null": first.null_sentence,
+        "decisive-points": lambda: points_table(first),
+        "robust-answer": lambda: robust.conclude(second),
+        "robust-arms": lambda: robust.table(second),
     }
 
 
 def all_regions() -> Regions:
     """Every region that a page may have."""
-    first, second = Findings.read(RESULTS), robust.read(robust.ROWS)
-    registered = {**decisive_regions(first), **robust_regions(second)}
-    return {**benchmark_regions(), **study_regions(RESULTS), **registered}
+    return {**benchmark_regions(), **study_regions(RESULTS), **registered_regions()}
 
 
 def generated_pages() -> list[Path]:
@@ -72,7 +64,7 @@ def write_pages() -> None:
     images = ROOT / "docs" / "images"
     draw(findings, images / "decisive.png")
     draw_points(findings, images / "decisive_points.png")
-    robust.draw(robust.read(robust.ROWS), images / "robust.png")
+    robust.draw(csv_rows(robust.ROWS), images / "robust.png")
     for page in generated_pages():
         write_text(page, fill(page.read_text("utf-8"), regions))
         print(f"wrote {page.relative_to(ROOT)}")

@@ -6,15 +6,22 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from powergrad.lab.trainer.recipe import Recipe, RecipeError, flatten
 from powergrad.lab.words import did_you_mean
 
 
-class Unstated(NamedTuple):
+class Entry(BaseModel):
+    """An entry of ``published.yaml``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Unstated(Entry):
     """A detail that the paper does not state, and the choice made here."""
 
     what: str
@@ -23,7 +30,7 @@ class Unstated(NamedTuple):
     choice: Mapping[str, Any] = {}  # empty if it is a default
 
 
-class Note(NamedTuple):
+class Note(Entry):
     """A contradiction in the paper, or between the paper and the authors' code."""
 
     id: str
@@ -100,16 +107,38 @@ class Experiment:
         return [row for row in self.rows if row is self.baseline or item in (row.id, self.id)]
 
 
-class Figure(NamedTuple):
+class Figure(Entry):
     """A figure of the paper."""
 
     id: str  # F1 to F17, by its place
     name: str  # its label in the source, or ours if it has none
     title: str
-    uses: tuple[Use, ...]  # the runs that it shows
+    uses: tuple[Annotated[Use, BeforeValidator(Use.parse)], ...]  # the runs that it shows
 
 
-class Throughput(NamedTuple):
+Names = Annotated[frozenset[str], BeforeValidator(lambda text: text.split(" + "))]
+
+
+class Claim(Entry):
+    """That an arm with some methods does better than one with others.
+
+    A control is what an arm without PGT does that may explain the gain. PGT is compared with it,
+    too; these comparisons are not counted as confirmation.
+    """
+
+    id: str
+    title: str
+    methods: Names  # of the arm
+    norm: str | None = None  # the normalisation of the networks; None for all
+    against: Names = frozenset()  # of the other arm; none for the baseline
+    alpha: float | None = None  # of the arm, where the claim is about one
+    holds: Names = frozenset({"better"})  # the verdicts that confirm it
+    metric: str = "test"  # or train, or gap: train minus test
+    published: str = ""  # if it is no difference within a part of a table
+    control: Names = frozenset()
+
+
+class Throughput(Entry):
     """Published training speeds on one kind of GPU, in images per second by network."""
 
     gpu: str
@@ -130,6 +159,7 @@ class Paper:
     notes: tuple[Note, ...]
     numbers: Mapping[str, float]  # printed outside the tables, by id
     throughput: tuple[Throughput, ...]
+    claims: tuple[Claim, ...]
 
     def items(self) -> dict[str, Experiment]:
         """The id of every row, pair, run and grid, with its experiment, in printed order."""
@@ -179,8 +209,6 @@ def load_paper() -> Paper:
     """
     raw = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text("utf-8"))
     unstated = tuple(Unstated(**values) for values in raw["unstated"])
-    for values in raw["figures"]:
-        values["uses"] = tuple(map(Use.parse, values["uses"]))
     return Paper(
         raw["title"],
         tuple(_experiment(values, raw["common"], unstated) for values in raw["experiments"]),
@@ -189,6 +217,7 @@ def load_paper() -> Paper:
         tuple(Note(**values) for values in raw["notes"]),
         {number["id"]: number["value"] for number in raw["numbers"]},
         tuple(Throughput(**values) for values in raw["throughput"]),
+        tuple(Claim(**values) for values in raw["claims"]),
     )
 
 
@@ -230,58 +259,30 @@ def examples_of(recipe: Recipe) -> int:
     return 50_000 if recipe.data.name == "cifar10" else 1_281_167
 
 
-class Cost(NamedTuple):
-    """The training time of a recipe on one kind of GPU, and the published speed behind it."""
+def gpu_hours(recipes: Iterable[Recipe]) -> dict[str, float]:
+    """Hours of training by GPU, without tests and image loading; equal recipes count once.
 
-    gpu: str
-    hours: float  # four GPUs use the same number in a quarter of the time
-    images_per_second: float
-    how: str
-    source: str
-
-
-def cost(recipe: Recipe) -> list[Cost]:
-    """GPU hours of training for every GPU with a source, without tests and image loading.
-
-    If a source has only ResNet-50, the speed of another network is estimated by its ratio to
-    ResNet-50 in the table that has both. Networks without normalisation are assumed to be as fast
-    as those with it, which gives an upper bound of their cost.
+    If ``published.yaml`` has a GPU's speed for ResNet-50 only, that of another network is estimated
+    by its ratio to ResNet-50 on the GPU that has both. Networks without normalisation are assumed
+    to be as fast as those with it, which gives an upper bound.
 
     Example:
-        >>> recipe = load_paper().find("T1.2").baseline.recipe
-        >>> [f"{part.gpu}: {part.hours:.1f}" for part in cost(recipe)]
+        >>> hours = gpu_hours([load_paper().find("T1.2").baseline.recipe])
+        >>> [f"{gpu}: {value:.1f}" for gpu, value in hours.items()]
         ['V100 16GB: 34.2', 'A100 80GB: 17.1', 'RTX 3090: 43.1']
     """
-    network = recipe.model.name
-    data = "imagenet" if recipe.data.name.startswith("folder:") else recipe.data.name
-    tables = [table for table in load_paper().throughput if table.data == data]
-    largest = max((table.networks for table in tables), key=len, default={})
-    costs = []
-    for table in tables:
-        speed, how = table.networks.get(network), table.how
-        if speed is None and network in largest:
-            speed = table.networks["resnet50"] * largest[network] / largest["resnet50"]
-            how += f"; {network} estimated by its ratio to resnet50 on the RTX 3090"
-        if speed is None:
-            continue
-        if recipe.model.norm == "none":
-            how += "; with normalisation, so an upper bound"
-        hours = recipe.train.epochs * examples_of(recipe) / speed / 3600
-        costs.append(Cost(table.gpu, hours, speed, how, table.source))
-    return costs
-
-
-def total_hours(recipes: Iterable[Recipe]) -> dict[str, float]:
-    """GPU hours of several recipes by GPU; a recipe that occurs twice is counted once."""
     hours: dict[str, float] = {}
     for recipe in {recipe.key: recipe for recipe in recipes}.values():
-        for part in cost(recipe):
-            hours[part.gpu] = hours.get(part.gpu, 0.0) + part.hours
+        network, name = recipe.model.name, recipe.data.name
+        data = "imagenet" if name.startswith("folder:") else name
+        speeds = {t.gpu: t.networks for t in load_paper().throughput if t.data == data}
+        largest = max(speeds.values(), key=len, default={})
+        for gpu, known in speeds.items():
+            if network not in largest:
+                continue
+            speed = known.get(network)
+            if speed is None:
+                speed = known["resnet50"] * largest[network] / largest["resnet50"]
+            images = recipe.train.epochs * examples_of(recipe)
+            hours[gpu] = hours.get(gpu, 0.0) + images / speed / 3600
     return hours
-
-
-def hours_in_words() -> str:
-    """The GPU hours of every run of the paper at full scale."""
-    rows = [row for experiment in load_paper().experiments for row in experiment.rows]
-    hours = total_hours(row.recipe for row in rows)
-    return ", ".join(f"{value:,.0f} on {gpu}" for gpu, value in hours.items())

@@ -17,7 +17,7 @@ from typing import Any
 from powergrad.lab.data import load_data
 from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.session import learning_rate_at
-from reproduction.published import Experiment, Row, changes_of, examples_of
+from reproduction.published import Row, changes_of, examples_of
 
 LEAST = 7.0  # the decay exponent that a replica must exceed
 GOAL = 7.5  # the decay exponent for which it is planned
@@ -31,8 +31,8 @@ DATA: dict[str, dict[str, Any]] = {
     "cifar10": {"data.flip": True, "data.crop_padding": 4, "model.stem": "small"},
 }
 FOLDER = {"data.flip": True, "data.size": 64}
-# Keys that may differ from the paper without being a departure from it.
-FREE = ("data.name", "seed", "machine.", "monitor.", "train.accumulate")
+# Keys that may differ from the paper without being a departure from it; milestones go with epochs.
+FREE = ("data.name", "seed", "machine.", "monitor.", "train.accumulate", "schedule.milestones")
 
 
 def decay_exponent(recipe: Recipe, examples: int) -> float:
@@ -56,12 +56,10 @@ def decay_exponent(recipe: Recipe, examples: int) -> float:
 class Replica:
     """A replica of some rows of an experiment, the baseline first."""
 
-    experiment: Experiment
     rows: Sequence[Row]
     base: Recipe  # the recipe of the first arm
     arms: Mapping[str, Mapping[str, Any]]  # the changes of every arm
     examples: int
-    classes: int
 
     @functools.cached_property
     def recipes(self) -> dict[str, Recipe]:
@@ -73,43 +71,10 @@ class Replica:
         """The decay exponent of every arm."""
         return {arm: decay_exponent(recipe, self.examples) for arm, recipe in self.recipes.items()}
 
-    def lost(self) -> Iterator[str]:
-        """The departures from the paper."""
-        base, full, recipes = self.base, self.rows[0].recipe, self.recipes
-        examples = examples_of(full)
-        rates = _range([recipe.optimizer.lr for recipe in recipes.values()])
-        width = 16 if full.model.name == "resnet20" else 64
-        yield f"the data: {self.examples:,} examples of {self.classes} classes ({base.data.name})"
-        for what, ours, theirs in (
-            ("the network", base.model.name, full.model.name),
-            ("channels of the first stage", base.model.width, width),
-            ("the batch", base.train.batch_size, full.train.batch_size),
-            ("the rate", rates, f"{full.optimizer.lr:g}"),
-            ("the decay", f"{base.optimizer.weight_decay:g}", f"{full.optimizer.weight_decay:g}"),
-        ):
-            if ours != theirs:
-                yield f"{what}: {ours}, not {theirs}"
-        if base.model.stem == "small" and base.model.name == full.model.name:
-            yield "the stem: 3x3 of stride 1, not 7x7 of stride 2 with a max-pooling"
-        steps = self.examples // base.train.batch_size * base.train.epochs
-        exponents = _range([round(exponent, 1) for exponent in self.exponents.values()])
-        yield (
-            f"the length: {steps:,} steps and a decay exponent of {exponents}, not "
-            f"{examples // full.train.batch_size * full.train.epochs:,} and "
-            f"{decay_exponent(full, examples):.0f}"
-        )
-        thresholds = [(recipes[row.arm].clip.agc, row.recipe.clip.agc) for row in self.rows]
-        changed = [pair for pair in thresholds if all(pair) and pair[0] != pair[1]]
-        for ours, theirs in changed[:1]:  # the same in all arms
-            yield f"AGC's threshold: {ours:g}, not {theirs:g}, to keep its ratio to the decay"
-        if base.train.precision != full.train.precision:
-            yield "precision: float32, not mixed, and so without the float16 of the authors' hook"
-        if base.data.name == "digits":
-            yield "under-fitting: training accuracy is near 100%, where the paper has no effect"
-
     def describe(self) -> str:
         """The plan as text."""
-        lines = [f"  differs from the paper in {words}" for words in self.lost()]
+        lost = departures(self.rows[0], self.base, self.examples)
+        lines = [f"  differs from the paper in {words}" for words in lost]
         lines.append(f"Decay exponent sum(lr * wd) / (1 - momentum), at least {LEAST:g} wanted:")
         lines += [f"  {arm}: {exponent:.2f}" for arm, exponent in self.exponents.items()]
         if under := [arm for arm, exponent in self.exponents.items() if exponent < LEAST]:
@@ -120,14 +85,7 @@ class Replica:
         return "\n".join(lines)
 
 
-def _range(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
-
-
-def plan_replica(
-    experiment: Experiment, rows: Sequence[Row], data: str, changes: Mapping[str, Any]
-) -> Replica:
+def plan_replica(rows: Sequence[Row], data: str, changes: Mapping[str, Any]) -> Replica:
     """Plan the replica of some rows of an experiment.
 
     Epochs, warm-up and milestones are multiplied by the smallest factor with which the decay
@@ -137,8 +95,7 @@ def plan_replica(
     epochs = given.pop("train.epochs", None)
     longest = max(row.recipe.train.epochs for row in rows)
     probe = _scaled(rows[0], data, given, 1.0)
-    loaded = load_data(probe.data, data_dir=probe.machine.data_dir)
-    examples = len(loaded.train)
+    examples = len(load_data(probe.data, data_dir=probe.machine.data_dir).train)
 
     def recipes_at(factor: float) -> list[Recipe]:
         return [_scaled(row, data, given, factor) for row in rows]
@@ -165,13 +122,14 @@ def plan_replica(
     arms = {
         row.arm: changes_of(recipe, recipes[0]) for row, recipe in zip(rows, recipes, strict=True)
     }
-    return Replica(experiment, rows, recipes[0], arms, examples, len(loaded.classes))
+    return Replica(rows, recipes[0], arms, examples)
 
 
 def _scaled(row: Row, data: str, given: Mapping[str, Any], factor: float) -> Recipe:
     """The recipe of a row at small scale, its epochs times `factor`."""
     full = row.recipe
-    batch = _small_batch(full)
+    # An eighth of the batch, except on CIFAR-10, where it is already small.
+    batch = full.train.batch_size // (8 if full.train.batch_size > 128 else 1)
     peak, decay = RATES[full.model.norm]
     rate = peak * batch / 128
     small: dict[str, Any] = {
@@ -200,11 +158,6 @@ def _scaled(row: Row, data: str, given: Mapping[str, Any], factor: float) -> Rec
     return full.override(small)
 
 
-def _small_batch(full: Recipe) -> int:
-    """An eighth of the batch, except on CIFAR-10, where it is already small."""
-    return full.train.batch_size // (8 if full.train.batch_size > 128 else 1)
-
-
 def full_recipe(row: Row, data: str | None, changes: Mapping[str, Any]) -> Recipe:
     """The recipe of a row at full scale."""
     given: dict[str, Any] = {} if data is None else {"data.name": data}
@@ -213,10 +166,11 @@ def full_recipe(row: Row, data: str | None, changes: Mapping[str, Any]) -> Recip
     return row.recipe.override({**given, **changes})
 
 
-def full_departures(row: Row, recipe: Recipe, examples: int) -> list[str]:
-    """The departures of a run at full scale from its row: its data and overrides."""
-    changes = changes_of(recipe, row.recipe)
-    lost = [f"{key}: {value}" for key, value in changes.items() if not key.startswith(FREE)]
+def departures(row: Row, recipe: Recipe, examples: int) -> Iterator[str]:
+    """How a run differs from its row: in its data and its recipe."""
     if examples != examples_of(row.recipe):
-        lost.insert(0, f"the data: {examples:,} examples ({recipe.data.name})")
-    return lost
+        yield f"the data: {examples:,} examples ({recipe.data.name})"
+    for key, value in changes_of(recipe, row.recipe).items():
+        if not key.startswith(FREE):
+            printed = row.recipe.value(key)
+            yield f"{key}: {value}" + ("" if printed is None else f", not {printed}")

@@ -10,7 +10,6 @@ A run in FOLDER (by default runs/robust) that was interrupted goes on from its c
 
 from __future__ import annotations
 
-import csv
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from powergrad.lab.trainer.training import train
 from reproduction.decisive.findings import Findings
 from reproduction.decisive.points import paired_points
 from reproduction.decisive.rule import holm
-from reproduction.evidence import RESULTS
+from reproduction.evidence import RESULTS, csv_rows
 from reproduction.marks import markdown_table
 
 RECIPE = Path(__file__).parent / "decisive" / "fashion_plain.yaml"
@@ -117,7 +116,7 @@ def run_missing(folder: Path, path: Path, jobs: Sequence[tuple[int, str, Point]]
     commit = commit_of(Path(__file__))
     if commit is None or commit.endswith("-dirty"):
         raise SystemExit("Commit all changes first: every row names the commit that made it.")
-    rows = read(path)
+    rows = csv_rows(path)
     known = {(int(row["point"]), row["arm"]) for row in rows}
     for number, arm, point in jobs:
         if (number, arm) in known:
@@ -146,14 +145,6 @@ def run_missing(folder: Path, path: Path, jobs: Sequence[tuple[int, str, Point]]
         rows.append({key: str(value) for key, value in row.items()})
         write_text(path, csv_text(list(row), rows))
         print(f"{number:03} {arm:14} {point} {row['test_accuracy']}", flush=True)
-
-
-def read(path: Path) -> list[Row]:
-    """The rows of a file, or none."""
-    if not path.is_file():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 # The rule -------------------------------------------------------------------------------------
@@ -190,13 +181,17 @@ class Pairs(NamedTuple):
         return mcnemar(self.first_only, self.second_only)
 
 
+def pair(rows: Sequence[Row], first: str, second: str) -> list[tuple[Row, Row]]:
+    """The rows of two arms at the same points."""
+    of = {arm: {r["point"]: r for r in rows if r["arm"] == arm} for arm in (first, second)}
+    return [(row, of[second][point]) for point, row in of[first].items() if point in of[second]]
+
+
 def compare(rows: Sequence[Row], first: str, second: str) -> Pairs:
     """Failures of two arms at the same points."""
-    of = {arm: {r["point"]: r for r in rows if r["arm"] == arm} for arm in (first, second)}
-    both = [p for p in of[first] if p in of[second]]
-    fails = [(failed(of[first][p]), failed(of[second][p])) for p in both]
+    fails = [(failed(a), failed(b)) for a, b in pair(rows, first, second)]
     return Pairs(
-        len(both),
+        len(fails),
         sum(a for a, _ in fails),
         sum(b for _, b in fails),
         sum(a and not b for a, b in fails),
@@ -206,11 +201,8 @@ def compare(rows: Sequence[Row], first: str, second: str) -> Pairs:
 
 def fewer_dead(rows: Sequence[Row], first: str, second: str) -> tuple[int, int, float]:
     """At points where both trained: where the first, and the second, has fewer dead filters; p."""
-    of = {
-        arm: {r["point"]: float(r["dead_units"]) for r in rows if r["arm"] == arm and not failed(r)}
-        for arm in (first, second)
-    }
-    gaps = [of[first][p] - of[second][p] for p in of[first] if p in of[second]]
+    both = [(a, b) for a, b in pair(rows, first, second) if not failed(a) and not failed(b)]
+    gaps = [float(a["dead_units"]) - float(b["dead_units"]) for a, b in both]
     wins = sum(gap < 0 for gap in gaps), sum(gap > 0 for gap in gaps)
     return *wins, mcnemar(*wins)
 
@@ -221,10 +213,11 @@ def conclude(rows: Sequence[Row]) -> str:
     head_ce, pgt_head = compare(rows, "ce", "head-lr"), compare(rows, "head-lr", "pgt")
     null = compare(rows, "ce", "ce-again")
     *dead, dead_p = fewer_dead(rows, "pgt", "ce")
-    is_complete = len(rows) == len(jobs())
+    planned = len(jobs())
+    is_complete = len(rows) == planned
     adjusted = holm({"head": head_ce.p, "pgt": pgt_head.p, "dead": dead_p})
     if not is_complete:
-        verdict = f"Not decided yet: {len(rows)} of {len(jobs())} runs have been made"
+        verdict = f"Not decided yet: {len(rows)} of {planned} runs have been made"
     elif primary.p < LEVEL:
         fewer = primary.second_failed < primary.first_failed
         verdict = f"PGT fails at {'fewer' if fewer else 'more'} points than cross-entropy"
@@ -322,7 +315,7 @@ def main(arguments: list[str]) -> None:
     elif command == "power":
         print(power())
     else:
-        print(conclude(rows := read(ROWS)), table(rows), sep="\n\n")
+        print(conclude(rows := csv_rows(ROWS)), table(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

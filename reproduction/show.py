@@ -10,27 +10,18 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
+from powergrad.lab.stats import format_signed
 from powergrad.lab.trainer.recipe import nest
 from reproduction.evidence import Evidence, small_command
-from reproduction.published import (
-    Experiment,
-    Figure,
-    Row,
-    Use,
-    changes_of,
-    cost,
-    load_paper,
-    total_hours,
-)
-from reproduction.trials import Outcome, Trial
+from reproduction.published import Experiment, Figure, Row, Use, changes_of, gpu_hours, load_paper
+from reproduction.trials import Trial, verdict_of
 
 
 def paper_table(evidence: Evidence) -> Table:
     """A table of every table row and figure: id, published numbers, measured results."""
     paper = load_paper()
-    table = Table(title=paper.title, title_justify="left")
-    for name in ("id", "what", "arm", "published (%)", "measured here (decay / paper's): test (%)"):
-        table.add_column(name)
+    head = ("id", "what", "arm", "published (%)", "measured here (decay / paper's): test (%)")
+    table = Table(*head, title=paper.title, title_justify="left")
     for item, experiment in paper.items().items():
         trials = evidence.of(Use(experiment.id))
         group = "" if item == experiment.id else f" ({experiment.id})"
@@ -62,20 +53,19 @@ def _measured(trials: Sequence[Trial], row: Row) -> list[str]:
             decay = trial.recipe.optimizer.weight_decay / row.recipe.optimizer.weight_decay
             words = f"{trial.label} ({decay:.2g}x): {mean:.2f} (n = {len(values)})"
             if comparison := trial.comparisons.get(row.arm):
-                outcome = Outcome.of(comparison)
-                words += f", {outcome.difference}, {outcome.verdict}"
+                words += f", {format_signed(comparison.difference)}, {verdict_of(comparison)}"
             lines.append(words)
     return lines
 
 
-def item_in_words(item: str, data: str, evidence: Evidence) -> str:
+def item_in_words(item: str, evidence: Evidence) -> str:
     """A description of an item: recipe, published numbers, commands, cost, open questions."""
     paper = load_paper()
     figure = paper.figure(item)
     if figure is not None:
         lines = [*_figure(figure, evidence)]
     else:
-        lines = [*_rows(item, paper.find(item), data, evidence)]
+        lines = [*_rows(item, paper.find(item), evidence)]
     notes, unstated = paper.about(item)
     if notes:
         lines.append("\nWhere the paper disagrees with itself or its code, or leaves a doubt:")
@@ -97,7 +87,7 @@ def _figure(figure: Figure, evidence: Evidence) -> Iterator[str]:
         yield f"  missing: {use}\n    {small_command(use)}"
 
 
-def _rows(item: str, experiment: Experiment, data: str, evidence: Evidence) -> Iterator[str]:
+def _rows(item: str, experiment: Experiment, evidence: Evidence) -> Iterator[str]:
     rows = experiment.own_rows(item)
     first, others = rows[0], rows[1:]
     base = first.recipe
@@ -113,14 +103,10 @@ def _rows(item: str, experiment: Experiment, data: str, evidence: Evidence) -> I
     if others:
         yield "Changes of the others:"
         yield from (f"  {row.arm}: {_pairs(changes_of(row.recipe, base))}" for row in others)
-    total = total_hours(row.recipe for row in rows)
-    yield f"\nCost of training ({len(rows)} run{'s' if others else ''}), in GPU hours:"
-    for part in cost(base):
-        yield f"  {part.gpu}: {total[part.gpu]:.1f}"
-        yield f"    at {part.images_per_second:,.0f} images/s: {part.how}\n    {part.source}"
-    if not total:
-        yield "  unknown: there is no published training speed of this network on this data"
-    where = "" if base.data.name == "cifar10" else f" --data {data}"
+    hours = gpu_hours(row.recipe for row in rows)
+    yield f"\nGPU hours of training ({len(rows)} run{'s' if others else ''}), by published speeds:"
+    yield from (f"  {gpu}: {value:.1f}" for gpu, value in hours.items())
+    where = "" if base.data.name == "cifar10" else " --data folder:/path/to/imagenet"
     parts = base.train.batch_size // 256
     spread = f" --train.accumulate {parts}" if parts > 1 else ""
     yield "\nOn one machine with one GPU:"

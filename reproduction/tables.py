@@ -30,23 +30,17 @@ def table_regions(trials: Sequence[Trial]) -> Regions:
 
 
 def _not_better(trials: Sequence[Trial]) -> str:
-    rows = [row for trial in trials for row in contrasts_of(trial) if _is_pgt(row)]
-    if not rows:
-        return "Nothing was measured yet."
-    rows = counted(rows)
+    rows = counted(row for trial in trials for row in contrasts_of(trial) if _is_pgt(row))
     better = [contrast for contrast in rows if contrast.verdict == "better"]
-    inflated = sum(contrast.arm.decay.endswith("inflated") for contrast in better)
-    at_decay = ""
-    if inflated:
-        share = "all" if inflated == len(better) else inflated
-        at_decay = f", {share} of them at a weight decay that was not tuned and is larger than the "
-        at_decay += "paper's"
+    inflated = sum(contrast.arm.is_inflated for contrast in better)
+    share = "all" if inflated == len(better) else inflated
+    words = f", {share} of them at a weight decay that was not tuned and is larger than the paper's"
     grid = sum(contrast.trial.is_grid for contrast in rows)
     withheld = sum(bool(contrast.comparison.withheld) for contrast in rows)
     return (
         f"Of {len(rows)} comparisons ({grid} of them points of grids over alpha), PGT was better "
-        f"in {len(better)}{at_decay}. In {withheld} more, *better* was withheld because a learning "
-        "rate was chosen at the edge of the tried values."
+        f"in {len(better)}{words if inflated else ''}. In {withheld} more, *better* was withheld "
+        "because a learning rate was chosen at the edge of the tried values."
     )
 
 
@@ -78,9 +72,8 @@ def _short_table(contrasts: Iterable[Contrast]) -> str:
 
 
 def _short_cells(contrast: Contrast) -> list[str]:
-    _, arm, _, _, *rest = contrast.cells
-    *cells, verdict = (cell.replace(", inflated", "") for cell in rest)
-    return [arm, *cells, verdict.replace("not settled; better withheld", "better withheld")]
+    *cells, verdict = contrast.cells
+    return [*cells, verdict.replace("not settled; better withheld", "better withheld")]
 
 
 def _grid_cells(rows: Sequence[Contrast]) -> list[str]:
@@ -90,7 +83,7 @@ def _grid_cells(rows: Sequence[Contrast]) -> list[str]:
     verdicts = Counter(row.verdict for row in rows)
     return [
         f"{len(rows)} alphas from {min(alphas):g} to {max(alphas):g}",
-        rows[0].arm.decay.replace(", inflated", ""),
+        rows[0].arm.decay,
         str(len(rows[0].arm.rows)),
         f"from {format_signed(min(differences))} to {format_signed(max(differences))}",
         ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()),

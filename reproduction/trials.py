@@ -10,10 +10,10 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from powergrad.lab.runs import Changes
 from powergrad.lab.study import METRICS, Results, RunRow, Tuning, load
 from powergrad.lab.study.tables import read_rows
 from powergrad.lab.trainer.recipe import Recipe
-from reproduction.published import Experiment, changes_of, load_paper
+from reproduction.published import Experiment, load_paper
 from reproduction.replicas import decay_exponent
 
 CLASSES = {"digits": 10, "fashion-mnist": 10, "cifar10": 10}  # for rows without a class count
@@ -44,10 +44,14 @@ METHODS: dict[str, tuple[str | tuple[str, str] | None, str]] = {
     "model.name": (("shallower network", "deeper network"), "{}"),
     "optimizer.lr": (None, ""),
 }
-# Verdicts that did not last: docs/choosing-alpha.md says more.
-WITHDRAWN = {
-    "compare_digits_tuned_lr": "the tuning chose a poor learning rate for the baseline",
-    "compare_fashion_mnist": "the tried learning rates were too high for PGT",
+# Studies whose comparisons are listed and not counted; docs/choosing-alpha.md says more of those
+# that are withdrawn.
+NOT_COUNTED = {
+    "compare_digits_tuned_lr": "withdrawn and not counted: the tuning chose a poor learning rate "
+    "for the baseline",
+    "compare_fashion_mnist": "withdrawn and not counted: the tried learning rates were too high "
+    "for PGT",
+    "T1.7-tiny-imagenet-100": "not counted: its runs are part of `compare_tiny_imagenet_decay`",
 }
 
 
@@ -93,27 +97,8 @@ def arm_label(name: str, changes: Changes) -> str:
     """
     words = (METHODS[key][1].format(value) for key, value in changes.items() if key in METHODS)
     settings = ", ".join(filter(None, words))
-    is_said = not settings or settings == name.lower().replace("-", "")
+    is_said = settings.lower() in ("", name.lower().replace("-", ""))
     return name if is_said else f"{name} ({settings})"
-
-
-def decay_in_words(changes: Changes, base: Recipe, tuning: Tuning | None) -> str:
-    """The weight decay of an arm as a multiple of the paper's, or that it was tuned.
-
-    Example:
-        >>> base = Recipe().override({"optimizer.weight_decay": 0.01})
-        >>> decay_in_words({}, base, None)
-        '20x, inflated'
-        >>> decay_in_words({"optimizer.backbone.weight_decay": 0.25}, base, None)
-        '5x in the backbone, inflated'
-    """
-    key = "optimizer.weight_decay"
-    if tuning is not None and key in tuning.keys:
-        return "tuned"
-    factor = changes.get("optimizer.backbone.weight_decay", base.optimizer.backbone.weight_decay)
-    times = changes.get(key, base.optimizer.weight_decay) * factor / PAPER_DECAY
-    where = " in the backbone" if factor != 1 else ""
-    return f"{times:.2g}x{where}" + (", inflated" if times > 1 else "")
 
 
 def describe_runs(recipe: Recipe, steps: Iterable[float]) -> str:
@@ -125,8 +110,6 @@ def describe_runs(recipe: Recipe, steps: Iterable[float]) -> str:
     network = model.name + (f" of width {model.width}" if model.width else "")
     network += {"none": " without normalisation", "group": ", group norm"}.get(model.norm, "")
     lengths = [f"{int(length):,}" for length in sorted(set(steps))]
-    if len(lengths) > 3:  # runs that diverged at different times
-        lengths = [f"{lengths[0]} to {lengths[-1]}"]
     return f"{network} on {data}, batch {recipe.train.batch_size}, {' or '.join(lengths)} steps"
 
 
@@ -138,29 +121,54 @@ def exponent_of_steps(recipe: Recipe, steps: int) -> float:
 # Studies ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Arm:
-    """An arm of a study."""
+    """An arm of a study.
 
-    name: str
-    label: str  # with the id of its row if the paper has it, and its settings
-    changes: Changes  # of the study's recipe
-    methods: frozenset[str] | None  # none for plain cross-entropy; None if one is no method
-    measured_on: str  # network, data, batch size and steps
-    rate: str  # its learning rate, and how it was chosen
-    decay: str  # its weight decay as a multiple of the paper's, or that it was tuned
-    recipe: Recipe
-    rows: tuple[RunRow, ...]
-    test: Mapping[int, float]  # the accuracy of every run, or repeat, as the study compares it
-    at_edge: bool = False  # whether its rate was chosen at the edge of what was tried
+    Attributes:
+        label: Its name with the id of its row, if the paper has it, and its settings.
+        changes: What it changes of the study's recipe.
+        methods: What the paper calls its changes: none for plain cross-entropy; None if one of them
+            is no method of the paper.
+        measured_on: Network, data, batch size and steps.
+        decay: Its weight decay as a multiple of the paper's, or that it was tuned.
+        is_inflated: Whether its weight decay was not tuned and is larger than the paper's.
+        test: The accuracy by seed, as the study compares it.
+        is_tuned: Whether its learning rate was chosen, by one tuning.
+        at_edge: Whether a value was chosen at the edge of what was tried.
+    """
 
-    def finished(self, metric: str) -> dict[int, float]:
-        """A metric of every run, or the mean of every repeat, without runs that diverged."""
-        units: dict[int, list[float]] = {}
-        for row in self.rows:
-            if not row.diverged and (value := row.value(metric)) is not None:
-                units.setdefault(row.seed if row.unit is None else row.unit, []).append(value)
-        return {unit: mean(values) for unit, values in units.items()}
+    def __init__(self, trial: Trial, name: str) -> None:
+        results, tuning = trial.results, trial.results.tuning
+        self.trial, self.name = trial, name
+        self.changes = trial.changes[name]
+        self.recipe = trial.recipe.override(self.changes)
+        self.methods = methods_of(self.changes, trial.recipe)
+        self.label = arm_label(trial.row_name(name), self.changes)
+        self.rows = results.of_arm(name)
+        self.test = results.units(name)
+        finished = [row for row in self.rows if not row.diverged] or self.rows
+        self.measured_on = describe_runs(self.recipe, (row.about["steps"] for row in finished))
+        decay = self.recipe.optimizer.backbone_decay / PAPER_DECAY
+        has_tuned_decay = tuning is not None and "optimizer.weight_decay" in tuning.keys
+        where = " in the backbone" if self.recipe.optimizer.backbone.weight_decay != 1 else ""
+        self.decay = "tuned" if has_tuned_decay else f"{decay:.2g}x{where}"
+        self.is_inflated = decay > 1 and not has_tuned_decay
+        choice = tuning.arms.get(name) if tuning else None
+        self.is_tuned = choice is not None
+        self.at_edge = choice is not None and bool(choice.edges)
+
+    def values(self, metric: str) -> Mapping[int, float]:
+        """A metric by seed, without runs that diverged.
+
+        `test` is the accuracy that the study compares, and `gap` training minus test accuracy.
+        """
+        if metric == "test":
+            return self.test
+        if metric == "gap":
+            return {seed: train - self.test[seed] for seed, train in self.values("train").items()}
+        name = "train_accuracy" if metric == "train" else metric
+        values = {row.seed: row.value(name) for row in self.rows if not row.diverged}
+        return {seed: value for seed, value in values.items() if value is not None}
 
     @functools.cached_property
     def exponent(self) -> float:
@@ -206,7 +214,6 @@ class Trial:
     experiment: Experiment | None = None  # what it replicates, if anything
     label: str = ""  # distinguishes it from other replicas of the experiment
     examples: int = 0  # the number of training images of a replica
-    within: str | None = None  # a larger study that has all its runs; it is the one to count
 
     @property
     def name(self) -> str:
@@ -219,55 +226,28 @@ class Trial:
         return bool(self.experiment and self.experiment.grid)
 
     @property
-    def withdrawn(self) -> str:
-        """Why its verdicts are withdrawn, if they are."""
-        return WITHDRAWN.get(self.name, "")
+    def is_evidence(self) -> bool:
+        """Whether its baseline was run and is plain cross-entropy, and PGT is the equation."""
+        first, is_exact = self.arms[0], self.recipe.loss.form == "exact"
+        return first.name == self.results.baseline and first.methods == frozenset() and is_exact
 
     @property
     def not_counted(self) -> str:
         """Why its comparisons are not counted; empty if they are."""
-        if self.withdrawn:
-            return f"withdrawn and not counted: {self.withdrawn}"
-        return f"not counted: its runs are part of `{self.within}`" if self.within else ""
-
-    @property
-    def counts(self) -> bool:
-        """Whether its comparisons are counted."""
-        return not self.not_counted
+        return NOT_COUNTED.get(self.name, "")
 
     @functools.cached_property
     def arms(self) -> tuple[Arm, ...]:
         """All arms, the one that the others are compared with first."""
         names = sorted(self.results.arms, key=lambda arm: arm != self.results.baseline)
-        return tuple(map(self._arm, names))
+        return tuple(Arm(self, name) for name in names)
 
-    def _arm(self, name: str) -> Arm:
-        changes, tuning = self.changes[name], self.results.tuning
-        rows, label = self.results.of_arm(name), name
-        if self.experiment is not None:
-            row = self.experiment.row(name)
-            label = row.id if self.is_grid else f"{row.id} {name}"
-        rate, at_edge = f"{changes.get('optimizer.lr', self.recipe.optimizer.lr):g}", False
-        if tuning is not None and tuning.is_unit:
-            rate = "tuned in every repeat"
-        elif tuning is not None and name in tuning.arms:
-            at_edge = bool(tuning.arms[name].edges)
-            rate += ", tuned" + (" (edge)" if at_edge else "")
-        recipe = self.recipe.override(changes)
-        finished = [row for row in rows if not row.diverged] or rows
-        return Arm(
-            name,
-            arm_label(label, changes),
-            changes,
-            methods_of(changes, self.recipe),
-            describe_runs(recipe, (row.about["steps"] for row in finished)),
-            rate,
-            decay_in_words(changes, self.recipe, tuning),
-            recipe,
-            tuple(rows),
-            self.results.units(name),
-            at_edge,
-        )
+    def row_name(self, arm: str) -> str:
+        """The name of an arm with the id of its row, if the paper has it."""
+        if self.experiment is None:
+            return arm
+        row = self.experiment.row(arm)
+        return row.id if self.is_grid else f"{row.id} {arm}"
 
     @functools.cached_property
     def comparisons(self) -> dict[str, stats.Comparison]:
@@ -275,11 +255,6 @@ class Trial:
         comparable = self.results.comparable()
         comparisons = comparable.comparisons if comparable else []
         return {comparison.arm: comparison for comparison in comparisons}
-
-    @functools.cached_property
-    def runs(self) -> frozenset[tuple[Any, ...]]:
-        """What tells its runs from those of other studies."""
-        return frozenset().union(*(arm.runs for arm in self.arms))
 
     def alpha(self, arm: str) -> float:
         return self.changes[arm].get("loss.alpha", self.recipe.loss.alpha)
@@ -298,6 +273,7 @@ def load_study(path: Path) -> Trial:
     if "experiment" not in values:
         results = load(path)
         assert results.study is not None
+        assert not results.has_repeats, "compare runs here, not repeats"
         return Trial(stem, results.study.base, results.study.arms, results)
     experiment = load_paper().find(values["experiment"])
     recipe = Recipe.model_validate(values["recipe"])
@@ -308,84 +284,51 @@ def load_study(path: Path) -> Trial:
     tuning = Tuning.model_validate(values["tuning"]) if "tuning" in values else None
     metric, first = METRICS["test_accuracy"], experiment.baseline
     results = Results(metric, MARGIN, first.arm, rows, tuning=tuning)
-    changes = values.get("arms") or {  # at full scale there are the paper's changes only
-        row.arm: changes_of(row.recipe, first.recipe) for row in experiment.rows
-    }
-    if recipe.loss.form == "as_published":
-        hook = {"loss.form": "as_published"}
-        changes = {arm: {**changed, **hook} for arm, changed in changes.items()}
-    return Trial(stem, recipe, changes, results, experiment, values["label"], values["examples"])
-
-
-def plain_trials(trials: Iterable[Trial]) -> list[Trial]:
-    """The studies whose baseline was run and is plain cross-entropy; `within` is set in them."""
-    firsts = ((trial, trial.arms[0]) for trial in trials)
-    kept = [t for t, arm in firsts if arm.name == t.results.baseline and arm.methods == frozenset()]
-    for trial in kept:
-        trial.within = _holder(trial, kept)
-    return kept
-
-
-def _holder(trial: Trial, trials: Sequence[Trial]) -> str | None:
-    """A larger study that has all runs of this one, compared with the same baseline."""
-    for other in trials:
-        is_larger = trial.runs < other.runs and trial.arms[0].runs <= other.arms[0].runs
-        if is_larger and other.is_grid == trial.is_grid:
-            return other.name
-    return None
+    about = (experiment, values["label"], values["examples"])
+    return Trial(stem, recipe, values["arms"], results, *about)
 
 
 # Comparisons --------------------------------------------------------------------------------------
 
 
-class Outcome(NamedTuple):
-    """A comparison as text; without interval and p if there are too few seeds for a verdict."""
-
-    difference: str
-    interval: str
-    p: str
-    verdict: str
-
-    @classmethod
-    def of(cls, comparison: stats.Comparison) -> Outcome:
-        difference = stats.format_signed(comparison.difference)
-        if comparison.n < stats.LEAST:
-            return cls(difference, "", "", "too few seeds")
-        interval, p = stats.format_interval(comparison.interval), f"{comparison.p:.3f}"
-        return cls(difference, interval, p, comparison.verdict)
-
-    @property
-    def with_interval(self) -> str:
-        """The difference, and its interval in brackets if there is one."""
-        return f"{self.difference} ({self.interval})" if self.interval else self.difference
+def difference_in_words(comparison: stats.Comparison) -> str:
+    """The difference, and its interval in brackets if there are enough seeds for one."""
+    difference = stats.format_signed(comparison.difference)
+    if comparison.n < stats.LEAST:
+        return difference
+    return f"{difference} ({stats.format_interval(comparison.interval)})"
 
 
-def verdict_in_words(comparison: stats.Comparison) -> str:
-    """The verdict, and whether *better* is withheld because a value was chosen at an edge."""
-    withheld = "; better withheld (edge)" if comparison.withheld else ""
-    return Outcome.of(comparison).verdict + withheld
+def verdict_of(comparison: stats.Comparison) -> str:
+    """The verdict, or that there are too few seeds for one."""
+    return comparison.verdict if comparison.n >= stats.LEAST else "too few seeds"
 
 
 @dataclass(frozen=True)
 class Contrast:
     """An arm against another of its study."""
 
-    trial: Trial
     arm: Arm
     against: Arm
     comparison: stats.Comparison
 
     @property
+    def trial(self) -> Trial:
+        """The study of the arm."""
+        return self.arm.trial
+
+    @property
     def verdict(self) -> str:
-        """The verdict, without what diverged."""
-        return Outcome.of(self.comparison).verdict
+        """The verdict, without what limits it."""
+        return verdict_of(self.comparison)
 
     @property
     def limited_verdict(self) -> str:
         """The verdict, with what limits it in the runs of both arms."""
-        arm, against = self.arm, self.against
-        verdict = verdict_in_words(self.comparison)
-        if arm.rate.endswith(("tuned", "(edge)")) and self.verdict in ("better", "worse"):
+        arm, against, verdict = self.arm, self.against, self.verdict
+        if self.comparison.withheld:
+            verdict += "; better withheld (edge)"
+        if arm.is_tuned and self.verdict in ("better", "worse"):
             verdict += " at these rates"
         if arm.diverged or against.diverged:
             verdict += f"; diverged: {arm.diverged} against {against.diverged}"
@@ -393,19 +336,13 @@ class Contrast:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Study, arm, what it was measured on, rates, decays, n, difference, and verdict."""
+        """Arm, decays, n, difference, and verdict."""
         arm, against = self.arm, self.against
-        outcome = Outcome.of(self.comparison)
-        other = f" against {against.label}" if against.methods else ""
-        is_alike = against.measured_on == arm.measured_on
         return (
-            f"`{self.trial.name}`",
-            arm.label + other,
-            arm.measured_on + ("" if is_alike else f"; the other arm: {against.measured_on}"),
-            f"{arm.rate}; {against.rate}",
+            arm.label + (f" against {against.label}" if against.methods else ""),
             arm.decay if arm.decay == against.decay else f"{arm.decay}; {against.decay}",
             str(self.comparison.n),
-            outcome.with_interval,
+            difference_in_words(self.comparison),
             "; ".join(filter(None, (self.limited_verdict, self.trial.not_counted))),
         )
 
@@ -413,21 +350,18 @@ class Contrast:
 def contrasts_of(trial: Trial) -> list[Contrast]:
     """The comparisons of a study with its first arm."""
     return [
-        Contrast(trial, arm, trial.arms[0], trial.comparisons[arm.name])
+        Contrast(arm, trial.arms[0], trial.comparisons[arm.name])
         for arm in trial.arms[1:]
         if arm.name in trial.comparisons
     ]
 
 
-def compare_arms(
-    trial: Trial,
-    arm: Arm,
-    against: Arm,
-    values: Mapping[str, Mapping[int, float]],
-    **options: Any,
-) -> Iterator[Contrast]:
-    """Two arms of a study by some values of theirs, if both have two seeds or more."""
-    both = {name: values[name] for name in (against.name, arm.name)}
+def compare_arms(arm: Arm, against: Arm, metric: str, **options: Any) -> Iterator[Contrast]:
+    """Two arms by a metric of theirs, if both have two seeds or more."""
+    both = {"against": against.values(metric), "arm": arm.values(metric)}
+    is_doubtful = metric == "test" and (arm.at_edge or against.at_edge)
+    withhold = {"arm": "A rate was chosen at the edge."} if is_doubtful else {}
     if min(map(len, both.values())) >= 2:
-        (compared,) = stats.compare(both, against.name, **{"margin": MARGIN, **options})
-        yield Contrast(trial, arm, against, compared)
+        options = {"margin": MARGIN, "withhold": withhold, **options}
+        (compared,) = stats.compare(both, "against", **options)
+        yield Contrast(arm, against, compared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import itertools
 import pickle
@@ -341,6 +342,14 @@ FORMS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "named": lambda state: {"epoch": 3, "state_dict": state, "ema": state},
     "only": lambda state: {"weights": state, "step": torch.tensor(3), "optimizer": {"lr": 0.1}},
     "half": lambda state: {key: value.half() for key, value in state.items()},
+    "timm": lambda state: {
+        "epoch": 99,
+        "arch": "resnet18",
+        "state_dict": {"module." + key: value for key, value in state.items()},
+        "optimizer": {"state": {}, "param_groups": [{"lr": 0.4}]},
+        "args": argparse.Namespace(lr=0.4, amp=True, img_size=None),
+        "metric": 67.796,
+    },
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from reproduction.decisive.findings import Findings
+from reproduction.decisive.findings import ANSWERS, Findings
 from reproduction.decisive.observed import REGIMES, collect, read
 from reproduction.decisive.rule import power
 from reproduction.evidence import RESULTS
@@ -38,10 +38,12 @@ def noise(regime: str) -> tuple[float, float, int]:
 
 
 def power_table(studies: int = 1000) -> str:
-    """What the rule can find, as Markdown."""
-    words = "The noise of a unit, from a pilot of CE2 alone (`results/decisive_pilot_*.csv`), which"
-    lines = [words, "the protocol does not govern:", ""]
-    spreads = []
+    """The noise of each regime, and how often the rule reaches each verdict, over both looks.
+
+    Both regimes have the same true difference. Units are taken as independent; the points that all
+    arms share make pairs rather more alike.
+    """
+    lines, spreads = [], []
     for regime, title in REGIMES.items():
         unit, tuning, points = noise(regime)
         spreads.append(float(np.sqrt(2)) * unit)
@@ -50,19 +52,11 @@ def power_table(studies: int = 1000) -> str:
             f"{RUN_NOISE[regime]:.2f} / sqrt(3), together {unit:.2f}; a difference of two "
             f"independent units {spreads[-1]:.2f} points."
         )
-    lines += [
-        "",
-        "Simulated verdicts over both looks, with the same true difference in both regimes. Units "
-        "are taken as independent; the points that all arms share make pairs rather more alike. "
-        f"({studies} experiments each, `python -m reproduction.decisive power`):",
-        "",
-    ]
-    names = ("helps", "hurts", "makes no difference that matters", "not settled")
     cells = []
     for effect in (0.0, 0.1, 0.2, 0.3, 0.5):
         found = power(effect, spreads, studies)
-        cells.append([f"{effect:g}", *(f"{100 * found.get(name, 0):.0f}%" for name in names)])
-    return "\n".join([*lines, markdown_table(("true difference", *names), cells)])
+        cells.append([f"{effect:g}", *(f"{100 * found.get(name, 0):.0f}%" for name in ANSWERS)])
+    return "\n".join([*lines, "", markdown_table(("true difference", *ANSWERS), cells)])
 
 
 def main(arguments: list[str]) -> None:

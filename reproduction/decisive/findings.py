@@ -72,8 +72,7 @@ class Findings:
     @classmethod
     def read(cls, results: Path) -> Findings:
         """The findings of a folder."""
-        rows = {regime: read(results, regime) for regime in (*REGIMES, *FURTHER)}
-        return cls(rows, read(results, "null"))
+        return cls({regime: read(results, regime) for regime in TITLES}, read(results, "null"))
 
     def arms(self, regime: str) -> list[str]:
         """The arms of a regime that have rows, in the protocol's order."""
@@ -104,11 +103,11 @@ class Findings:
     @functools.cached_property
     def secondary(self) -> dict[str, Secondary]:
         """The secondary comparisons, corrected by Holm's method."""
-        size = self.look.repeats
         pairs = {
             "PGT2 - CE3": self.pairs("pgt", "ce3"),
             "AGC+PGT2 - CE2": {"plain": self.pairs("agc+pgt")["plain"]},
         }
+        size = self.look.repeats
         strata = {
             name: {regime: found[:size] for regime, found in by_regime.items()}
             for name, by_regime in pairs.items()
@@ -195,16 +194,13 @@ class Findings:
     def table(self) -> str:
         """Every arm of every regime."""
         lines = []
-        for regime in self.rows:
-            base = units(self.rows[regime], "baseline")
+        for regime, rows in self.rows.items():
             for arm in self.arms(regime):
-                own = units(self.rows[regime], arm)
-                if not own:
+                values = [*units(rows, arm).values()]
+                if not values:
                     continue
-                values = list(own.values())
                 spread = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
-                pairs = [own[repeat] - base[repeat] for repeat in own if repeat in base]
-                gap = ""
+                pairs, gap = differences(rows, arm, "baseline"), ""
                 if arm != "baseline" and len(pairs) >= LOOKS[0]:
                     gap = format_signed(float(np.mean(pairs)))
                     gap += f" ({format_interval(interval(pairs))})"

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from powergrad.lab.files import csv_text, write_text
-from powergrad.lab.study import load_study
-from powergrad.lab.trainer.run_folder import Run
-from powergrad.lab.words import slug
+from reproduction.evidence import csv_rows
 
 Rows = list[dict[str, str]]
 
@@ -29,70 +25,32 @@ FILES = {
 RECIPES = {regime: Path(__file__).with_name(f"{name}.yaml") for regime, name in FILES.items()}
 FINALS = 3  # seeds per repeat
 ABOUT = ("arm", "seed", "run", "repeat", "commit", "phase")
-# What result.json has of the last step alone; the file study.csv leaves it out as well.
-OF_LAST_STEP = {"format", "epoch", "step", "lr", "alpha", "gradient_norm", "clip_rate"}
-OF_LAST_STEP |= {"images_per_second", "loss_scale"}
 
 
 def collect(runs: Path, results: Path) -> list[Path]:
-    """Copy the rows of all finished runs to `results`; values that are there already stay.
-
-    Runs of a repeat that is not complete yet have no number of a repeat: they are only reused.
-    """
+    """Copy the rows of all studies to `results`; values that are there already stay."""
     written = []
     for regime in (*REGIMES, *FURTHER, "null", "pilot-norm", "pilot-plain"):
-        folder = runs / f"decisive-{regime}"
-        if not folder.is_dir():
-            continue
+        study = runs / f"decisive-{regime}" / "study.csv"
         path = results / f"decisive_{regime.replace('-', '_')}.csv"
-        kept = _csv_rows(path)
-        rows = {row["run"]: row for row in kept}
-        study = load_study(folder).study
-        arms = {slug(arm): arm for arm in study.arms} if study else {}
-        for result in sorted(folder.glob("**/result.json")):
-            name = str(result.parent.relative_to(folder))
-            rows.setdefault(name, _row(name, result.parent, arms))
-        for row in _csv_rows(folder / "study.csv"):  # adds the repeat and the tuned values
-            known = {key: value for key, value in rows.get(row["run"], {}).items() if value != ""}
-            rows[row["run"]] = {**row, **known, "arm": row["arm"]}
-        columns = [*ABOUT, *(key for row in (*kept, *rows.values()) for key in row)]
+        if not study.is_file():
+            continue
+        rows = {row["run"]: row for row in csv_rows(path)}
+        for row in csv_rows(study):
+            known = {key: value for key, value in rows.get(row["run"], {}).items() if value}
+            rows[row["run"]] = {**row, **known}
+        columns = dict.fromkeys([*ABOUT, *(key for row in rows.values() for key in row)])
         order = sorted(
             rows.values(), key=lambda r: (r["phase"], int(r["repeat"] or 999), r["arm"], r["run"])
         )
-        write_text(path, csv_text(list(dict.fromkeys(columns)), order))
+        write_text(path, csv_text(list(columns), order))
         written.append(path)
     return written
 
 
-def _csv_rows(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def _row(name: str, folder: Path, arms: Mapping[str, str]) -> dict[str, Any]:
-    run = Run(folder)
-    phase, _, last = name.rpartition("/")
-    result = run.result()
-    values = {**result.metrics, **result.about} if result else {}
-    metrics = {key: value for key, value in values.items() if key not in OF_LAST_STEP}
-    return {
-        "arm": arms[last.rpartition("-seed")[0]],
-        "seed": run.recipe().seed,
-        "run": name,
-        "repeat": "",
-        "commit": run.environment().get("commit") or "",
-        "phase": phase or "final",
-        "optimizer.lr": run.recipe().optimizer.lr,
-        "optimizer.weight_decay": run.recipe().optimizer.weight_decay,
-        **metrics,
-    }
-
-
 def read(results: Path, regime: str) -> Rows:
     """The rows of a regime."""
-    return _csv_rows(results / f"decisive_{regime}.csv")
+    return csv_rows(results / f"decisive_{regime}.csv")
 
 
 def chance(row: Mapping[str, str]) -> float:

@@ -1,26 +1,22 @@
 """What is counted for each claim, in made-up studies and in the paper's own tables."""
 
-import csv
-import json
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy.stats import ttest_ind
+from studies import study_of
 
 from powergrad.lab.files import write_json
-from powergrad.lab.runs import RecipeProgram
-from powergrad.lab.stats import Design
-from powergrad.lab.study import METRICS, Results, RunRow, Study, Tuning
+from powergrad.lab.study import METRICS, Results, RunRow, Tuning
 from powergrad.lab.study.records import Choice, Trial
 from powergrad.lab.study.saving import to_json
 from powergrad.lab.trainer.recipe import Recipe
-from reproduction.claims import CLAIMS, against_controls
-from reproduction.evidence import RESULTS, Evidence
+from reproduction.claims import CLAIMS, against_controls, published_gains
+from reproduction.evidence import RESULTS, Evidence, csv_rows
 from reproduction.pages import study_regions
-from reproduction.trials import WITHDRAWN, contrasts_of, methods_of
+from reproduction.trials import NOT_COUNTED, contrasts_of, methods_of
 
 SMALL = {"data.name": "digits", "model.name": "resnet8", "model.width": 8, "model.norm": "none"}
 RECIPE = Recipe().override(
@@ -61,8 +57,7 @@ def write_study(
         }
         tuning = Tuning(keys=("optimizer.lr",), seeds=1, hold_out=0.2, repeats=(choices,))
     baseline = next(iter(changes))
-    design = Design((len(accuracy[baseline]),))
-    study = Study("compare", RecipeProgram(base=recipe or RECIPE), changes, design)
+    study = study_of(recipe or RECIPE, changes, str(len(accuracy[baseline])))
     made = {"torch": "2", "commit": "c0ffee", "command": "powergrad compare"}
     metric = METRICS["test_accuracy"]
     results = Results(metric, 0.5, baseline, rows, study, tuning=tuning, environment=made)
@@ -164,9 +159,9 @@ def test_every_kind_of_claim_is_counted(tmp_path):
     assert f"| 10 | {cell(accuracy['gc'], accuracy['baseline'], 13)} | worse |" in line
     instead, _, on_top = against_controls(Evidence(tmp_path).trials)
     assert (on_top.arm.name, on_top.against.name) == ("both", "decay")
-    assert instead.cells[1] == "pgt (alpha 0.3) against decay (decay 0.0001)"
     loss = cell(accuracy["pgt"], accuracy["decay"])
-    assert instead.cells[3:] == ("0.1; 0.1", "1x; 0.2x", "10", loss, "worse")
+    label = "pgt (alpha 0.3) against decay (decay 0.0001)"
+    assert instead.cells == (label, "1x; 0.2x", "10", loss, "worse")
 
 
 @pytest.mark.parametrize("edge", ["pgt", "baseline", "agc", None])
@@ -197,53 +192,6 @@ def test_gains_at_an_inflated_decay_are_marked(tmp_path, decays, words):
         study_regions(tmp_path)["not-better"]()
     )
     assert "; decay 20x; baseline 90.00%" in lines_of(tmp_path, "beyond")[0]
-
-
-def test_repeats_are_compared_not_their_runs(tmp_path):
-    accuracy = {"baseline": spread(90, 12), "pgt": spread(92, 12)}
-    write_study(tmp_path, TWO, accuracy, edges=())
-    path = tmp_path / "compare_x.json"
-    values = json.loads(path.read_text())
-    values["rows"] = [{**row, "unit": row["seed"] // 2} for row in values["rows"]]
-    values["tuning"] |= {"repeats": 6 * values["tuning"]["repeats"], "is_unit": True}
-    values["study"] |= {"design": {"looks": [6]}, "finals": 2}
-    path.write_text(json.dumps(values))
-    means = {
-        arm: {repeat: (runs[2 * repeat] + runs[2 * repeat + 1]) / 2 for repeat in range(6)}
-        for arm, runs in accuracy.items()
-    }
-    ((contrast,),) = map(contrasts_of, Evidence(tmp_path).trials)
-    assert contrast.arm.rate == "tuned in every repeat"
-    assert contrast.cells[5:] == ("6", cell(means["pgt"], means["baseline"]), "better")
-    assert contrast.arm.finished("train_accuracy") == pytest.approx(means["pgt"])
-
-
-def test_a_study_whose_runs_are_all_in_a_larger_one_is_shown_and_not_counted(tmp_path):
-    accuracy = {"baseline": spread(90), "pgt": spread(92), "agc": spread(91)}
-    write_study(tmp_path, {**TWO, "agc": {"clip.agc": 1.0}}, accuracy, "large")
-    write_study(tmp_path, TWO, {arm: accuracy[arm] for arm in TWO}, "part")
-    part, claim = tmp_path / "compare_part.json", "PGT raises accuracy without"
-    assert glance(tmp_path, claim)[0] == "2"
-    # Now the same runs, seed by seed.
-    about = json.loads(part.read_text())
-    large = json.loads((tmp_path / "compare_large.json").read_text())
-    about["rows"] = [row for row in large["rows"] if row["arm"] in TWO]
-    part.write_text(json.dumps(about))
-    assert glance(tmp_path, claim)[0] == "1"
-    (line,) = lines_of(tmp_path, "beyond", "| `compare_part`")
-    assert "; not counted: its runs are part of `compare_large` |" in line
-    assert "Of 1 comparisons (0 of them" in study_regions(tmp_path)["not-better"]()
-    # Another run among them, even one that diverged: a study of its own again.
-    first, *rest = about["rows"]
-    other_loss = {"metrics": {**first["metrics"], "train_loss": 7.0}}
-    lost = {  # which is noise in its baseline
-        "metrics": {**first["metrics"], "train_loss": None},
-        "about": {"steps": 9, "diverged": True, "classes": 10},
-    }
-    for change, counts in ((other_loss, ["2", ""]), (lost, ["1", "1"])):
-        other = {**about, "rows": [{**first, **change}, *rest]}
-        part.write_text(json.dumps(other))
-        assert glance(tmp_path, claim)[0:4:3] == counts
 
 
 def test_runs_that_diverged_count_as_guessing_and_only_in_the_test_accuracy(tmp_path):
@@ -304,39 +252,40 @@ def test_dead_filters_are_compared_by_the_same_tests(tmp_path, count, decay, cel
 
 
 @pytest.mark.studies
-def test_withdrawn_studies_are_listed_and_not_counted(monkeypatch):
+def test_studies_that_are_not_counted_are_listed_with_the_reason(monkeypatch):
     def counted():
-        cells = glance(RESULTS, "PGT raises accuracy without normalisation")[:4]
-        return sum(int(count or 0) for count in cells)
+        return sum(len(contrasts_of(trial)) for trial in trials if not trial.not_counted)
 
+    trials = Evidence(RESULTS).trials
     before = counted()
-    for name, reason in WITHDRAWN.items():
-        (line,) = lines_of(RESULTS, "beyond", f"| `{name}`:")
-        assert f"; withdrawn and not counted: {reason} |" in line
-    monkeypatch.setattr("reproduction.trials.WITHDRAWN", {})
-    assert counted() == before + len(WITHDRAWN)
+    listed = study_regions(RESULTS)["beyond"]() + study_regions(RESULTS)["table-1"]()
+    for name, reason in NOT_COUNTED.items():
+        (line,) = (line for line in listed.splitlines() if line.startswith(f"| `{name}`:"))
+        assert f"; {reason} |" in line
+    # A study whose runs are all in a larger one would be counted twice.
+    runs = {trial.name: set.union(*(set(arm.runs) for arm in trial.arms)) for trial in trials}
+    parts = {name for name in runs if any(runs[name] < runs[other] for other in runs)}
+    assert parts <= NOT_COUNTED.keys()
+    monkeypatch.setattr("reproduction.trials.NOT_COUNTED", {})
+    assert counted() == before + 6
 
 
-def test_published_differences_are_the_papers(tmp_path):
-    with open(Path(__file__).with_name("paper_tables.csv")) as file:
-        test = {row["id"]: float(row["test"]) for row in csv.DictReader(file)}  # of PGT in Table 1
-    lines = study_regions(tmp_path)["claims"]().splitlines()[2:]
-    published = [line.split(" | ")[1] for line in lines[: len(CLAIMS)]]
-    one = [("T2.7", "T2.5"), ("T2.8", "T2.7"), ("T2.10", "T2.5"), ("T2.10", "T2.8")]
-    one += [("T2.6", "T2.5"), ("T2.8", "T2.6"), ("T2.9", "T2.5"), ("T3.4", "T3.3")]
-    one += [("T3.6", "T3.5"), ("T3.8", "T3.7")]
-    batches = [f"{test[row] - test['T2.5']:+.4g}" for row in ("T2.1", "T2.3")]
-    assert published == [
-        "+0.09 (T1.7) to +0.734 (T1.1)",
-        "+0.682 (T2.2) to +1.018 (T2.8)",
-        *(f"{test[arm] - test[other]:+.4g} ({arm})" for arm, other in one),
-        "+0.15 (T1.7) to +1.48 (T2.4)",
-        "-0.332 (T2.2) to +0.796 (T2.4)",
-        "-0.508 (T3.4)",
-        "-1.164 (T3.8) to -1.042 (T3.6)",
-        "+0 (E60)",
-        f"{batches[0]} at batch 1024 (T2.1) and {batches[1]} at 512 (T2.3), against 256 (T2.5)",
-    ]
+def test_published_differences_are_the_papers():
+    gains = {claim.id: published_gains(claim) for claim in CLAIMS}
+    assert {name: (found[0], found[-1]) for name, found in gains.items() if len(found) > 1} == {
+        "pgt-bn": ((0.09, "T1.7"), (0.734, "T1.1")),
+        "pgt": ((0.682, "T2.2"), (1.018, "T2.8")),
+        "train": ((0.15, "T1.7"), (1.48, "T2.4")),
+        "gap": ((-0.332, "T2.2"), (0.796, "T2.4")),
+        "ls-pgt-gap": ((-1.164, "T3.8"), (-1.042, "T3.6")),
+    }
+    one = {"agc": "0.502 T2.7", "pgt-over-agc": "0.516 T2.8", "agc-pgt": "2.06 T2.10"}
+    one |= {"agc-pgt-over-pgt": "1.042 T2.10", "gc": "0.268 T2.6", "pgt-over-gc": "0.75 T2.8"}
+    one |= {"gc-pgt": "0.292 T2.9", "ls": "0.138 T3.4", "ls-0.3": "0.082 T3.6"}
+    one |= {"ls-0.05": "-0.826 T3.8", "ls-gap": "-0.508 T3.4", "epochs": "0.0 E60"}
+    printed = {name: f"{f[0][0]} {f[0][1]}" for name, f in gains.items() if len(f) == 1}
+    assert printed == one
+    assert gains["batch"] == []  # whose rows are in several parts of Table 2
 
 
 def test_cosine_schedules_are_compared_with_step_schedules():
@@ -346,9 +295,8 @@ def test_cosine_schedules_are_compared_with_step_schedules():
     for names in pairs:
         values = []
         for name in names:
-            with open(RESULTS / "paper" / f"{name}.csv") as file:
-                rows = [row for row in csv.DictReader(file) if row["arm"] == "baseline"]
-            values.append([float(row["test_accuracy"]) for row in rows])
+            rows = csv_rows(RESULTS / "paper" / f"{name}.csv")
+            values.append([float(r["test_accuracy"]) for r in rows if r["arm"] == "baseline"])
         found: Any = ttest_ind(*values, equal_var=False)
         assert found.statistic > 0
         assert found.pvalue < 0.05

@@ -1,16 +1,15 @@
 """The rule of docs/protocol.md, its rows, and what is said of them."""
 
-import csv
 import hashlib
 import itertools
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from powergrad.lab.files import csv_text
 from powergrad.lab.trainer.recipe import load_recipe
 from powergrad.lab.trainer.run_folder import Run
 from powergrad_cli import main
@@ -57,23 +56,7 @@ def test_the_test_counts_every_pattern_of_signs(sizes):
     p, direction = sign_flip(strata)
     assert p == pytest.approx(reached.mean())
     assert direction == np.sign(values.sum())
-
-
-def test_one_stratum_is_scipys_test_of_paired_samples():
-    d = np.random.default_rng(1).normal(0.4, 1, 9)
-    found = stats.permutation_test((d,), np.mean, permutation_type="samples", n_resamples=2**20)
-    assert sign_flip([d.tolist()])[0] == pytest.approx(found.pvalue)
     assert sign_flip([[1.0, -1.0], [2.0, -2.0]])[0] == 1.0  # a sum of zero
-
-
-def test_32_pairs_are_counted_exactly_and_agree_with_random_patterns():
-    rng = np.random.default_rng(2)
-    strata = [rng.normal(0.3, 1, 16).tolist(), rng.normal(0.5, 2, 16).tolist()]
-    p, _ = sign_flip(strata)
-    assert (p * 2**32).is_integer()
-    values = scaled(strata)
-    drawn = np.abs(rng.choice([-1, 1], (100_000, 32)) @ values) >= abs(values.sum())
-    assert p == pytest.approx(drawn.mean(), abs=4 * np.sqrt(p / 100_000))
 
 
 def test_holms_correction():
@@ -119,15 +102,8 @@ def test_a_unit_is_the_mean_of_a_complete_repeat_and_a_lost_run_counts_as_chance
     assert len(differences(rows[1:], "pgt", "baseline")) == 1
 
 
-@pytest.fixture(scope="module")
-def experiment(tmp_path_factory) -> Path:
-    """The folder of a small experiment of the protocol's form."""
-    folder = tmp_path_factory.mktemp("decisive")
-    assert main(command(folder / "runs")) == 0
-    return folder
-
-
 def command(out, *more):
+    """A small experiment of the protocol's form."""
     options = "--name decisive-norm --arms baseline --tune lr=0.006:0.4 wd=1e-5:3e-2 "
     options += "--tune-map identity --trials 2 --repeats 2 --seeds 3 --train.epochs 1 "
     options += "--schedule.warmup_epochs 0 --data.limit 64 --workers 1"
@@ -136,57 +112,37 @@ def command(out, *more):
 
 
 @pytest.mark.studies
-def test_rows_are_collected_with_their_commits_and_a_fresh_clone_continues_from_them(
-    experiment, tmp_path
-):
-    results = tmp_path / "results"
+def test_rows_are_collected_with_their_commits_and_a_fresh_clone_continues_from_them(tmp_path):
+    first, second, results = (tmp_path / name for name in ("first", "second", "results"))
     results.mkdir()
-    (path,) = collect(experiment / "runs", results)
+    assert main(command(first)) == 0
+    (path,) = collect(first, results)
     rows = read(results, "norm")
     assert len(rows) == 2 * 2 * (2 + 3)  # arms, repeats, points and seeds
     assert {row["phase"] for row in rows} == {"tuning", "final"}
     assert {row["arm"] for row in rows} == {"baseline", "half+pgt"}
     assert all(row["commit"] for row in rows)
+    assert list(units(rows, "half+pgt")) == [0, 1]
     for row in rows:
-        result = Run(experiment / "runs" / "decisive-norm" / row["run"]).result()
+        result = Run(first / "decisive-norm" / row["run"]).result()
         assert result is not None
         assert float(row["test_accuracy"]) == result.metrics["test_accuracy"]
     # Without the last repeat, as if it had not been done; nothing else is trained again.
     kept = [row for row in rows if row["repeat"] == "0"]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(kept[0]))
-        writer.writeheader()
-        writer.writerows(kept)
-    assert main(command(tmp_path / "runs", "--reuse", path)) == 0
-    trained = {p.parent.name for p in (tmp_path / "runs").rglob("result.json")}
+    path.write_text(csv_text(list(kept[0]), kept))
+    assert main(command(second, "--reuse", path)) == 0
+    trained = {p.parent.name for p in second.rglob("result.json")}
     assert len(trained) == 2 * (2 + 3)
     assert not trained & {Path(row["run"]).name for row in kept}
-    collect(tmp_path / "runs", results)
+    collect(second, results)
     again = {row["run"]: row for row in read(results, "norm")}
     accuracies = {row["run"]: row["test_accuracy"] for row in rows}
     assert {name: row["test_accuracy"] for name, row in again.items()} == accuracies
     for row in kept:  # rows that are there already stay, to the letter
         filled = {key: value for key, value in row.items() if value}
         assert {key: value for key, value in again[row["run"]].items() if value} == filled
-
-
-@pytest.mark.studies
-def test_rows_of_an_unfinished_repeat_are_kept_without_its_number(experiment, tmp_path):
-    runs = shutil.copytree(experiment / "runs", tmp_path / "runs")
-    (runs / "decisive-norm" / "study.csv").unlink()
-    (tmp_path / "results").mkdir()
-    (path,) = collect(runs, tmp_path / "results")
-    rows = read(tmp_path / "results", "norm")
-    assert len(rows) == 20
-    assert {row["repeat"] for row in rows} == {""}
-    assert units(rows, "baseline") == {}
-    shutil.copy(experiment / "runs" / "decisive-norm" / "study.csv", runs / "decisive-norm")
-    collect(runs, tmp_path / "results")  # now both repeats are complete
-    complete = read(tmp_path / "results", "norm")
-    assert list(units(complete, "half+pgt")) == [0, 1]
-    assert set(complete[0]) == set(rows[0])
     before = path.read_bytes()
-    collect(runs, tmp_path / "results")  # nothing is new
+    collect(second, results)  # nothing is new
     assert path.read_bytes() == before
 
 
@@ -212,6 +168,8 @@ def test_the_page_states_the_exact_p_and_those_of_random_draws(measured, page):
         signs = np.random.default_rng(seed).choice([-1.0, 1.0], (99_999, 32))
         drawn.append((np.sum(np.abs(signs @ values) >= abs(values.sum()) - 1e-9) + 1) / 100_000)
     exact = sign_flip(list(pairs.values()))[0]
+    assert (exact * 2**32).is_integer()
+    assert exact == pytest.approx(np.mean(drawn), abs=4 * np.sqrt(exact / 599_994))
     assert f"Counting all patterns gives p = {exact:.5f}: *not settled*" in page
     assert f"Those draws gave p = {drawn[0]:.5f}: *hurts*" in page
     assert f"standard error of {np.sqrt(exact * (1 - exact) / 99_999):.4f}" in page
@@ -406,16 +364,6 @@ def test_the_recipes_are_what_the_protocol_says():
     assert (norm.schedule.name, norm.schedule.warmup_start, norm.schedule.floor) == ("cosine", 0, 0)
     changed = {"model.norm": "none", "train.epochs": 6, "train.test_every": 6}
     assert norm.override({**changed, "schedule.warmup_epochs": 0.3}) == recipes["plain"]
-    described = {
-        "tiny": ("norm", "folder:tiny-imagenet-100", 5),
-        "cifar": ("plain", "cifar10", 8),
-    }
-    page = (DOCS / "does-it-help.md").read_text("utf-8")
-    for regime, (like, data, epochs) in described.items():
-        recipe, first = recipes[regime], recipes[like]
+    for regime, like in {"tiny": "norm", "cifar": "plain"}.items():  # which are only described
         for part in ("model", "optimizer", "loss"):
-            assert getattr(recipe, part) == getattr(first, part)
-        assert (recipe.data.name, recipe.data.flip, recipe.train.epochs) == (data, True, epochs)
-        assert recipe.train.test_every == epochs  # tested once, at the end
-        assert recipe.schedule.warmup_epochs == pytest.approx(0.05 * epochs)
-        assert f"reproduction/decisive/{RECIPES[regime].name}" in page
+            assert getattr(recipes[regime], part) == getattr(recipes[like], part)

@@ -1,6 +1,5 @@
 """The generated regions of README.md and docs/, and the pages as they are."""
 
-import csv
 import doctest
 import importlib
 import json
@@ -17,7 +16,7 @@ from scipy.stats import linregress, ttest_ind
 
 import reproduction
 from reproduction.drawings import plot
-from reproduction.evidence import RESULTS, Evidence
+from reproduction.evidence import RESULTS, Evidence, csv_rows
 from reproduction.marks import fill, region_names
 from reproduction.pages import all_regions, generated_pages
 from reproduction.published import load_paper
@@ -33,11 +32,8 @@ def regions():
 @pytest.fixture(scope="module")
 def replicas():
     """The rows of every file in results/paper, by its name."""
-    found = {}
-    for path in (RESULTS / "paper").glob("*.json"):
-        with open(path.with_name(f"{path.stem}.csv")) as file:
-            found[path.stem] = list(csv.DictReader(file))
-    return found
+    paths = (RESULTS / "paper").glob("*.json")
+    return {path.stem: csv_rows(path.with_name(f"{path.stem}.csv")) for path in paths}
 
 
 def test_pages_are_what_the_results_make_of_them(regions):
@@ -123,17 +119,16 @@ def test_the_tables_have_every_replica_with_its_numbers(regions, replicas):
             assert found == pytest.approx(wanted, abs=0.0051), (name, arm)
 
 
-def test_the_other_studies_are_listed_and_with_several_looks_have_the_saved_numbers(
-    regions,
-):
-    beyond = regions["beyond"]()
+def test_the_other_studies_are_listed_and_with_several_looks_have_the_saved_numbers(regions):
+    beyond, thresholds = regions["beyond"](), regions["thresholds"]()
     files = [*RESULTS.glob("compare_*.json"), *RESULTS.glob("decompose_*.json")]
     listed = {line.split("`")[1] for line in beyond.splitlines() if line.startswith("| `")}
     assert listed == {path.stem for path in files}
-    for comparison in json.loads((RESULTS / "compare_digits.json").read_text())["comparisons"]:
-        low, high = comparison["interval"]
-        words = f"{comparison['difference']:+.2f} ({low:+.2f} to {high:+.2f})"
-        assert f"| {words} | {comparison['verdict']} |" in beyond
+    for name, table in {"compare_digits": beyond, "clipping_thresholds": thresholds}.items():
+        for comparison in json.loads((RESULTS / f"{name}.json").read_text())["comparisons"]:
+            low, high = comparison["interval"]
+            words = f"{comparison['difference']:+.2f} ({low:+.2f} to {high:+.2f})"
+            assert f"| {words} | {comparison['verdict']} |" in table
 
 
 def test_filters_that_died_and_came_back_are_those_of_the_rows(regions, replicas):
@@ -193,8 +188,8 @@ def test_the_grids_are_those_of_the_rows(regions, replicas):
 
 def test_the_figure_of_fewer_epochs_shows_every_study_with_its_control():
     def mean(study, arm):
-        with open(RESULTS / f"{study}.csv") as file:
-            return fmean(float(r["test_accuracy"]) for r in csv.DictReader(file) if r["arm"] == arm)
+        rows = [row for row in csv_rows(RESULTS / f"{study}.csv") if row["arm"] == arm]
+        return fmean(float(row["test_accuracy"]) for row in rows)
 
     (described,) = (f for f in load_paper().figures if f.id == "F4")
     figure = plot(described, Evidence(RESULTS))

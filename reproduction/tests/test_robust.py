@@ -11,7 +11,7 @@ from scipy import stats
 
 from powergrad.lab.trainer.recipe import load_recipe
 from reproduction import robust
-from reproduction.evidence import RESULTS
+from reproduction.evidence import RESULTS, csv_rows
 
 # Of all points, and of docs/protocol-2.md.
 POINTS = "4dcdb946ae5c79468c1e08f7ebbd476dd9acae55d1d4b6f00794c15412c23de7"
@@ -96,7 +96,7 @@ def test_no_verdict_before_the_last_run(tmp_path):
 
 def test_each_row_has_a_clean_commit_and_the_values_of_its_point():
     points = robust.sobol_points(robust.POINTS, seed=2)
-    rows = robust.read(robust.ROWS)
+    rows = csv_rows(robust.ROWS)
     assert len({(r["point"], r["arm"]) for r in rows}) == len(rows)
     for r in rows:
         point = points[int(r["point"])]
@@ -123,6 +123,6 @@ def test_a_run_is_kept_and_not_repeated(monkeypatch, tmp_path):
     first = path.read_text()
     robust.run_missing(tmp_path, path, jobs)
     assert path.read_text().startswith(first)
-    rows = robust.read(path)
+    rows = csv_rows(path)
     assert [r["arm"] for r in rows] == ["ce", "pgt"]
     assert {r["commit"] for r in rows} == {"0123456789ab"}

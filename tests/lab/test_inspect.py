@@ -1,6 +1,8 @@
 """`powergrad inspect`: the census of a recording or a checkpoint, and the contents of a study."""
 
+import math
 import re
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 from powergrad.lab.study import load
 from powergrad.lab.study.notes import verdict
 from powergrad.lab.study.saving import compare_rows, save
+from powergrad.lab.trainer.networks import create_model
 from powergrad.monitor import FilterMonitor, census
 
 __all__ = ["small"]  # a fixture
@@ -41,6 +44,21 @@ def test_a_recording_is_printed_and_written(folder: Path, capsys: Any) -> None:
     assert powergrad("inspect", folder, *(token for pair in paths.items() for token in pair)) == 0
     assert capsys.readouterr().out == f"{census(folder)}\n"
     assert {option: path.read_text().count("\n") for option, path in paths.items()} == outputs
+
+
+def test_a_checkpoint_of_timms_training_has_the_layers_of_the_paper(tmp_path, capsys):
+    """Its parameters are named as in timm, and its arguments are stored beside them."""
+    state = create_model("resnet18", num_classes=1000, norm="none").state_dict()
+    state["layer3.0.conv1.weight"][:40] = 0
+    state["layer4.1.conv2.weight"] *= math.exp(-125)  # what decay alone leaves in the paper
+    wrapped = {"module." + name: tensor for name, tensor in state.items()}
+    path = tmp_path / "model_best.pth.tar"
+    torch.save({"arch": "resnet18", "state_dict": wrapped, "args": Namespace(lr=0.4)}, path)
+    assert powergrad("inspect", path) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^11 +layer3\.0\.conv1 +conv2d +256 +40 ", said, re.M), said
+    assert re.search(r"^20 +layer4\.1\.conv2 +conv2d +512 +512 ", said, re.M), said
+    assert "552 of 5,800 filters dead" in said
 
 
 @pytest.mark.parametrize(

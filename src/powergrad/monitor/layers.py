@@ -8,6 +8,7 @@ convolution; the 11th has 256 filters), and the classifier as layer 21.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -230,7 +231,9 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
             from safetensors.torch import load_file
 
             return dict(sorted(load_file(path).items()))  # not in the order of registration
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        # timm stores the arguments of the training beside the weights; a Namespace is only values.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # each format has errors of its own
         raise ValueError(
             f"Expected {path!r} to be a checkpoint, in safetensors or as torch.load("

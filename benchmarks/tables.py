@@ -1,37 +1,28 @@
-"""The tables of benchmarks, audit, default comparison, calibration and examples."""
+"""The tables of README.md, docs/ and results/ that show what benchmarks and examples measured."""
 
 from __future__ import annotations
 
-import csv
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import permutation_test
 
 from benchmarks import audit
 from powergrad.lab.stats import VERDICTS, t_interval
-from powergrad.lab.study import load
-from powergrad.lab.study.notes import verdict
+from reproduction.decisive.rule import sign_flip
+from reproduction.evidence import RESULTS, csv_rows
 from reproduction.marks import Regions, markdown_table
-from reproduction.trials import Outcome
-
-__all__ = ["benchmark_regions"]
-
-RESULTS = Path(__file__).parents[1] / "results"
 
 Line = dict[str, str]
 
 
 def benchmark_regions() -> Regions:
-    """The regions that are made from results/*.csv and from the default comparison."""
+    """The tables, by the names of their regions."""
     return {
         "calibration": _calibration,
-        "compare-short": _compare_short,
         "examples": _examples,
         "loss": _loss,
         "growth": _growth,
@@ -47,8 +38,12 @@ def benchmark_regions() -> Regions:
 
 
 def _load(name: str) -> list[Line]:
-    with open(RESULTS / f"{name}.csv", encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return csv_rows(RESULTS / f"{name}.csv")
+
+
+def _columns(rows: Iterable[Line], *names: str) -> NDArray[np.float64]:
+    """The numbers of some columns: ``(columns, rows)``."""
+    return np.array([[float(row[name]) for name in names] for row in rows]).T
 
 
 def _conditions(row: Line) -> str:
@@ -81,20 +76,16 @@ def _loss() -> str:
             cold = f"{eager['cold_ratio']} / {native['cold_ratio']}"
             measured = (eager["ratio"], native["ratio"], cold, hook["ratio"], eager["peak_units"])
             lines.append([case, dtype, size, *measured])
-    errors = {
-        dtype: max(
-            float(row["error"])
-            for row in rows
-            if row["dtype"] == dtype and row["variant"] in ("eager", "native")
-        )
-        for dtype in ("float32", "bfloat16")
-    }
+    ours = [row for row in rows if row["variant"] in ("eager", "native")]
+    worst = {row["dtype"]: 0.0 for row in ours}
+    for row in ours:
+        worst[row["dtype"]] = max(worst[row["dtype"]], float(row["error"]))
     head = ("case", "dtype", "rows x classes", "eager", "C kernel", "cold: eager / C kernel")
     return (
         f"{markdown_table((*head, 'listing', 'memory'), lines)}\n\n"
         f"({_conditions(rows[0])}; `benchmarks/loss.py`, `results/bench_loss.csv`. The largest "
         "error of a gradient, relative to float64 and to the largest entry of its row, is "
-        f"{errors['float32']:.0e} in float32 and {errors['bfloat16']:.0e} in bfloat16.)"
+        f"{worst['float32']:.0e} in float32 and {worst['bfloat16']:.0e} in bfloat16.)"
     )
 
 
@@ -102,26 +93,18 @@ def _growth() -> str:
     """The exponents of time and memory, and the ratios to PyTorch, from 1 to 64 million logits."""
     rows = [row for row in _load("bench_loss") if row["case"].startswith("growth")]
     lines = []
-    for variant, name in (
-        ("plain", "`F.cross_entropy`"),
-        ("eager", "eager"),
-        ("native", "C kernel"),
-    ):
-        exponents: dict[str, list[float]] = {"time": [], "memory": []}
-        ratios = []
+    names = {"plain": "`F.cross_entropy`", "eager": "eager", "native": "C kernel"}
+    for variant, name in names.items():
+        times, memories, ratios = [], [], []
         for case in dict.fromkeys(row["case"] for row in rows):
             points = [row for row in rows if (row["case"], row["variant"]) == (case, variant)]
-            elements = np.array([int(row["n"]) * int(row["c"]) for row in points])
-            times = np.array([float(row["us"]) for row in points])
-            memory = elements * np.array([float(row["peak_units"]) for row in points])
-            for key, values in (("time", times), ("memory", memory)):
-                exponents[key].append(np.polyfit(np.log(elements), np.log(values), 1)[0])
-            ratios += [float(row["ratio"]) for row in points]
-        spans = [
-            " to ".join(dict.fromkeys(f"{end:.2f}" for end in (min(values), max(values))))
-            for values in (*exponents.values(), ratios)
-        ]
-        lines.append([name, *spans])
+            sizes = np.array([int(row["n"]) * int(row["c"]) for row in points])
+            us, units, ratio = _columns(points, "us", "peak_units", "ratio")
+            times.append(np.polyfit(np.log(sizes), np.log(us), 1)[0])
+            memories.append(np.polyfit(np.log(sizes), np.log(sizes * units), 1)[0])
+            ratios.extend(ratio)
+        ends = ((f"{min(found):.2f}", f"{max(found):.2f}") for found in (times, memories, ratios))
+        lines.append([name, *(" to ".join(dict.fromkeys(pair)) for pair in ends)])
     return markdown_table(("variant", "exponent of time", "exponent of memory", "ratio"), lines)
 
 
@@ -167,18 +150,17 @@ def _what_works_where() -> str:
     )
 
 
+COLUMN = {"alter_gradient": "alter", "PowerGrad, entered inside": "inside"}  # by the way
+
+
 def _cells(outcomes: Mapping[str, str]) -> tuple[str, ...]:
     """The columns, each of several ways to ask for PGT."""
     columns: dict[str, dict[str, str]] = {
         column: {} for column in ("", "alter", "enable", "PowerGrad", "inside")
     }
     for way, outcome in outcomes.items():
-        column, _, name = way.partition(": ")
-        if name:
-            columns[column][name] = outcome
-        else:
-            column = {"alter_gradient": "alter", "PowerGrad, entered inside": "inside"}.get(way, "")
-            columns[column][way] = outcome
+        prefix, colon, name = way.partition(": ")
+        columns[prefix if colon else COLUMN.get(way, "")][name or way] = outcome
     return tuple(_cell(ways) for ways in columns.values())
 
 
@@ -310,20 +292,6 @@ def _spread(values: list[float], places: int) -> str:
     return f"{fmean(values):.{places}f} ± {stdev(values):.{places}f}"
 
 
-def _compare_short() -> str:
-    """The default comparison, in a table for the README."""
-    results = load(RESULTS / "compare_digits.json")
-    lines = []
-    for arm in results.arms:
-        comparison = results.comparison(arm)
-        outcome = Outcome.of(comparison) if comparison else None
-        cells = [outcome.with_interval, comparison.verdict] if outcome and comparison else ["", ""]
-        values = [*results.units(arm).values()]
-        lines.append([arm, str(len(values)), _spread(values, 2), *cells])
-    table = markdown_table(("arm", "seeds", "test %", "difference (95%)", "verdict"), lines)
-    return f"{table}\n\n**{verdict(results)}** (`results/compare_digits.json`)"
-
-
 def _examples() -> str:
     """The comparisons of examples/: fresh seeds, the learning rate tuned for both arms."""
     known = {"arm", "alpha", "rate", "seed", "split", "command", "threads", "python", "torch"}
@@ -337,16 +305,10 @@ def _examples() -> str:
             )
             gaps = [pgt[seed] - value for seed, value in plain.items()]
             cells = [_spread([*values], 3) for values in (plain.values(), pgt.values(), gaps)]
-            # The exact sign-flip test, as examples/comparison.py prints it.
-            flips = permutation_test((gaps,), _size, permutation_type="samples", alternative="less")
-            p = float(flips.pvalue)
+            p, _ = sign_flip([gaps])  # as examples/comparison.py prints it
             lines.append([task.replace("_", " "), metric, *cells, f"{p:.3f}"])
     head = ("task", "measure", "cross-entropy", "PGT, alpha 0.3", "difference", "p")
     return markdown_table(head, lines)
-
-
-def _size(gaps: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-    return -np.abs(np.mean(gaps, axis=axis))
 
 
 ERRORS = {"nll": "NLL", "brier": "Brier", "ece_mass": "ECE, equal mass"}
