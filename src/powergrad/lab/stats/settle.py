@@ -226,9 +226,9 @@ def settle(
 def combine(rules: Sequence[Rule], parts: Sequence[Part], is_last: bool) -> Verdict:
     """The verdict by one metric, or by two with a claim each."""
     is_equivalent = all(part.is_equivalent for part in parts)
-    if not is_last and len(parts) == 1 and rules[0].target is None:
-        if is_equivalent or abs(parts[0].difference) <= rules[0].margin:
-            return "equivalent" if is_equivalent else "not settled"
+    stops_early = not is_last and len(parts) == 1 and rules[0].target is None
+    if stops_early and (is_equivalent or abs(parts[0].difference) <= rules[0].margin):
+        return "equivalent" if is_equivalent else "not settled"
     shown = [rule.is_shown(part) for rule, part in zip(rules, parts, strict=True)]
     if all(shown):
         return "better"
