@@ -169,6 +169,10 @@ LOSSES: dict[str, tuple[Loss, str]] = {
     "no usual scale": (lambda z, y: 29.18 * foreign(z, y), "cannot tell"),
     "no usual scale, plain": (lambda z, y: 29.18 * F.cross_entropy(z, y), "plain"),
     "class weights": (lambda z, y: cross_entropy(z, y, WEIGHT, alpha=0.3), "pgt"),
+    "class weights, ignored rows": (
+        lambda z, y: cross_entropy(z, y.masked_fill(IGNORED, -100), WEIGHT, alpha=0.3),
+        "pgt",
+    ),
     "class weights, not ours": (lambda z, y: F.cross_entropy(z, y, weight=WEIGHT), "cannot tell"),
     "ignored rows": (lambda z, y: foreign(z, y.masked_fill(IGNORED, -100)), "pgt"),
     "confident": (lambda z, y: F.cross_entropy(z, z.argmax(1), label_smoothing=0.2), "plain"),
@@ -178,6 +182,10 @@ LOSSES: dict[str, tuple[Loss, str]] = {
     "mixup": (
         lambda z, y: cross_entropy(z, y, alpha=0.3) + 0.4 * cross_entropy(z, y.flip(0), alpha=0.3),
         "pgt",
+    ),
+    "near an alpha that was told": (
+        lambda z, y: 29.18 * foreign(z, y, 0.32) + 0 * cross_entropy(z, y, alpha=0.3),
+        "cannot tell",
     ),
     "two alphas": (
         lambda z, y: cross_entropy(z, y, alpha=0.6) + cross_entropy(z, y, alpha=0.4),
@@ -226,7 +234,7 @@ def test_the_verdict_on_a_loss(name):
     assert verification.verdict == verdict, str(verification)
     if verdict == "pgt" and name != "one alpha per row":
         assert_alpha(verification, 0.3, 1e-5)
-    if name == "ignored rows":
+    if "ignored rows" in name:
         assert verification.rows_in_all == 32
     if name == "one alpha per row":
         assert "alphas from 0.050 to 0.500" in str(verification)
@@ -273,9 +281,14 @@ def test_a_few_rows_among_many_classes_are_seen(plain):
     assert_cannot_tell(verification, "no alpha explains")
 
 
-def test_a_sample_of_the_rows_is_stated(monkeypatch):
+def weighted(z: Tensor, y: Tensor) -> Any:
+    return cross_entropy(z, y, WEIGHT, alpha=0.3, token_weight=IMPORTANCE)
+
+
+@pytest.mark.parametrize("loss", [foreign, weighted])
+def test_a_sample_of_the_rows_is_stated(loss, monkeypatch):
     monkeypatch.setattr(importlib.import_module("powergrad.verify"), "STORED", 320)
-    verification = measured(foreign)
+    verification = measured(loss)
     assert str(verification) == "PGT at alpha 0.300 (32 of 48 rows)"
 
 

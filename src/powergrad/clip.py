@@ -178,7 +178,7 @@ def clip_gradients(
         if scale is not None:
             floors = floors * scale.to(device)
         reports[method] = ClipReport(threshold, finite, counts, sizes / floors)
-        if norms and math.isfinite(threshold) and not (finite.is_cpu and not finite):
+        if norms and math.isfinite(threshold):
             _clip(method, threshold, gradients, norms, sizes, floors, finite)
     return reports
 

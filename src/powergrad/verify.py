@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot, pad
+from torch.nn.functional import one_hot
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -497,11 +497,9 @@ def _terms(
     # exp(x) has a relative error of |x|, and the sum over the classes adds to it.
     error = g.abs() * (1 + sums) + m * p * (1 + max(1.0, alpha) * depth + 8 * sums)
     by_alpha = p * ((p * depth).sum(1, keepdim=True) - depth)
-    x = pad(torch.stack([p - q, q - 1 / z.shape[1]], 2).flatten(0, 1), (0, 0, 0, 1))
-    x[-1, 1] = 1 / m  # one more equation: e is 0 with an error of 0.1
-    slopes = pad(torch.stack([by_alpha, torch.zeros_like(p)], 2).flatten(0, 1), (0, 0, 0, 1))
-    error = pad((unit * error + lost).flatten(), (0, 1), value=0.1)
-    return x, slopes, pad(g.flatten(), (0, 1)), error
+    x = torch.stack([p - q, q - 1 / z.shape[1]], 2).flatten(0, 1)
+    slopes = torch.stack([by_alpha, torch.zeros_like(p)], 2).flatten(0, 1)
+    return x, slopes, g.flatten(), (unit * error + lost).flatten()
 
 
 def _is_usual(sizes: Tensor, alpha: float, tolerance: float) -> bool:
