@@ -8,7 +8,6 @@ import functools
 import inspect
 import pickle
 import threading
-import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -371,15 +370,6 @@ def test_a_loss_outside_the_block_warns(z, y):
         loss = F.cross_entropy(z, y)
     with mode:  # this object has altered the loss
         loss.backward()
-
-
-def test_warns_once_per_place(z):
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            with PowerGrad(0.3):
-                F.mse_loss(z, z.detach())
-    assert [warning.filename for warning in record] == [__file__]
 
 
 QUIET: dict[str, Callable[[Tensor, Tensor], object]] = {

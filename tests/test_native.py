@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case, Form, build, check_gradient, check_value, size_of_terms
+from cases import Case, Form, build, check_gradient, check_value, forms, size_of_terms
 from hypothesis import given
 from hypothesis import strategies as st
 from references import gradient_of_potential
@@ -105,34 +105,29 @@ def check(
     assert bool((error <= bound).all())
 
 
-@given(st.data())
-def test_matches_oracles(data):
-    rows = data.draw(st.sampled_from([0, 1, 2, 3, 15, 16, 17, 33]), "rows")
-    classes = data.draw(st.sampled_from(SIZES), "classes")
-    dtype = data.draw(st.sampled_from(list(HALF_ULP)), "dtype")
-    spread = data.draw(st.sampled_from([0.0, 1.0, 5.0, 30.0, 1e4]), "spread")
-    offset = data.draw(st.sampled_from([0.0, 1e4, -1e4, 32_768.0, -1e6]), "offset")
-    eps = data.draw(st.sampled_from([0.0, 0.1, 1.0]), "label_smoothing")
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), "seed"))
+PLAIN = {"target": "labels", "softcap": None, "logit_scale": 1.0, "z_loss": 0.0, "tokens": False}
 
-    z = (torch.randn(rows, classes, generator=generator) * spread + offset).to(dtype)
-    y = torch.randint(classes, (rows,), generator=generator)
-    likely = data.draw(st.booleans(), "the target is the likeliest class")
-    y = z.argmax(1) if likely and rows else y
-    if not eps and data.draw(st.booleans(), "masked"):
-        mask = torch.rand(rows, classes, generator=generator) < 0.5
-        z[mask.scatter(1, y[:, None], False)] = -INF
-    y[torch.rand(rows, generator=generator) < 0.2] = -100
-    w = None
-    if data.draw(st.booleans(), "weighted"):
-        w = torch.rand(classes, generator=generator)
-        w[torch.rand(classes, generator=generator) < 0.2] = 0.0
-    alpha = data.draw(st.sampled_from([*ALPHAS, "one per row"]), "alpha")
-    if isinstance(alpha, str):
-        alpha = torch.tensor(ALPHAS)[torch.randint(7, (rows,), generator=generator)]
-    reduction = data.draw(st.sampled_from(["none", "mean", "sum"]), "reduction")
+
+@given(
+    form=forms(),
+    shape=st.tuples(st.sampled_from([0, 1, 2, 3, 15, 16, 17, 33]), st.sampled_from(SIZES)),
+    dtype=st.sampled_from(list(HALF_ULP)),
+    alpha=st.sampled_from(ALPHAS),
+    spread=st.sampled_from([0.0, 1.0, 5.0, 30.0, 1e4]),
+    offset=st.sampled_from([0.0, 1e4, -1e4, 32_768.0, -1e6]),
+    weight=st.sampled_from(["", "some zero"]),
+    likely=st.booleans(),  # the target is the likeliest class
+)
+def test_matches_oracles(form, shape, dtype, alpha, spread, offset, weight, likely):
+    drawn = {"shape": shape, "dtype": dtype, "alpha": alpha, "spread": spread, "offset": offset}
+    case = build(replace(form, **PLAIN, **drawn, weight=weight, ignore_index=-100, ignored=0.2))
+    y, w = case.target, case.options["weight"]
+    if likely and shape[0]:
+        y = y.where(y == -100, case.logits.argmax(1))
+    w = None if w is None else w.float()
+    eps, reduction = case.options["label_smoothing"], case.options["reduction"]
     for level in LEVELS:
-        check(z, y, w, alpha, eps, reduction, level=level)
+        check(case.logits, y, w, case.alpha, eps, reduction, level=level)
 
 
 @pytest.mark.parametrize("level", LEVELS)

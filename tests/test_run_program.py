@@ -252,28 +252,6 @@ def test_under_torchrun(tmp_path):
     assert_trained_as(file, alpha=0.3, head=0.5, norm=0.2)
 
 
-COMPILED = f"""{START}
-criterion = nn.CrossEntropyLoss()
-loss = torch.compile(lambda: criterion(model(x), y), backend="aot_eager", fullgraph=True)
-for _ in range(3):
-    optimizer.zero_grad()
-    loss().backward()
-    optimizer.step()
-torch.save(model.state_dict(), sys.argv[1])
-"""
-
-
-@pytest.mark.matrix
-def test_a_compiled_loss_is_altered(tmp_path):
-    """In a process where TorchDynamo is loaded after `powergrad run` has begun, as in any."""
-    script, file = tmp_path / "script.py", tmp_path / "ours.pt"
-    script.write_text(COMPILED)
-    run = in_new_process("-m", "powergrad", "run", "--alpha", 0.25, "--", script, file)
-    assert run.code == 0, run.err
-    assert "cross_entropy in compiled code" in run.err
-    assert_trained_as(file, alpha=0.25)
-
-
 SEEDED = """
 import random, sys
 import numpy as np

@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import build, forms
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -135,62 +137,27 @@ def test_a_gradient_without_a_loss(alpha, rows, classes, smoothing, exponent, se
         assert_alpha(verification, alpha)
 
 
-@st.composite
-def options(draw: Any) -> dict[str, Any]:
-    """Any mixture of the options of `cross_entropy`, for 12 rows of 7 classes."""
-    g = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    target = torch.randint(0, 7, (12,), generator=g)
-    alpha: Any = draw(st.sampled_from([0.05, 0.3, 0.9, 1.0, 1.0, 1.5]))
-    if draw(st.booleans()):
-        target = torch.where(torch.rand(12, generator=g) < 0.3, -100, target)
-    elif draw(st.booleans()):
-        target = torch.randn(12, 7, generator=g).softmax(1)
-    return {
-        "alpha": alpha,
-        "target": target,
-        "weight": draw(st.sampled_from([None, torch.rand(7, generator=g) + 0.2])),
-        "label_smoothing": draw(st.sampled_from([0.0, 0.1])),
-        "reduction": draw(st.sampled_from(["mean", "sum", "none"])),
-        "z_loss": draw(st.sampled_from([0.0, 0.1])),
-        "softcap": draw(st.sampled_from([None, 5.0])),
-        "logit_scale": draw(st.sampled_from([1.0, 2.0])),
-        "token_weight": draw(st.sampled_from([None, torch.rand(12, generator=g)])),
-    }
-
-
-@given(
-    options=options(),
-    weights=st.sampled_from([1.0, 0.37, torch.linspace(0.1, 1, 12)]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    spread=st.sampled_from([1.0, 10.0]),
-    added=st.sampled_from(["", "", "", "plain", "focal"]),
-)
-def test_no_mixture_of_options_gets_a_wrong_answer(options, weights, dtype, spread, added):
-    torch.manual_seed(0)
-    head, x = nn.Linear(8, 7).to(dtype), torch.randn(12, 8, dtype=dtype)
-    head.weight.data.mul_(spread)
-    for name in ("weight", "token_weight"):
-        options = {
-            **options,
-            name: options[name] if options[name] is None else options[name].to(dtype),
-        }
-    if options["target"].is_floating_point():
-        options = {**options, "target": options["target"].to(dtype)}
+@given(form=forms(), added=st.sampled_from(["", "", "", "plain", "focal"]))
+def test_no_mixture_of_options_gets_a_wrong_answer(form, added):
+    case = build(replace(form, shape=(12, 7), masked=False))
+    head, x = nn.Linear(12, 7, bias=False).to(form.dtype), torch.eye(12, dtype=form.dtype)
+    head.weight.data.copy_(case.logits.T)
 
     def step() -> None:
         z = head(x)
-        total = (weights * cross_entropy(z, **options)).sum()
+        loss = cross_entropy(z, case.target, alpha=case.alpha, **case.options, **case.extra)
+        total = (case.upstream * loss).sum()
         if added:
             total = total + (F.cross_entropy if added == "plain" else focal)(z, Y[:12] % 7)
         total.backward()
 
-    verification = verify(step, head)
-    if added and options["alpha"] != 1:
+    verification, alpha = verify(step, head), torch.as_tensor(case.alpha)
+    if added and not (alpha == 1).all():
         assert verification.verdict in ("neither", "cannot tell"), str(verification)
     elif added:
         assert verification.verdict != "pgt", str(verification)
     elif verification.verdict != "cannot tell":
-        assert_alpha(verification, options["alpha"])
+        assert_alpha(verification, float(alpha.double().mean()))
 
 
 WEIGHT, IMPORTANCE = torch.linspace(0.5, 3, 10), torch.linspace(0.1, 1, 48)
@@ -202,6 +169,10 @@ LOSSES: dict[str, tuple[Loss, str]] = {
     "no usual scale": (lambda z, y: 29.18 * foreign(z, y), "cannot tell"),
     "no usual scale, plain": (lambda z, y: 29.18 * F.cross_entropy(z, y), "plain"),
     "class weights": (lambda z, y: cross_entropy(z, y, WEIGHT, alpha=0.3), "pgt"),
+    "class weights, ignored rows": (
+        lambda z, y: cross_entropy(z, y.masked_fill(IGNORED, -100), WEIGHT, alpha=0.3),
+        "pgt",
+    ),
     "class weights, not ours": (lambda z, y: F.cross_entropy(z, y, weight=WEIGHT), "cannot tell"),
     "ignored rows": (lambda z, y: foreign(z, y.masked_fill(IGNORED, -100)), "pgt"),
     "confident": (lambda z, y: F.cross_entropy(z, z.argmax(1), label_smoothing=0.2), "plain"),
@@ -211,6 +182,10 @@ LOSSES: dict[str, tuple[Loss, str]] = {
     "mixup": (
         lambda z, y: cross_entropy(z, y, alpha=0.3) + 0.4 * cross_entropy(z, y.flip(0), alpha=0.3),
         "pgt",
+    ),
+    "near an alpha that was told": (
+        lambda z, y: 29.18 * foreign(z, y, 0.32) + 0 * cross_entropy(z, y, alpha=0.3),
+        "cannot tell",
     ),
     "two alphas": (
         lambda z, y: cross_entropy(z, y, alpha=0.6) + cross_entropy(z, y, alpha=0.4),
@@ -259,7 +234,7 @@ def test_the_verdict_on_a_loss(name):
     assert verification.verdict == verdict, str(verification)
     if verdict == "pgt" and name != "one alpha per row":
         assert_alpha(verification, 0.3, 1e-5)
-    if name == "ignored rows":
+    if "ignored rows" in name:
         assert verification.rows_in_all == 32
     if name == "one alpha per row":
         assert "alphas from 0.050 to 0.500" in str(verification)
@@ -306,9 +281,14 @@ def test_a_few_rows_among_many_classes_are_seen(plain):
     assert_cannot_tell(verification, "no alpha explains")
 
 
-def test_a_sample_of_the_rows_is_stated(monkeypatch):
+def weighted(z: Tensor, y: Tensor) -> Any:
+    return cross_entropy(z, y, WEIGHT, alpha=0.3, token_weight=IMPORTANCE)
+
+
+@pytest.mark.parametrize("loss", [foreign, weighted])
+def test_a_sample_of_the_rows_is_stated(loss, monkeypatch):
     monkeypatch.setattr(importlib.import_module("powergrad.verify"), "STORED", 320)
-    verification = measured(foreign)
+    verification = measured(loss)
     assert str(verification) == "PGT at alpha 0.300 (32 of 48 rows)"
 
 

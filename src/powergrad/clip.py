@@ -14,7 +14,6 @@ et al., *High-Performance Large-Scale Image Recognition Without Normalization*, 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -28,21 +27,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from powergrad.checks import check_number, check_threshold
+from powergrad import units
+from powergrad.checks import check_number, check_threshold, is_dtensor
 from powergrad.head import find_head, find_heads
-from powergrad.units import (
-    TRANSPOSED,
-    WHOLE,
-    Dims,
-    Sharing,
-    add_up,
-    by_unit,
-    is_sharded,
-    local_part,
-    refuse_flat,
-    sharing_of,
-    unit_norms,
-)
 
 __all__ = [
     "ClipHandle",
@@ -79,7 +66,7 @@ class ClipReport:
     finite: Tensor
     # By parameter its name, its number of units, and how many processes have these units.
     _units: list[tuple[str, int, int]]
-    _ratios: list[Tensor]  # in this order
+    _ratios: Tensor  # of all units, in this order
 
     @property
     def ratios(self) -> dict[str, Tensor]:
@@ -88,26 +75,23 @@ class ClipReport:
         One value per unit (of a sparse gradient, per unit that has one): ``|g| / max(|w|, eps)``
         for AGC, otherwise the norm or the absolute value. ``norm`` has one value, ``"total"``.
         """
-        ratios = torch.cat([torch.empty(0, device="cpu"), *(x.cpu() for x in self._ratios)])
-        names, counts, _ = zip(*self._units, strict=True) if self._units else ((), (), ())
-        return dict(zip(names, ratios.split(counts), strict=True))
+        ratios = self._ratios.cpu().split([count for _, count, _ in self._units])
+        return {name: ratio for (name, *_), ratio in zip(self._units, ratios, strict=True)}
 
     @property
     def units(self) -> int:
         """The number of units."""
-        return sum(count for _, count, _ in self._units)
+        return len(self._ratios)
 
     @property
     def clipped(self) -> Tensor:
         """The number of units that were clipped."""
-        over = [(x > self.threshold).sum().to(self.finite.device) for x in self._ratios]
-        return self.finite * sum(over)
+        return self.finite * (self._ratios > self.threshold).sum()
 
     @property
     def largest(self) -> Tensor:
         """The largest value that was compared with the threshold; 0 if there are no units."""
-        largest = [x.amax().to(self.finite.device) for x in self._ratios if x.numel()]
-        return torch.stack(largest).amax() if largest else 0.0 * self.finite
+        return self._ratios.amax() if self.units else 0.0 * self.finite
 
     def total(self, group: Any = None) -> ClipTotal:
         """The report on all processes of `group` (by default, on all), each of which calls this.
@@ -117,15 +101,10 @@ class ClipReport:
         """
         if self._units and self._units[0][0] == "total":  # the same in all of them
             return ClipTotal(int(self.clipped), 1, float(self.largest))
-        device = self.finite.device
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
-        over = torch.cat([sums[:0], *((x > self.threshold).to(sums) for x in self._ratios)])
-        counts = [count for _, count, _ in self._units]
-        for (_, count, copies), part in zip(self._units, over.split(counts), strict=True):
-            sums += (
-                torch.stack([part.sum() * self.finite, torch.full_like(sums[0], count)]) / copies
-            )
-        largest = self.largest.to(sums)
+        shares = [1 / copies for _, count, copies in self._units for _ in range(count)]
+        share = torch.tensor(shares, dtype=torch.float64, device=self._ratios.device)
+        clipped = (share * (self._ratios > self.threshold)).sum() * self.finite
+        sums, largest = torch.stack([clipped, share.sum()]), self.largest.double()
         distributed.all_reduce(sums, group=group)
         distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=group)
         clipped, units = sums.round().int().tolist()
@@ -145,18 +124,9 @@ class _Gradient(NamedTuple):
     parameter: Tensor
     weight: Tensor  # of a sparse gradient, the rows that it has
     tensor: Tensor
-    dims: Dims  # that a unit spans, in both
-    sharing: Sharing = Sharing()
+    dims: units.Dims  # that a unit spans, in both
+    sharing: units.Sharing = units.Sharing()
     gathered: Tensor | None = None  # the whole gradient, of which `tensor` is a view
-
-
-class _Part(NamedTuple):
-    """Gradients, and of each of their units the size and what the threshold is multiplied by."""
-
-    gradients: list[_Gradient]
-    shapes: list[torch.Size]
-    sizes: Tensor
-    floors: Tensor
 
 
 @torch.no_grad()
@@ -176,79 +146,54 @@ def clip_gradients(
     """
     reports = {}
     for method, threshold in thresholds.items():
-        gradients = _gradients_of(parameters, method)
-        batches: dict[object, list[_Gradient]] = defaultdict(list)  # what is measured together
-        for g in gradients:
-            same = "total" if method == "norm" else (g.tensor.device, g.tensor.dtype)
-            is_spared = method == "agc" and g.parameter in spared
-            batches["spared" if is_spared else same].append(g)
-        apart = batches.pop("spared", [])
-        measured = [(batch, *_measure(method, batch)) for batch in batches.values()]
-        measured.append((apart, unit_norms((g.tensor, None) for g in apart), []))
-        norms = [norm for _, sizes, _ in measured for norm in sizes]
-        if finite is None and all(norm.is_cpu and norm.isfinite().all() for norm in norms):
-            finite = torch.tensor(True, device="cpu")
-        elif finite is None:  # a norm has overflowed, or reading it would be a synchronisation
-            nonempty = [g.tensor for g in gradients if g.tensor.numel()]
-            finite = get_total_norm(nonempty, math.inf).isfinite()
-        shared = [
-            (norm, g.sharing)
-            for batch, *columns in measured
-            for column in columns
-            for g, norm in zip(batch, column, strict=False)
-        ]
-        finite = add_up(shared, finite, largest=method == "value")
+        gradients, apart = [], []
+        for g in _gradients_of(parameters, method):
+            (apart if method == "agc" and g.parameter in spared else gradients).append(g)
+        weights = []
+        if method == "agc":  # first, so that the gradients, to be read again, are in the cache
+            weights = units.norms((g.weight, g.dims) for g in gradients)
+        norms, others = _sizes(method, gradients), units.norms((g.tensor, None) for g in apart)
+        device = next((x.device for x in norms + others if not x.is_cpu), torch.device("cpu"))
+        if finite is None:
+            finite = _flat(norms + others, device).isfinite().all()
+            if not (finite.is_cpu and finite):  # a norm may have overflowed
+                nonempty = [g.tensor for g in gradients + apart if g.tensor.numel()]
+                finite = get_total_norm(nonempty, math.inf).isfinite()
+        owners = [*gradients, *(gradients if weights else []), *apart]
+        pairs = zip([*norms, *weights, *others], owners, strict=True)
+        shared = [(norm, g.sharing) for norm, g in pairs]
+        finite = units.add_up(shared, finite, largest=method == "value").to(device)
+        pairs = zip(gradients, norms, strict=True)
+        counts = [(g.name, norm.numel(), g.sharing.copies) for g, norm in pairs]
         if method == "norm" or group is not None:
-            total = _total(norms if method == "norm" else [], finite.device)
+            total = vector_norm(_flat(norms if method == "norm" else [], device))
             if group is not None:
-                finite = add_up([(total, Sharing([group], [group]))], finite)
-            if method == "norm":
-                measured = [(gradients, [total], [])] if norms else []
-        parts = [_part(*columns, eps, scale) for columns in measured if columns[0] is not apart]
-        if math.isfinite(threshold) and not (finite.is_cpu and not finite):
-            for part in parts:
-                _clip(part, method, threshold, finite)
-        units = [
-            ("total" if method == "norm" else g.name, shape.numel(), g.sharing.copies)
-            for part in parts
-            for g, shape in zip(part.gradients, part.shapes, strict=False)
-        ]
-        ratios = [part.sizes / part.floors for part in parts]
-        reports[method] = ClipReport(threshold, finite, units, ratios)
+                finite = units.add_up([(total, units.Sharing([group], [group]))], finite)
+            if method == "norm" and norms:
+                norms, counts = [total], [("total", 1, 1)]
+        sizes = _flat(norms, device)
+        floors = torch.ones_like(sizes)
+        if weights:
+            floors = _flat(weights, device).clamp_(min=max(eps, TINY))
+        if scale is not None:
+            floors = floors * scale.to(device)
+        reports[method] = ClipReport(threshold, finite, counts, sizes / floors)
+        if norms and math.isfinite(threshold):
+            _clip(method, threshold, gradients, norms, sizes, floors, finite)
     return reports
 
 
-def _measure(method: str, batch: list[_Gradient]) -> tuple[list[Tensor], list[Tensor]]:
-    """The sizes of the units of gradients, and for AGC the norms of their weights."""
-    weights = []
-    if method == "agc":  # first, so that the gradients, to be read again, are in the cache
-        weights = unit_norms((g.weight, g.dims) for g in batch)
+def _sizes(method: str, gradients: list[_Gradient]) -> list[Tensor]:
+    """What is compared with the threshold, by unit."""
     if method == "value":  # not vector_norm(inf), which takes 14 times as long on CPU
-        nonempty = (g.tensor if g.tensor.numel() else g.tensor.new_zeros(1) for g in batch)
-        return [torch.stack(x.aminmax()).abs().amax() for x in nonempty], weights
-    return unit_norms((g.tensor, g.dims) for g in batch), weights
+        nonempty = (g.tensor if g.tensor.numel() else g.tensor.new_zeros(1) for g in gradients)
+        return [torch.stack(x.aminmax()).abs().amax() for x in nonempty]
+    return units.norms((g.tensor, g.dims) for g in gradients)
 
 
-def _total(norms: list[Tensor], device: torch.device) -> Tensor:
-    device = norms[0].device if norms else device
-    return vector_norm(
-        torch.stack([norm.to(device) for norm in norms] or [torch.zeros((), device=device)])
-    )
-
-
-def _part(
-    batch: list[_Gradient],
-    sizes: list[Tensor],
-    weights: list[Tensor],
-    eps: float,
-    scale: Tensor | None,
-) -> _Part:
-    flat = torch.cat([size.flatten() for size in sizes])
-    floors: Tensor | int = 1
-    if weights:
-        floors = torch.cat([norm.flatten() for norm in weights]).clamp_(min=max(eps, TINY))
-    scale = flat.new_ones(()) if scale is None else scale.to(flat.device)
-    return _Part(batch, [size.shape for size in sizes], flat, floors * scale.expand_as(flat))
+def _flat(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """All values, in one tensor on `device`."""
+    return torch.cat([torch.empty(0, device=device), *(x.to(device).flatten() for x in tensors)])
 
 
 def parameters_of(source: nn.Module | Optimizer | Tensor | Iterable[Tensor]) -> Parameters:
@@ -256,7 +201,7 @@ def parameters_of(source: nn.Module | Optimizer | Tensor | Iterable[Tensor]) -> 
     owners: dict[Tensor, nn.Module] = {}
     if isinstance(source, nn.Module):
         for module in source.modules():
-            if isinstance(module, (*TRANSPOSED, *WHOLE)):
+            if isinstance(module, (*units.TRANSPOSED, *units.WHOLE)):
                 inside = getattr(module, "parametrizations", nn.Module())
                 own = [*module.parameters(recurse=False), *inside.parameters()]
                 owners |= dict.fromkeys(own, module)
@@ -280,7 +225,7 @@ def parameters_of(source: nn.Module | Optimizer | Tensor | Iterable[Tensor]) -> 
 
 def _gradients_of(parameters: Parameters, method: str) -> list[_Gradient]:
     """The existing gradients of `parameters`, by unit; except for AGC, each tensor is one unit."""
-    refuse_flat(parameters, "parameters")
+    units.refuse_flat(parameters, "parameters")
     gradients = []
     parameter: Any
     for parameter, (name, owner) in parameters.items():
@@ -296,55 +241,55 @@ def _gradients_of(parameters: Parameters, method: str) -> list[_Gradient]:
                 )
             parameter.grad = grad = grad.coalesce()  # a row may occur several times
             weight, grad = parameter[grad.indices()[0]], grad.values()
-        if grad.numel() > 0:
-            gathered = None
-            if is_sharded(grad):
-                if grad.placements != parameter.placements:  # such as a sum that is still partial
-                    parameter.grad = grad = grad.redistribute(placements=parameter.placements)
-                apart = isinstance(owner, TRANSPOSED) and grad.dim() > 1  # units along dimension 1
-                if apart and method == "agc":
-                    gathered, weight = grad.full_tensor(), weight.full_tensor()
-            view, dims = by_unit(local_part(grad) if gathered is None else gathered, owner)
-            dims = dims if method == "agc" else None
-            sharing = sharing_of(grad, whole=dims is None)
-            if gathered is not None:
-                sharing = Sharing(copies=grad.device_mesh.size())
-            weight, _ = by_unit(local_part(weight), owner)
-            gradients.append(_Gradient(name, parameter, weight, view, dims, sharing, gathered))
+        if grad.numel() == 0:
+            continue
+        sharded, gathered = is_dtensor(grad), None
+        if sharded and grad.placements != parameter.placements:  # such as a sum still partial
+            parameter.grad = grad = grad.redistribute(placements=parameter.placements)
+        if sharded and method == "agc" and isinstance(owner, units.TRANSPOSED) and grad.dim() > 1:
+            gathered, weight = grad.full_tensor(), weight.full_tensor()  # units along dimension 1
+        view, dims = units.by_unit(units.local_part(grad if gathered is None else gathered), owner)
+        dims = dims if method == "agc" else None
+        sharing = units.sharing_of(grad, whole=dims is None)
+        if gathered is not None:
+            sharing = units.Sharing(copies=grad.device_mesh.size())
+        weight, _ = units.by_unit(units.local_part(weight), owner)
+        gradients.append(_Gradient(name, parameter, weight, view, dims, sharing, gathered))
     return gradients
 
 
-def _clip(part: _Part, method: str, threshold: float, finite: Tensor) -> None:
-    finite, limits = finite.to(part.sizes.device), part.floors * threshold
-    over = part.sizes > limits
+def _clip(
+    method: str,
+    threshold: float,
+    gradients: list[_Gradient],
+    norms: list[Tensor],
+    sizes: Tensor,
+    floors: Tensor,
+    finite: Tensor,
+) -> None:
+    """Clip the gradients whose `sizes`, those of `norms`, are above ``threshold * floors``."""
+    limits = floors * threshold
+    over = sizes > limits
     if method == "norm":
-        total = (part.sizes / part.floors).amax().where(finite, -1e-6)  # its factor is 1
-        local: Any = [SimpleNamespace(grad=g.tensor) for g in part.gradients]
+        total = (sizes / floors).amax().where(finite, -1e-6)  # its factor is 1
+        local: Any = [SimpleNamespace(grad=g.tensor) for g in gradients]
         clip_grads_with_norm_(local, threshold, total)
     elif over.is_cpu and not over.any():
         return
     elif method == "value":
         limit = limits.amax().where(finite, math.inf)  # they are all the same
-        for g in part.gradients:
-            g.tensor.clamp_(-limit, limit)
+        for g in gradients:
+            g.tensor.clamp_(-limit.to(g.tensor.device), limit.to(g.tensor.device))
     else:
-        factors = (limits / part.sizes).where(over & finite, 1)
-        counts = [shape.numel() for shape in part.shapes]
-        columns = part.gradients, part.shapes, factors.split(counts), over.split(counts)
-        for g, shape, factor, clipped in zip(*columns, strict=True):
+        factors = (limits / sizes).where(over & finite, 1)
+        counts = [norm.numel() for norm in norms]
+        columns = gradients, norms, factors.split(counts), over.split(counts)
+        for g, norm, factor, clipped in zip(*columns, strict=True):
             if not clipped.is_cpu or clipped.any():
-                g.tensor.mul_(factor.view(shape))
+                g.tensor.mul_(factor.to(g.tensor.device).view_as(norm))
                 if g.gathered is not None:
-                    _scatter(g.gathered, g.parameter.grad)
-
-
-def _scatter(whole: Tensor, to: Any) -> None:
-    """Copy this process's part of a tensor that all have into a DTensor."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = to.device_mesh
-    same = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    to.copy_(same.redistribute(placements=to.placements))
+                    grad: Any = g.parameter.grad
+                    grad.to_local().copy_(units.own_part(g.gathered, grad))
 
 
 def adaptive_clip_grad_(
@@ -451,7 +396,7 @@ class ClipHandle(AbstractContextManager["ClipHandle"]):
                 "its gradients is unknown; remove this clipping, and clip after "
                 "`scaler.unscale_(optimizer)`."
             )
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = closure_of(args, kwargs)
         if closure is None:
             return self._clip_gradients_of(optimizer)
 
@@ -471,6 +416,11 @@ class ClipHandle(AbstractContextManager["ClipHandle"]):
         parameters = {p: self._in_model.get(p, named) for p, named in known.items()}
         how = self.thresholds, self._eps, self._spared
         self.last_report.update(clip_gradients(parameters, *how, scale, finite, self._group))
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The closure of a step with these arguments, if any."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
 def clip_grads_before_step(

@@ -24,15 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
+from powergrad import compat
 from powergrad.checks import Call, check_alpha, check_number, is_one
-from powergrad.compat import (
-    gradients_hidden,
-    in_transform,
-    is_checkpoint_hook,
-    is_higher_order,
-    saved_tensor_hooks,
-    set_cache_key,
-)
 from powergrad.linear import linear_cross_entropy
 from powergrad.loss import cross_entropy, loss_of
 from powergrad.transform import LISTENERS, Notice, log_softmax
@@ -154,7 +147,7 @@ def _exchange(new: dict[int, Callable[..., Any]]) -> None:
 
 def _forget_compiled(key: str) -> None:
     """Compiled code has the losses of the time when it was compiled, in memory and on disk."""
-    set_cache_key(key)
+    compat.set_cache_key(key)
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
@@ -173,7 +166,7 @@ class _Block(TorchFunctionMode):
         self.closed = False
         self.altered = False  # a call was altered, here or in a nested block
         self.suspect = False  # gradients were computed
-        self.hooks = saved_tensor_hooks()
+        self.hooks = compat.saved_tensor_hooks()
         self.enabled = self.seen = torch.is_grad_enabled()
         self.inside = False
 
@@ -238,23 +231,23 @@ class _Block(TorchFunctionMode):
                 f"`{function.name}` was called by another coroutine than the one that entered the "
                 f"innermost PowerGrad of this thread. {_ABOUT_TASKS}"
             )
-        hooks = saved_tensor_hooks()
-        if (is_checkpoint_hook(hooks) and hooks != self.hooks) or self.in_custom_function():
+        hooks = compat.saved_tensor_hooks()
+        if (compat.is_checkpoint_hook(hooks) and hooks != self.hooks) or self.in_custom_function():
             self.altered = True  # no warning, because the error says more
             raise RuntimeError(
                 f"`{function.name}` was called inside a checkpoint or custom autograd function that"
                 " was entered within PowerGrad. Its backward pass repeats or replaces the call "
                 f"after PowerGrad has ended. Enter PowerGrad inside that function.{_REMEDY}"
             )
-        if not (torch.is_grad_enabled() or gradients_hidden()):
+        if not (torch.is_grad_enabled() or compat.gradients_hidden()):
             for outer in _thread.blocks:  # a custom function may enter a block again later
                 outer.altered |= outer.in_custom_function()
             return function.original(*args, **kwargs)
         out = function.alter(owner.alpha, *args, **kwargs)
-        if hooks == () and not gradients_hidden():
+        if hooks == () and not compat.gradients_hidden():
             for _ in range(9):  # a checkpoint refuses a recomputation that saves fewer tensors
                 out = out * torch.ones_like(out)
-        if out.requires_grad or gradients_hidden():
+        if out.requires_grad or compat.gradients_hidden():
             for outer in _thread.blocks:
                 outer.altered = True
             if not is_one(owner.alpha):
@@ -429,7 +422,7 @@ class PowerGrad:
 
 def _refuse_compiled(what: Any) -> None:
     """Raise at a loss that is compiled in a block, or at what may have one in its body."""
-    if what == "PowerGrad" or what in _KNOWN or is_higher_order(what):
+    if what == "PowerGrad" or what in _KNOWN or compat.is_higher_order(what):
         name = what if what == "PowerGrad" else getattr(what, "__name__", what)
         raise RuntimeError(
             f"`{name}` is compiled within PowerGrad or entered in compiled code. The compiled "
@@ -468,7 +461,7 @@ def _replacement(original: Any, kind: str, alter: Callable[..., Tensor]) -> Call
             if torch.compiler.is_compiling():
                 _refuse_compiled(altered)
             return _thread.blocks[-1].alter(_KNOWN[altered], args, kwargs)
-        has_gradient, enabled = torch.is_grad_enabled() or gradients_hidden(), _enabled
+        has_gradient, enabled = torch.is_grad_enabled() or compat.gradients_hidden(), _enabled
         if enabled is None or not _is_altered(kind, has_gradient, *kwargs):
             for block in tuple(_open):  # in other threads
                 block.suspect |= enabled is None and has_gradient
@@ -476,14 +469,14 @@ def _replacement(original: Any, kind: str, alter: Callable[..., Tensor]) -> Call
         out = alter(enabled.alpha, *args, **kwargs)
         if type(out).__name__ in ("FakeTensor", "FunctionalTensor"):
             _count(enabled.compiled, kind)
-        elif out.requires_grad or gradients_hidden():
+        elif out.requires_grad or compat.gradients_hidden():
             _count(enabled.altered, kind)
         return out
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         if has_torch_function((*args, *kwargs.values())):
             return handle_torch_function(altered, (*args, *kwargs.values()), *args, **kwargs)
-        if _alters_traced(kind, torch.is_grad_enabled() or in_transform(), *kwargs):
+        if _alters_traced(kind, torch.is_grad_enabled() or compat.in_transform(), *kwargs):
             return alter(cast(Enabled, _enabled).alpha, *args, **kwargs)
         return original(*args, **kwargs)
 

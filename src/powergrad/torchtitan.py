@@ -18,8 +18,7 @@ from torchtitan.distributed.spmd_types import (  # pyright: ignore[reportMissing
 from torchtitan.distributed.utils import get_spmd_backend  # pyright: ignore[reportMissingImports]
 
 import powergrad
-from powergrad.checks import check_number
-from powergrad.units import is_sharded
+from powergrad.checks import check_number, is_dtensor
 
 __all__ = ["PowerGradLoss"]
 
@@ -48,10 +47,10 @@ def _loss(
 ) -> Tensor:
     """Torchtitan's `cross_entropy_loss`."""
     options: Any = {"alpha": alpha, "reduction": "sum", "ignore_index": IGNORE_INDEX}
-    if is_sharded(pred) and is_sharded(labels):
+    if is_dtensor(pred) and is_dtensor(labels):
         return powergrad.cross_entropy(pred.movedim(-1, 1).float(), labels, **options)
     mesh, local, sharded, vocabulary = None, pred, cast(Any, pred), cast(Any, global_vocab_size)
-    if is_sharded(pred):
+    if is_dtensor(pred):
         mesh, vocabulary, local = sharded.device_mesh, pred.shape[-1], sharded.to_local()
     elif get_spmd_backend() == "spmd_types" and spmd_mesh_size("tp") > 1:
         mesh = current_spmd_mesh()

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from powergrad.checks import check_number
+from powergrad.checks import check_number, is_dtensor
 from powergrad.head import evaluating
 from powergrad.linear import linear_cross_entropy
 from powergrad.loss import cross_entropy
-from powergrad.units import is_sharded
 from powergrad.verify import StepWatcher
 
 __all__ = ["ChunkedHead", "apply"]
@@ -53,7 +52,7 @@ def apply(model: nn.Module, alpha: float) -> ChunkedHead:
     """
     applied = ChunkedHead(check_number(alpha))
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    if getattr(type(head), "forward", None) is not nn.Linear.forward or is_sharded(head.weight):
+    if getattr(type(head), "forward", None) is not nn.Linear.forward or is_dtensor(head.weight):
         raise ValueError(
             "Expected `model` to have a linear head (`get_output_embeddings()`), not sharded yet, "
             f"but got {type(head).__name__}."

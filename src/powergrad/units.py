@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.linalg import vector_norm
 
+from powergrad.checks import is_dtensor
+
 Dims = tuple[int, ...] | None  # the dimensions of a tensor that one unit spans; None: all
 HALF = (torch.float16, torch.bfloat16)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -31,7 +33,7 @@ def by_unit(tensor: Tensor, owner: object) -> tuple[Tensor, Dims]:
     return tensor, (1, *range(3, tensor.dim()))
 
 
-def unit_norms(tensors: Iterable[tuple[Tensor, Dims]]) -> list[Tensor]:
+def norms(tensors: Iterable[tuple[Tensor, Dims]]) -> list[Tensor]:
     """The L2 norms of the units of each tensor in float32 or wider, which broadcast over it."""
     norms = []
     for tensor, dims in tensors:
@@ -51,14 +53,22 @@ class Sharing(NamedTuple):
     copies: int = 1  # the number of processes that have the same units
 
 
-def is_sharded(tensor: object) -> bool:
-    """Whether `tensor` is a DTensor."""
-    return hasattr(tensor, "placements")
-
-
 def local_part(tensor: Any) -> Tensor:
     """What this process has of a tensor."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def own_part(whole: Tensor, like: Any) -> Tensor:
+    """What this process has of a tensor that all have as a whole, if it is sharded as another is.
+
+    Dimensions that it does not have are not sharded.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, dims = like.device_mesh, whole.dim()
+    same = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    own = [p if getattr(p, "dim", dims) < dims else Replicate() for p in like.placements]
+    return same.redistribute(placements=own).to_local()
 
 
 def sharing_of(tensor: Any, *, whole: bool) -> Sharing:

@@ -34,9 +34,8 @@ __all__ = ["StepWatcher", "Verification", "verify"]
 
 Verdict = Literal["pgt", "plain", "neither", "cannot tell"]
 
-STORED = 1 << 26  # logits that are kept per call; of more, a random sample of rows
-BLOCK = 1 << 18  # logits that are compared at a time
-FITTED = 1 << 16  # logits that alpha is fitted to
+STORED = 1 << 22  # logits that are compared per call; of more, a random sample of rows
+FITTED = 1 << 16  # logits to which alpha is fitted first
 WIDEST = 0.02  # above this uncertainty of alpha the verdict is "cannot tell"
 SAME = 1e-3  # alphas closer than this count as equal
 SCHEDULED = {"params", "lr", "momentum", "betas"}  # what a scheduler changes is not restored
@@ -226,7 +225,9 @@ class StepWatcher:
 
         def on_gradient(grads: tuple[Tensor | None, ...]) -> None:
             if (grad := grads[number]) is not None:
-                self._guarded(seen.add, grad, self._notices)
+                known = list(self._notices)
+                self._guarded(seen.add, grad, known)
+                self._notices = known  # without the losses that were called to compare with
 
         number, arrived = logits.output_nr, cast(Any, on_gradient)
         if "torch._dynamo" in sys.modules:  # it would compile what runs during a compiled step
@@ -280,7 +281,6 @@ class _Logits:
     count: int = 0  # rows with a gradient
     z: Any = None  # these rows (n, C), or a sample, on the CPU
     g: Any = None
-    evident: bool = False  # a loss of powergrad told it, or the rows differ enough
 
     def add(self, grad: Tensor, notices: list[Notice]) -> None:
         """Copy the rows that have a gradient: other code may change them in place later."""
@@ -301,41 +301,42 @@ class _Logits:
         z, g = (x.movedim(dim, -1).reshape(-1, x.shape[dim]) for x in (logits, grad))
         rows = (g != 0).any(1).nonzero().squeeze(1)
         self.count, limit = len(rows), max(8, STORED // z.shape[1])
-        if z.numel() <= STORED >> 3:
-            self.told = _told(notices, z, g)
-            self.evident = self.told is not None
         if limit < len(rows):  # with a generator of its own, to leave the user's alone
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
             rows = rows[order[:limit].sort().values.to(rows.device)]
         self.z, self.g = z[rows].cpu(), g[rows].cpu()
+        known = [as_rows(notice.input, notice.call) for notice in notices if notice.call]
+        calls = [
+            _part(call, rows.cpu())
+            for logits, call in known
+            if logits.shape == z.shape and torch.equal(logits.to(z.dtype), z)
+        ]
+        self.told = _told(calls, self.z, self.g) if calls else None
 
 
-def _told(notices: list[Notice], z: Tensor, g: Tensor) -> Verification | None:
-    """The verdict, if g is a sum of multiples of the gradients of powergrad's losses of z."""
-    columns, slopes, alphas = [], [], []
-    for notice in notices:
-        if notice.call is None:
-            continue
-        logits, call = as_rows(notice.input, notice.call)
-        if logits.shape == z.shape and torch.equal(logits.to(z.dtype), z):
-            alpha = torch.as_tensor(call.alpha).double()
-            own, more = (_gradient(z, call.replace(alpha=a)) for a in (alpha, alpha + WIDEST))
-            columns.append(own)
-            slopes.append((more - own) / WIDEST)
-            alphas.append(alpha.reshape(-1))
-    if not columns:
-        return None
-    wanted, x = g.cpu().double().reshape(-1, 1), torch.stack(columns, 1)
-    m = torch.linalg.lstsq(x, wanted, driver="gelsd").solution
-    slope, unit = torch.stack(slopes, 1) @ m, _unit(z, g)
-    slope -= x @ torch.linalg.lstsq(x, slope, driver="gelsd").solution
-    depth = -z.cpu().double().log_softmax(1).clamp(min=-1e4).reshape(-1, 1)
-    error = unit * (1 + max(float(a.max()) for a in alphas) * depth) * float(wanted.abs().max())
-    r, slope = (wanted - x @ m) / error, slope / error
-    # How far alpha may be from what was told, and how far it is.
-    uncertainty = max(SIGMAS * float(1 / slope.norm().clamp(min=1e-300)), unit, 1e-6)
-    apart = float((slope * r).sum().abs() / slope.square().sum().clamp(min=1e-300))
-    fits = float(r.abs().max()) <= _roundoffs(unit) and apart <= uncertainty
+def _part(call: Call, rows: Tensor) -> Call:
+    """The call for some rows, on the CPU."""
+    alpha, weight, tokens = torch.as_tensor(call.alpha).cpu(), call.weight, call.token_weight
+    return call.replace(
+        target=call.target.cpu()[rows],
+        weight=None if weight is None else weight.cpu(),
+        alpha=(alpha[rows] if alpha.numel() > 1 else alpha).double(),
+        token_weight=None if tokens is None else tokens.cpu()[rows],
+    )
+
+
+def _told(calls: list[Call], z: Tensor, g: Tensor) -> Verification | None:
+    """The verdict, if g is a sum of multiples of the gradients of these losses of z."""
+    own, more = (
+        torch.stack([_gradient(z, call.replace(alpha=call.alpha + off)) for call in calls], 1)
+        for off in (0, WIDEST)
+    )
+    alphas, unit = [call.alpha.reshape(-1) for call in calls], _unit(z, g)  # pyright: ignore
+    depth = -z.double().log_softmax(1).clamp(min=-1e4).flatten()
+    error = unit * (1 + max(float(a.max()) for a in alphas) * depth) * float(g.abs().max())
+    fit = _fit(own, (more - own) / WIDEST, g.double().flatten(), error, unit)
+    m, uncertainty = fit.factors, fit.uncertainty
+    fits = fit.residual <= _roundoffs(unit) and abs(fit.step) <= uncertainty
     if not fits or float(m.min()) < -1e-3 * float(m.max()):
         return None
     used = [alpha for alpha, factor in zip(alphas, m, strict=True) if factor > 16 * unit * m.max()]
@@ -350,11 +351,32 @@ def _told(notices: list[Notice], z: Tensor, g: Tensor) -> Verification | None:
 
 def _gradient(z: Tensor, call: Call) -> Tensor:
     """The gradient of a loss of powergrad, by its definition in float64."""
-    tensors, rest = call.split()
-    call = Call.joined([None if tensor is None else tensor.cpu() for tensor in tensors], rest)
     with torch.enable_grad():
-        x = z.detach().cpu().double().requires_grad_()
+        x = z.detach().double().requires_grad_()
         return torch.autograd.grad(loss_by_definition(x, call).sum(), x)[0].flatten()
+
+
+class _Fit(NamedTuple):
+    factors: Tensor
+    residual: float  # the largest, in rounding errors
+    step: float  # by which alpha is off
+    uncertainty: float  # of alpha
+
+
+def _fit(x: Tensor, slopes: Tensor, wanted: Tensor, error: Tensor, unit: float) -> _Fit:
+    """The factors of the columns of x that give what is wanted, and how far alpha is off.
+
+    `slopes` are the derivatives of the columns by alpha, `error` is a rounding error per element.
+    """
+    x, slopes, wanted = (part / error[:, None] for part in (x, slopes, wanted[:, None]))
+    scale = x.norm(dim=0).clamp(min=1e-300)
+    m = torch.linalg.lstsq(x / scale, wanted, driver="gelsd").solution / scale[:, None]
+    r, slope = wanted - x @ m, slopes @ m
+    slope -= x / scale @ torch.linalg.lstsq(x / scale, slope, driver="gelsd").solution
+    steepness = slope.square().sum().clamp(min=1e-300)
+    step, scatter = float((slope * r).sum() / steepness), float(r.square().mean().clamp(min=0.01))
+    uncertainty = max(SIGMAS * (scatter / float(steepness)) ** 0.5, unit, 1e-6)
+    return _Fit(m.flatten(), float(r.abs().max()), step, uncertainty)
 
 
 def _unit(*tensors: Tensor) -> float:
@@ -378,29 +400,10 @@ def _check_determined(uncertainty: float) -> None:
 # Other losses -------------------------------------------------------------------------------------
 
 
-class _Rows(NamedTuple):
-    """The rows of one call, and the precision of their gradient."""
-
-    z: Tensor  # (n, C)
-    g: Tensor
-    q: Any  # the labels, one-hot
-    unit: float  # roundoff
-    lost: float  # underflow
-
-    def part(self, rows: Any) -> _Rows:
-        """Some rows in float64, with the labels that the gradient shows."""
-        z, g = self.z[rows].double(), self.g[rows].double()
-        # With smoothing, a confident row may have a positive gradient at its label.
-        lowest, label = g.min(1)
-        clear = lowest < 0.5 * g.clamp(max=0).sum(1)
-        label = label.where(clear, z.argmax(1))
-        return self._replace(z=z, g=g, q=one_hot(label, z.shape[1]).double())
-
-
 def _measured(calls: list[_Logits], notices: list[Notice]) -> Verification:
     if not calls:
         raise _UnclearError("the gradient at the logits is zero")
-    fit = partial(_fitted_to, number=len(calls), notices=notices)
+    fit = partial(_compared, number=len(calls), notices=notices)
     found = [fit(call) if call.told is None else call.told for call in calls]
     total = sum(call.count for call in calls)
     worst = max(found, key=lambda one: (one.alpha is None, one.uncertainty or 0.0))
@@ -408,7 +411,8 @@ def _measured(calls: list[_Logits], notices: list[Notice]) -> Verification:
         alphas = [one.alpha or 0.0 for one in found]
         if max(alphas) - min(alphas) > max(2 * (worst.uncertainty or 0.0), SAME):
             worst = Verification("neither", reason="the calls of the head have different losses")
-        elif 2 * sum(call.count for call in calls if call.evident) < total:
+        evident = sum(c.count for c in calls if c.told is not None or _is_evident(c))
+        if worst.alpha is not None and 2 * evident < total:
             raise _UnclearError(
                 f"each row fits alpha {worst.alpha:.3f}, but too few rows of a call of the head "
                 "differ, so this may be another loss"
@@ -416,47 +420,86 @@ def _measured(calls: list[_Logits], notices: list[Notice]) -> Verification:
     return replace(worst, rows=sum(len(call.z) for call in calls), rows_in_all=total)
 
 
-def _fitted_to(seen: _Logits, number: int, notices: list[Notice]) -> Verification:
+def _labels(z: Tensor, g: Tensor) -> Tensor:
+    """The labels that the gradient shows; with smoothing, a confident row may have none below 0."""
+    lowest, label = g.min(1)
+    return label.where(lowest < 0.5 * g.clamp(max=0).sum(1), z.argmax(1))
+
+
+def _is_evident(seen: _Logits) -> bool:
+    """Whether the rows would show that their factors depend on the probability of the label."""
+    p = seen.z.double().softmax(1).gather(1, _labels(seen.z, seen.g)[:, None])
+    p, unit = p[p < 0.5], _unit(seen.z, seen.g)
+    enough = 10 * _roundoffs(unit) * unit * (1 + _sums(seen.z, unit))
+    return len(p) > 1 and float(p.max() - p.min()) > enough
+
+
+def _sums(z: Tensor, unit: float) -> float:
+    """The roundoffs that a sum over the classes makes, which is in float32 or wider."""
+    return z.shape[1] ** 0.5 / 4 * 2.0**-24 / unit
+
+
+def _compared(seen: _Logits, number: int, notices: list[Notice]) -> Verification:
     """The verdict on one of `number` calls, if the losses of powergrad do not explain it."""
     if TRACED or any(notice.special for notice in notices):
         raise _UnclearError(
             "the gradient is not that of the losses of powergrad that were called or traced, with "
             "`softcap`, `logit_scale`, `z_loss`, one alpha per row, split classes, or for two"
         )
-    used = (seen.g != 0).any(0)  # the other classes are padding of the head
-    z, g = seen.z[:, used], seen.g[:, used]
-    # Kernels flush what is below the normal numbers of float32, before or after they scale it.
-    info, flushed = torch.finfo(g.dtype), 16 * torch.finfo(torch.float32).smallest_normal
-    lost = info.smallest_normal * info.eps + flushed * max(1.0, float(g.abs().max()))
-    data = _Rows(z, g, None, _unit(z, g), lost)
+    used, unit = (seen.g != 0).any(0), _unit(seen.z, seen.g)  # other classes pad the head
+    z, g = seen.z[:, used].double(), seen.g[:, used].double()
     count, classes = z.shape
-    if int(z.isfinite().sum()) - 2 * count - 2 < (10 if data.unit > COARSE else 3):
+    if int(z.isfinite().sum()) - 2 * count - 2 < (10 if unit > COARSE else 3):
         raise _UnclearError(f"{counted(count, 'row')} of {classes} classes are too few")
-    sample = data.part(torch.linspace(0, count - 1, max(4, FITTED // classes)).long().unique())
-    alpha, e, m, uncertainty = _fit(sample)
-    rows = torch.arange(count).split(max(1, BLOCK // classes))
-    parts = [_compared(data.part(block), alpha, e, m) for block in rows]
-    miss, precision, p = (torch.cat(part) for part in zip(*parts, strict=True))
-    if m <= 0 or float(miss.max()) > _roundoffs(data.unit):
-        return _not_fitted(sample)
-    _check_determined(uncertainty)
-    tolerance = max(uncertainty, SAME)
+    # What is lost below the smallest numbers, and the least error that makes a difference.
+    lost = torch.finfo(seen.g.dtype).tiny * 2 * unit + 1e-6 * unit * float(g.abs().max())
+
+    def refined(rows: Any, alpha: float, steps: int) -> tuple[float, _Fit]:
+        while True:
+            fit = _fit(*_terms(z[rows], g[rows], alpha, unit, lost), unit)
+            alpha, steps = alpha + min(max(fit.step, -0.5), 0.5), steps - 1
+            if steps == 0 or abs(fit.step) < 1e-9:
+                return alpha, fit
+
+    few = torch.linspace(0, count - 1, max(4, FITTED // classes)).long().unique()
+    starts = [refined(few, start, 40) for start in (1.0, 0.3, 3.0)]
+    alpha, _ = min(starts, key=lambda pair: pair[1].residual)
+    alpha, fit = refined(slice(None), alpha, 3)
+    m, part = fit.factors.tolist()
+    if fit.residual > _roundoffs(unit):
+        return _not_fitted(z, g, unit)
+    _check_determined(fit.uncertainty)
+    if m <= 0 or not -0.01 <= part / m <= 0.9:
+        return _not_fitted(z, g, unit)
+    tolerance = max(fit.uncertainty, SAME)
     if alpha < -tolerance:
         return Verification("neither", reason=f"the effective alpha is {alpha:.3f}")
-    # The factors of other losses depend on the probability of the label: it has to differ.
-    doubt = _roundoffs(data.unit) / precision + 4 * uncertainty  # what the residuals would miss
-    sharp = doubt < 0.1
-    p, doubt = p[sharp], doubt[sharp]
-    seen.evident = len(p) > 1 and float(p.max() - p.min()) > 5 * float(doubt.max())
-    told = [float(torch.as_tensor(notice.alpha).mean()) for notice in notices]
+    told = [float(torch.as_tensor(notice.alpha)) for notice in notices]
     if abs(alpha - 1) > tolerance and all(abs(alpha - other) > tolerance for other in told):
         sizes = m * torch.tensor([1.0, seen.count, seen.count * number])
-        if told or not _is_usual(sizes, alpha, 8 * (data.unit + uncertainty)):
+        if told or not _is_usual(sizes, alpha, 8 * (unit + fit.uncertainty)):
             raise _UnclearError(
                 f"alpha {alpha:.3f} fits, but not the size of the gradient: the logits may be "
                 "scaled after this module (then pass the last one as `head`), or the loss"
             )
-    return Verification(_verdict(alpha, tolerance), max(alpha, 0.0), uncertainty)
+    return Verification(_verdict(alpha, tolerance), max(alpha, 0.0), fit.uncertainty)
+
+
+def _terms(
+    z: Tensor, g: Tensor, alpha: float, unit: float, lost: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `_fit` takes for ``g = m (p' - q) + m e (q - 1 / C)`` with the labels q."""
+    q, depth = one_hot(_labels(z, g), z.shape[1]).double(), -z.log_softmax(1)
+    masked, sums = depth == math.inf, _sums(z, unit)
+    depth = depth.masked_fill(masked, 0)
+    p = (-alpha * depth).masked_fill(masked, -math.inf).softmax(1)
+    m = float(g.abs().sum() / (p - q).abs().sum().clamp(min=1e-300))
+    # exp(x) has a relative error of |x|, and the sum over the classes adds to it.
+    error = g.abs() * (1 + sums) + m * p * (1 + max(1.0, alpha) * depth + 8 * sums)
+    by_alpha = p * ((p * depth).sum(1, keepdim=True) - depth)
+    x = torch.stack([p - q, q - 1 / z.shape[1]], 2).flatten(0, 1)
+    slopes = torch.stack([by_alpha, torch.zeros_like(p)], 2).flatten(0, 1)
+    return x, slopes, g.flatten(), (unit * error + lost).flatten()
 
 
 def _is_usual(sizes: Tensor, alpha: float, tolerance: float) -> bool:
@@ -476,11 +519,11 @@ def _is_usual(sizes: Tensor, alpha: float, tolerance: float) -> bool:
     return near(sizes - sizes.round()) and not near(parts - parts.round())
 
 
-def _not_fitted(few: _Rows) -> Verification:
-    """The verdict on rows that no single alpha and factor explain."""
-    clear = 1 - few.z.softmax(1).amax(1) > 1e3 * few.unit  # elsewhere p - 1 may round to 0
-    total, size = few.g.sum(1)[clear].norm(), few.g.abs().sum(1)[clear].norm()
-    if float(total) > (0.05 if few.unit > COARSE else 0.02) * float(size):
+def _not_fitted(z: Tensor, g: Tensor, unit: float) -> Verification:
+    """The verdict on rows that no alpha and factor explain."""
+    clear = 1 - z.softmax(1).amax(1) > 1e3 * unit  # elsewhere p - 1 may round to 0
+    total, size = g.sum(1)[clear].norm(), g.abs().sum(1)[clear].norm()
+    if float(total) > (0.05 if unit > COARSE else 0.02) * float(size):
         reason = "the gradient does not sum to zero over the classes: this is no cross-entropy, or "
         reason += "the logits are changed after this module (then pass the last one as `head`)"
         return Verification("neither", reason=reason)
@@ -488,63 +531,6 @@ def _not_fitted(few: _Rows) -> Verification:
         "no alpha explains the gradient of all rows: this may be a loss with weights or soft "
         "targets, several losses, or another loss (as a focal loss, or the paper's listing)"
     )
-
-
-def _terms(data: _Rows, alpha: float, e: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The target t, ``d = p' - t``, its derivative by alpha, and its rounding errors in units."""
-    z, _, q, unit, _ = data
-    classes, finite = z.shape[1], z.isfinite()
-    t = (1 - e) * q + e / classes
-    shifted = (z - z.amax(1, keepdim=True)).masked_fill_(~finite, 0.0)
-    p = (alpha * shifted).masked_fill_(~finite, -math.inf).softmax(1)
-    # exp(x) has a relative error of |x|. Sums over the classes, of exp(x) and of t, add to it.
-    depth = z.logsumexp(1, keepdim=True) - z.amax(1, keepdim=True) - shifted
-    sums = (classes**0.5 / 4 + e * classes / 64) * 2.0**-24 / unit
-    size = p * (max(1.0, alpha) * depth + 1 + 8 * sums) + t * (1 + sums)
-    return t, p - t, p * (shifted - (p * shifted).sum(1, keepdim=True)), size
-
-
-def _fit(data: _Rows) -> tuple[float, float, float, float]:
-    """Alpha, smoothing e, factor m and the uncertainty of alpha in ``g = m (p' - t)``.
-
-    By Gauss-Newton steps from several starts; linear least squares eliminates the factor.
-    """
-    fits = []
-    for alpha, e in ((1, 0), (0.3, 0), (1, 0.1), (0.3, 0.1), (3, 0), (1, 0.3), (3, 0.1)):
-        scatter = sigma = m = math.inf  # the mean squared residual, in rounding errors
-        for _ in range(40):
-            _, d, by_alpha, size = _terms(data, alpha, e)
-            m = float(data.g.abs().sum() / d.abs().sum().clamp(min=1e-300))
-            # The gradient itself bounds the residuals while alpha is far off.
-            error = data.unit * (m * size + data.g.abs()) + data.lost
-            d, g = d / error, data.g / error
-            m = float((d * g).sum() / d.square().sum())
-            x = m * torch.stack([by_alpha, data.q - 1 / data.q.shape[1]]) / error
-            x = x - d * ((x * d).sum((1, 2), keepdim=True) / d.square().sum())
-            r = g - m * d
-            normal = torch.einsum("kic,lic->kl", x, x)
-            normal += torch.diag(torch.tensor([1e-9, SIGMAS**2]).double())  # e is about 0 to 0.1
-            step = torch.linalg.solve(normal, torch.einsum("kic,ic->k", x, r)).tolist()
-            scatter = max(float(r.square().mean()), 0.01)
-            sigma = (scatter * float(torch.linalg.inv(normal)[0, 0])) ** 0.5
-            before = alpha + e
-            alpha += min(max(step[0], -0.5), 0.5)
-            e = min(max(e + step[1], 0.0), 0.9)
-            if abs(alpha + e - before) < 1e-9:
-                break
-        uncertainty = max(SIGMAS * sigma, data.unit, 1e-6 * (1 + abs(alpha)))
-        fits.append((scatter, alpha, e, m, uncertainty))
-        if scatter < 4:
-            break
-    return min(fits)[1:]
-
-
-def _compared(data: _Rows, alpha: float, e: float, m: float) -> tuple[Tensor, ...]:
-    """The largest residual of each row, how precise its factor is, and its label's probability."""
-    t, d, _, size = _terms(data, alpha, e)
-    error = data.unit * abs(m) * size + data.lost
-    miss = ((data.g - m * d).abs() / error).amax(1)
-    return miss, (m * d / error).abs().amax(1), (t * data.z.softmax(1)).sum(1)
 
 
 # Restoring the state that a step changes ----------------------------------------------------------

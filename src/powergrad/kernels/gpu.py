@@ -13,7 +13,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import sys
 import warnings
 from contextlib import nullcontext
 from types import ModuleType
@@ -46,11 +45,6 @@ def setting() -> str:
 def kernels() -> ModuleType:
     """The module with the kernels, which imports Triton."""
     if setting() == "interpret":
-        if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-            raise RuntimeError(
-                "Triton was imported before its interpreter was chosen: set TRITON_INTERPRET=1 "
-                "beside POWERGRAD_TRITON=interpret."
-            )
         os.environ["TRITON_INTERPRET"] = "1"
     return importlib.import_module("powergrad.kernels.triton")
 

@@ -18,20 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from powergrad import units
+from powergrad.checks import is_dtensor
 from powergrad.head import evaluating, unwrap
-from powergrad.units import (
-    TRANSPOSED,
-    Sharing,
-    add_up,
-    by_unit,
-    is_sharded,
-    local_part,
-    refuse_flat,
-    sharing_of,
-    unit_norms,
-)
 
-LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED, nn.Linear)
+LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *units.TRANSPOSED, nn.Linear)
 BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NORMALISATIONS = (*BATCH, *INSTANCE, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -67,34 +58,24 @@ def measure(weights: Sequence[Weight]) -> list[Tensor]:
 
     If some are sharded, all processes call this, and each gets all values.
     """
-    values: list[tuple[Tensor, Sharing]] = []
+    values: list[tuple[Tensor, units.Sharing]] = []
     for column, source in weights:
         tensor: Any = gradient_of(source) if column.quantity == "gradient" else weight_of(source)
         if tensor is None:
-            values.append((torch.full((column.units,), torch.nan, device="cpu"), Sharing()))
+            values.append((torch.full((column.units,), torch.nan, device="cpu"), units.Sharing()))
             continue
-        if is_sharded(tensor) and isinstance(source, TRANSPOSED):
+        if is_dtensor(tensor) and isinstance(source, units.TRANSPOSED):
             tensor = tensor.full_tensor()
-        own = local_part(tensor).detach()
-        own = own.abs() if own.dim() < 2 else unit_norms([by_unit(own, source)])[0].flatten()
-        sharing = sharing_of(tensor, whole=False)
+        own = units.local_part(tensor).detach()
+        is_gain, view = own.dim() < 2, units.by_unit(own, source)
+        own = own.abs() if is_gain else units.norms([view])[0].flatten()
+        sharing = units.sharing_of(tensor, whole=False)
         if sharing.groups:  # the units of the other processes are 0 here
-            place = _local_places(tensor).to(own.device)
-            own = own.new_zeros(column.units).index_copy_(0, place, own)
+            rows = units.own_part(torch.arange(len(tensor), device=own.device), tensor)
+            own = own.new_zeros(column.units).index_copy_(0, rows, own)
         values.append((own, sharing._replace(split=sharing.groups)))
-    add_up(values, torch.tensor(True))
+    units.add_up(values, torch.tensor(True))
     return [norms for norms, _ in values]
-
-
-def _local_places(tensor: Any) -> Tensor:
-    """Which entries of the first dimension of a DTensor this process has."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh, rows = tensor.device_mesh, torch.arange(len(tensor))
-    everywhere = [Replicate()] * mesh.ndim
-    own = [Replicate() if getattr(p, "dim", 1) else p for p in tensor.placements]
-    rows = DTensor.from_local(rows.to(mesh.device_type), mesh, everywhere, run_check=False)
-    return rows.redistribute(placements=own).to_local()
 
 
 def gradient_of(source: Source) -> Tensor | None:
@@ -143,7 +124,7 @@ def weights_of(source: Any, argument: str) -> list[Weight]:
 
 def model_weights(model: nn.Module) -> list[Weight]:
     """Every layer and normalisation of `model`, in registration order."""
-    refuse_flat(model.parameters(), "model")
+    units.refuse_flat(model.parameters(), "model")
     found = []
     for name, module in unwrap(model).named_modules():
         gain = getattr(module, "weight", None) if isinstance(module, NORMALISATIONS) else None

@@ -15,9 +15,7 @@ import re
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from io import FileIO
 from itertools import accumulate
-from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.hooks import RemovableHandle
 
+from powergrad.checks import is_dtensor
 from powergrad.head import find_head, unwrap
 from powergrad.monitor.layers import (
     LAYERS,
@@ -34,7 +33,7 @@ from powergrad.monitor.layers import (
     model_weights,
     weight_of,
 )
-from powergrad.units import is_sharded, local_part
+from powergrad.units import local_part
 
 FORMAT = 2
 _INDEX, _RECORDS = "index.json", "records.npy"
@@ -100,7 +99,7 @@ class FilterMonitor(AbstractContextManager["FilterMonitor"]):
         parallel = distributed.is_available() and distributed.is_initialized()
         self._writes = not parallel or distributed.get_rank() == 0
         weights = model_weights(model)
-        self._together = parallel and any(is_sharded(weight_of(module)) for _, module in weights)
+        self._together = parallel and any(is_dtensor(weight_of(module)) for _, module in weights)
         if not self._writes and not self._together:
             return
         layers = [weight for weight in weights if weight[0].quantity == "weight"]
@@ -126,7 +125,7 @@ class FilterMonitor(AbstractContextManager["FilterMonitor"]):
         try:
             if self._writes:
                 opened[0] = _open(self.directory, columns, resume)
-                self._file = FileIO(self.directory / _RECORDS, "r+")
+                self._file = open(self.directory / _RECORDS, "r+b")  # noqa: SIM115
         except (OSError, ValueError) as error:
             opened[0] = error
         if self._together:  # all of them know of the error, and whether there are records
@@ -201,9 +200,8 @@ class FilterMonitor(AbstractContextManager["FilterMonitor"]):
 
     def _write(self, place: int, data: bytes | bytearray) -> None:
         self._file.seek(place)
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        self._file.write(data)
+        self._file.flush()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state to save in a checkpoint: the sums of the features since the last record."""
@@ -348,10 +346,8 @@ class Recording:
     def load(self) -> tuple[Tensor, Tensor]:
         """All steps ``(records,)`` and values ``(records, values)``, mapped into memory."""
         path, width = self.directory / _RECORDS, self.columns[-1].place.stop
-        with open(path, "rb") as file:  # a private copy, since torch takes no read-only memory
-            mapped = mmap(file.fileno(), 0, access=ACCESS_COPY)
-        words = len(mapped) // 4
-        data = torch.frombuffer(mapped, dtype=torch.int32, count=words)
+        words = path.stat().st_size // 4
+        data = torch.from_file(str(path), size=words, dtype=torch.int32, device="cpu")
         start, row = _HEADER_SIZE // 4, _STEP_SIZE // 4 + width
         header = bytes(data[:start].view(torch.uint8).tolist())
         found = re.search(rb"\( *(\d+),\), }", header)

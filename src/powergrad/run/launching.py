@@ -6,7 +6,6 @@ import math
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -166,23 +165,15 @@ class _Session:
 
     def _summary(self) -> dict[str, Any]:
         """The rest of the summary as JSON values."""
-        options, losses, optimizers = self.options, self.losses, self.optimizers
-        clipped = {k: {"units": n, "clipped": int(c)} for k, (n, c) in optimizers.clipped.items()}
+        optimizers, measured = self.optimizers, self.optimizers.verification
         loss = math.nan if self.first_loss is None else float(self.first_loss)
-        measured = optimizers.verification
         step = {"step": optimizers.verified_step, "text": str(measured)}
         return {
-            "format": 1,
             "powergrad": __version__,
-            "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
-            "altered": losses.altered,
-            "altered_in_compiled_code": losses.compiled,
-            "scripted": losses.scripted,
-            "replaced": losses.replaced if options.alpha != 1 else [],
+            "summary": self._line(),
+            "altered": self.losses.altered,
             "optimizers": [{"class": seen.kind, "steps": seen.steps} for seen in optimizers.seen],
             "steps": sum(seen.steps for seen in optimizers.seen),
-            "clipped": clipped,
-            "scaled": sorted(optimizers.scaled),
             "first_loss": loss if math.isfinite(loss) else None,
             "verification": asdict(measured) | step if measured is not None else None,
         }

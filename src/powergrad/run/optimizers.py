@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from powergrad.clip import ClipHandle, clip_grads_before_step, stepping_optimizer
+from powergrad.clip import ClipHandle, clip_grads_before_step, closure_of, stepping_optimizer
 from powergrad.compat import run_eagerly
 from powergrad.head import HEAD_REMEDY, check_untied, find_head, unwrap
 from powergrad.mode import Enabled
@@ -103,7 +103,7 @@ class Optimizers:
                 return None
             if optimizer not in self._known:
                 self._known[optimizer] = self._meet(optimizer)
-            seen, closure = self._known[optimizer], _closure_of(args, kwargs)
+            seen, closure = self._known[optimizer], closure_of(args, kwargs)
             if closure is None:
                 self._judge(seen)
             scaled = None if _is_scaled_outside(optimizer, running) else seen.scaled
@@ -121,9 +121,7 @@ class Optimizers:
                 scaled.apply()
             return loss
 
-        if len(args) > 1:
-            return (args[0], closure_then_scale, *args[2:]), kwargs
-        return args, {**kwargs, "closure": closure_then_scale}
+        return args[:1], {**kwargs, "closure": closure_then_scale}
 
     def _meet(self, optimizer: Optimizer) -> Seen:
         """Attach to an optimizer at its first step."""
@@ -158,7 +156,7 @@ class Optimizers:
             return
         seen = self._known[optimizer]
         with _refusing(self.refusals):
-            if _closure_of(args, kwargs) is not None:  # it has computed the loss
+            if closure_of(args, kwargs) is not None:  # it has computed the loss
                 self._judge(seen)
             seen.steps += 1
             if step.scaled is not None:
@@ -240,11 +238,6 @@ def _is_scaled_outside(optimizer: Optimizer, running: list[_Stepping]) -> bool:
             f"{type(optimizer).__name__} with its own groups, which cannot be scaled."
         )
     return inside
-
-
-def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The closure of a step, if any."""
-    return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
 run_eagerly(Optimizers, ScaledStep)  # also for compiled functions that call `step()`
