@@ -59,6 +59,7 @@ class Launcher:
 
 
 def serve(prepare: str) -> None:
+    import atexit
     import gc
     import runpy
 
@@ -71,6 +72,7 @@ def serve(prepare: str) -> None:
     torch.set_num_threads(1)
     exec(prepare, {})
     gc.freeze()
+    atexit.register(gc.unfreeze)  # otherwise Triton, if installed, reports leaks
     for line in sys.stdin:
         kind, *sys.argv = json.loads(line)
         if child := os.fork():
