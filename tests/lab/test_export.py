@@ -290,7 +290,7 @@ def test_checkpoint_can_be_exported(run, tmp_path, name):
     assert remark in (made.folder / "README.md").read_text()
 
 
-def test_alpha_logit_scale_and_final_alpha_are_folded(copied, tmp_path):
+def test_alpha_and_logit_scale_are_folded(copied, tmp_path):
     change_recipe(copied, loss__alpha=1.0)
     made = export_weights(copied, tmp_path / "plain")
     assert_head_scaled(load_file(copied / "model.safetensors"), made.folder, 1.0, rtol=0)
@@ -298,11 +298,6 @@ def test_alpha_logit_scale_and_final_alpha_are_folded(copied, tmp_path):
     made = export_weights(copied, tmp_path / "scaled")
     assert made.temperature == 1 / (2 * ALPHA)
     assert "1/(alpha * logit_scale)" in made.results
-    change_recipe(copied, loss__logit_scale=1.0, loss__alpha_schedule="linear")
-    change_result(copied, alpha=0.8)
-    assert export_weights(copied, tmp_path / "scheduled").temperature == 1 / 0.8
-    with pytest.raises(ValueError, match="schedule"):
-        export_weights(copied / "checkpoint" / "best.safetensors", tmp_path / "other")
 
 
 def test_what_has_no_temperature(copied, tmp_path, monkeypatch):
@@ -402,5 +397,3 @@ def test_only_weights_of_converged_runs_are_exported(run, exported, copied, tmp_
     assert made.folder == copied / "export"  # a checkpoint may be of an unfinished one
     change_recipe(copied, model__width=4)
     assert "weights of resnet8" in error_of(best)
-    change_recipe(copied, train__ema=0.9)
-    assert "two sets of weights" in error_of(next((copied / "checkpoint").glob("*.pt")))

@@ -14,7 +14,6 @@ from studies import SMALL, results_of, spread, study_of
 from powergrad.lab.figures import draw_study
 from powergrad.lab.files import write_json
 from powergrad.lab.report import write_report
-from powergrad.lab.runs import CommandProgram
 from powergrad.lab.runs.functions import FunctionProgram
 from powergrad.lab.study import Metric, RunRow, Tuning, load, load_study, save
 from powergrad.lab.study.notes import advice, missing_control, notes, verdict
@@ -115,23 +114,6 @@ def test_arm_that_is_nearly_always_clipped_is_noted(rates, is_noted):
     ]
     found = [note for note in notes(replace(results, rows=rows)) if "clips" in note]
     assert [note[:26] for note in found] == ["agc clips 97% of the units"] * is_noted
-
-
-def test_first_losses_that_differ_are_noted():
-    program = CommandProgram(command=("python", "x.py", "{seed}"))
-    losses = {"baseline": 2.3, "pgt": 2.4, "wide": 2.5}
-    arms = {"baseline": {}, "pgt": {"--alpha": 0.3}, "wide": {"flags": ["--width", "4"]}}
-    rows = [
-        RunRow(arm=arm, seed=seed, metrics={"acc": 90.0 + seed}, about={"first_loss": loss})
-        for arm, loss in losses.items()
-        for seed in range(2)
-    ]
-    results = replace(results_of({"baseline": [1.0]}), rows=rows)
-    metric = results.metric.model_copy(update={"name": "acc"})
-    study = replace(study_of(SMALL, ARMS), program=program, arms=arms, metric=metric)
-    found = notes(replace(results, study=study, metric=metric))
-    assert ["initialisation differs" in note for note in found] == [True, False]
-    assert "its own changes affect" in found[1]
 
 
 def test_untuned_comparison_advises_tuning():

@@ -297,10 +297,10 @@ def prepare(
         fitting = Fitting(study, plan, seconds, pool.deadline, fixed)
         is_open = options.budget is not None and chosen is None
         arms = [base.override(changes) for changes in study.arms.values()]
-        check_recipe(base, arms, fitting.choose if is_open else None)
+        facts = check_recipe(base, arms)
         done = count_reused(study, folder, tuner, pool.known.keys())
         if is_open:
-            chosen = fitting.fit()
+            chosen = replace(fitting, facts=facts).fit()
         if chosen is not None:
             study = within_budget(study, chosen, pool)
             if tuner is not None:

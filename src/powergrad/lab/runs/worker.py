@@ -205,7 +205,7 @@ class _Process:
 
 def serve(handle: int) -> None:
     """Execute the runs that are sent through a connection, in the main thread."""
-    warnings.filterwarnings("ignore", "Skipped ")  # such images are listed before the first run
+    warnings.filterwarnings("ignore", "Skipped ")  # the report names such images
     connection: Connection = Connection(handle)
     received: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, received), daemon=True).start()

@@ -13,7 +13,7 @@ import io
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ NOT_FINISHED = (
     *("crashed", "failed", "killed", "running", "pending", "scheduled", "preempted", "preempting"),
     *("queued", "aborted", "canceled", "cancelled", "unfinished", "missing", "waiting"),
 )
-TIMES = ("runtime", "duration", "start_time", "end_time", "start time", "end time")
 PREFIXES = ("metrics.", "summary.")
 OURS = ("arm", "seed", "run", "commit", "repeat", "phase")  # columns of study.csv, except metrics
 ABOUT = ("diverged", "classes", "steps")
@@ -195,27 +194,17 @@ class _Reader:
             named = [c for c in others if _plain(c) == name]
             candidates = [name] if name in others else named
         else:
-            candidates = [c for usual in USUAL for c in others if _plain(c) == usual][:1]
-            if not candidates:
-                marked = [c for c in others if c.startswith(PREFIXES)]
-                measured = self._measured(marked or others, roles)
-                candidates = others if len(others) == 1 else [c for c in measured if not _is_odd(c)]
+            usual = [c for name in USUAL for c in others if _plain(c) == name][:1]
+            marked = [c for c in others if c.startswith(PREFIXES)]
+            candidates = usual or marked or list(filter(self._is_numeric, others))
         if len(candidates) != 1:
             wanted = name or "a metric (choose it with --metric)"
             wanted = f"to have the columns arm, seed and {wanted}"
             raise self._error(wanted, _listed(candidates or others))
         return candidates[0]
 
-    def _measured(self, columns: Sequence[str], roles: Mapping[str, str]) -> list[str]:
-        """The columns that may be a metric: numbers that vary between the runs of an arm."""
-        arms = [_arm(cell, roles["arm"]) for cell in self._cells(roles["arm"])]
-        found = []
-        for column in columns:
-            cells = self._cells(column)
-            is_numeric = any(cells) and all(self._number(c) is not None for c in cells if c)
-            if is_numeric and len({*zip(arms, cells, strict=True)}) > len({*arms}):
-                found.append(column)
-        return found
+    def _is_numeric(self, column: str) -> bool:
+        return all(self._number(cell) is not None for cell in self._cells(column) if cell)
 
     def _kept_names(self, columns: Mapping[str, str]) -> dict[str, str]:
         """The name of each column among the metrics of a run."""
@@ -280,11 +269,6 @@ def _last_part(column: str) -> str:
 
 def _is_run_name(column: str) -> bool:
     return _last_part(column) in RUN_NAMES
-
-
-def _is_odd(column: str) -> bool:
-    """Whether a column of numbers is not a metric: a time, a seed, or internal to a tool."""
-    return column.startswith("_") or _last_part(column) in (*TIMES, *NAMES["seed"])
 
 
 def _plain(column: str) -> str:
