@@ -309,26 +309,6 @@ def test_playground_computes_what_the_library_does(playground: Page) -> None:
         assert value == pytest.approx(loss.item(), rel=1e-12, abs=1e-12)
 
 
-def test_playground_takes_examples_and_rejects_other_input(playground: Page) -> None:
-    page = playground
-    page.locator("#example").select_option(label="a very unlikely class")
-    assert page.locator("#playground svg .bar").count() == 8  # two classes: p, p', both gradients
-    page.locator("#example").select_option(label="three classes")
-    assert page.input_value("#logits") == "2, 1, 0"
-    assert page.locator("#playground tbody tr").count() == 3
-    before = page.locator('[data-kind="powered"]').first.inner_text()
-    page.locator("#alpha-range").fill("0.6")
-    assert page.input_value("#alpha-number") == "0.6"
-    assert page.locator('[data-kind="powered"]').first.inner_text() != before
-    for text, word in (("1, two", "two"), ("1", "two"), ("-inf -inf", "finite"), ("inf 1", "inf")):
-        page.fill("#logits", text)
-        assert word in page.inner_text("#playground .error")
-        assert page.locator("#playground tbody tr").count() == 0
-    page.fill("#logits", "1 2")
-    page.fill("#alpha-number", "1.3")
-    assert "from 0 to 1" in page.inner_text("#playground .error")
-
-
 def test_provenance_and_downloads(page: Page, small: Path) -> None:
     saved = json.loads((small / "study.json").read_text())
     assert page.inner_text("#command") == saved["environment"]["command"]
@@ -352,22 +332,6 @@ def test_provenance_and_downloads(page: Page, small: Path) -> None:
     assert len(norms) == 2 * 4 * 13
     of_filter = [row for row in norms if (row["arm"], row["filter"]) == ("baseline", "2")]
     assert [int(row["step"]) for row in of_filter if row["dead"] == "1"] == list(range(6, 13))
-
-
-def test_theme_can_be_switched_and_paper_is_white(visit: Visit, report: Path) -> None:
-    page = visit(report, color_scheme="light")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    light = page.evaluate(ground)
-    page.click("#theme")
-    assert page.evaluate(ground) != light
-    page.click("#theme")
-    page.emulate_media(color_scheme="dark")
-    page.wait_for_function("() => document.documentElement.dataset.theme === 'dark'")
-    page.emulate_media(media="print")
-    assert page.evaluate(ground) == "rgb(255, 255, 255)"
-    assert not page.locator("nav").is_visible()
-    ARTIFACTS.mkdir(exist_ok=True)
-    assert page.pdf(path=ARTIFACTS / "report.pdf", format="A4").startswith(b"%PDF")
 
 
 def test_terms_are_explained_on_hover_and_focus(page: Page) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from powergrad.lab.data import load_data
-from powergrad.lab.data.scan import scan_folder
+from powergrad.lab.data.listing import scan_folder
 from powergrad.lab.files import write_json
 from powergrad.lab.runs import Changes, RecipeProgram
 from powergrad.lab.runs.pool import Pool

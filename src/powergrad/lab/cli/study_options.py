@@ -190,7 +190,7 @@ class StudyOptions:
         if "seed" in given:
             got = f"seed = {given['seed']!r}; every run has its own seed"
             raise ValueError(f"Expected --seeds and --first-seed, but got {got}.")
-        changes: dict[str, Any] = {"machine.threads": self.threads, "machine.keep_best": False}
+        changes: dict[str, Any] = {"machine.threads": self.threads}
         if self.cluster is not None:  # file times differ between copies on several machines
             changes["machine.fingerprint"] = "sizes"
         base = load_recipe(recipe, {**changes, **given})

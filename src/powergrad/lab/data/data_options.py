@@ -19,9 +19,9 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Natural = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 
-# Keys of earlier versions, and the values that turned them off.
-GONE = {"mixup": 0, "cutmix": 0, "ema": None, "alpha_schedule": "constant"}
-GONE |= {"zero_init_residual": False}
+# Keys of earlier versions, and the values with which the training was as it is now.
+GONE = {"mixup": (0,), "cutmix": (0,), "ema": (None,), "alpha_schedule": ("constant",)}
+GONE |= {"zero_init_residual": (False,), "keep_best": (False, True)}
 
 
 class Section(BaseModel):
@@ -32,10 +32,10 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_earlier_versions(cls, values: Any) -> Any:
-        """Leave out the keys of earlier versions, if they were off."""
+        """Leave out the keys of earlier versions, if they change nothing."""
         if not isinstance(values, Mapping):
             return values
-        return {k: v for k, v in values.items() if k not in GONE or v != GONE[k]}
+        return {key: value for key, value in values.items() if value not in GONE.get(key, ())}
 
 
 class Data(Section):

@@ -40,6 +40,8 @@ FORMATS = {
 }
 EXTENSIONS = tuple(itertools.chain.from_iterable(FORMATS.values()))
 
+FEW = 10  # warn about classes with fewer training images
+
 # Why a file or folder is not used.
 HIDDEN, BROKEN, LOOSE = "hidden", "broken link", "not in a class folder"
 AGAIN = "folder above, or already included"
@@ -253,6 +255,30 @@ def choose(
     if config.limit is not None:
         kept = kept[balanced_subset(labels[kept], config.limit)]
     return kept, held
+
+
+def scan_folder(config: Data, data_dir: str | None = None) -> Iterator[str]:
+    """What a run uses of a folder, what it ignores, and warnings; raises if it cannot be used.
+
+    Nothing is decoded. The first epoch finds the images that cannot be read, see `data.bad_images`.
+    """
+    list_folder.cache_clear()  # it may have changed
+    folder = open_folder(config, data_dir)
+    train, test = folder.choose(config)
+    images = f"{len(train.labels):,} training images, {len(test.labels):,} test images"
+    yield f"{folder.root}: {images}, {len(folder.classes):,} classes"
+    for why, paths in folder.ignored.items():
+        yield f"  ignored ({why}): {len(paths):,}, {some(paths, 3)}"
+    splits = folder.splits()
+    if len({os.path.realpath(listing.root) for listing in splits.values()}) < len(splits):
+        names = " and ".join(splits)
+        yield f"Warning: {names} are the same folder, so tests would use training images."
+    fewer = f"with fewer than {FEW} training images"
+    for text, part, least in (("without test images", test, 1), (fewer, train, FEW)):
+        counts = np.bincount(part.labels, minlength=len(folder.classes))
+        if rare := [folder.classes[k] for k in np.flatnonzero(counts < least).tolist()]:
+            share = f"({len(rare):,} of {len(folder.classes):,})"
+            yield f"Warning: Classes {text} {share}: {some(rare)}."
 
 
 def fingerprint(config: Data, data_dir: str | None = None, *, kind: str = "times") -> str:

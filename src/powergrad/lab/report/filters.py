@@ -45,7 +45,7 @@ def encode_norms(folders: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]], l
         except (ValueError, OSError, TypeError, KeyError) as error:
             faults.append(f"The filter norms of {folder.name} could not be read: {error}")
     units = sum(c.units for recording, _ in recordings.values() for c in recording.columns)
-    points = max(LEAST_POINTS, min(POINTS, BUDGET // max(1, units)))
+    points = min(POINTS, max(LEAST_POINTS, BUDGET // max(1, units)))
     return {folder: _encode(*pair, points) for folder, pair in recordings.items()}, faults
 
 

@@ -161,7 +161,6 @@ class Machine(Section):
     ] = "times"
     checkpoint_seconds: Annotated[NotNegative, "seconds between checkpoints"] = 60.0
     checkpoint_steps: Annotated[Count | None, "steps between checkpoints"] = None
-    keep_best: Annotated[bool, "keep the weights with the best test accuracy"] = True
     tensorboard: Annotated[bool, "also write TensorBoard files"] = False
 
 

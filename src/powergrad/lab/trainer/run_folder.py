@@ -5,7 +5,7 @@
     metrics.csv           one row per epoch
     norms/                the recording of a FilterMonitor, if enabled
     checkpoint/           the last two step-NNNNNNNNNN.pt (shards in the folder beside each, written
-                          before it); best.safetensors
+                          before it)
     model.safetensors     the final weights
     test.safetensors      the final logits and labels of the test set
     result.json           the final metrics; it exists if the run is finished (see `Result`)

@@ -81,8 +81,7 @@ class Session:
         if options.compile:
             self.forward = torch.compile(self.forward)
 
-        self.step, self.seconds, self.best = 0, 0.0, -1.0
-        self.diverged = self.is_best = False
+        self.step, self.seconds, self.diverged = 0, 0.0, False
         self.lr = 0.0
         self.sums = torch.zeros(2, device=device)  # losses and right answers in this epoch
         self.monitor: powergrad.FilterMonitor | None = None
@@ -112,7 +111,6 @@ class Session:
             "scaler": self.scaler.state_dict(),
             "sums": self.processes.sum(self.sums.clone()) / self.processes.world,
             "seconds": self.seconds,
-            "best": self.best,
             "diverged": self.diverged,
             "monitor": {} if self.monitor is None else self.monitor.state_dict(),
         }
@@ -124,7 +122,7 @@ class Session:
             self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.sums.copy_(state["sums"])
-        self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
+        self.step, self.seconds = state["step"], state["seconds"]
         self.diverged, self.monitor_state = state["diverged"], state["monitor"]
 
     def save_shards(self, folder: Path) -> None:
@@ -239,14 +237,11 @@ class Session:
             report = list(self.clip.last_report.values())[-1]  # of the last step and method
             total = report.total() if self.sharded else report
             row["clip_rate"] = float(total.clipped) / max(total.units, 1)
-        self.is_best = False
         if not self.done and epoch % options.test_every:
             return row, None
         outputs = self.test()
         row |= score(outputs["logits"], outputs["labels"], alpha)
         row["dead_units"] = len(powergrad.census(self.model, initial=self.initial).dead)
-        accuracy = row["test_accuracy"] or 0
-        self.is_best, self.best = accuracy > self.best, max(self.best, accuracy)
         return row, outputs
 
     @torch.no_grad()

@@ -86,10 +86,6 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
                 run.add_metrics(row)
                 write_to_board(row)
                 progress.epoch(row)
-            if recipe.machine.keep_best and session.is_best:
-                weights = session.weights()
-                if processes.first:
-                    run.save_weights("checkpoint/best.safetensors", weights)
             if not session.done:
                 checkpoints.save_if_due(stopping())
         checkpoints.save()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from powergrad.lab.data import Data, fingerprint, load_data
-from powergrad.lab.data.scan import scan_folder
+from powergrad.lab.data.listing import scan_folder
 
 
 def look(root: Path, **options: Any) -> list[str]:
