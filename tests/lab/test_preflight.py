@@ -69,7 +69,7 @@ def machine(step: float, budget: float, seeds: str = "8..24", **settings: Any) -
     study = study_of(IMAGES, settings.pop("arms", ARMS), seeds)
     plan = Plan(len(study.arms), study.design, workers=2)
     deadline = time.monotonic() + budget
-    made = Machine(study, plan, budget, deadline, **{"facts": FOUND, **settings})
+    made = Machine(study, plan, budget, deadline, **{"facts": FOUND, "given": (), **settings})
     made.step, made.needed = step, 50
     return made
 

@@ -231,8 +231,8 @@ class Fitting:
     plan: Plan
     seconds: float  # the budget
     deadline: float
-    given: Collection[str] = ()
-    facts: Found = field(default_factory=lambda: Found(0, 0, 0, 0))
+    given: Collection[str]
+    facts: Found
     floor: int = LEAST_STEPS
     known: dict[str, Timing] = field(default_factory=dict)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -153,9 +152,7 @@ def _compare_program(
         wanted = "Expected --tune with several values or a range, such as lr=0.1,0.2"
         raise ValueError(f"{wanted}, but got {changes[0]!r}.")
     _check_tune_metric(given.tune_metric, options.metric, bool(tuned))
-    # A program has no keys that could be chosen to fit into the time.
-    budget = math.inf if options.budget is None else parse_duration(options.budget)
-    deadline = time.monotonic() + budget
+    deadline = time.monotonic() + options.seconds  # no keys can be chosen to fit into the time
     wanted = (options.metric, given.tune_metric)
     sources = Sources.parse(given.metric_regex, given.metric_file, *wanted)
     keys = [part.partition("=")[0] for text in tuned for part in text.rpartition(": ")[2].split()]

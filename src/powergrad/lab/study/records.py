@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field
 from powergrad.lab.runs import Record
 from powergrad.lab.stats import Claim, Noise
 from powergrad.lab.study.metrics import Metric
+from powergrad.lab.trainer.run_folder import Result
 from powergrad.lab.words import number, short_key
 
 # JSON has no NaN, which is stored as null.
@@ -61,6 +62,11 @@ class RunRow(Record):
     def failed(self) -> str:
         """Why the run of a user's program failed; empty if it did not."""
         return str(self.about.get("failed") or "")
+
+    @property
+    def result(self) -> Result:
+        """What its folder has, or had."""
+        return Result(metrics=dict(self.metrics), about={**self.about, "commit": self.commit})
 
     def is_lost(self, metric: str) -> bool:
         """Whether it diverged, or its metric is infinite."""

@@ -281,7 +281,7 @@ def reuse_anyway(study: Study, folder: Path) -> tuple[dict[str, Result], list[st
             about = {**row.about, "old_code": changed or "the code has changed"}
             new = {"run": name, "about": about, "is_elsewhere": True}
             row = row.model_copy(update=new)
-        known[name] = Result(metrics=row.metrics, about={**row.about, "commit": row.commit})
+        known[name] = row.result
         rows.append(row)
     write_json(folder / FILE, to_json(replace(results, rows=rows, study=now), is_partial=True))
     reasons = [str(row.about["old_code"]) for row in rows if "old_code" in row.about]
