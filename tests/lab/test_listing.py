@@ -17,6 +17,8 @@ def look(root: Path, **options: Any) -> list[str]:
 
 def test_good_folder_has_no_warnings(photos):
     assert look(photos) == [f"{photos}: 36 training images, 12 test images, 3 classes"]
+    shutil.copy(photos / "train/a/001.jpg", photos / "train/a/new.jpg")
+    assert look(photos) == [f"{photos}: 37 training images, 12 test images, 3 classes"]
 
 
 def test_ignored_files_and_rare_classes_are_named(photos):
@@ -55,7 +57,7 @@ def test_held_out_images_are_counted_and_bad_groups_raise(photos):
     assert warning.startswith("Warning: train and val are the same folder")
 
 
-KINDS = ("times", "sizes", "contents")
+KINDS = ("times", "sizes")
 
 
 def fingerprints(root: Path | str, **options: Any) -> list[str]:
@@ -82,9 +84,8 @@ def test_fingerprint_changes_with_the_data(photos):
         os.utime(path, ns=(0, changed + later))
         return [a == b for a, b in zip(fingerprints(photos), before, strict=True)]
 
-    assert is_same(content, 1) == [False, True, True]
-    assert is_same(content[:-1] + b"\0", 0) == [True, True, False]
-    assert is_same(content + b"\0", 0) == [False, False, False]
-    assert is_same(content, 0) == [True, True, True]
+    assert is_same(content, 1) == [False, True]
+    assert is_same(content + b"\0", 0) == [False, False]
+    assert is_same(content, 0) == [True, True]
     path.rename(path.with_name("014.jpeg"))
     assert not {*fingerprints(photos)} & {*before}

@@ -39,17 +39,6 @@ def parse_duration(text: str, option: str = "--budget") -> float:
     return seconds
 
 
-def spans(numbers: Iterable[int]) -> str:
-    """Integers, with consecutive ones as ranges."""
-    parts: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
-        else:
-            parts.append([number])
-    return ", ".join("-".join(map(str, part)) for part in parts)
-
-
 def hide_folders(text: str, place: str = "") -> str:
     """Shorten every absolute path in `text` to `place` and its name, for files that are shared."""
     prefix = r"(?:[\w.-]+[=:])*"

@@ -156,8 +156,8 @@ class Machine(Section):
     workers: Annotated[Natural, "image decoding threads per process"] = 0
     data_dir: Annotated[str | None, "folder of the data files"] = None
     fingerprint: Annotated[
-        Literal["times", "sizes", "contents"],
-        "folders: detect changed data by name, size and time, by name and size, or by content",
+        Literal["times", "sizes"],
+        "folders: changed data differ in name, size or time (or size)",
     ] = "times"
     checkpoint_seconds: Annotated[NotNegative, "seconds between checkpoints"] = 60.0
     checkpoint_steps: Annotated[Count | None, "steps between checkpoints"] = None

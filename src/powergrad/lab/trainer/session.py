@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -127,16 +126,13 @@ class Session:
 
     def save_shards(self, folder: Path) -> None:
         """Write network and optimizer, a file per process."""
-        writer = FileSystemWriter(folder)
         alone = self.processes.world == 1
-        checkpoint.state_dict_saver.save(self._shards(), storage_writer=writer, no_dist=alone)
+        checkpoint.state_dict_saver.save(self._shards(), checkpoint_id=folder, no_dist=alone)
 
     def load_shards(self, folder: Path) -> None:
         """Read what any number of processes wrote."""
-        state = self._shards()
-        reader = FileSystemReader(folder)
-        alone = self.processes.world == 1
-        checkpoint.state_dict_loader.load(state, storage_reader=reader, no_dist=alone)
+        state, alone = self._shards(), self.processes.world == 1
+        checkpoint.state_dict_loader.load(state, checkpoint_id=folder, no_dist=alone)
         parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self.model, self.optimizer, **parts)
 
