@@ -25,9 +25,9 @@ from studies import is_alive, powergrad, wait_for
 
 from powergrad.lab.cli import study_options
 from powergrad.lab.cli.study_options import StudyOptions
+from powergrad.lab.environment import visible_devices
 from powergrad.lab.runs import CommandProgram, Job, RunFailed, process
 from powergrad.lab.runs.commands import _check_altered, _Parts
-from powergrad.lab.runs.devices import visible_devices
 from powergrad.lab.runs.sources import Missing, Sources, _number, _widened
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.study import load_study

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from powergrad.lab.environment import visible_devices, worker_environments
 from powergrad.lab.figures import draw_study
 from powergrad.lab.preflight import Plan, say
 from powergrad.lab.report import write_report
 from powergrad.lab.runs import FunctionProgram
-from powergrad.lab.runs.devices import visible_devices, worker_environments
 from powergrad.lab.runs.pool import InlinePool, Pool
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.stats import Comparison, Design, parse_runs

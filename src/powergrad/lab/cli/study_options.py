@@ -18,6 +18,7 @@ from cyclopts import Parameter
 
 from powergrad.lab.cli.common import Flag, Words, put_aside, refuse
 from powergrad.lab.cli.planning import noise_of
+from powergrad.lab.environment import visible_devices, worker_environments
 from powergrad.lab.preflight import (
     LEAST_BUDGET,
     RESERVE,
@@ -30,7 +31,6 @@ from powergrad.lab.preflight import (
     within_budget,
 )
 from powergrad.lab.runs import CommandProgram, Program, RecipeProgram
-from powergrad.lab.runs.devices import visible_devices, worker_environments
 from powergrad.lab.runs.pool import Pool
 from powergrad.lab.stats import DEFAULT, Design, Noise, check_positive, least_runs, parse_runs
 from powergrad.lab.study import Execution, Metric, Results, Study, StudyKind, metric_named
