@@ -484,7 +484,7 @@ def test_bad_images_are_skipped_with_one_warning_each(tmp_path, monkeypatch, wor
     # In testing they are left out.
     left = [i for i in range(12) if i not in (2, 11)]
     assert torch.cat([index for _, index in tested]).tolist() == left * 2
-    assert [len(index) for _, index in tested[:3]] == [4, 5, 1]
+    assert [(len(b.images), len(index)) for b, index in tested[:3]] == [(4, 4), (5, 5), (1, 1)]
     assert torch.cat([b.labels for b, _ in tested[:3]]).tolist() == [i // 6 for i in left]
 
 
