@@ -68,13 +68,6 @@ def centre_box(width: int, height: int, fraction: float) -> Box:
     return left, top, left + side, top + side
 
 
-def open_image(path: bytes | str | Path) -> Image.Image:
-    """Open an image in one of the :data:`~powergrad.lab.data.listing.FORMATS`, by its content."""
-    Image.init()
-    known = [name for name in FORMATS if name in Image.OPEN]  # AVIF needs Pillow 11.3
-    return Image.open(path, formats=known)
-
-
 class Picture(NamedTuple):
     """A decoded image of mode L or RGB, perhaps smaller than in its file."""
 
@@ -84,12 +77,21 @@ class Picture(NamedTuple):
 
 
 def decode(path: bytes | str | Path, least: Callable[[int, int], tuple[int, int]]) -> Picture:
-    """Decode an image as small as possible, but not below ``least(width, height)``."""
-    with open_image(path) as image:
+    """Decode an image as small as possible, but not below ``least(width, height)``.
+
+    Its format is that of its content, and one of :data:`~powergrad.lab.data.listing.FORMATS`.
+    """
+    Image.init()
+    known = [name for name in FORMATS if name in Image.OPEN]  # AVIF needs Pillow 11.3
+    with Image.open(path, formats=known) as image:
         width, height = image.size
         image.draft(None, least(width, height))
         image.load()
-        return Picture(grey_or_rgb(eight_bits(image)), width, height)
+        pixels = eight_bits(image)
+        if pixels.mode == "P":  # its transparency may have a form that only RGBA supports
+            pixels = pixels.convert("RGBA")
+        plain = pixels if pixels.mode in ("L", "RGB") else pixels.convert("RGB")
+        return Picture(plain, width, height)
 
 
 def cut(picture: Picture, box: Box, size: int, *, by_pillow: bool) -> Tensor:
@@ -135,13 +137,6 @@ def eight_bits(image: Image.Image) -> Image.Image:
     if least < 0 or high == math.inf:
         low, high = least, max(largest, least + 1)
     return Image.fromarray(np.rint((values - low) * (255 / (high - low))).astype(np.uint8))
-
-
-def grey_or_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of bytes to mode L or RGB."""
-    if image.mode == "P":  # its transparency may have a form that only RGBA supports
-        image = image.convert("RGBA")
-    return image if image.mode in ("L", "RGB") else image.convert("RGB")
 
 
 Moment = tuple[int, int] | None  # the seed and the epoch of the augmentation; None for testing
