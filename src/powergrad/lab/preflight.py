@@ -174,13 +174,6 @@ class Budget:
     run_seconds: float = 0.0
     remark: str = ""  # what was given up, and what can still be seen
 
-    @property
-    def options(self) -> str:
-        """The choice as command-line options."""
-        options = [f"--{key} {value}" for key, value in self.changes.items()]
-        options += [f"--seeds {self.seeds}"] if self.seeds else []
-        return " ".join([f"--arms {','.join(self.arms)}", *options])
-
 
 class Timing(NamedTuple):
     """The times of the parts of a run, in seconds."""
@@ -363,7 +356,10 @@ def within_budget(study: Study, chosen: Budget, pool: Pool) -> Study:
     """The study with settings that fit a budget, which are kept for a second start."""
     pool.folder.mkdir(parents=True, exist_ok=True)
     write_json(pool.folder / FILE, asdict(chosen))
-    say(f"{chosen.remark}\nThe same without --budget: {chosen.options}")
+    options = [f"--arms {','.join(chosen.arms)}"]
+    options += [f"--{key} {value}" for key, value in chosen.changes.items()]
+    options += [f"--seeds {chosen.seeds}"] if chosen.seeds else []
+    say(f"{chosen.remark}\nThe same without --budget: {' '.join(options)}")
     pool.run_seconds = chosen.run_seconds
     design = Design(parse_runs(chosen.seeds)) if chosen.seeds else study.design
     program = RecipeProgram.of(study.base.override(chosen.changes))

@@ -1,4 +1,4 @@
-"""Formatting of times, numbers, tables and progress."""
+"""Formatting of times, numbers and texts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.progress import track
-
-T = TypeVar("T")
 CLOSE = 0.65  # how alike a typed word and a suggestion are at least
 
 
@@ -98,16 +93,3 @@ def shorten(text: str, most: int = 80) -> str:
 def short_key(key: str) -> str:
     """A dotted key without its section."""
     return key.partition(".")[2] or key
-
-
-def number(value: Any) -> str:
-    """Format a value of a recipe: numbers without trailing zeros, others unchanged."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return f"{value:g}" if is_number else str(value)
-
-
-def show_progress(items: Iterable[T], text: str, total: int) -> Iterable[T]:
-    """The items, with a progress bar on standard error if that is a terminal."""
-    console = Console(stderr=True)
-    options = {"console": console, "transient": True, "disable": not console.is_terminal}
-    return track(items, text, total=total, **options)

@@ -38,10 +38,14 @@ class Datasets:
 
 def load_data(config: Data, *, data_dir: str | None = None, workers: int = 0) -> Datasets:
     """Load the data of a recipe; which images are held out or left out depends on no seed."""
-    from powergrad.lab.data.split import MemorySplit  # imports torch, which is slow
+    from powergrad.lab.data.folder import FolderSplit  # imports torch, which is slow
+    from powergrad.lab.data.split import MemorySplit
 
     if config.is_folder:
-        return _from_folder(config, data_dir, workers)
+        images, size = open_folder(config, data_dir), config.size or 224
+        listings = images.choose(config)
+        train, test = (FolderSplit(part, config, size=size, workers=workers) for part in listings)
+        return Datasets(train, test, images.classes, 3, size, images.test is not None)
     stored = SETS[config.name]
     train, test, mean, std = stored.load(data_dir)
     kept, held = choose(train.labels.numpy(), config)
@@ -53,18 +57,6 @@ def load_data(config: Data, *, data_dir: str | None = None, workers: int = 0) ->
     channels, size = train.images.shape[1:3]
     train, test = train.subset(kept), train.subset(held) if config.hold_out else test
     return Datasets(split(train), split(test), stored.classes, channels, config.size or size)
-
-
-def _from_folder(config: Data, data_dir: str | None, workers: int) -> Datasets:
-    from powergrad.lab.data.folder import FolderSplit
-
-    images = open_folder(config, data_dir)
-    size = config.size or 224
-    train, test = (
-        FolderSplit(listing, config, size=size, workers=workers)
-        for listing in images.choose(config)
-    )
-    return Datasets(train, test, images.classes, 3, size, images.test is not None)
 
 
 def _resized(images: Tensor, size: int | None) -> Tensor:

@@ -187,10 +187,9 @@ def _is_kept(row: RunRow, folder: Path) -> bool:
     """Whether a row is still valid: its folder exists, unless it never was here."""
     if not row.run or row.is_elsewhere or row.failed:
         return True
-    try:
+    with contextlib.suppress(RunError):  # the page lists unreadable runs
         return Run(folder / row.run).result() is not None
-    except RunError:
-        return False  # the page lists unreadable runs
+    return False
 
 
 def _from_json(path: Path) -> Results:

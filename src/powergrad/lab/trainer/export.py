@@ -33,6 +33,8 @@ from typing import Any, NamedTuple
 import jinja2
 import torch
 import yaml
+from rich.console import Console
+from rich.progress import track
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
@@ -47,7 +49,7 @@ from powergrad.lab.trainer.networks import create_model
 from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.run_folder import Run, RunError
 from powergrad.lab.trainer.session import right_answers
-from powergrad.lab.words import did_you_mean, show_progress
+from powergrad.lab.words import did_you_mean
 from powergrad.monitor.layers import load_checkpoint
 
 FILES = {"safetensors": "model.safetensors", "torch": "model.pt2", "onnx": "model.onnx"}
@@ -383,7 +385,9 @@ def answers(forward: Forward, trained: Trained, data: Datasets) -> HeldOut:
 
 @torch.no_grad()
 def _run_over(forward: Forward, split: Split, size: int) -> Answers:
-    batches = show_progress(split.test_batches(size), "measuring", math.ceil(len(split) / size))
+    console, count = Console(stderr=True), math.ceil(len(split) / size)
+    options: Any = {"console": console, "disable": not console.is_terminal, "transient": True}
+    batches = track(split.test_batches(size), "measuring", count, **options)
     outputs = [(forward(images), labels) for (images, labels), _ in batches]
     return Answers(*(torch.cat(part) for part in zip(*outputs, strict=True)))
 

@@ -218,10 +218,7 @@ class Recipe(Section):
         return hashlib.sha256(f"{FORMAT}:{canonical}".encode()).hexdigest()[:12]
 
     def value(self, key: str) -> Any:
-        values = dict(flatten(self.model_dump()))
-        if key not in values:
-            raise RecipeError(f"Expected a known key, but got {key!r}{suggest_key(key)}")
-        return values[key]
+        return dict(flatten(self.model_dump()))[key]
 
     def override(self, changes: Mapping[str, Any]) -> Recipe:
         """A copy of this recipe with dotted keys changed, such as ``{"loss.alpha": 0.3}``."""

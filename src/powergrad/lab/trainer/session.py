@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -59,9 +60,10 @@ class Session:
         self.shards = recipe.machine.parallel == "fsdp"  # also if one process has all of them
         self.sharded = self.shards and processes.world > 1
         if self.sharded:
+            mesh = init_device_mesh(device.type, (processes.world,))
             for part in (*self.model.children(), self.model):
                 if any(True for _ in part.parameters()) and not isinstance(part, CONTAINERS):
-                    fully_shard(part, mesh=processes.mesh())
+                    fully_shard(part, mesh=mesh)
         self.loss = training_loss(recipe.loss, len(data.classes))
         self.optimizer, self.lr_factors = _make_optimizer(recipe, self.model)
         self.clip = None

@@ -61,7 +61,7 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
         session.restore(state)
         if state["model"] is None:
             session.load_shards(run.shards(session.step))
-    if not processes.agree(session.step):
+    if not (processes.concatenate(torch.tensor([session.step])) == session.step).all():
         raise RunError(f"All machines must share the folder {str(run.checkpoints)!r}.")
     if processes.first:
         run.cut_metrics(session.step)
