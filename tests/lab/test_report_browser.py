@@ -14,7 +14,6 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from powergrad.lab.runs import FunctionProgram
 from powergrad.lab.study import Grid, IdentityCheck, Metric, Results, RunRow, Tuning, save
 from powergrad.lab.study.arms import decomposition
 from powergrad.lab.study.records import Choice, Trial
-from powergrad.lab.study.saving import claim, compare_rows
+from powergrad.lab.study.saving import claim
 from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.run_folder import Run
 
@@ -505,26 +504,3 @@ def test_program_has_no_sections_of_a_recipe(visit: Visit, tmp_path: Path) -> No
     page.click("#table summary")
     assert page.locator("#table .failed").count() == 1
     assert "Program" in page.inner_text("#provenance")
-
-
-def test_table_shows_only_what_is_known(visit: Visit, tmp_path: Path) -> None:
-    lines = ["Group,config.seed,val/acc,val/loss,lr"]
-    for arm, accuracy in (("baseline", 90), ("<b>new</b>", 92)):
-        for seed in range(6):
-            value = "" if (arm, seed) == ("baseline", 5) else accuracy + math.sin(seed)
-            lines.append(f"{arm},{seed},{value},0.{seed},{accuracy / 100}")
-    (tmp_path / "mine.csv").write_text("\n".join(lines))
-    results = compare_rows(tmp_path / "mine.csv", metric="val/acc", margin=0.5)
-    page = visit(write_report([replace(results, folder=tmp_path / "mine")], tmp_path / "r.html"))
-    assert page.eval_on_selector_all("section", IDS) == OF_PROGRAM
-    assert page.inner_text("h1") == "<b>new</b> in mine.csv"
-    assert "Left out: 1 run of baseline without val/acc (seed 5)." in page.inner_text(".notes")
-    table = page.locator("#table table").first
-    assert "val/acc val/loss" in " ".join(table.locator("thead").inner_text().split())
-    row = table.locator("tbody tr").nth(1).inner_text()
-    assert row.split()[:2] == ["<b>new</b>", "6"]
-    assert f"{92 + sum(math.sin(seed) for seed in range(6)) / 6:.3f}" in row
-    page.click("#table summary")
-    assert page.locator("#table td", has_text="left out").count() == 1
-    assert "0.920" in row  # lr
-    screenshot(page, "report-table.png")

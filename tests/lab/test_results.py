@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 from studies import SMALL, results_of, spread, study_of
 
-from powergrad.lab.figures import draw_study
 from powergrad.lab.files import write_json
-from powergrad.lab.report import write_report
 from powergrad.lab.runs.functions import FunctionProgram
 from powergrad.lab.study import Metric, RunRow, Tuning, load, load_study, save
 from powergrad.lab.study.notes import advice, missing_control, notes, verdict
 from powergrad.lab.study.records import Choice, IdentityCheck, Source, Trial
 from powergrad.lab.study.saving import claim, to_csv, to_json
-from powergrad.lab.terminal import describe_results
 from powergrad.lab.trainer.recipe import RecipeError, load_recipe
 from powergrad.lab.trainer.run_folder import Result, Run, RunError
 
@@ -59,24 +56,6 @@ def test_run_without_the_metric_cannot_be_compared():
     missing = RunRow(arm="b", seed=2, metrics={"test_accuracy": None})
     with pytest.raises(ValueError, match=r"test_accuracy of every run .* 'b' at seed 2"):
         _ = replace(results, rows=[*results.rows, missing]).comparisons
-
-
-def test_arm_whose_runs_are_all_nan_is_worse(tmp_path):
-    rows = [lost("b", seed, diverged=True) for seed in range(8)]
-    results = results_of({"a": spread(90, 0.1), "c": spread(90, 0.1)[::-1]})
-    results = replace(results, rows=[*results.rows, *rows])
-    assert [(c.arm, c.verdict) for c in results.comparisons] == [
-        ("c", "equivalent"),
-        ("b", "worse"),
-    ]
-    save(results, tmp_path)
-    saved = json.loads((tmp_path / "study.json").read_text())
-    assert saved["comparisons"][1]["by"] == "failures"
-    said = describe_results(load(tmp_path))
-    assert "b is worse than a, by its failures" in said
-    assert "+nan" not in said
-    write_report([results], tmp_path / "report.html")
-    draw_study(results, tmp_path / "study.png")
 
 
 def test_arm_without_variation_is_explained():

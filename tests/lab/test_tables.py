@@ -191,6 +191,7 @@ def test_runs_without_a_number_are_left_out_or_diverged(tmp_path, capsys):
         "run of pgt without val/acc (seed 3)."
     ) in said
     assert "2 of 7 runs of pgt failed (seed 4, 5): val/acc is nan" in said
+    assert (tmp_path / "runs/r/report.html").read_text().count('"status":"left out"') == 2
     (comparison,) = load(tmp_path / "runs/r").comparisons
     assert (comparison.n, comparison.n_baseline, comparison.failed) == (5, 6, 2)
     again = read_table(tmp_path / "runs/r/study.csv", "val/acc")  # what is left out stays so
