@@ -222,7 +222,7 @@ def test_arm_that_ran_out_of_time_is_not_settled(tmp_path):
     [
         (["--data.name", "folder:nowhere"], "train/ and val/"),
         (["--data.name", "mnist"], "digits"),
-        (["--data.name", "mnist", "--data.only", "any"], "data.name"),
+        (["images"], "--data.name folder:PATH"),
         (["--model.name", "resnet19"], "`model.name`"),
         (["nothing"], "'nothing'"),
         (["--train.batch_size", "5000"], "5000"),

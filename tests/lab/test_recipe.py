@@ -22,23 +22,6 @@ def test_shipped_recipes_load_and_have_a_header(name):
     assert all(word in header(name) for word in ("powergrad", "Hardware", "Expect"))
 
 
-def test_recipe_made_for_other_data_raises_unless_only_is_any(tmp_path):
-    pets = {"data.name": "folder:pets"}
-    for name, changes, word in (
-        ("zeroing-out", pets, "--data.only any"),
-        ("images", {"data.name": "digits"}, "folder:PATH"),
-        ("images", {}, "--data.name folder:PATH"),
-    ):
-        with pytest.raises(RecipeError, match=word):
-            load_recipe(name, changes)
-    forced = load_recipe("zeroing-out", {**pets, "data.only": "any"})
-    assert forced.override({"seed": 1}).data.name == "folder:pets"
-    # `only` is not stored: neither in the run's name nor in its file.
-    (tmp_path / "plain.yaml").write_text("base: zeroing-out\ndata: {only: any}")
-    assert load_recipe(tmp_path / "plain.yaml").key == load_recipe("zeroing-out").key
-    assert "only" not in load_recipe("zeroing-out").to_yaml()
-
-
 @given(
     alpha=st.floats(0, 1),
     lr=st.floats(1e-6, 10),

@@ -73,29 +73,14 @@ class Data(Section):
             return self.name
         return self.path.name if self.path.name not in ("", "..") else self.path.resolve().name
 
-    @model_validator(mode="before")
+    @field_validator("name")
     @classmethod
-    def _check_name(cls, values: Any) -> Any:
-        """Check ``name``, and ``only``, with which a recipe names its data; it is not stored."""
-        if not isinstance(values, Mapping):
-            return values
-        rest = {key: value for key, value in values.items() if key != "only"}
-        only, name = str(values.get("only", "any")), str(rest.get("name", ""))
-        if name and name not in SETS and not name.startswith("folder:"):
+    def _check_name(cls, name: str) -> str:
+        if name not in SETS and not name.startswith("folder:"):
             is_folder = Path(name).expanduser().is_dir()
             meant = f"; did you mean folder:{name}?" if is_folder else did_you_mean(name, SETS)
-            wanted = f"data.name to be {', '.join(SETS)} or folder:PATH"
-            raise ValueError(f"expected {wanted}, but got {name!r}{meant}")
-        if only == "any" or name.startswith(only):
-            return rest
-        wanted = f"{only}PATH" if only.endswith(":") else only
-        if not name:
-            raise ValueError(f"this recipe needs `--data.name {wanted}`, but got none")
-        other = "; for photographs, use the recipe `images`" if ":" in name else ""
-        raise ValueError(
-            f"expected {wanted}, for which this recipe is made, but got {name!r}{other}; to use "
-            "this recipe anyway, add `--data.only any`"
-        )
+            raise ValueError(f"expected {', '.join(SETS)} or folder:PATH, but got {name!r}{meant}")
+        return name
 
     @field_validator("scale", "ratio")
     @classmethod

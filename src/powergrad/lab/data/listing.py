@@ -126,7 +126,8 @@ def open_folder(config: Data, data_dir: str | None = None) -> ImageFolder:
     root = next((candidate for candidate in candidates if candidate.is_dir()), None)
     if root is None:
         places = " or ".join(repr(str(candidate)) for candidate in dict.fromkeys(candidates))
-        raise FileNotFoundError(f"There is no folder with train/ and val/ at {places}.")
+        remedy = "name it with --data.name folder:PATH"
+        raise FileNotFoundError(f"There is no folder with train/ and val/ at {places}; {remedy}.")
     return list_folder(root.absolute(), not config.hold_out)
 
 
