@@ -513,6 +513,9 @@ def test_threads_change_nothing_and_end(tmp_path):
         assert all(map(torch.equal, got, expected)), workers
         assert len(got) == len(expected)
     assert torch.equal(torch.get_rng_state(), state)
+    taken: list[int] = []
+    results = folder.in_threads(abs, (taken.append(i) or i for i in range(9999)), 2)
+    assert (next(results), len(taken)) == (0, 2 * folder.AHEAD + 1)
     abandoned = load(tmp_path, 2).train.train_batches(4, seed=0, epoch=0)
     before = threading.active_count()
     next(abandoned)

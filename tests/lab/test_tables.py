@@ -70,8 +70,20 @@ def numbers(path: Path, metric: str | None = None, **options: Any) -> list[tuple
         PLAIN.replace(",", ", "),
         ",".join(("", PLAIN)).replace("\n", "\n1,").removesuffix("1,"),  # an index without a name
         lines("method,group,seed,acc", "sgd,{arm},{seed},{value}"),
+        lines("arm,seed,lr,metric", "{arm},{seed},0.{seed},{value}"),
     ],
-    ids=["plain", "semicolons", "commas", "tabs", "sep=", "windows", "spaces", "index", "method"],
+    ids=[
+        "plain",
+        "semicolons",
+        "commas",
+        "tabs",
+        "sep=",
+        "windows",
+        "spaces",
+        "index",
+        "method",
+        "usual",
+    ],
 )
 def test_tables_that_need_no_help(tmp_path, text):
     assert numbers(write(tmp_path / "r.csv", text)) == RUNS
