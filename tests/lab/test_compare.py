@@ -18,7 +18,7 @@ from powergrad.lab.stats import error_of_looks, plan
 from powergrad.lab.study import execute, load_study
 from powergrad.lab.study.arms import decomposition
 from powergrad.lab.trainer.recipe import Recipe
-from powergrad.lab.trainer.run_folder import Run
+from powergrad.lab.trainer.run_folder import Result, Run
 
 
 @pytest.fixture
@@ -107,6 +107,22 @@ def test_known_runs_are_not_repeated_and_keep_their_commits(made_up, compare, tm
     more = compare("--seeds", 12, "--reuse", table, out=tmp_path / "two")
     assert len(made_up.done) == 8
     assert Counter(row["commit"] for row in more["rows"]) == {"0ddba11": 16, "c0ffee": 8}
+
+
+def test_run_without_the_metric_is_an_error_and_has_a_page(made_up, monkeypatch, tmp_path, capsys):
+    execute = made_up.execute
+
+    def without(recipe, run):
+        result = execute(recipe, run)
+        if len(made_up.done) == 1:
+            run.finish(Result(metrics={"seconds": 1.0, "test_accuracy": None}, about=result.about))
+        return run.result()
+
+    monkeypatch.setattr(made_up, "execute", without)
+    tokens = ["compare", "digits", *TOKENS, "--arms", "baseline,pgt", "--seeds", 2]
+    assert powergrad(*tokens, "--out", tmp_path, "--name", "s") == 2
+    assert "'baseline' at seed 0" in capsys.readouterr().err
+    assert {"study.csv", "report.html"} <= {path.name for path in (tmp_path / "s").iterdir()}
 
 
 REPEATS = ["--tune", "lr=0.006:0.4", "--trials", 3, "--repeats", 6, "--seeds", 2]

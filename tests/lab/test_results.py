@@ -51,13 +51,6 @@ def test_diverged_run_counts_as_chance_or_as_failed():
     assert replace(results, rows=[*results.rows, infinite]).failed_units("b") == {2}
 
 
-def test_run_without_the_metric_cannot_be_compared():
-    results = results_of({"a": [90.0, 91.0], "b": [80.0, 92.0]})
-    missing = RunRow(arm="b", seed=2, metrics={"test_accuracy": None})
-    with pytest.raises(ValueError, match=r"test_accuracy of every run .* 'b' at seed 2"):
-        _ = replace(results, rows=[*results.rows, missing]).comparisons
-
-
 def test_arm_without_variation_is_explained():
     stuck = results_of({"a": spread(90, 0.1), "b": [10.0] * 8})
     assert "stuck, for example at chance level" in " ".join(notes(stuck))

@@ -217,6 +217,15 @@ def test_impossible_batches_and_devices_raise(tmp_path):
         Session(TINY, load_data(TINY.data), dataclasses.replace(ALONE, world=3))
 
 
+def test_progress_without_a_terminal_has_a_line_per_step(tmp_path, capsys):
+    with Progress(every=0.0) as progress:
+        train(TINY, tmp_path, progress=progress)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 + 12 + 1
+    assert all("images/s" in line for line in lines[1:-1])
+    assert "epoch 2, train" in lines[-2]
+
+
 def command(folder, recipe, *options):
     file = folder.parent / f"{folder.name}.yaml"
     file.write_text(recipe.to_yaml())
