@@ -25,6 +25,7 @@ from powergrad.lab.cli.study_options import (
     TuneOptions,
     answering,
     prepare,
+    seconds_of,
 )
 from powergrad.lab.preflight import Plan, say
 from powergrad.lab.runs import CommandProgram, RecipeProgram
@@ -152,7 +153,8 @@ def _compare_program(
         wanted = "Expected --tune with several values or a range, such as lr=0.1,0.2"
         raise ValueError(f"{wanted}, but got {changes[0]!r}.")
     _check_tune_metric(given.tune_metric, options.metric, bool(tuned))
-    deadline = time.monotonic() + options.seconds  # no keys can be chosen to fit into the time
+    # A program has no keys that could be chosen to fit into the time.
+    deadline = time.monotonic() + seconds_of(options.budget)
     wanted = (options.metric, given.tune_metric)
     sources = Sources.parse(given.metric_regex, given.metric_file, *wanted)
     keys = [part.partition("=")[0] for text in tuned for part in text.rpartition(": ")[2].split()]

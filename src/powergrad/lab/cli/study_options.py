@@ -164,11 +164,6 @@ class StudyOptions:
     and_: Annotated[str | None, Parameter(name="--and")] = None
 
     @property
-    def seconds(self) -> float:
-        """The budget in seconds."""
-        return math.inf if self.budget is None else parse_duration(self.budget)
-
-    @property
     def usual_margin(self) -> float | None:
         """The margin; with a target, which needs none, one that only sets the digits."""
         has_none = self.margin is None and self.target is not None
@@ -217,7 +212,7 @@ class StudyOptions:
         if not program.is_foreign:
             metric = metric_named(self.metric or "test_accuracy", self.margin)
             margin = metric.margin if self.margin is None else self.margin
-        _ = self.seconds  # raises before torch is imported
+        _ = seconds_of(self.budget)  # raises before torch is imported
         runs, finals = self.seeds or ("8" if kind == "sweep" else None), 0
         if repeats is not None:
             if self.seeds is not None and (not self.seeds.isdigit() or self.seeds == "0"):
@@ -264,6 +259,11 @@ class StudyOptions:
         return Pool(folder, workers=len(environments), environments=environments, **shared)
 
 
+def seconds_of(budget: str | None) -> float:
+    """The seconds of ``--budget``."""
+    return math.inf if budget is None else parse_duration(budget)
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A study of a recipe that was checked, with the settings that fit its budget."""
@@ -290,18 +290,18 @@ def prepare(
     assert isinstance(study.program, RecipeProgram)
     with options.pool(folder, study.program) as pool:
         plan, remarks = Plan.of(study, tuner, pool.workers), []
-        if options.seconds < LEAST_BUDGET:
+        if (seconds := seconds_of(options.budget)) < LEAST_BUDGET:
             wanted = f"Expected --budget to be at least {duration(LEAST_BUDGET)}"
             raise ValueError(f"{wanted}, but got {options.budget!r}.")
-        pool.deadline = began + options.seconds - RESERVE
-        chosen = earlier_budget(folder, options.seconds)
+        pool.deadline = began + seconds - RESERVE
+        chosen = earlier_budget(folder, seconds)
         are_given = {"seeds": options.seeds or study.finals, "arms": tuner}
         fixed = {*given, *(name for name, is_given in are_given.items() if is_given)}
         arms = [base.override(changes) for changes in study.arms.values()]
         facts = check_recipe(base, arms)
         done = count_reused(study, folder, tuner, pool.known.keys())
         if options.budget is not None and chosen is None:
-            chosen = Fitting(study, plan, options.seconds, pool.deadline, fixed, facts).fit()
+            chosen = Fitting(study, plan, seconds, pool.deadline, fixed, facts).fit()
         if chosen is not None:
             study = within_budget(study, chosen, pool)
             if tuner is not None:
