@@ -134,7 +134,7 @@ def _random_images(data: Datasets, count: int) -> Datasets:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
     labels = torch.randint(0, 10, (count,), generator=generator)
-    split = MemorySplit(images, labels, Data(), classes=10, mean=[0.5] * 3, std=[0.25] * 3)
+    split = MemorySplit(images, labels, Data(), mean=[0.5] * 3, std=[0.25] * 3)
     return replace(data, train=split, test=split, channels=3, size=32)
 
 

@@ -23,9 +23,8 @@ from powergrad.lab.study import METRICS, Results, RunRow, Study
 from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.run_folder import Result, Run
 
-SETTINGS = {**CHANGES, "machine.keep_best": False}
-SMALL = Recipe().override(SETTINGS)
-TOKENS = [f"--{key}={json.dumps(value)}" for key, value in SETTINGS.items()]
+SMALL = Recipe().override(CHANGES)
+TOKENS = [f"--{key}={json.dumps(value)}" for key, value in CHANGES.items()]
 LONG = 240  # seconds; a limit only against hanging
 
 

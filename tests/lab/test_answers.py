@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from pages import ROOT, blocks_of
 from studies import TOKENS, powergrad, spread
 
 from powergrad.lab.cli import study_options
-from powergrad.lab.study import load_study
 
 ORDER = (0, 3, 5, 4, 2, 1)
 
@@ -195,20 +193,9 @@ def test_more_seeds_are_not_advised_where_failures_prevent_a_verdict(train, caps
     assert (found["comparisons"][0]["verdict"], found["advice"]) == ("not settled", [])
 
 
-def test_a_long_command_is_shortened_in_progress(train, capsys):
-    tokens = ("--", "sh", train, "{seed}", *(["0"] * 150))
-    arms = ("--arms", "baseline", "--arm", "b: 1", "--seeds", 6, "--margin", 1)
-    assert powergrad("compare", *arms, "--metric-regex", r"accuracy (\S+)", *tokens) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert any("..." in line for line in lines)
-    assert max(map(len, lines)) < 160
-
-
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        (("--metric-regex", "(?P<x>.)(?P<y>.)"), "--metric, one of accuracy, x, y"),
-        (("--metric", "score"), "`better`"),
         (("--metrc", "x"), "'--metrc'; did you mean '--metric'"),
         (("--and", "accuracy: better"), "another metric"),
         (("--metric", "seconds", "--seeds", 4, "--fail-unless", "better"), "at least 6"),
@@ -229,25 +216,6 @@ def test_the_noise_of_another_metric_is_refused(train, capsys, monkeypatch):
     monkeypatch.setattr(study_options.Pool, "run", lambda *_: pytest.fail("a run was started"))
     assert compare(train, "--sigma-from", "earlier.csv") == 2
     assert "accuracy" in capsys.readouterr().err
-
-
-def test_a_changed_pattern_is_refused_before_any_run(train, capsys, monkeypatch):
-    assert compare(train, "--name", "s") == 0
-    shutil.rmtree(next(Path("runs/s").glob("again")))
-    monkeypatch.setattr(study_options.Pool, "run", lambda *_: pytest.fail("a run was started"))
-    given = ("--metric", "accuracy", "--metric-regex", r"rate (?P<rate>\S+)", "--name", "s")
-    assert compare(train, *given) == 2
-    assert "choose another --name" in capsys.readouterr().err
-    assert len(load_study(Path("runs/s")).rows) == 12
-
-
-def test_too_few_seeds_are_named_before_any_run(train, capsys):
-    arguments = ("compare", "--arms", "baseline", "--arm", "b: 2", "--metric-regex",
-                 r"accuracy (\S+)", "--margin", 1, "--seeds", 4)  # fmt: skip
-    assert powergrad(*arguments, "--", "sh", train, "{seed}") == 0
-    first = capsys.readouterr().err.splitlines()[0]
-    assert "4 runs per arm" in first
-    assert "at least 6" in first
 
 
 PAGE = ROOT / "docs/programs.md"

@@ -23,6 +23,7 @@ from powergrad.lab.study.arms import (
     command_arms,
     decomposition,
     head_exponent,
+    identity_image,
     parse_arm,
     parse_grid,
 )
@@ -292,26 +293,16 @@ def test_points_are_shared_by_arms_and_differ_between_repeats():
     assert all(0.006 <= rate <= 0.4 for rate in rates)
 
 
-def test_identity_map_keeps_the_backbone_of_the_baseline():
-    arms = {"baseline": {}, "pgt": {"loss.alpha": 0.25}}
-    point = {"optimizer.lr": 0.1, "optimizer.weight_decay": 0.001}
-    texts = ("lr=0.01:1", "wd=1e-4:1e-2")
-    expected = {"sgd": (0.025, 0.004), "adam": (0.1, 0.004), "adamw": (0.1, 0.001)}
-    for name, settings in expected.items():
-        base = SMALL.override({"optimizer.name": name, "schedule.warmup_start": 0.002})
-        tuner = tuner_of(study_of(base, arms), *texts, map="identity")
-        assert tuner.changes("baseline", point) == point
-        recipe = base.override({**arms["pgt"], **tuner.changes("pgt", point)})
-        found = (recipe.optimizer.lr, recipe.optimizer.weight_decay)
-        assert found == pytest.approx(settings, rel=1e-15)
-        start = 0.002 * settings[0] / 0.1
-        assert recipe.schedule.warmup_start == pytest.approx(start, rel=1e-15)
-        # The two-group training that equals it has the point's own rate and decay.
-        groups = decomposition(recipe.override({"loss.alpha": 1.0}), 0.25)["two-group CE"]
-        lr = found[0] * groups.get("optimizer.backbone.lr", 1)
-        wd = found[1] * groups.get("optimizer.backbone.weight_decay", 1)
-        assert (lr, wd) == pytest.approx((0.1, 0.001), rel=1e-15)
-        assert tuner_of(study_of(base, arms), *texts).changes("pgt", point) == point
+def test_identity_map_converts_the_points_of_arms_with_pgt():
+    """As `Fair` does, whose settings are compared with `equivalent_training` above."""
+    point, texts = {"optimizer.lr": 0.1, "optimizer.weight_decay": 1e-3}, ("lr=0.01:1", "wd=1e-4:1")
+    study = study_of(SMALL, PAIR)
+    tuner = tuner_of(study, *texts, map="identity")
+    assert tuner.changes("baseline", point) == point
+    image = identity_image({**dict(flatten(SMALL.model_dump())), **point}, 0.5)
+    assert tuner.changes("pgt", point) == {**point, **image}
+    assert (image["optimizer.lr"], image["optimizer.weight_decay"]) == (0.05, 2e-3)
+    assert tuner_of(study, *texts).changes("pgt", point) == point
 
 
 def test_trials_have_seeds_of_their_own_and_the_best_point_wins(made_up, tmp_path):

@@ -95,22 +95,6 @@ def test_rows_are_stored_while_runs_are_executed(made_up, compare, monkeypatch, 
     assert not any("verdict" in partial or "notes" in partial for partial in stored)
 
 
-def test_arms_of_another_command_share_the_error(made_up, compare):
-    alone = compare("--seeds", 8)["comparisons"][0]
-    both = compare("--seeds", 8, arms="baseline,agc")
-    assert [c["arm"] for c in both["comparisons"]] == ["pgt", "agc"]
-    assert both["comparisons"][0]["p"] == pytest.approx(1 - (1 - alone["p"]) ** 2)  # Sidak
-    assert len(made_up.done) == 24
-
-
-def test_nothing_to_compare_is_shown_without_a_verdict(made_up, tmp_path, capsys):
-    command = ["compare", "digits", *TOKENS, "--out", tmp_path, "--name"]
-    for name, arms, seeds in (("r", "baseline,pgt", 1), ("s", "baseline", 2)):
-        assert powergrad(*command, name, "--arms", arms, "--seeds", seeds) == 0
-        assert "Nothing is compared" in capsys.readouterr().out
-        assert (tmp_path / name / "study.csv").exists()
-
-
 def test_known_runs_are_not_repeated_and_keep_their_commits(made_up, compare, tmp_path):
     first = compare("--seeds", 8, out=tmp_path / "one")
     table = tmp_path / "one/s/study.csv"

@@ -1,4 +1,4 @@
-"""Order, augmentation, mixing and the small sets, against loops that take one example at a time."""
+"""Order, augmentation and the small sets, against loops that take one example at a time."""
 
 import gzip
 import io
@@ -18,7 +18,7 @@ from PIL import Image
 from scipy import stats
 
 from powergrad.lab.data import Data, load_data, sets
-from powergrad.lab.data.split import Batch, MemorySplit, cutmix, mixup
+from powergrad.lab.data.split import Batch, MemorySplit
 from powergrad.lab.data.streams import (
     Stream,
     balanced_subset,
@@ -53,7 +53,7 @@ def make_split(**options: Any) -> tuple[MemorySplit, np.ndarray, np.ndarray]:
     images, labels = rng.integers(0, 256, (50, 2, 5, 4), np.uint8), rng.integers(0, 3, 50)
     tensors = torch.from_numpy(images), torch.from_numpy(labels)
     numbers: dict[str, Any] = {"mean": MEAN.ravel().tolist(), "std": STD.ravel().tolist()}
-    return MemorySplit(*tensors, Data(**options), classes=3, **numbers), images, labels
+    return MemorySplit(*tensors, Data(**options), **numbers), images, labels
 
 
 def assert_same_batches(first: Any, second: Any) -> None:
@@ -136,9 +136,8 @@ def test_train_batches_equal_those_of_a_loop(padding, flip, monkeypatch):
     assert_same_batches(split.train_batches(8, seed=11, epoch=4), batches)
 
 
-@pytest.mark.parametrize("mixing", [{}, {"mixup": 0.4}, {"cutmix": 1.0}])
-def test_ranks_share_a_batch_and_epochs_can_start_anywhere(mixing):
-    split, _, _ = make_split(crop_padding=1, flip=True, **mixing)
+def test_ranks_share_a_batch_and_epochs_can_start_anywhere():
+    split, _, _ = make_split(crop_padding=1, flip=True)
     options: dict[str, Any] = {"batch_size": 12, "seed": 5, "epoch": 2}
     whole = list(split.train_batches(**options))
     for start, world in itertools.product(range(len(whole) + 1), (1, 2, 3)):
@@ -152,7 +151,7 @@ def test_ranks_share_a_batch_and_epochs_can_start_anywhere(mixing):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_test_batches_hold_each_example_once_in_order(world):
-    split, images, labels = make_split(crop_padding=2, flip=True, mixup=0.5)  # which testing omits
+    split, images, labels = make_split(crop_padding=2, flip=True)  # which testing omits
     results = [list(split.test_batches(8, rank=r, world=world)) for r in range(world)]
     assert max(map(len, results)) - min(map(len, results)) <= 1
     assert [i for result in results for _, index in result for i in index] == list(range(50))
@@ -165,52 +164,6 @@ def test_test_batches_hold_each_example_once_in_order(world):
 def test_impossible_batches_raise():
     with pytest.raises(ValueError, match=r"`train.batch_size`.* 50 .*51"):
         make_split()[0].train_batches(51, seed=0, epoch=0)
-    with pytest.raises(ValueError, match="even number"):
-        make_split(cutmix=1.0)[0].train_batches(6, seed=0, epoch=0, world=2)
-
-
-def plain_batch() -> Batch:
-    rng = np.random.default_rng(3)
-    labels = np.eye(4, dtype=np.float32)[rng.integers(0, 4, 6)]
-    images = rng.standard_normal((6, 3, 9, 7)).astype(np.float32)
-    return Batch(torch.from_numpy(images), torch.from_numpy(labels))
-
-
-@given(st.floats(0, 1))
-def test_mixup_mixes_neighbours(lam: float):
-    batch = plain_batch()
-    for got, values in zip(mixup(batch, lam), batch, strict=True):
-        others = values[[1, 0, 3, 2, 5, 4]]
-        expected = lam * values.double() + (1 - lam) * others.double()
-        torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-6)
-
-
-@given(st.floats(0, 1), st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True))
-def test_cutmix_pastes_one_box_and_mixes_by_its_area(lam: float, y: float, x: float):
-    batch = plain_batch()
-    mixed = cutmix(batch, lam, (y, x))
-    inside = []
-    for length, centre in ((9, y), (7, x)):
-        half, middle = math.floor(length * math.sqrt(1 - lam)) // 2, math.floor(length * centre)
-        inside.append([middle - half <= k < middle + half for k in range(length)])
-    pasted = torch.tensor(np.outer(*inside))
-    others = Batch(*(tensor[[1, 0, 3, 2, 5, 4]] for tensor in batch))
-    assert torch.equal(mixed.images, torch.where(pasted, others.images, batch.images))
-    kept = 1 - pasted.double().mean().item()
-    expected = kept * batch.labels + (1 - kept) * others.labels
-    torch.testing.assert_close(mixed.labels, expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("parameter", [0.2, 1.0, 3.0])
-def test_mixing_weights_follow_the_beta_distribution(parameter):
-    images, labels = torch.zeros(4000, 1, 1, 1, dtype=torch.uint8), torch.tensor([0, 1] * 2000)
-    config = Data(mixup=parameter)
-    split = MemorySplit(images, labels, config, classes=2, mean=[0.0], std=[1.0])
-    batches = list(split.train_batches(2, seed=0, epoch=0))
-    assert all(torch.allclose(batch.labels.sum(1), torch.ones(2)) for batch in batches)
-    weights = [w for batch in batches if 0 < (w := batch.labels[0, 0].item()) < 1]
-    assert 800 < len(weights) <= 2000  # about half of the pairs are of two classes
-    assert stats.kstest(weights, stats.beta(parameter, parameter).cdf).pvalue > 1e-3
 
 
 def everything(split: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,6 @@ from powergrad.lab.files import FileError, write_atomically
     ("found", "expected"),
     [
         ([words.parse_duration(t) for t in ("90s", "10m", "1h30m")], [90, 600, 5400]),
-        (words.spans([0, 1, 2, 3, 7, 9, 10]), "0-3, 7, 9-10"),
         (
             words.hide_folders("--data.name folder:/home/ann/photos --out='/home/ann/my runs'"),
             "--data.name folder:photos --out='my runs'",

@@ -1,11 +1,8 @@
-"""Folders of images: which files, which pixels, bad ones, and worker processes."""
+"""Folders of images: which files, which pixels, bad ones, and threads."""
 
-import multiprocessing
 import os
 import shutil
-import signal
-import subprocess
-import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,11 +14,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image, JpegImagePlugin, UnidentifiedImageError
 from scipy import stats
-from studies import is_alive, wait_for
 
-from powergrad.lab.data import Data, Datasets, folder, listing, load_data
-from powergrad.lab.data.folder import begin_worker, centre_box, random_box, read_image
-from powergrad.lab.data.listing import open_folder
+from powergrad.lab.data import Data, Datasets, fingerprint, folder, load_data
+from powergrad.lab.data.folder import centre_box, random_box, read_image
+from powergrad.lab.data.listing import list_folder, open_folder
 from powergrad.lab.data.streams import Stream, permutation, uniform
 
 MEAN = np.reshape([0.485, 0.456, 0.406], (3, 1, 1))
@@ -52,6 +48,8 @@ def make_folder(root: Path, train: int = 6, val: int = 3) -> Path:
 
 
 def load(root: Path, workers: int = 0, **options: Any) -> Datasets:
+    """The data of a folder, as a new process sees them."""
+    list_folder.cache_clear()
     return load_data(Data(name=f"folder:{root}", **{"size": 12, **options}), workers=workers)
 
 
@@ -129,29 +127,15 @@ def test_listed_images_and_the_reasons_of_ignored_entries(tmp_path):
     }
 
 
-def test_folder_is_listed_once_and_again_after_a_change(tmp_path, monkeypatch):
-    root = make_folder(tmp_path / "photos")
-    config = Data(name=f"folder:{root}")
-    walks = []
-    list_folder = listing._list_folder
-    monkeypatch.setattr(listing, "_list_folder", lambda *a: walks.append(a) or list_folder(*a))
-    open_folder(config)
-    open_folder(config)
-    assert len(walks) == 2  # a folder that was made just now may still change unnoticed
-    monkeypatch.setattr(listing, "SETTLED", -1e9)
+def test_folder_is_listed_once_and_again_for_a_fingerprint(tmp_path):
+    config = Data(name=f"folder:{make_folder(tmp_path)}")
     first = open_folder(config)
     assert open_folder(config) is first
-    assert load_data(config).classes == first.classes
-    assert len(walks) == 3
-    for change in (lambda: put(root / "val" / "b" / "new.png"), (root / "val/b/new.png").unlink):
-        os.utime(root / "val" / "b", ns=(0, 0))
-        before = len(list(open_folder(config).images()))
-        change()
-        assert abs(len(list(open_folder(config).images())) - before) == 1
-    assert open_folder(config.model_copy(update={"hold_out": 0.5})) is not open_folder(config)
-    shutil.rmtree(root / "val")
-    with pytest.raises(FileNotFoundError, match="val/"):
-        open_folder(config)
+    put(tmp_path / "val" / "b" / "new.png")
+    before = fingerprint(config)
+    assert len(list(open_folder(config).images())) == len(list(first.images())) + 1
+    (tmp_path / "val/b/new.png").unlink()
+    assert fingerprint(config) != before
 
 
 def test_folder_that_cannot_be_read_raises(tmp_path, monkeypatch):
@@ -500,7 +484,7 @@ def test_bad_images_are_skipped_with_one_warning_each(tmp_path, monkeypatch, wor
     # In testing they are left out.
     left = [i for i in range(12) if i not in (2, 11)]
     assert torch.cat([index for _, index in tested]).tolist() == left * 2
-    assert [len(index) for _, index in tested[:3]] == [4, 5, 1]
+    assert [(len(b.images), len(index)) for b, index in tested[:3]] == [(4, 4), (5, 5), (1, 1)]
     assert torch.cat([b.labels for b, _ in tested[:3]]).tolist() == [i // 6 for i in left]
 
 
@@ -520,74 +504,21 @@ def all_batches(data: Datasets) -> list[torch.Tensor]:
     return train + test
 
 
-def test_workers_change_nothing_and_leave_nothing_behind(tmp_path):
+def test_threads_change_nothing_and_end(tmp_path):
     make_folder(tmp_path, train=20)
-    options = {"flip": True, "cutmix": 1.0}
-    expected = all_batches(load(tmp_path, **options))
+    expected = all_batches(load(tmp_path, flip=True))
     state = torch.get_rng_state()
     for workers in (1, 2):
-        got = all_batches(load(tmp_path, workers, **options))
+        got = all_batches(load(tmp_path, workers, flip=True))
         assert all(map(torch.equal, got, expected)), workers
         assert len(got) == len(expected)
     assert torch.equal(torch.get_rng_state(), state)
+    taken: list[int] = []
+    results = folder.in_threads(abs, (taken.append(i) or i for i in range(9999)), 2)
+    assert (next(results), len(taken)) == (0, 2 * folder.AHEAD + 1)
     abandoned = load(tmp_path, 2).train.train_batches(4, seed=0, epoch=0)
+    before = threading.active_count()
     next(abandoned)
-    assert len(multiprocessing.active_children()) == 2
+    assert threading.active_count() == before + 2
     del abandoned
-    assert not multiprocessing.active_children()
-
-
-def test_workers_keep_working_after_signals(tmp_path):
-    make_folder(tmp_path, train=40)
-    batches = load(tmp_path, 1).train.train_batches(16, seed=0, epoch=0)
-    next(batches)
-    (worker,) = multiprocessing.active_children()
-    assert worker.pid
-    os.kill(worker.pid, signal.SIGINT)
-    os.kill(worker.pid, signal.SIGTERM)
-    assert len(list(batches)) == 4
-
-
-SCRIPT = """
-import atexit, multiprocessing, sys, time
-import torch.utils.data._utils.worker
-from powergrad.lab.data import Data, load_data
-
-atexit.register(lambda: print(len(multiprocessing.active_children()), file=sys.stderr))
-torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2  # how often a worker looks
-train = load_data(Data(name="folder:" + sys.argv[1], size=12), workers=2).train
-batches = train.train_batches(4, seed=0, epoch=0)
-next(batches)
-print(*[child.pid for child in multiprocessing.active_children()], flush=True)
-if sys.argv[2] == "kill":
-    time.sleep(600)
-raise SystemExit("stopped")
-"""
-
-
-@pytest.mark.parametrize("end", ["exit", "kill"])
-def test_workers_end_with_the_main_process(tmp_path, end):
-    make_folder(tmp_path, train=20)
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), end]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as main:
-        assert main.stdout
-        workers = [int(pid) for pid in main.stdout.readline().split()]
-        if end == "kill":
-            main.kill()
-        _, errors = main.communicate()
-    assert len(workers) == 2
-    assert errors == ("stopped\n0\n" if end == "exit" else "")  # ended at once, not by a limit
-    wait_for(lambda: not any(map(is_alive, workers)))
-
-
-def test_worker_ends_if_its_main_process_is_gone_before_it_begins():
-    """PyTorch's own watchdog takes whoever is its parent by then for the main process."""
-    if multiprocessing.get_start_method() != "fork":
-        pytest.skip("workers are forked where that is the default")
-    fork = multiprocessing.get_context("fork")
-    for parent, code in ((1, 1), (os.getpid(), 0)):
-        process = fork.Process(target=begin_worker, args=(parent, 0))
-        process.start()
-        process.join()
-        assert process.exitcode == code
+    assert threading.active_count() == before

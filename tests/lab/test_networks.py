@@ -130,16 +130,6 @@ def test_convolutions_start_with_the_deviation_of_he_and_gains_at_one():
             assert ((module.weight == 1) & (module.bias == 0)).all(), name
 
 
-@pytest.mark.parametrize("norm", ["batch", "group"])
-@pytest.mark.parametrize("name", ["resnet50", "seresnet20"])
-def test_zero_init_residual_makes_each_block_its_shortcut(name, norm):
-    for zero_init in (True, False):
-        model = create_model(name, num_classes=3, width=4, norm=norm, zero_init_residual=zero_init)
-        block = model.get_submodule("layer1.1")
-        x = torch.rand(2, block.get_submodule("conv1").get_parameter("weight").shape[1], 6, 6)
-        assert torch.equal(block(x), x) == zero_init
-
-
 @pytest.mark.parametrize("norm", ["batch", "none"])
 def test_gradients_can_be_altered_at_every_module(norm):
     """Rectifying a module's output in place would make autograd refuse."""
@@ -175,11 +165,9 @@ def test_unknown_name_raises_with_a_suggestion(name, suggestion):
     ("name", "argument", "options"),
     [
         ("resnet20", "stem", {"stem": "imagenet"}),
-        ("resnet20", "zero_init_residual", {"norm": "none", "zero_init_residual": True}),
         ("timm:resnet18", "width", {"width": 8}),
         ("timm:resnet18", "norm", {"norm": "none"}),
         ("timm:resnet18", "stem", {"stem": "imagenet"}),
-        ("timm:resnet18", "zero_init_residual", {"zero_init_residual": True}),
     ],
 )
 def test_arguments_that_do_not_apply_raise(name, argument, options):

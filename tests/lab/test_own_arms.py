@@ -403,14 +403,6 @@ def test_run_that_takes_too_long_fails(in_process, repository):
     assert "--timeout 3s" in row.failed
 
 
-def test_first_failure_is_printed_once(in_process, repository, capsys):
-    Path("train.py").write_text("print('THE' + ' REASON'); raise SystemExit(7)")
-    assert compare("--arm", "b: b") == 2
-    said = capsys.readouterr().err
-    assert said.count("THE REASON") == 1
-    assert "the first run failed: exit code 7" in said
-
-
 def test_long_commands_are_shortened_in_progress(in_process, repository, capsys):
     long = [f"--x={'y' * 300}"]
     Path("train.py").write_text("print('accuracy', 90)")

@@ -76,6 +76,11 @@ class Pretended:
         return int(count.read_text()) / self.steps if count.exists() else 0.0
 
 
+def pretended(name: str, **options: Any) -> Any:
+    """A job, as far as a pool can see."""
+    return Pretended(name, **options)
+
+
 def starts(folder: Path) -> dict[str, list[int]]:
     """The step at each start of every run."""
     texts = {file.parent.name: file.read_text() for file in folder.glob("*/starts.txt")}
@@ -127,17 +132,17 @@ def nothing_left(tmp_path, monkeypatch) -> Iterator[None]:
 
 @pytest.mark.studies
 def test_runs_are_executed_and_their_results_kept(tmp_path):
-    jobs = [Pretended(f"run{n}", steps=5) for n in range(4)]
+    jobs = [pretended(f"run{n}", steps=5) for n in range(4)]
     own = [{"OMP_NUM_THREADS": "3"}, {"OMP_NUM_THREADS": "4"}]
     shown = []
     with Pool(
         tmp_path, workers=2, known={"known": Result(metrics={"value": 7})}, environments=own
     ) as pool:
         assert pool.longest is None
-        results = pool.run([*jobs, Pretended("known")], shown.append)
+        results = pool.run([*jobs, pretended("known")], shown.append)
         places = [place.laddr.ip for place in psutil.Process().net_connections()]
         assert set(places) <= {"127.0.0.1"}
-        again = pool.run([*jobs, Pretended("a/later")])
+        again = pool.run([*jobs, pretended("a/later")])
         assert (pool.longest or 0) > 0.1
     assert [results[name].metrics["value"] for name in sorted(results)] == [7, 5, 5, 5, 5]
     assert {results[job.name].about["threads"] for job in jobs} == {"3", "4"}
@@ -152,24 +157,24 @@ def test_runs_are_executed_and_their_results_kept(tmp_path):
 def test_failures(tmp_path, capfd):
     with Pool(tmp_path, workers=2) as pool:
         with pytest.raises(RunsFailed) as failure:
-            pool.run([Pretended("bad", end="no metric"), Pretended("good")])
+            pool.run([pretended("bad", end="no metric"), pretended("good")])
         assert failure.value.failed == {"bad": "no metric"}
         assert failure.value.results["good"].metrics["value"] == 2
         state = json.loads((tmp_path / "progress.json").read_text())["runs"]["bad"]
         assert (state["state"], state["reason"]) == ("failed", "no metric")
         with pytest.raises(JobError, match="bad: stops"):
-            pool.run([Pretended("bad", end="stops"), Pretended("long", steps=9999)])
+            pool.run([pretended("bad", end="stops"), pretended("long", steps=9999)])
         with pytest.raises(JobError, match=r"The first 2 of 9 runs .* so the study stops: no$"):
-            pool.run([Pretended(f"bad{n}", end="no") for n in range(9)])
+            pool.run([pretended(f"bad{n}", end="no") for n in range(9)])
         with pytest.raises(JobError, match="The disk is full"):
-            pool.run([Pretended("full", end="full")])
+            pool.run([pretended("full", end="full")])
         assert "Traceback" not in "".join(capfd.readouterr())
-        assert pool.run([Pretended("after")])["after"].metrics["value"] == 2
+        assert pool.run([pretended("after")])["after"].metrics["value"] == 2
 
 
 @pytest.mark.studies
 def test_no_run_is_started_that_would_end_after_the_deadline(tmp_path):
-    jobs = [Pretended(f"run{n}", steps=50) for n in range(30)]
+    jobs = [pretended(f"run{n}", steps=50) for n in range(30)]
     with Pool(tmp_path, workers=2, deadline=time.monotonic() + 999, run_seconds=1000) as pool:
         assert pool.run(jobs) == {}
         pool.run_seconds = 0
@@ -200,7 +205,7 @@ def test_killed_workers_lose_nothing_and_double_nothing(tmp_path):
                 killed.append(pid)
 
     with Pool(tmp_path, workers=2) as pool:
-        results = pool.run([Pretended(f"run{n}", steps=30) for n in range(30)], kill)
+        results = pool.run([pretended(f"run{n}", steps=30) for n in range(30)], kill)
     assert len(killed) == 5
     assert results.keys() == starts(tmp_path).keys() == {f"run{n}" for n in range(30)}
     assert all(steps == sorted(steps) for steps in starts(tmp_path).values())
@@ -219,9 +224,9 @@ def test_a_run_whose_worker_is_killed_every_time_fails(tmp_path):
                     programs.add(program.pid)
                     worker.kill()
 
-    jobs = [Pretended("killer", end="kill"), Pretended("killed", end="program")]
+    jobs = [pretended("killer", end="kill"), pretended("killed", end="program")]
     with Pool(tmp_path, workers=2) as pool, pytest.raises(RunsFailed) as failure:
-        pool.run([*jobs, *(Pretended(f"run{n}") for n in range(4))], kill)
+        pool.run([*jobs, *(pretended(f"run{n}") for n in range(4))], kill)
     reason = "its worker was killed every time (ended by SIGKILL)"
     assert failure.value.failed == {"killer": reason, "killed": reason}
     assert sorted(failure.value.results) == [f"run{n}" for n in range(4)]
@@ -240,21 +245,21 @@ def test_a_run_of_another_process_is_waited_for(tmp_path):
             if len(shown) == 15:
                 stack.close()
 
-        assert pool.run([Pretended("run")], release)["run"].metrics["value"] == 2
+        assert pool.run([pretended("run")], release)["run"].metrics["value"] == 2
     assert starts(tmp_path) == {"run": [0]}
 
 
 CLIENT = """
 import sys
 from pathlib import Path
-from test_pool import Interrupted, Pool, Pretended
+from test_pool import Interrupted, Pool, pretended
 
 folder, steps, address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] or None
 with open(folder / "imports.txt", "a") as file:
     file.write("once ")
 with Pool(folder / "study", workers=2, cluster=address) as pool:  # without a main guard
     try:
-        pool.run([Pretended(f"run{n}", steps=steps) for n in range(4)])
+        pool.run([pretended(f"run{n}", steps=steps) for n in range(4)])
     except Interrupted as error:
         sys.exit(str(error))
 """
@@ -328,7 +333,7 @@ def test_a_cluster_without_a_shared_folder(tmp_path):
             killed.append(psutil.Process(busy[0]).ppid())
             os.kill(killed[0], signal.SIGKILL)
 
-    jobs = [Pretended(f"run{n}", steps=20) for n in range(12)]
+    jobs = [pretended(f"run{n}", steps=20) for n in range(12)]
     with cluster(tmp_path) as (address, *_), Pool(study, cluster=address) as pool:
         results = pool.run(jobs, kill)
     assert len(killed) == 1
@@ -349,7 +354,7 @@ def test_a_cluster_without_workers_is_waited_for_with_a_message(tmp_path, capsys
                 start_worker(0)
 
         with Pool(tmp_path, cluster=address) as pool:
-            assert pool.run([Pretended("run")], start)["run"].metrics["value"] == 2
+            assert pool.run([pretended("run")], start)["run"].metrics["value"] == 2
     assert "".join(said).count("has no workers") == 1
 
 
@@ -368,7 +373,7 @@ def test_a_killed_client_leaves_nothing_running(tmp_path, where):
 
 @pytest.mark.studies
 def test_a_scheduler_that_dies_or_cannot_be_reached(tmp_path):
-    jobs = [Pretended("long", steps=9999), Pretended("later")]
+    jobs = [pretended("long", steps=9999), pretended("later")]
     with cluster(tmp_path, 1) as (address, scheduler, _):
 
         def kill(snapshot):
@@ -397,4 +402,4 @@ def test_a_worker_with_another_powergrad_is_an_error(tmp_path, preload, message)
         Pool(tmp_path, cluster=address) as pool,
         pytest.raises(JobError, match=message),
     ):
-        pool.run([Pretended("run")])
+        pool.run([pretended("run")])

@@ -14,7 +14,6 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from powergrad.lab.runs import FunctionProgram
 from powergrad.lab.study import Grid, IdentityCheck, Metric, Results, RunRow, Tuning, save
 from powergrad.lab.study.arms import decomposition
 from powergrad.lab.study.records import Choice, Trial
-from powergrad.lab.study.saving import claim, compare_rows
+from powergrad.lab.study.saving import claim
 from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.run_folder import Run
 
@@ -309,26 +308,6 @@ def test_playground_computes_what_the_library_does(playground: Page) -> None:
         assert value == pytest.approx(loss.item(), rel=1e-12, abs=1e-12)
 
 
-def test_playground_takes_examples_and_rejects_other_input(playground: Page) -> None:
-    page = playground
-    page.locator("#example").select_option(label="a very unlikely class")
-    assert page.locator("#playground svg .bar").count() == 8  # two classes: p, p', both gradients
-    page.locator("#example").select_option(label="three classes")
-    assert page.input_value("#logits") == "2, 1, 0"
-    assert page.locator("#playground tbody tr").count() == 3
-    before = page.locator('[data-kind="powered"]').first.inner_text()
-    page.locator("#alpha-range").fill("0.6")
-    assert page.input_value("#alpha-number") == "0.6"
-    assert page.locator('[data-kind="powered"]').first.inner_text() != before
-    for text, word in (("1, two", "two"), ("1", "two"), ("-inf -inf", "finite"), ("inf 1", "inf")):
-        page.fill("#logits", text)
-        assert word in page.inner_text("#playground .error")
-        assert page.locator("#playground tbody tr").count() == 0
-    page.fill("#logits", "1 2")
-    page.fill("#alpha-number", "1.3")
-    assert "from 0 to 1" in page.inner_text("#playground .error")
-
-
 def test_provenance_and_downloads(page: Page, small: Path) -> None:
     saved = json.loads((small / "study.json").read_text())
     assert page.inner_text("#command") == saved["environment"]["command"]
@@ -352,22 +331,6 @@ def test_provenance_and_downloads(page: Page, small: Path) -> None:
     assert len(norms) == 2 * 4 * 13
     of_filter = [row for row in norms if (row["arm"], row["filter"]) == ("baseline", "2")]
     assert [int(row["step"]) for row in of_filter if row["dead"] == "1"] == list(range(6, 13))
-
-
-def test_theme_can_be_switched_and_paper_is_white(visit: Visit, report: Path) -> None:
-    page = visit(report, color_scheme="light")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    light = page.evaluate(ground)
-    page.click("#theme")
-    assert page.evaluate(ground) != light
-    page.click("#theme")
-    page.emulate_media(color_scheme="dark")
-    page.wait_for_function("() => document.documentElement.dataset.theme === 'dark'")
-    page.emulate_media(media="print")
-    assert page.evaluate(ground) == "rgb(255, 255, 255)"
-    assert not page.locator("nav").is_visible()
-    ARTIFACTS.mkdir(exist_ok=True)
-    assert page.pdf(path=ARTIFACTS / "report.pdf", format="A4").startswith(b"%PDF")
 
 
 def test_terms_are_explained_on_hover_and_focus(page: Page) -> None:
@@ -541,26 +504,3 @@ def test_program_has_no_sections_of_a_recipe(visit: Visit, tmp_path: Path) -> No
     page.click("#table summary")
     assert page.locator("#table .failed").count() == 1
     assert "Program" in page.inner_text("#provenance")
-
-
-def test_table_shows_only_what_is_known(visit: Visit, tmp_path: Path) -> None:
-    lines = ["Group,config.seed,val/acc,val/loss,lr"]
-    for arm, accuracy in (("baseline", 90), ("<b>new</b>", 92)):
-        for seed in range(6):
-            value = "" if (arm, seed) == ("baseline", 5) else accuracy + math.sin(seed)
-            lines.append(f"{arm},{seed},{value},0.{seed},{accuracy / 100}")
-    (tmp_path / "mine.csv").write_text("\n".join(lines))
-    results = compare_rows(tmp_path / "mine.csv", metric="val/acc", margin=0.5)
-    page = visit(write_report([replace(results, folder=tmp_path / "mine")], tmp_path / "r.html"))
-    assert page.eval_on_selector_all("section", IDS) == OF_PROGRAM
-    assert page.inner_text("h1") == "<b>new</b> in mine.csv"
-    assert "Left out: 1 run of baseline without val/acc (seed 5)." in page.inner_text(".notes")
-    table = page.locator("#table table").first
-    assert "val/acc val/loss" in " ".join(table.locator("thead").inner_text().split())
-    row = table.locator("tbody tr").nth(1).inner_text()
-    assert row.split()[:2] == ["<b>new</b>", "6"]
-    assert f"{92 + sum(math.sin(seed) for seed in range(6)) / 6:.3f}" in row
-    page.click("#table summary")
-    assert page.locator("#table td", has_text="left out").count() == 1
-    assert "0.920" in row  # lr
-    screenshot(page, "report-table.png")

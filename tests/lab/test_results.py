@@ -11,16 +11,12 @@ from typing import Any
 import pytest
 from studies import SMALL, results_of, spread, study_of
 
-from powergrad.lab.figures import draw_study
 from powergrad.lab.files import write_json
-from powergrad.lab.report import write_report
-from powergrad.lab.runs import CommandProgram
 from powergrad.lab.runs.functions import FunctionProgram
 from powergrad.lab.study import Metric, RunRow, Tuning, load, load_study, save
 from powergrad.lab.study.notes import advice, missing_control, notes, verdict
 from powergrad.lab.study.records import Choice, IdentityCheck, Source, Trial
 from powergrad.lab.study.saving import claim, to_csv, to_json
-from powergrad.lab.terminal import describe_results
 from powergrad.lab.trainer.recipe import RecipeError, load_recipe
 from powergrad.lab.trainer.run_folder import Result, Run, RunError
 
@@ -53,24 +49,6 @@ def test_diverged_run_counts_as_chance_or_as_failed():
     assert "counts as 25" in notes(known)[0]
     infinite = RunRow(arm="b", seed=2, metrics={"test_accuracy": math.inf})
     assert replace(results, rows=[*results.rows, infinite]).failed_units("b") == {2}
-
-
-def test_arm_whose_runs_are_all_nan_is_worse(tmp_path):
-    rows = [lost("b", seed, diverged=True) for seed in range(8)]
-    results = results_of({"a": spread(90, 0.1), "c": spread(90, 0.1)[::-1]})
-    results = replace(results, rows=[*results.rows, *rows])
-    assert [(c.arm, c.verdict) for c in results.comparisons] == [
-        ("c", "equivalent"),
-        ("b", "worse"),
-    ]
-    save(results, tmp_path)
-    saved = json.loads((tmp_path / "study.json").read_text())
-    assert saved["comparisons"][1]["by"] == "failures"
-    said = describe_results(load(tmp_path))
-    assert "b is worse than a, by its failures" in said
-    assert "+nan" not in said
-    write_report([results], tmp_path / "report.html")
-    draw_study(results, tmp_path / "study.png")
 
 
 def test_arm_without_variation_is_explained():
@@ -115,23 +93,6 @@ def test_arm_that_is_nearly_always_clipped_is_noted(rates, is_noted):
     ]
     found = [note for note in notes(replace(results, rows=rows)) if "clips" in note]
     assert [note[:26] for note in found] == ["agc clips 97% of the units"] * is_noted
-
-
-def test_first_losses_that_differ_are_noted():
-    program = CommandProgram(command=("python", "x.py", "{seed}"))
-    losses = {"baseline": 2.3, "pgt": 2.4, "wide": 2.5}
-    arms = {"baseline": {}, "pgt": {"--alpha": 0.3}, "wide": {"flags": ["--width", "4"]}}
-    rows = [
-        RunRow(arm=arm, seed=seed, metrics={"acc": 90.0 + seed}, about={"first_loss": loss})
-        for arm, loss in losses.items()
-        for seed in range(2)
-    ]
-    results = replace(results_of({"baseline": [1.0]}), rows=rows)
-    metric = results.metric.model_copy(update={"name": "acc"})
-    study = replace(study_of(SMALL, ARMS), program=program, arms=arms, metric=metric)
-    found = notes(replace(results, study=study, metric=metric))
-    assert ["initialisation differs" in note for note in found] == [True, False]
-    assert "its own changes affect" in found[1]
 
 
 def test_untuned_comparison_advises_tuning():

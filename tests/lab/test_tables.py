@@ -69,9 +69,21 @@ def numbers(path: Path, metric: str | None = None, **options: Any) -> list[tuple
         PLAIN.replace("\n", "\r\n") + ",,\r\n\r\n",
         PLAIN.replace(",", ", "),
         ",".join(("", PLAIN)).replace("\n", "\n1,").removesuffix("1,"),  # an index without a name
-        lines("method,group,seed,random_seed,acc", "sgd,{arm},{seed},{seed},{value}"),
+        lines("method,group,seed,acc", "sgd,{arm},{seed},{value}"),
+        lines("arm,seed,lr,metric", "{arm},{seed},0.{seed},{value}"),
     ],
-    ids=["plain", "semicolons", "commas", "tabs", "sep=", "windows", "spaces", "index", "method"],
+    ids=[
+        "plain",
+        "semicolons",
+        "commas",
+        "tabs",
+        "sep=",
+        "windows",
+        "spaces",
+        "index",
+        "method",
+        "usual",
+    ],
 )
 def test_tables_that_need_no_help(tmp_path, text):
     assert numbers(write(tmp_path / "r.csv", text)) == RUNS
@@ -123,10 +135,8 @@ def test_an_export_of_wandb(tmp_path, capsys):
 
 def test_exports_of_mlflow(tmp_path):
     path = write(tmp_path / "runs.csv", MLFLOW)
-    table = read_table(path)
-    assert [(r.arm, r.seed, r.metrics["accuracy"]) for r in table.rows] == RUNS
-    assert table.metric == "accuracy"
-    assert table.source.columns == {
+    assert numbers(path, "metrics.accuracy") == RUNS
+    assert read_table(path, "metrics.accuracy").source.columns == {
         "arm": "params.method", "seed": "params.seed", "metric": "metrics.accuracy"
     }  # fmt: skip
     page = lines(  # what the page of MLflow downloads
@@ -134,7 +144,7 @@ def test_exports_of_mlflow(tmp_path):
         "2026,9{seed}s,id{seed},{arm},LOCAL,train.py,me,FINISHED,{seed},{value}",
     )
     assert numbers(write(path, page), "accuracy") == RUNS
-    assert read_table(path).source.columns["arm"] == "Name"
+    assert read_table(path, "accuracy").source.columns["arm"] == "Name"
 
 
 @pytest.mark.parametrize("name", ["{arm}-seed{seed}", "seed_{seed}/{arm}", "{arm}, Seed={seed}"])
@@ -193,6 +203,7 @@ def test_runs_without_a_number_are_left_out_or_diverged(tmp_path, capsys):
         "run of pgt without val/acc (seed 3)."
     ) in said
     assert "2 of 7 runs of pgt failed (seed 4, 5): val/acc is nan" in said
+    assert (tmp_path / "runs/r/report.html").read_text().count('"status":"left out"') == 2
     (comparison,) = load(tmp_path / "runs/r").comparisons
     assert (comparison.n, comparison.n_baseline, comparison.failed) == (5, 6, 2)
     again = read_table(tmp_path / "runs/r/study.csv", "val/acc")  # what is left out stays so

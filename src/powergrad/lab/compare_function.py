@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from powergrad.lab.environment import visible_devices, worker_environments
 from powergrad.lab.figures import draw_study
 from powergrad.lab.preflight import Plan, say
 from powergrad.lab.report import write_report
 from powergrad.lab.runs import FunctionProgram
-from powergrad.lab.runs.devices import visible_devices, worker_environments
 from powergrad.lab.runs.pool import InlinePool, Pool
+from powergrad.lab.runs.worker import MARK
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.stats import Comparison, Design, parse_runs
 from powergrad.lab.study import Execution, Metric, Results, Study, run_study, save
@@ -28,8 +29,6 @@ from powergrad.lab.study.metrics import choose_metric
 from powergrad.lab.study.notes import notes, verdict
 from powergrad.lab.study.records import USUAL
 from powergrad.lab.terminal import Watch, compared_cells, describe_results
-
-WORKER = "POWERGRAD_WORKER"  # set in processes that import `train`
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def compare(
         >>> results.verdict
         'Here other is better than baseline.'
     """
-    if os.environ.get(WORKER):
+    if os.environ.get(MARK):  # set in worker processes
         wanted = "Expected `powergrad.compare` to be called under `if __name__ == '__main__':`"
         raise RuntimeError(f"{wanted}, but got a call while a worker process imports this script.")
     if not callable(train):
@@ -145,7 +144,7 @@ def compare(
     if name is not None and out is None:
         raise ValueError(f"Expected `out` to be given with `name`, but got only {name!r}.")
     environments = [
-        {**variables, WORKER: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        {**variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         for variables in worker_environments(workers, threads, visible_devices())
     ]
     program = FunctionProgram.of(train, metric or "metric")

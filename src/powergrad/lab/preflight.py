@@ -16,12 +16,13 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from powergrad.lab.data import load_data
+from powergrad.lab.data.listing import scan_folder
 from powergrad.lab.files import write_json
 from powergrad.lab.runs import Changes, RecipeProgram
 from powergrad.lab.runs.pool import Pool
@@ -85,41 +86,24 @@ class Found(NamedTuple):
     tested: int  # test images
 
 
-def check_recipe(
-    recipe: Recipe, arms: Iterable[Recipe] = (), before: Callable[[Found], Any] | None = None
-) -> Found:
+def check_recipe(recipe: Recipe, arms: Iterable[Recipe] = ()) -> Found:
     """Check a recipe for errors that would make every run fail, and print what was found.
 
-    `before` is called before all images are decoded, which may take long.
+    The networks are created without their weights.
     """
-    with saying("Checking the data and the network."):  # which imports torch
-        if before is not None:
-            before(_check_network(recipe, arms))
-        import torch  # noqa: F401
-    data_dir = recipe.machine.data_dir
-    if recipe.data.is_folder:
-        from powergrad.lab.data.scan import scan_folder  # imports torch, which is slow
+    place = recipe.machine.data_dir
+    with saying("Checking the data and the network."):
+        if recipe.data.is_folder:
+            say("\n".join(scan_folder(recipe.data, place)))
+        import torch  # slow to import
 
-        scan = scan_folder(recipe.data, data_dir)
-        say("\n  ".join(scan.summary))
-        for warning in scan.warnings:
-            say(f"Warning: {warning}")
-        if scan.problems:
-            raise ValueError("\n".join(scan.problems))
-    return _check_network(recipe, arms)
+        from powergrad.lab.trainer.networks import create_model
 
-
-def _check_network(recipe: Recipe, arms: Iterable[Recipe]) -> Found:
-    """Load the data and create the networks without their weights."""
-    data = load_data(recipe.data, data_dir=recipe.machine.data_dir)
-    steps = data.train.steps(recipe.train.batch_size)
-    import torch  # slow to import
-
-    from powergrad.lab.trainer.networks import create_model
-
-    models = dict.fromkeys(variant.model for variant in (recipe, *arms))
-    with torch.device("meta"):
-        networks = [create_model(**model.arguments(data)) for model in models]
+        data = load_data(recipe.data, data_dir=place)
+        steps = data.train.steps(recipe.train.batch_size)
+        models = dict.fromkeys(variant.model for variant in (recipe, *arms))
+        with torch.device("meta"):
+            networks = [create_model(**model.arguments(data)) for model in models]
     first_layer = next(networks[0].parameters())
     return Found(data.size, first_layer.shape[0], steps, len(data.test))
 
@@ -152,18 +136,15 @@ class Plan:
         """The time of these runs in seconds, if one takes `run` seconds."""
         return math.ceil(self.runs(units) / self.workers) * run
 
-    def describe(self) -> str:
-        """The number of runs until the first and until the last look."""
-        counts = dict.fromkeys(self.runs(n) for n in (self.design.looks[0], self.design.last))
-        return "1 run" if list(counts) == [1] else f"{' to '.join(map(str, counts))} runs"
-
     def announce(self, run: float | None = None) -> str:
-        """A sentence with the number of runs and, if the time of one is known, their time."""
+        """The number of runs to the first and the last look, and perhaps their time."""
         looks, about = (self.design.looks[0], self.design.last), ""
+        counts = dict.fromkeys(map(self.runs, looks))
+        runs = "1 run" if list(counts) == [1] else f"{' to '.join(map(str, counts))} runs"
         if run is not None:
             times = dict.fromkeys(duration(self.seconds(n, run)) for n in looks)
             about = f", about {' to '.join(times)}"
-        return f"{self.describe()}{about}, {self.workers} at a time; Ctrl-C stops and saves."
+        return f"{runs}{about}, {self.workers} at a time; Ctrl-C stops and saves."
 
 
 def count_reused(study: Study, folder: Path, tuner: Tuner | None, known: Collection[str]) -> int:
@@ -192,13 +173,6 @@ class Budget:
     seeds: str = ""  # the value of --seeds; empty if the seeds were given
     run_seconds: float = 0.0
     remark: str = ""  # what was given up, and what can still be seen
-
-    @property
-    def options(self) -> str:
-        """The choice as command-line options."""
-        options = [f"--{key} {value}" for key, value in self.changes.items()]
-        options += [f"--seeds {self.seeds}"] if self.seeds else []
-        return " ".join([f"--arms {','.join(self.arms)}", *options])
 
 
 class Timing(NamedTuple):
@@ -250,8 +224,8 @@ class Fitting:
     plan: Plan
     seconds: float  # the budget
     deadline: float
-    given: Collection[str] = ()
-    facts: Found = field(default_factory=lambda: Found(0, 0, 0, 0))
+    given: Collection[str]
+    facts: Found
     floor: int = LEAST_STEPS
     known: dict[str, Timing] = field(default_factory=dict)
 
@@ -285,30 +259,27 @@ class Fitting:
             self.known[key] = self.timing(changes)
         return self.known[key].run(train.epochs, train.test_every)
 
-    def choose(self, facts: Found | None = None) -> tuple[Changes, int, int]:
-        """The changes, the number of arms, and the seeds of the first look, or ValueError."""
-        self.facts = facts or self.facts
-        rungs, least = self._rungs(), self.least_epochs()
-        full, counts = max(self.study.base.train.epochs, least), [len(self.study.arms)]
+    def choose(self) -> tuple[Changes, int, int]:
+        """The first choice that fits, or ValueError."""
+        choices = list(self._choices())
+        fitting = (c for c in choices if self.cost(c[0]) <= self.room(*c[1:]))
+        if self.cost(choices[-1][0]) > self.room(*choices[-1][1:]):
+            self._refuse(*choices[-1])
+        return next(fitting, choices[-1])  # the last one, if the time has run on
+
+    def _choices(self) -> Iterator[tuple[Changes, int, int]]:
+        """The changes, the number of arms, and the seeds of the first look, the best first."""
+        own, least = self.study.base.train.epochs, self.least_epochs()
+        full, counts = max(own, least), [len(self.study.arms)]
         if "arms" not in self.given:
             counts = [*range(counts[0], LEAST_ARMS - 1, -1)] or counts
         firsts = [self.plan.design.looks[0], *([] if "seeds" in self.given else [LEAST])]
-
-        def with_epochs(changes: Changes, epochs: int) -> Changes:
-            is_own = epochs == self.study.base.train.epochs
-            return changes if is_own else {**changes, "train.epochs": epochs}
-
-        cheapest = with_epochs(rungs[-1], least)
-        if self.cost(cheapest) > self.room(counts[-1], firsts[-1]):
-            self._refuse(cheapest, counts[-1], firsts[-1])
-        for rung, first in itertools.product(rungs, firsts):
-            for count in counts:
-                if self.cost(changes := with_epochs(rung, full)) <= self.room(count, first):
-                    return changes, count, first
-            for epochs in range(full - 1, least - 1, -1):
-                if self.cost(changes := with_epochs(rung, epochs)) <= self.room(counts[-1], first):
-                    return changes, counts[-1], first
-        return cheapest, counts[-1], firsts[-1]  # the time has run on
+        pairs = [(full, count) for count in counts]
+        pairs += [(epochs, counts[-1]) for epochs in range(full - 1, least - 1, -1)]
+        for rung, first in itertools.product(self._rungs(), firsts):
+            for epochs, count in pairs:
+                changes = rung if epochs == own else {**rung, "train.epochs": epochs}
+                yield changes, count, first
 
     def _refuse(self, changes: Changes, arms: int, units: int) -> None:
         runs, run = replace(self.plan, arms=arms, done=0).runs(units), self.cost(changes)
@@ -385,7 +356,10 @@ def within_budget(study: Study, chosen: Budget, pool: Pool) -> Study:
     """The study with settings that fit a budget, which are kept for a second start."""
     pool.folder.mkdir(parents=True, exist_ok=True)
     write_json(pool.folder / FILE, asdict(chosen))
-    say(f"{chosen.remark}\nThe same without --budget: {chosen.options}")
+    options = [f"--arms {','.join(chosen.arms)}"]
+    options += [f"--{key} {value}" for key, value in chosen.changes.items()]
+    options += [f"--seeds {chosen.seeds}"] if chosen.seeds else []
+    say(f"{chosen.remark}\nThe same without --budget: {' '.join(options)}")
     pool.run_seconds = chosen.run_seconds
     design = Design(parse_runs(chosen.seeds)) if chosen.seeds else study.design
     program = RecipeProgram.of(study.base.override(chosen.changes))
@@ -406,7 +380,7 @@ def _session(recipe: Recipe) -> Iterator[Session]:
     use_threads(recipe.machine.threads)
     recipe = recipe.override({"train.compile": False})
     with join_processes(recipe.machine.device) as processes, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Skipped ")  # such images are listed before
+        warnings.filterwarnings("ignore", "Skipped ")  # the report names such images
         yield Session(recipe, recipe.load_data(), processes)
 
 

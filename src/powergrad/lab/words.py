@@ -1,4 +1,4 @@
-"""Formatting of times, numbers, tables and progress."""
+"""Formatting of times, numbers and texts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.progress import track
-
-T = TypeVar("T")
 CLOSE = 0.65  # how alike a typed word and a suggestion are at least
 
 
@@ -37,17 +32,6 @@ def parse_duration(text: str, option: str = "--budget") -> float:
         wanted = f"{option} to be a time such as 90s, 10m, 2h or 1h30m"
         raise ValueError(f"Expected {wanted}, but got {text!r}.")
     return seconds
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """Integers, with consecutive ones as ranges."""
-    parts: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
-        else:
-            parts.append([number])
-    return ", ".join("-".join(map(str, part)) for part in parts)
 
 
 def hide_folders(text: str, place: str = "") -> str:
@@ -109,16 +93,3 @@ def shorten(text: str, most: int = 80) -> str:
 def short_key(key: str) -> str:
     """A dotted key without its section."""
     return key.partition(".")[2] or key
-
-
-def number(value: Any) -> str:
-    """Format a value of a recipe: numbers without trailing zeros, others unchanged."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return f"{value:g}" if is_number else str(value)
-
-
-def show_progress(items: Iterable[T], text: str, total: int) -> Iterable[T]:
-    """The items, with a progress bar on standard error if that is a terminal."""
-    console = Console(stderr=True)
-    options = {"console": console, "transient": True, "disable": not console.is_terminal}
-    return track(items, text, total=total, **options)

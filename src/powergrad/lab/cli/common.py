@@ -65,7 +65,7 @@ def recipe_and_overrides(
         else:
             wanted = "Expected one recipe, and overrides as `--key value` or `key=value`"
             raise RecipeError(f"{wanted}, but got {named!r} and {token!r}.")
-    others = [*_option_names(command), "--data.only"]
+    others = [*_option_names(command)]
     known = {*(f"--{key}" for key, *_ in describe_keys()), *others}
     for option in (token.partition("=")[0] for token in changes if token.startswith("--")):
         if option not in known and "." not in option:

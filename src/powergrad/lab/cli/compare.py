@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from powergrad.lab.cli.study_options import (
     TuneOptions,
     answering,
     prepare,
+    seconds_of,
 )
 from powergrad.lab.preflight import Plan, say
 from powergrad.lab.runs import CommandProgram, RecipeProgram
@@ -154,8 +154,7 @@ def _compare_program(
         raise ValueError(f"{wanted}, but got {changes[0]!r}.")
     _check_tune_metric(given.tune_metric, options.metric, bool(tuned))
     # A program has no keys that could be chosen to fit into the time.
-    budget = math.inf if options.budget is None else parse_duration(options.budget)
-    deadline = time.monotonic() + budget
+    deadline = time.monotonic() + seconds_of(options.budget)
     wanted = (options.metric, given.tune_metric)
     sources = Sources.parse(given.metric_regex, given.metric_file, *wanted)
     keys = [part.partition("=")[0] for text in tuned for part in text.rpartition(": ")[2].split()]

@@ -18,6 +18,7 @@ from cyclopts import Parameter
 
 from powergrad.lab.cli.common import Flag, Words, put_aside, refuse
 from powergrad.lab.cli.planning import noise_of
+from powergrad.lab.environment import visible_devices, worker_environments
 from powergrad.lab.preflight import (
     LEAST_BUDGET,
     RESERVE,
@@ -30,7 +31,6 @@ from powergrad.lab.preflight import (
     within_budget,
 )
 from powergrad.lab.runs import CommandProgram, Program, RecipeProgram
-from powergrad.lab.runs.devices import visible_devices, worker_environments
 from powergrad.lab.runs.pool import Pool
 from powergrad.lab.stats import DEFAULT, Design, Noise, check_positive, least_runs, parse_runs
 from powergrad.lab.study import Execution, Metric, Results, Study, StudyKind, metric_named
@@ -190,7 +190,7 @@ class StudyOptions:
         if "seed" in given:
             got = f"seed = {given['seed']!r}; every run has its own seed"
             raise ValueError(f"Expected --seeds and --first-seed, but got {got}.")
-        changes: dict[str, Any] = {"machine.threads": self.threads, "machine.keep_best": False}
+        changes: dict[str, Any] = {"machine.threads": self.threads}
         if self.cluster is not None:  # file times differ between copies on several machines
             changes["machine.fingerprint"] = "sizes"
         base = load_recipe(recipe, {**changes, **given})
@@ -212,8 +212,7 @@ class StudyOptions:
         if not program.is_foreign:
             metric = metric_named(self.metric or "test_accuracy", self.margin)
             margin = metric.margin if self.margin is None else self.margin
-        if self.budget is not None:
-            parse_duration(self.budget)  # raises before torch is imported
+        _ = seconds_of(self.budget)  # raises before torch is imported
         runs, finals = self.seeds or ("8" if kind == "sweep" else None), 0
         if repeats is not None:
             if self.seeds is not None and (not self.seeds.isdigit() or self.seeds == "0"):
@@ -260,6 +259,11 @@ class StudyOptions:
         return Pool(folder, workers=len(environments), environments=environments, **shared)
 
 
+def seconds_of(budget: str | None) -> float:
+    """The seconds of ``--budget``."""
+    return math.inf if budget is None else parse_duration(budget)
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A study of a recipe that was checked, with the settings that fit its budget."""
@@ -286,21 +290,18 @@ def prepare(
     assert isinstance(study.program, RecipeProgram)
     with options.pool(folder, study.program) as pool:
         plan, remarks = Plan.of(study, tuner, pool.workers), []
-        seconds = parse_duration(options.budget) if options.budget else math.inf
-        if seconds < LEAST_BUDGET:
+        if (seconds := seconds_of(options.budget)) < LEAST_BUDGET:
             wanted = f"Expected --budget to be at least {duration(LEAST_BUDGET)}"
             raise ValueError(f"{wanted}, but got {options.budget!r}.")
         pool.deadline = began + seconds - RESERVE
         chosen = earlier_budget(folder, seconds)
         are_given = {"seeds": options.seeds or study.finals, "arms": tuner}
         fixed = {*given, *(name for name, is_given in are_given.items() if is_given)}
-        fitting = Fitting(study, plan, seconds, pool.deadline, fixed)
-        is_open = options.budget is not None and chosen is None
         arms = [base.override(changes) for changes in study.arms.values()]
-        check_recipe(base, arms, fitting.choose if is_open else None)
+        facts = check_recipe(base, arms)
         done = count_reused(study, folder, tuner, pool.known.keys())
-        if is_open:
-            chosen = fitting.fit()
+        if options.budget is not None and chosen is None:
+            chosen = Fitting(study, plan, seconds, pool.deadline, fixed, facts).fit()
         if chosen is not None:
             study = within_budget(study, chosen, pool)
             if tuner is not None:

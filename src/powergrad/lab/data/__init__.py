@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from powergrad.lab.data.data_options import Data as Data
 from powergrad.lab.data.listing import choose, open_folder
 from powergrad.lab.data.listing import fingerprint as fingerprint
-from powergrad.lab.data.sets import Examples, find_set
+from powergrad.lab.data.sets import SETS, Examples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,36 +38,25 @@ class Datasets:
 
 def load_data(config: Data, *, data_dir: str | None = None, workers: int = 0) -> Datasets:
     """Load the data of a recipe; which images are held out or left out depends on no seed."""
-    from powergrad.lab.data.split import MemorySplit  # imports torch, which is slow
+    from powergrad.lab.data.folder import FolderSplit  # imports torch, which is slow
+    from powergrad.lab.data.split import MemorySplit
 
     if config.is_folder:
-        return _from_folder(config, data_dir, workers)
-    stored = find_set(config.name)
+        images, size = open_folder(config, data_dir), config.size or 224
+        listings = images.choose(config)
+        train, test = (FolderSplit(part, config, size=size, workers=workers) for part in listings)
+        return Datasets(train, test, images.classes, 3, size, images.test is not None)
+    stored = SETS[config.name]
     train, test, mean, std = stored.load(data_dir)
     kept, held = choose(train.labels.numpy(), config)
 
     def split(examples: Examples) -> MemorySplit:
-        images, labels = _resized(examples.images, config.size), examples.labels
-        classes = len(stored.classes)
-        return MemorySplit(images, labels, config, classes=classes, mean=mean, std=std)
+        images = _resized(examples.images, config.size)
+        return MemorySplit(images, examples.labels, config, mean=mean, std=std)
 
     channels, size = train.images.shape[1:3]
     train, test = train.subset(kept), train.subset(held) if config.hold_out else test
     return Datasets(split(train), split(test), stored.classes, channels, config.size or size)
-
-
-def _from_folder(config: Data, data_dir: str | None, workers: int) -> Datasets:
-    from powergrad.lab.data.folder import FolderSplit
-
-    images = open_folder(config, data_dir)
-    if images.problems:
-        raise ValueError("\n".join(images.problems))
-    size, classes = config.size or 224, len(images.classes)
-    train, test = (
-        FolderSplit(listing, config, size=size, classes=classes, workers=workers)
-        for listing in images.choose(config)
-    )
-    return Datasets(train, test, images.classes, 3, size, images.test is not None)
 
 
 def _resized(images: Tensor, size: int | None) -> Tensor:

@@ -9,6 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from powergrad.lab.data.sets import SETS
+from powergrad.lab.words import did_you_mean
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -16,11 +19,23 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Natural = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 
+# Keys of earlier versions, and the values with which the training was as it is now.
+GONE = {"mixup": (0,), "cutmix": (0,), "ema": (None,), "alpha_schedule": ("constant",)}
+GONE |= {"zero_init_residual": (False,), "keep_best": (False, True)}
+
 
 class Section(BaseModel):
     """A part of a recipe: immutable, without unknown keys; `train --keys` prints the texts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_earlier_versions(cls, values: Any) -> Any:
+        """Leave out the keys of earlier versions, if they change nothing."""
+        if not isinstance(values, Mapping):
+            return values
+        return {key: value for key, value in values.items() if value not in GONE.get(key, ())}
 
 
 class Data(Section):
@@ -33,8 +48,6 @@ class Data(Section):
         tuple[Positive, Positive], "folders: range of the random crop's aspect ratio"
     ] = (3 / 4, 4 / 3)
     test_crop: Annotated[Share, "folders: side of the centre crop in tests, as a fraction"] = 0.875
-    mixup: Annotated[NotNegative, "mixup's Beta parameter; 0 is off"] = 0.0
-    cutmix: Annotated[NotNegative, "cutmix's Beta parameter; 0 is off"] = 0.0
     bad_images: Annotated[Literal["refuse", "skip"], "what to do with unreadable images"] = "refuse"
     hold_out: Annotated[BelowOne, "test on this fraction of the training data instead"] = 0.0
     groups: Annotated[
@@ -60,24 +73,14 @@ class Data(Section):
             return self.name
         return self.path.name if self.path.name not in ("", "..") else self.path.resolve().name
 
-    @model_validator(mode="before")
+    @field_validator("name")
     @classmethod
-    def _check_only(cls, values: Any) -> Any:
-        """Check ``only``, with which a recipe file names its data; it is not stored."""
-        if not isinstance(values, Mapping) or "only" not in values:
-            return values
-        rest = {key: value for key, value in values.items() if key != "only"}
-        only, name = str(values["only"]), str(rest.get("name", ""))
-        if only == "any" or name.startswith(only):
-            return rest
-        wanted = f"{only}PATH" if only.endswith(":") else only
-        if not name:
-            raise ValueError(f"this recipe needs `--data.name {wanted}`, but got none")
-        other = "; for photographs, use the recipe `images`" if ":" in name else ""
-        raise ValueError(
-            f"expected {wanted}, for which this recipe is made, but got {name!r}{other}; to use "
-            "this recipe anyway, add `--data.only any`"
-        )
+    def _check_name(cls, name: str) -> str:
+        if name not in SETS and not name.startswith("folder:"):
+            is_folder = Path(name).expanduser().is_dir()
+            meant = f"; did you mean folder:{name}?" if is_folder else did_you_mean(name, SETS)
+            raise ValueError(f"expected {', '.join(SETS)} or folder:PATH, but got {name!r}{meant}")
+        return name
 
     @field_validator("scale", "ratio")
     @classmethod

@@ -1,4 +1,4 @@
-"""Folders of images, one folder per class, decoded with Pillow in worker processes.
+"""Folders of images, one folder per class, decoded with Pillow in threads.
 
 `draft` lets libjpeg decode an image at a half, a quarter or an eighth of its size if the crop is
 that much larger than the result. Then the crop is resized, bilinear with antialiasing: in training
@@ -11,15 +11,14 @@ the first is used.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import itertools
 import math
-import multiprocessing
 import os
-import signal
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +28,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from powergrad.lab.data.data_options import Data
 from powergrad.lab.data.listing import FORMATS, Listing, file_stamp
@@ -37,7 +35,7 @@ from powergrad.lab.data.split import Batch, Split
 from powergrad.lab.data.streams import Stream, uniform
 
 MEAN, STD = 255 * torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])  # ImageNet's
-CHUNK = 16  # images that a worker sends at once: 2.4 MB of shared memory at 224 pixels
+AHEAD = 32  # images per thread that are read before they are used
 ATTEMPTS = 10
 MOST_KEPT = 512 << 20  # bytes of decoded images that a process keeps
 
@@ -70,13 +68,6 @@ def centre_box(width: int, height: int, fraction: float) -> Box:
     return left, top, left + side, top + side
 
 
-def open_image(path: bytes | str | Path) -> Image.Image:
-    """Open an image in one of the :data:`~powergrad.lab.data.listing.FORMATS`, by its content."""
-    Image.init()
-    known = [name for name in FORMATS if name in Image.OPEN]  # AVIF needs Pillow 11.3
-    return Image.open(path, formats=known)
-
-
 class Picture(NamedTuple):
     """A decoded image of mode L or RGB, perhaps smaller than in its file."""
 
@@ -86,12 +77,21 @@ class Picture(NamedTuple):
 
 
 def decode(path: bytes | str | Path, least: Callable[[int, int], tuple[int, int]]) -> Picture:
-    """Decode an image as small as possible, but not below ``least(width, height)``."""
-    with open_image(path) as image:
+    """Decode an image as small as possible, but not below ``least(width, height)``.
+
+    Its format is that of its content, and one of :data:`~powergrad.lab.data.listing.FORMATS`.
+    """
+    Image.init()
+    known = [name for name in FORMATS if name in Image.OPEN]  # AVIF needs Pillow 11.3
+    with Image.open(path, formats=known) as image:
         width, height = image.size
         image.draft(None, least(width, height))
         image.load()
-        return Picture(grey_or_rgb(eight_bits(image)), width, height)
+        pixels = eight_bits(image)
+        if pixels.mode == "P":  # its transparency may have a form that only RGBA supports
+            pixels = pixels.convert("RGBA")
+        plain = pixels if pixels.mode in ("L", "RGB") else pixels.convert("RGB")
+        return Picture(plain, width, height)
 
 
 def cut(picture: Picture, box: Box, size: int, *, by_pillow: bool) -> Tensor:
@@ -139,23 +139,9 @@ def eight_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.rint((values - low) * (255 / (high - low))).astype(np.uint8))
 
 
-def grey_or_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of bytes to mode L or RGB."""
-    if image.mode == "P":  # its transparency may have a form that only RGBA supports
-        image = image.convert("RGBA")
-    return image if image.mode in ("L", "RGB") else image.convert("RGB")
-
-
 Moment = tuple[int, int] | None  # the seed and the epoch of the augmentation; None for testing
-Task = tuple[NDArray[np.int64], Moment]  # the indices to read
-
-
-class Chunk(NamedTuple):
-    """The result of a worker: images, uint8 (n, 3, S, S), their indices, and unreadable ones."""
-
-    images: Tensor
-    indices: Tensor
-    bad: list[tuple[int, str]]  # index and reason
+Plan = tuple[int, Chooser, bool]  # the index of an image, its box, and whether it is mirrored
+Bad = tuple[int, str]  # the index of an image that cannot be read, and the reason
 
 
 # What this process has decoded, by path and time of the file: reduced images for training, finished
@@ -165,7 +151,7 @@ _kept_for: list[Any] = []
 
 
 class FolderSplit(Split):
-    """Images in files, read by `workers` processes, or by this process if that is 0.
+    """Images in files, read by `workers` threads, or by the caller's if that is 0.
 
     If all images fit into :data:`MOST_KEPT` bytes after they are reduced, this process keeps them,
     so that further epochs and runs decode nothing.
@@ -175,14 +161,11 @@ class FolderSplit(Split):
     augmentation of the latter.
     """
 
-    def __init__(
-        self, listing: Listing, config: Data, *, size: int, classes: int, workers: int
-    ) -> None:
+    def __init__(self, listing: Listing, config: Data, *, size: int, workers: int) -> None:
         labels, mean, std = torch.from_numpy(listing.labels), MEAN.tolist(), STD.tolist()
-        super().__init__(labels, config, classes=classes, mean=mean, std=std)
+        super().__init__(labels, config, mean=mean, std=std)
         self.listing, self.size, self.workers = listing, size, workers
         self.skips = config.bad_images == "skip"
-        self._reported: set[int] = set()
         self._area = size**2 / config.scale[0] / min(config.ratio[0], 1 / config.ratio[1])
         self.is_kept = 3 * self._area * len(listing.paths) <= MOST_KEPT
         if _kept_for != (settings := [size, config.scale, config.ratio, config.test_crop]):
@@ -204,40 +187,34 @@ class FolderSplit(Split):
         self, rows: Sequence[NDArray[np.int64]], moment: Moment
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The normalised images of each row of indices, and the indices that could be read."""
-        tasks = [(row[i : i + CHUNK], moment) for row in rows for i in range(0, len(row), CHUNK)]
-        chunks = in_workers(self._read_chunk, tasks, self.workers)
+        plans = itertools.chain.from_iterable(self._plans(row, moment) for row in rows)
+        read = functools.partial(self._read_one, is_test=moment is None)
+        results = in_threads(read, plans, self.workers)
         for row in rows:
             images = torch.empty(len(row), 3, self.size, self.size)
-            indices, count = [], 0
-            for chunk in itertools.islice(chunks, math.ceil(len(row) / CHUNK)):
-                self._report(chunk.bad)
-                rows_read = images[count : count + len(chunk.indices)]
-                rows_read.copy_(chunk.images).sub_(self.mean).mul_(self.scale)
-                count += len(chunk.indices)
-                indices.append(chunk.indices)
-            yield images[:count], torch.cat(indices)
+            indices: list[int] = []
+            for image, index, bad in itertools.islice(results, len(row)):
+                self._report(bad)
+                if image is not None:
+                    images[len(indices)] = image
+                    indices.append(index)
+            images = images[: len(indices)].sub_(self.mean).mul_(self.scale)
+            yield images, torch.tensor(indices, dtype=torch.int64)
 
-    def _read_chunk(self, task: Task) -> Chunk:
-        """Read images. It is a pure function, so any process can handle any task."""
-        images = torch.empty(len(task[0]), 3, self.size, self.size, dtype=torch.uint8)
-        indices: list[int] = []
-        bad: list[tuple[int, str]] = []
-        count, is_test = len(self.labels), task[1] is None
+    def _read_one(self, plan: Plan, is_test: bool) -> tuple[Tensor | None, int, list[Bad]]:
+        """The image of a plan and its index, and those that cannot be read."""
+        (index, choose, mirrored), count = plan, len(self.labels)
+        bad: list[Bad] = []
         attempts = count if self.skips and not is_test else 1
-        for index, choose, mirrored in self._plans(*task):
-            for candidate in (i % count for i in range(index, index + attempts)):
-                path = self.listing.path(candidate)
-                try:
-                    image = self._image(path, choose, is_test)
-                except MemoryError:
-                    raise
-                except Exception as error:  # decoders raise all kinds of errors for damaged files
-                    bad.append((candidate, f"{type(error).__name__}: {error}"))
-                else:
-                    images[len(indices)] = image.flip(2) if mirrored else image
-                    indices.append(candidate)
-                    break
-        return Chunk(images[: len(indices)], torch.tensor(indices, dtype=torch.int64), bad)
+        for candidate in (i % count for i in range(index, index + attempts)):
+            try:
+                image = self._image(self.listing.path(candidate), choose, is_test)
+                return image.flip(2) if mirrored else image, candidate, bad
+            except MemoryError:
+                raise
+            except Exception as error:  # decoders raise all kinds of errors for damaged files
+                bad.append((candidate, f"{type(error).__name__}: {error}"))
+        return None, index, bad
 
     def _image(self, path: bytes, choose: Chooser, is_test: bool) -> Tensor:
         """An image for training or testing, decoded now or before."""
@@ -248,8 +225,7 @@ class FolderSplit(Split):
         if image is None:
             exact = functools.partial(read_image, path, choose, self.size, by_pillow=True)
             image = exact() if is_test else self._reduced(path)
-            if not self.workers:  # their processes end with the epoch
-                _kept[key] = image
+            _kept[key] = image
         if isinstance(image, Tensor):
             return image
         return cut(image, choose(image.width, image.height), self.size, by_pillow=False)
@@ -267,10 +243,7 @@ class FolderSplit(Split):
         factor = min(1.0, math.sqrt(self._area / (width * height)))
         return math.ceil(width * factor), math.ceil(height * factor)
 
-    def _plans(
-        self, indices: NDArray[np.int64], moment: Moment
-    ) -> Iterator[tuple[int, Chooser, bool]]:
-        """For each index: the function that chooses the box, and whether to mirror."""
+    def _plans(self, indices: NDArray[np.int64], moment: Moment) -> Iterator[Plan]:
         config = self.config
         if moment is None:
             choose = functools.partial(centre_box, fraction=config.test_crop)
@@ -281,60 +254,27 @@ class FolderSplit(Split):
         for index, (mirror, *row) in zip(indices.tolist(), draws.tolist(), strict=True):
             yield index, functools.partial(box, draws=row), config.flip and mirror < 0.5
 
-    def _report(self, bad: list[tuple[int, str]]) -> None:
+    def _report(self, bad: list[Bad]) -> None:
         for index, reason in bad:
             path = os.fsdecode(self.listing.path(index))
             if not self.skips:
                 remedy = "To skip such images, set `data.bad_images: skip`."
                 raise ValueError(f"The image {path!r} cannot be read: {reason}. {remedy}")
-            if index not in self._reported:
-                self._reported.add(index)
+            if path not in self.unreadable:
+                self.unreadable[path] = reason
                 warnings.warn(f"Skipped {path!r}: {reason}", stacklevel=2)
 
 
-class _Results(Dataset[T]):
-    def __init__(self, function: Callable[[Any], T]) -> None:
-        self.function = function
-
-    def __getitem__(self, task: Any) -> T:
-        return self.function(task)
-
-
-def in_workers(function: Callable[[Any], T], tasks: Sequence[Any], workers: int) -> Iterator[T]:
-    """``function(task)`` of each task, in order, computed by `workers` processes."""
-    loader = DataLoader(
-        _Results(function),
-        sampler=tasks,
-        batch_size=None,
-        num_workers=workers,
-        collate_fn=_unchanged,
-        worker_init_fn=functools.partial(begin_worker, os.getpid()),
-        generator=torch.Generator(),  # otherwise it draws a seed from the global generator
-    )
-    held = [iter(loader)]
-    atexit.register(held.clear)  # ends the workers if they still run at exit
-    try:
-        for _ in tasks:
-            yield next(held[0])
-    finally:
-        atexit.unregister(held.clear)
-        held.clear()
-
-
-def _unchanged(result: Any) -> Any:
-    """The identity, as a collate function that can be pickled."""
-    return result
-
-
-def begin_worker(main: int, worker: int) -> None:
-    """Let the main process handle signals.
-
-    If a worker dies immediately, PyTorch raises in the main process, which may be saving its state.
-    So a worker ignores Ctrl-C, and exits ten seconds after SIGTERM, which an exiting main process
-    sends too. If the main process was killed before this worker started, PyTorch's watchdog would
-    never notice, so the worker exits here.
-    """
-    if multiprocessing.get_start_method() == "fork" and os.getppid() != main:
-        os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(10))
+def in_threads(function: Callable[[Any], T], tasks: Iterable[Any], workers: int) -> Iterator[T]:
+    """``function(task)`` of each task, in order; ahead of their use, if there are `workers`."""
+    if not workers:
+        yield from map(function, tasks)
+        return
+    waiting: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        for task in tasks:
+            waiting.append(pool.submit(function, task))
+            if len(waiting) > AHEAD * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

@@ -7,11 +7,11 @@ be directly in the folder.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import os
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +40,11 @@ FORMATS = {
 }
 EXTENSIONS = tuple(itertools.chain.from_iterable(FORMATS.values()))
 
+FEW = 10  # warn about classes with fewer training images
+
 # Why a file or folder is not used.
 HIDDEN, BROKEN, LOOSE = "hidden", "broken link", "not in a class folder"
 AGAIN = "folder above, or already included"
-
-SETTLED = 2.0  # seconds without changes after which the modification time of a folder is reliable
 
 _Images = dict[str, list[bytes]]  # the paths of images by class
 
@@ -84,8 +84,7 @@ class ImageFolder:
     """The content of a folder of images.
 
     `classes` are the folders of train, sorted. `ignored` has the relative paths of unused files and
-    folders by the reason. `problems` are the reasons why the folder cannot be used for
-    training. `folders` are the modification times of all folders that were read.
+    folders by the reason. `problems` are the reasons why the folder cannot be used for training.
     """
 
     root: Path
@@ -94,7 +93,6 @@ class ImageFolder:
     classes: tuple[str, ...]
     ignored: dict[str, list[str]]
     problems: list[str]
-    folders: dict[str, int]
 
     def splits(self) -> dict[str, Listing]:
         """The listings by the names of their folders; ``.`` if the classes are in the root."""
@@ -109,46 +107,32 @@ class ImageFolder:
                 yield name, os.path.join(listing.root, path)
 
     def choose(self, config: Data) -> tuple[Listing, Listing]:
-        """The training and the test images of a run."""
+        """The training and the test images of a run; ValueError if the folder cannot be used."""
+        if self.problems:
+            raise ValueError("\n".join(self.problems))
         groups = self.train.groups(config.groups) if config.hold_out and config.groups else None
         kept, held = choose(self.train.labels, config, groups)
         test = self.train.subset(held) if config.hold_out else self.test
-        assert test is not None  # `_list_folder` raises if it is needed and missing
+        assert test is not None  # `list_folder` raises if it is needed and missing
         return self.train.subset(kept), test
-
-    def is_current(self) -> bool:
-        """Whether no folder has changed since it was read."""
-        return all(_changed_at(folder) == then for folder, then in self.folders.items())
-
-
-def _changed_at(folder: str) -> int:
-    """The modification time of a folder, in nanoseconds; 0 if it does not exist."""
-    return os.stat(folder).st_mtime_ns if os.path.isdir(folder) else 0
-
-
-_known: dict[tuple[Path, bool], ImageFolder] = {}
 
 
 def open_folder(config: Data, data_dir: str | None = None) -> ImageFolder:
     """List the images of the folder ``data.name``, which may be relative to a data folder.
 
-    A process lists a folder once, and again only if a folder in it has changed. A folder that
-    changed a moment ago may change again without a new modification time, so it is not remembered.
+    A process lists a folder once, and again for every :func:`fingerprint`.
     """
     candidates = [config.path, *(root / config.path for root in roots(data_dir))]
     root = next((candidate for candidate in candidates if candidate.is_dir()), None)
     if root is None:
         places = " or ".join(repr(str(candidate)) for candidate in dict.fromkeys(candidates))
-        raise FileNotFoundError(f"There is no folder with train/ and val/ at {places}.")
-    key = root.absolute(), not config.hold_out
-    known, began = _known.pop(key, None), time.time()
-    folder = known if known is not None and known.is_current() else _list_folder(*key)
-    if max(folder.folders.values()) < 1e9 * (began - SETTLED):
-        _known[key] = folder
-    return folder
+        remedy = "name it with --data.name folder:PATH"
+        raise FileNotFoundError(f"There is no folder with train/ and val/ at {places}; {remedy}.")
+    return list_folder(root.absolute(), not config.hold_out)
 
 
-def _list_folder(root: Path, needs_test: bool) -> ImageFolder:
+@functools.cache
+def list_folder(root: Path, needs_test: bool) -> ImageFolder:
     """List a folder.
 
     Images are files with one of the :data:`EXTENSIONS`, in upper or lower case, at any depth below
@@ -167,9 +151,8 @@ def _list_folder(root: Path, needs_test: bool) -> ImageFolder:
             f"`--data.hold_out 0.2` to test on a fifth of {where}."
         )
     ignored: dict[str, list[str]] = {}
-    folders = {str(root): _changed_at(str(root))}
-    in_train = _walk(root, train_folder, ignored, folders)
-    in_test = _walk(root, test_folder, ignored, folders) if has_test else {}
+    in_train = _walk(root, train_folder, ignored)
+    in_test = _walk(root, test_folder, ignored) if has_test else {}
 
     def no_images(folder: Path) -> str:
         others = [
@@ -202,7 +185,7 @@ def _list_folder(root: Path, needs_test: bool) -> ImageFolder:
 
     train = listing(train_folder, in_train)
     test = listing(test_folder, in_test) if has_test else None
-    return ImageFolder(root, train, test, tuple(in_train), ignored, problems, folders)
+    return ImageFolder(root, train, test, tuple(in_train), ignored, problems)
 
 
 def some(names: Sequence[str], most: int = 5) -> str:
@@ -211,15 +194,14 @@ def some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(map(repr, names[:most])) + more
 
 
-def _walk(root: Path, split: Path, ignored: dict[str, list[str]], times: dict[str, int]) -> _Images:
-    """The sorted paths of each class of a split; adds to `ignored` and `times`."""
+def _walk(root: Path, split: Path, ignored: dict[str, list[str]]) -> _Images:
+    """The sorted paths of each class of a split; adds to `ignored`."""
     found: _Images = {}
     start = len(os.path.join(split, ""))
     place = Path(os.path.realpath(split))
     above = {str(place), *map(str, place.parents)}
     seen: set[tuple[str, str]] = set()  # the class and the place of each folder
     for folder, folders, files in os.walk(split, onerror=_raise, followlinks=True):
-        times[folder] = _changed_at(folder)
         label = folder[start:].partition(os.sep)[0]
         reasons: dict[str, str] = {}
         for path in (os.path.join(folder, name) for name in sorted(files)):
@@ -276,20 +258,42 @@ def choose(
     return kept, held
 
 
+def scan_folder(config: Data, data_dir: str | None = None) -> Iterator[str]:
+    """What a run uses of a folder, what it ignores, and warnings; raises if it cannot be used.
+
+    Nothing is decoded. The first epoch finds the images that cannot be read, see `data.bad_images`.
+    """
+    list_folder.cache_clear()  # it may have changed
+    folder = open_folder(config, data_dir)
+    train, test = folder.choose(config)
+    images = f"{len(train.labels):,} training images, {len(test.labels):,} test images"
+    yield f"{folder.root}: {images}, {len(folder.classes):,} classes"
+    for why, paths in folder.ignored.items():
+        yield f"  ignored ({why}): {len(paths):,}, {some(paths, 3)}"
+    splits = folder.splits()
+    if len({os.path.realpath(listing.root) for listing in splits.values()}) < len(splits):
+        names = " and ".join(splits)
+        yield f"Warning: {names} are the same folder, so tests would use training images."
+    fewer = f"with fewer than {FEW} training images"
+    for text, part, least in (("without test images", test, 1), (fewer, train, FEW)):
+        counts = np.bincount(part.labels, minlength=len(folder.classes))
+        if rare := [folder.classes[k] for k in np.flatnonzero(counts < least).tolist()]:
+            share = f"({len(rare):,} of {len(folder.classes):,})"
+            yield f"Warning: Classes {text} {share}: {some(rare)}."
+
+
 def fingerprint(config: Data, data_dir: str | None = None, *, kind: str = "times") -> str:
     """A string that is the same for the same images, and changes when a folder of images changes.
 
-    It is a hash of the names of all images of both splits with their sizes and modification times
-    ("times"), sizes ("sizes") or contents ("contents"). Names are relative to the folder, so its
-    location does not matter. Options that select images, such as ``hold_out``, do not change it.
+    It is a hash of the names of all images of both splits with their sizes ("sizes"), and their
+    modification times ("times"). Names are relative to the folder, so its location does not matter.
+    Options that select images, such as ``hold_out``, do not change it.
     """
+    list_folder.cache_clear()
     digest = hashlib.sha256()
     for name, path in open_folder(config, data_dir).images():
         size, changed = file_stamp(path)
         content = b"%d" % size if kind == "sizes" else b"%d %d" % (size, changed)
-        if kind == "contents":
-            data = Path(os.fsdecode(path)).read_bytes() if size >= 0 else None
-            content = b"missing" if data is None else hashlib.sha256(data).hexdigest().encode()
         digest.update(b"%b\0%b\0" % (os.fsencode(name), content))  # names have no zero bytes
     return f"{kind}:{digest.hexdigest()[:32]}"
 

@@ -240,10 +240,3 @@ SETS = {
         "unpack the archive with tar; then pass the folder as `--machine.data_dir DIR`.",
     ),
 }
-
-
-def find_set(name: str) -> StoredSet:
-    if name not in SETS:
-        names = ", ".join([*SETS, "folder:PATH"])
-        raise ValueError(f"Expected `data.name` to be one of {names}, but got {name!r}.")
-    return SETS[name]

@@ -1,4 +1,4 @@
-"""Batches: the order of examples, the part of each process, images in memory, mixing."""
+"""Batches: the order of examples, the part of each process, images in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 2**20  # pixel values prepared at once (4 MB), to reduce the overhead of
 
 
 class Batch(NamedTuple):
-    """Normalised images (B, C, H, W), and labels (B,) or, if mixed, probabilities (B, K)."""
+    """Normalised images (B, C, H, W), and labels (B,)."""
 
     images: Tensor
     labels: Tensor
@@ -31,9 +31,10 @@ class Split(ABC):
     is_kept = True  # whether the images are in memory after the first epoch
 
     def __init__(
-        self, labels: Tensor, config: Data, *, classes: int, mean: list[float], std: list[float]
+        self, labels: Tensor, config: Data, *, mean: list[float], std: list[float]
     ) -> None:
-        self.labels, self.config, self.classes = labels, config, classes
+        self.labels, self.config = labels, config
+        self.unreadable: dict[str, str] = {}  # the paths of images that were skipped, with reasons
         self.mean = torch.tensor(mean).view(-1, 1, 1)
         self.scale = 1 / torch.tensor(std).view(-1, 1, 1)
 
@@ -59,14 +60,9 @@ class Split(ABC):
     ) -> Iterator[Batch]:
         """The augmented batches of an epoch, without an incomplete last one."""
         steps, part = self.steps(batch_size), batch_size // world
-        is_mixed = self.config.mixup or self.config.cutmix
-        if is_mixed and part % 2:
-            wanted = "an even number of examples per batch and process for mixup and cutmix"
-            raise ValueError(f"Expected {wanted}, which mix neighbours, but got {part}.")
         order = permutation(len(self), seed, epoch)[: steps * batch_size]
         rows = order.reshape(steps, batch_size)[start:, rank * part : (rank + 1) * part]
-        batches = self._train(rows, seed, epoch)
-        return self._mixed(batches, seed, epoch, range(start, steps)) if is_mixed else batches
+        return self._train(rows, seed, epoch)
 
     def test_batches(
         self, batch_size: int, *, rank: int = 0, world: int = 1
@@ -86,20 +82,6 @@ class Split(ABC):
     @abstractmethod
     def _test(self, rows: Sequence[NDArray[np.int64]]) -> Iterator[tuple[Batch, Tensor]]:
         """The unaugmented batch of each array of indices, with the indices that could be read."""
-
-    def _mixed(
-        self, batches: Iterator[Batch], seed: int, epoch: int, numbers: range
-    ) -> Iterator[Batch]:
-        from scipy.special import betaincinv  # slow to import
-
-        number = np.array(numbers, np.int64)[:, None]
-        draws = uniform(Stream.MIX, seed, epoch, number, np.arange(3))
-        parameter = self.config.mixup or self.config.cutmix
-        draws[:, 0] = betaincinv(parameter, parameter, draws[:, 0])  # Beta's inverse distribution
-        for batch, (lam, y, x) in zip(batches, draws.tolist(), strict=True):
-            labels = torch.zeros(len(batch.labels), self.classes)
-            whole = Batch(batch.images, labels.scatter_(1, batch.labels[:, None], 1.0))
-            yield mixup(whole, lam) if self.config.mixup else cutmix(whole, lam, (y, x))
 
 
 class MemorySplit(Split):
@@ -158,41 +140,3 @@ class MemorySplit(Split):
 
     def _normalised(self, images: Tensor) -> Tensor:
         return images.float().sub_(self.mean).mul_(self.scale)
-
-
-def mixup(batch: Batch, lam: float) -> Batch:
-    """``lam x_i + (1 - lam) x_j`` of images and of probabilities, with ``j = i ^ 1``.
-
-    Neighbours are mixed, so that each process can mix its own part of a batch; the order is random.
-    There is one ``lam ~ Beta(a, a)`` per batch, as in Zhang et al., *mixup*, ICLR 2018.
-    """
-    return Batch(*(torch.lerp(_partners(tensor), tensor, lam) for tensor in batch))
-
-
-def cutmix(batch: Batch, lam: float, centre: tuple[float, float]) -> Batch:
-    """Paste a box of image ``j = i ^ 1`` with ``1 - lam`` of the area into image ``i``.
-
-    Probabilities are mixed in proportion to the areas, after the box is clipped at the border.
-    There is one ``lam`` and one box per batch; its `centre` (y, x) is uniform, as in the code of
-    Yun et al., *CutMix*, ICCV 2019.
-    """
-    height, width = batch.images.shape[2:]
-    top, bottom = _side(height, lam, centre[0])
-    left, right = _side(width, lam, centre[1])
-    box = (..., slice(top, bottom), slice(left, right))
-    images = batch.images.clone()
-    images[box] = _partners(batch.images[box])
-    kept = 1 - (bottom - top) * (right - left) / (height * width)
-    return Batch(images, torch.lerp(_partners(batch.labels), batch.labels, kept))
-
-
-def _partners(values: Tensor) -> Tensor:
-    """`values` with neighbours exchanged: ``i ^ 1`` for ``i``."""
-    return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
-
-
-def _side(length: int, lam: float, centre: float) -> tuple[int, int]:
-    """The ends of a side of ``sqrt(1 - lam)`` times `length`, clipped at the border."""
-    half = int(length * (1 - lam) ** 0.5) // 2
-    middle = int(length * centre)
-    return max(middle - half, 0), min(middle + half, length)

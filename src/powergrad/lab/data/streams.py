@@ -19,8 +19,7 @@ class Stream(IntEnum):
 
     ORDER = 1
     AUGMENT = 2
-    MIX = 3
-    SPLIT = 4
+    SPLIT = 4  # 3 was that of an earlier version
 
 
 def hashed(stream: Stream, *parts: int | NDArray[np.int64]) -> NDArray[np.uint64]:

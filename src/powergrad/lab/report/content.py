@@ -21,7 +21,7 @@ from powergrad.lab.study.notes import describe_scale, describe_title, describe_t
 from powergrad.lab.study.saving import FILE, conclude, planned_jobs
 from powergrad.lab.trainer.recipe import Recipe, flatten
 from powergrad.lab.trainer.run_folder import Run, RunError
-from powergrad.lab.words import hide_folders, portable, short_key, spans
+from powergrad.lab.words import hide_folders, portable, short_key
 
 NO_VERDICT = {"verdict": "No verdict yet: too few runs are finished.", "notes": [], "advice": []}
 
@@ -136,8 +136,8 @@ def _describe_results(
     outputs = {arm: describe_outputs(finished[arm], notes) for arm in arms}
     no_result = ("missing", "unfinished")
     lacking = {arm: [r["seed"] for r in runs[arm] if r["status"] in no_result] for arm in arms}
-    listed = ", ".join(f"{arm} (seed {spans(seeds)})" for arm, seeds in lacking.items() if seeds)
-    notes += [*([f"Runs without a result: {listed}."] if listed else []), *faults]
+    listed = [f"{arm} (seed {', '.join(map(str, s))})" for arm, s in lacking.items() if s]
+    notes += [*([f"Runs without a result: {', '.join(listed)}."] if listed else []), *faults]
     hidden = ("format", "seed", "time", "command", "resumed")
     return {
         "metric": results.metric.name,

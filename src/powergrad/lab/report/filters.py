@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 POINTS = 100  # the maximal number of times to show of a recording
 LEAST_POINTS = 12
-BUDGET = 8_000_000  # the maximal number of characters of all recordings together
+BUDGET = 6_000_000  # the maximal number of norms of all recordings together, about one byte each
 FLOOR = 1e-4  # norms below this fraction of the layer's largest are shown as zero
 ZERO, SMALLEST, LARGEST, NOT_FINITE = 0, 1, 254, 255
 CENSUS = ("layer", "kind", "units", "dead", "recoverable", "unborn", "died", "revived")
@@ -44,13 +44,9 @@ def encode_norms(folders: Sequence[Path]) -> tuple[dict[Path, dict[str, Any]], l
                 recordings[folder] = Recording(folder), census(folder)
         except (ValueError, OSError, TypeError, KeyError) as error:
             faults.append(f"The filter norms of {folder.name} could not be read: {error}")
-    points = POINTS
-    while True:
-        shown = {folder: _encode(*pair, points) for folder, pair in recordings.items()}
-        size = sum(len(norms["data"]) + len(norms["events"]) for norms in shown.values())
-        if size <= BUDGET or points == LEAST_POINTS:
-            return shown, faults
-        points = max(LEAST_POINTS, int(0.9 * points * BUDGET / size))
+    units = sum(c.units for recording, _ in recordings.values() for c in recording.columns)
+    points = min(POINTS, max(LEAST_POINTS, BUDGET // max(1, units)))
+    return {folder: _encode(*pair, points) for folder, pair in recordings.items()}, faults
 
 
 @contextlib.contextmanager

@@ -77,8 +77,7 @@ def _without_script(data: Mapping[str, Any]) -> str:
         lines.append(f'<h1 dir="auto">{html.escape(study["title"])}</h1>')
         sentences = [comparison["sentence"] for comparison in study["comparisons"]]
         notes = [study["tuned"], *study["notes"], *study["advice"]]
-        scale = f"{study['baseline']}: {', '.join(study['scale'])}." if study["scale"] else ""
-        texts = [study["provisional"], study["headline"], scale, *sentences, *notes]
+        texts = [study["provisional"], study["headline"], *sentences, *notes]
         lines += [f'<p dir="auto">{html.escape(text)}</p>' for text in texts if text]
     lines.append("<p>The script of this page draws curves, tables and figures.</p>")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -42,7 +43,9 @@ class FunctionProgram(ForeignProgram):
         name = getattr(function, "__qualname__", type(function).__qualname__)
         place = place_of(function)
         where = place or f"{getattr(function, '__module__', '')}:{name}"
-        fingerprint, kept = _fingerprint(function), None if place else function
+        fingerprint, kept = "", None if place else function
+        with contextlib.suppress(OSError, TypeError):  # there is no source
+            fingerprint = f"sha256:{digest(inspect.getsource(function))}"
         return cls(place=where, metric=metric, fingerprint=fingerprint, function=kept)
 
     @property
@@ -119,10 +122,3 @@ def _load(place: str) -> Train:
         first, _, rest = name.partition(".")
         return operator.attrgetter(rest)(scope[first]) if rest else scope[first]
     return operator.attrgetter(name)(importlib.import_module(where))
-
-
-def _fingerprint(function: Train) -> str:
-    try:
-        return f"sha256:{digest(inspect.getsource(function))}"
-    except (OSError, TypeError):
-        return ""

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 from typing_extensions import Self
@@ -34,27 +34,11 @@ class RunFailed(RunError):  # noqa: N818
         return self.args[0]
 
 
-class Task(Protocol):
-    """What a pool executes, in the `folder` of a study."""
-
-    @property
-    def name(self) -> str: ...  # the folder of the run in that folder
-
-    @property
-    def is_foreign(self) -> bool: ...  # whether it runs a user's program
-
-    def execute(self, folder: Path) -> Any: ...  # execute or continue it; return its result
-
-    def result(self, folder: Path) -> Any: ...  # None if it is not finished
-
-    def progress(self, folder: Path) -> float: ...  # the finished fraction, from 0 to 1
-
-
 @dataclass(frozen=True)
 class Job:
-    """One run of a study, which is a :class:`Task`: a program, an arm's changes, and a seed."""
+    """One run of a study: a program, an arm's changes, and a seed. This is what a pool executes."""
 
-    name: str
+    name: str  # its folder in the folder of the study
     arm: str
     seed: int
     changes: Changes

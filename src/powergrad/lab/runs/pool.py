@@ -30,7 +30,7 @@ from uuid import uuid4
 from typing_extensions import Self
 
 from powergrad.lab.files import FileError, is_disk_full, write_atomically, write_json
-from powergrad.lab.runs.jobs import JobError, RunFailed, Task
+from powergrad.lab.runs.jobs import Job, JobError, RunFailed
 from powergrad.lab.runs.worker import PATIENCE, PROGRESS, Call, Outcome, dismiss, progress_of
 from powergrad.lab.signals import Interrupted, watching_signals
 
@@ -117,7 +117,7 @@ class Pool:
             "stops. Finished runs are kept. Free some space and run the same command to continue."
         )
 
-    def run(self, jobs: Sequence[Task], watch: Watch = lambda snapshot: None) -> dict[str, Any]:
+    def run(self, jobs: Sequence[Job], watch: Watch = lambda snapshot: None) -> dict[str, Any]:
         """Execute the unfinished runs; return all results by name, for which there was time."""
         batch = _Batch(self, jobs)
         waiting = deque(job for job in jobs if job.name not in batch.results)
@@ -125,7 +125,7 @@ class Pool:
             return batch.results
         batch.write()  # the workers look for this file
         self._connect()
-        futures: dict[str, tuple[Task, Any]] = {}
+        futures: dict[str, tuple[Job, Any]] = {}
         woken = threading.Event()
         try:
             with watching_signals(second_interrupts=False) as stopped:
@@ -244,7 +244,7 @@ class Pool:
             "command continues when it can be reached again."
         )
 
-    def _outcome(self, job: Task, future: Any) -> Outcome | None:
+    def _outcome(self, job: Job, future: Any) -> Outcome | None:
         """How a run ended; None if it was stopped."""
         from distributed import CancelledError, KilledWorker
 
@@ -271,7 +271,7 @@ class Pool:
 class InlinePool(Pool):
     """Executes runs one after another in this process, if other processes cannot import them."""
 
-    def run(self, jobs: Sequence[Task], watch: Watch = lambda snapshot: None) -> dict[str, Any]:
+    def run(self, jobs: Sequence[Job], watch: Watch = lambda snapshot: None) -> dict[str, Any]:
         batch = _Batch(self, jobs)
         for job in [job for job in jobs if job.name not in batch.results]:
             if self._is_too_late():
@@ -290,7 +290,7 @@ class InlinePool(Pool):
 class _Batch:
     """The results and failures of the runs of one call, and what is shown of them."""
 
-    def __init__(self, pool: Pool, jobs: Sequence[Task]) -> None:
+    def __init__(self, pool: Pool, jobs: Sequence[Job]) -> None:
         self.pool, self.jobs = pool, jobs
         results = {job.name: pool.known.get(job.name) or job.result(pool.folder) for job in jobs}
         self.results = {name: result for name, result in results.items() if result is not None}
@@ -301,7 +301,7 @@ class _Batch:
         self.began, self.written = time.monotonic(), -math.inf
         self.first: tuple[float, float] | None = None  # the time and state of the first progress
 
-    def add(self, job: Task, outcome: Outcome) -> None:
+    def add(self, job: Job, outcome: Outcome) -> None:
         """Add the outcome of a run."""
         folder = self.pool.folder / job.name
         for name in sorted(outcome.files, key=lambda name: name == "result.json"):

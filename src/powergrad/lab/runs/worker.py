@@ -30,7 +30,7 @@ from uuid import uuid4
 
 import powergrad
 from powergrad.lab.files import is_disk_full
-from powergrad.lab.runs.jobs import RunFailed, Task
+from powergrad.lab.runs.jobs import Job, RunFailed
 from powergrad.lab.runs.process import describe_exit, end_leftovers
 from powergrad.lab.signals import Interrupted
 from powergrad.lab.trainer.run_folder import RunBusyError
@@ -51,7 +51,7 @@ MOST_SENT = 8 << 20  # bytes per run
 class Call:
     """A call of :func:`perform`, made by ``pickle.loads``: so only workers need powergrad."""
 
-    job: Task
+    job: Job
     pool: str
     folder: Path
     environments: tuple[Mapping[str, str], ...] = ()
@@ -75,7 +75,7 @@ class Outcome:
     files: dict[str, bytes] = field(default_factory=dict)  # if the client does not see them
 
 
-def progress_of(job: Task, folder: Path) -> float:
+def progress_of(job: Job, folder: Path) -> float:
     """The finished fraction of a run; 0 while its files cannot be read."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         return job.progress(folder)
@@ -205,7 +205,7 @@ class _Process:
 
 def serve(handle: int) -> None:
     """Execute the runs that are sent through a connection, in the main thread."""
-    warnings.filterwarnings("ignore", "Skipped ")  # such images are listed before the first run
+    warnings.filterwarnings("ignore", "Skipped ")  # the report names such images
     connection: Connection = Connection(handle)
     received: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, received), daemon=True).start()

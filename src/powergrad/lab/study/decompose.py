@@ -39,11 +39,11 @@ def check_identity(recipe: Recipe, alpha: float) -> dict[int, float]:
                 if session.step in MARKS and arm == "PGT":
                     passed[session.step] = {
                         name: value.clone() * (alpha if name in in_head else 1)
-                        for name, value in session.tested.state_dict().items()
+                        for name, value in session.model.state_dict().items()
                         if value.is_floating_point()
                     }
                 elif session.step in passed:
-                    weights = session.tested.state_dict()
+                    weights = session.model.state_dict()
                     gaps[session.step] = max(
                         float((weights[name] - value).abs().max() / value.abs().max().clamp(1e-30))
                         for name, value in passed[session.step].items()

@@ -70,12 +70,7 @@ class Execution:
 
 def known_runs(path: Path | None) -> dict[str, Result]:
     """The results of the runs in a study.csv of an earlier start, by name."""
-    rows = read_rows(path) if path is not None else []
-    return {
-        row.run: Result(metrics=dict(row.metrics), about={**row.about, "commit": row.commit})
-        for row in rows
-        if row.run
-    }
+    return {row.run: row.result for row in (read_rows(path) if path else []) if row.run}
 
 
 def run_study(

@@ -96,7 +96,7 @@ def describe_tuning(results: Results) -> str:
 def notes(results: Results) -> list[str]:
     """Notes for the reader; they are shown wherever the verdict is shown."""
     found = [*results.remarks, *(_about_source(results.source) if results.source else ())]
-    found += [describe_diverged(results), *_about_runs(results)]
+    found += [*_about_images(results), describe_diverged(results), *_about_runs(results)]
     found += [*_about_clipping(results), *_about_design(results)]
     return [note for note in [*found, *_about_tuning(results)] if note]
 
@@ -134,6 +134,14 @@ def _about_source(source: Source) -> Iterator[str]:
             f"Left out: {'; '.join(counts)}. If such a run diverged, write nan as its "
             f"{source.columns['metric']}, so that it counts."
         )
+
+
+def _about_images(results: Results) -> Iterator[str]:
+    """A note about the images that a run could not read."""
+    for found in (row.about["unreadable"] for row in results.rows if "unreadable" in row.about):
+        names = ", ".join(map(repr, found["such as"]))
+        yield f"Unreadable images, which were skipped: {found['count']}, such as {names}."
+        break
 
 
 def describe_diverged(results: Results) -> str:
@@ -191,31 +199,6 @@ def _about_runs(results: Results) -> Iterator[str]:
             f"Runs are not repeatable: the first run gave {name} {repeated[0]}, and the same run "
             f"again {repeated[1]}. So the noise between runs is not only due to the seeds."
         )
-    yield from _about_first_losses(results, results.study)
-
-
-def _about_first_losses(results: Results, study: Study) -> Iterator[str]:
-    """Notes about arms whose first loss differs from the baseline's at the same seed."""
-    base = {row.seed: row.about.get("first_loss") for row in results.of_arm(results.baseline)}
-    own = study.settings(results.baseline)
-    for arm in results.arms:
-        for row in results.of_arm(arm):
-            loss, other = row.about.get("first_loss"), base.get(row.seed)
-            if loss is None or other is None or math.isclose(loss, other, rel_tol=1e-5):
-                continue
-            settings = study.settings(arm)
-            changed = {k for k in settings.keys() | own.keys() if settings.get(k) != own.get(k)}
-            why = (
-                "the data order or the initialisation differs, because altered gradients and "
-                "scaled learning rates do not change the first loss"
-                if all(key.startswith("--") for key in changed)
-                else "its own changes affect the network, the data or their order"
-            )
-            yield (
-                f"The first loss of {arm} differs from that of {results.baseline} (seed "
-                f"{row.seed}: {loss:.6g} and {other:.6g}): {why}."
-            )
-            break
 
 
 def _about_clipping(results: Results) -> Iterator[str]:

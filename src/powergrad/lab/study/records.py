@@ -12,7 +12,8 @@ from pydantic import BeforeValidator, Field
 from powergrad.lab.runs import Record
 from powergrad.lab.stats import Claim, Noise
 from powergrad.lab.study.metrics import Metric
-from powergrad.lab.words import number, short_key
+from powergrad.lab.trainer.run_folder import Result
+from powergrad.lab.words import short_key
 
 # JSON has no NaN, which is stored as null.
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
@@ -61,6 +62,11 @@ class RunRow(Record):
     def failed(self) -> str:
         """Why the run of a user's program failed; empty if it did not."""
         return str(self.about.get("failed") or "")
+
+    @property
+    def result(self) -> Result:
+        """What its folder has, or had."""
+        return Result(metrics=dict(self.metrics), about={**self.about, "commit": self.commit})
 
     def is_lost(self, metric: str) -> bool:
         """Whether it diverged, or its metric is infinite."""
@@ -149,7 +155,7 @@ class Tuning(Record):
 def describe_point(point: Mapping[str, Any], keys: Sequence[str] | None = None) -> str:
     """Format the values of some keys, by short names: ``lr 0.1, weight_decay 0.0005``."""
     chosen = point if keys is None else [key for key in keys if key in point]
-    rounded = {k: f"{v:.3g}" if isinstance(v := point[k], float) else number(v) for k in chosen}
+    rounded = {k: f"{v:.3g}" if isinstance(v := point[k], float) else str(v) for k in chosen}
     return ", ".join(f"{short_key(key)} {value}" for key, value in rounded.items())
 
 

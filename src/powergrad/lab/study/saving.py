@@ -187,10 +187,9 @@ def _is_kept(row: RunRow, folder: Path) -> bool:
     """Whether a row is still valid: its folder exists, unless it never was here."""
     if not row.run or row.is_elsewhere or row.failed:
         return True
-    try:
+    with contextlib.suppress(RunError):  # the page lists unreadable runs
         return Run(folder / row.run).result() is not None
-    except RunError:
-        return False  # the page lists unreadable runs
+    return False
 
 
 def _from_json(path: Path) -> Results:
@@ -281,7 +280,7 @@ def reuse_anyway(study: Study, folder: Path) -> tuple[dict[str, Result], list[st
             about = {**row.about, "old_code": changed or "the code has changed"}
             new = {"run": name, "about": about, "is_elsewhere": True}
             row = row.model_copy(update=new)
-        known[name] = Result(metrics=row.metrics, about={**row.about, "commit": row.commit})
+        known[name] = row.result
         rows.append(row)
     write_json(folder / FILE, to_json(replace(results, rows=rows, study=now), is_partial=True))
     reasons = [str(row.about["old_code"]) for row in rows if "old_code" in row.about]

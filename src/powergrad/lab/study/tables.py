@@ -13,7 +13,7 @@ import io
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,6 @@ NOT_FINISHED = (
     *("crashed", "failed", "killed", "running", "pending", "scheduled", "preempted", "preempting"),
     *("queued", "aborted", "canceled", "cancelled", "unfinished", "missing", "waiting"),
 )
-TIMES = ("runtime", "duration", "start_time", "end_time", "start time", "end time")
-PREFIXES = ("metrics.", "summary.")
 OURS = ("arm", "seed", "run", "commit", "repeat", "phase")  # columns of study.csv, except metrics
 ABOUT = ("diverged", "classes", "steps")
 SEED_IN_NAME = re.compile(r"[\s_./,:-]*(?<![a-z])seed[\s_=:-]*(\d+)", re.IGNORECASE)
@@ -151,8 +149,7 @@ class _Reader:
         if metric is None and measured not in USUAL and guessed:
             guessed.append("metric")
         columns = {**roles, "metric": measured}
-        names = self._kept_names(columns)
-        kept = [self._row(number, columns, names) for number in self.lines]
+        kept = [self._row(number, columns) for number in self.lines]
         rows = [row for row in kept if isinstance(row, RunRow)]
         source = Source(
             file=self.path.name,
@@ -161,7 +158,7 @@ class _Reader:
             guessed=tuple(guessed),
             left_out=tuple(row for row in kept if isinstance(row, LeftOut)),
         )
-        return Table(names[measured], rows, source)
+        return Table(measured, rows, source)
 
     # Finding the columns -------------------------------------------------------------------------
 
@@ -191,44 +188,22 @@ class _Reader:
 
     def _metric(self, name: str | None, roles: Mapping[str, str]) -> str:
         others = [c for c in self.columns if c not in roles.values() and c not in OURS]
-        if name is not None:
-            named = [c for c in others if _plain(c) == name]
-            candidates = [name] if name in others else named
-        else:
-            candidates = [c for usual in USUAL for c in others if _plain(c) == usual][:1]
-            if not candidates:
-                marked = [c for c in others if c.startswith(PREFIXES)]
-                measured = self._measured(marked or others, roles)
-                candidates = others if len(others) == 1 else [c for c in measured if not _is_odd(c)]
+        candidates = [name] if name in others else []
+        if name is None:
+            numeric = [c for c in others if all(map(self._is_number, self._cells(c)))]
+            candidates = [usual for usual in USUAL if usual in others][:1] or numeric
         if len(candidates) != 1:
             wanted = name or "a metric (choose it with --metric)"
             wanted = f"to have the columns arm, seed and {wanted}"
             raise self._error(wanted, _listed(candidates or others))
         return candidates[0]
 
-    def _measured(self, columns: Sequence[str], roles: Mapping[str, str]) -> list[str]:
-        """The columns that may be a metric: numbers that vary between the runs of an arm."""
-        arms = [_arm(cell, roles["arm"]) for cell in self._cells(roles["arm"])]
-        found = []
-        for column in columns:
-            cells = self._cells(column)
-            is_numeric = any(cells) and all(self._number(c) is not None for c in cells if c)
-            if is_numeric and len({*zip(arms, cells, strict=True)}) > len({*arms}):
-                found.append(column)
-        return found
-
-    def _kept_names(self, columns: Mapping[str, str]) -> dict[str, str]:
-        """The name of each column among the metrics of a run."""
-        roles = [columns[role] for role in ROLES]
-        kept = [c for c in self.columns if c not in roles and c not in OURS]
-        taken = Counter([*map(_plain, kept), *OURS])
-        return {c: _plain(c) if taken[_plain(c)] == 1 else c for c in kept}
+    def _is_number(self, cell: str) -> bool:
+        return not cell or self._number(cell) is not None
 
     # Reading a line ------------------------------------------------------------------------------
 
-    def _row(
-        self, number: int, columns: Mapping[str, str], names: Mapping[str, str]
-    ) -> RunRow | LeftOut:
+    def _row(self, number: int, columns: Mapping[str, str]) -> RunRow | LeftOut:
         line = self.lines[number]
         arm = _arm(line[columns["arm"]], columns["arm"])
         cell, text = (line[columns[role]] for role in ("seed", "metric"))
@@ -245,7 +220,8 @@ class _Reader:
             return LeftOut(line=number, arm=arm, seed=seed, reason=reason)
         if unfinished and math.isfinite(value):
             return LeftOut(line=number, arm=arm, seed=seed, reason=f"marked as {unfinished[0]}")
-        numbers = {name: self._number(line[column]) for column, name in names.items()}
+        named = {columns["arm"], columns["seed"], *OURS}
+        numbers = {c: self._number(line[c]) for c in self.columns if c not in named}
         found = {name: value for name, value in numbers.items() if value is not None}
         about: dict[str, Any] = {name: found.pop(name) for name in ABOUT if name in found}
         if not math.isfinite(value) or line.get("diverged") == "True":
@@ -254,7 +230,7 @@ class _Reader:
         return RunRow(
             arm=arm,
             seed=seed,
-            metrics={names[columns["metric"]]: value, **found},
+            metrics={columns["metric"]: value, **found},
             about=about,
             run=line.get("run", ""),
             commit=line.get("commit", ""),
@@ -280,17 +256,6 @@ def _last_part(column: str) -> str:
 
 def _is_run_name(column: str) -> bool:
     return _last_part(column) in RUN_NAMES
-
-
-def _is_odd(column: str) -> bool:
-    """Whether a column of numbers is not a metric: a time, a seed, or internal to a tool."""
-    return column.startswith("_") or _last_part(column) in (*TIMES, *NAMES["seed"])
-
-
-def _plain(column: str) -> str:
-    """The name of a column without a prefix such as ``metrics.``."""
-    prefix = next((prefix for prefix in PREFIXES if column.startswith(prefix)), "")
-    return column[len(prefix) :] or column
 
 
 def _arm(cell: str, column: str) -> str:

@@ -33,6 +33,8 @@ from typing import Any, NamedTuple
 import jinja2
 import torch
 import yaml
+from rich.console import Console
+from rich.progress import track
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
@@ -47,7 +49,7 @@ from powergrad.lab.trainer.networks import create_model
 from powergrad.lab.trainer.recipe import Recipe
 from powergrad.lab.trainer.run_folder import Run, RunError
 from powergrad.lab.trainer.session import right_answers
-from powergrad.lab.words import did_you_mean, show_progress
+from powergrad.lab.words import did_you_mean
 from powergrad.monitor.layers import load_checkpoint
 
 FILES = {"safetensors": "model.safetensors", "torch": "model.pt2", "onnx": "model.onnx"}
@@ -90,9 +92,8 @@ def export_run(
     outputs = answers(network, trained, data)
     scale = trained.recipe.loss.logit_scale
     rows = {"none": "1", "alpha": "1/alpha" if scale == 1 else "1/(alpha * logit_scale)"}
-    temperatures, unfitted = {"1": 1.0}, ""
-    if trained.factor:
-        temperatures[rows["alpha"]] = 1 / trained.factor
+    factor, temperatures, unfitted = trained.factor, {"1": 1.0}, ""
+    temperatures |= {rows["alpha"]: 1 / factor} if factor else {}
     try:
         temperatures["fitted"] = calibration.fit_temperature(*outputs.fit)
     except ValueError as error:
@@ -150,7 +151,7 @@ def _metadata(trained: Trained, data: Datasets, deployed: Deployed, temperature:
         "powergrad_version": __version__,
         "recipe_key": trained.recipe.key,
         "model": trained.recipe.model.name,
-        "alpha": "" if trained.alpha is None else repr(trained.alpha),
+        "alpha": repr(trained.recipe.loss.alpha),
         FOLDED: repr(temperature),
         "classes": json.dumps(data.classes),
         "mean": json.dumps([float(f"{value:.8g}") for value in mean]),
@@ -174,9 +175,8 @@ def _check_temperature(wanted: str | float, trained: Trained) -> str | float:
     if wanted in ("fitted", "none") or (wanted == "alpha" and trained.factor):
         return wanted
     if wanted == "alpha":
-        got = "0" if trained.factor == 0 else "a checkpoint under a schedule of alpha"
-        got += "; choose the temperature fitted, none or a number"
-        raise ValueError(f"Expected a constant alpha above 0 to fold into the head, but got {got}.")
+        got = "0; choose the temperature fitted, none or a number"
+        raise ValueError(f"Expected an alpha above 0 to fold into the head, but got {got}.")
     with contextlib.suppress(ValueError):
         if 0 < float(wanted) < math.inf:
             return float(wanted)
@@ -198,7 +198,7 @@ def _check_place(place: Path, force: bool) -> None:
 def _written_whole(place: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `place` on success and is removed on failure."""
     place = place.resolve()
-    fresh, old = (place.with_name(f".{place.name}.{word}") for word in ("partial", "old"))
+    fresh = place.with_name(f".{place.name}.partial")
     try:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
@@ -207,15 +207,12 @@ def _written_whole(place: Path) -> Iterator[Path]:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         if place.exists():
-            os.replace(place, old)
+            shutil.rmtree(place)
         os.replace(fresh, place)
     except OSError as error:
-        raise RunError(f"Could not write {str(place)!r}: {error}; nothing was written.") from error
+        raise RunError(f"Could not write {str(place)!r}: {error}.") from error
     finally:
-        if old.exists() and not place.exists():
-            os.replace(old, place)
         shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _write(
@@ -297,20 +294,16 @@ def _render(name: str, **context: Any) -> str:
 
 @dataclass(frozen=True)
 class Trained:
-    """The weights of a run, in the file `path`.
-
-    `alpha` is that at the end of training; it is None for a checkpoint under a schedule.
-    """
+    """The weights of a run, in the file `path`."""
 
     run: Run
     path: Path
     recipe: Recipe
-    alpha: float | None
 
     @property
-    def factor(self) -> float | None:
+    def factor(self) -> float:
         """Training fits ``softmax(factor * logits)``."""
-        return None if self.alpha is None else self.alpha * self.recipe.loss.logit_scale
+        return self.recipe.loss.alpha * self.recipe.loss.logit_scale
 
     def network(self, data: Datasets) -> nn.Module:
         """The network with its weights, in float32 and in evaluation mode."""
@@ -345,14 +338,7 @@ def open_trained(source: Path, data_dir: str | None = None) -> Trained:
         raise RunError(f"The run in {str(source)!r} is not finished; {remedy}.")
     if result is not None and result.about["diverged"]:
         raise RunError(f"The run in {str(run.folder)!r} diverged.")
-    if path.suffix == ".pt" and recipe.train.ema is not None:
-        why = "holds two sets of weights, because the run uses `train.ema`"
-        raise RunError(f"{str(path)!r} {why}; choose a safetensors file.")
-    alpha: float | None = recipe.loss.alpha
-    if recipe.loss.alpha_schedule != "constant":
-        is_final = path.name == "model.safetensors"
-        alpha = result.about["alpha"] if is_final and result is not None else None
-    return Trained(run, path, recipe, alpha)
+    return Trained(run, path, recipe)
 
 
 class Answers(NamedTuple):
@@ -399,7 +385,9 @@ def answers(forward: Forward, trained: Trained, data: Datasets) -> HeldOut:
 
 @torch.no_grad()
 def _run_over(forward: Forward, split: Split, size: int) -> Answers:
-    batches = show_progress(split.test_batches(size), "measuring", math.ceil(len(split) / size))
+    console, count = Console(stderr=True), math.ceil(len(split) / size)
+    options: Any = {"console": console, "disable": not console.is_terminal, "transient": True}
+    batches = track(split.test_batches(size), "measuring", count, **options)
     outputs = [(forward(images), labels) for (images, labels), _ in batches]
     return Answers(*(torch.cat(part) for part in zip(*outputs, strict=True)))
 

@@ -19,15 +19,15 @@ import powergrad
 from powergrad.lab.trainer.recipe import Loss
 
 
-def training_loss(config: Loss, num_classes: int) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """The loss of a recipe, as a function of logits, labels and alpha."""
+def training_loss(config: Loss, num_classes: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of a recipe, as a function of logits and labels."""
     smoothing = config.label_smoothing
     if config.smoothing == "paper":
         smoothing = float(powergrad.paper_smoothing(smoothing, num_classes))
     scale = config.logit_scale
+    options: dict[str, Any] = {"alpha": config.alpha, "label_smoothing": smoothing}
 
-    def loss(logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
-        options: dict[str, Any] = {"alpha": alpha, "label_smoothing": smoothing}
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
         if config.form == "as_published":
             return as_published_cross_entropy(logits, labels, **options)
         return powergrad.cross_entropy(logits if scale == 1 else logits * scale, labels, **options)

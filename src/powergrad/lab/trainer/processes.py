@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 @dataclass(frozen=True)
@@ -43,17 +42,9 @@ class Processes:
         for tensor in tensors:
             dist.broadcast(tensor, 0)
 
-    def mesh(self) -> DeviceMesh:
-        """All processes, as what FSDP2 shards over."""
-        return init_device_mesh(self.device.type, (self.world,))
-
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set in any process."""
         return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
-
-    def agree(self, number: int) -> bool:
-        """Whether `number` is the same in all processes."""
-        return bool((self.concatenate(torch.tensor([number])) == number).all())
 
     def concatenate(self, tensor: Tensor) -> Tensor:
         """The rows of all processes, one after another, in the memory of the CPU."""

@@ -3,11 +3,10 @@
     config.yaml           the complete recipe
     environment.json      versions, commit, hardware and command; again for every resumption
     metrics.csv           one row per epoch
-    classes.json          the names of the classes
     norms/                the recording of a FilterMonitor, if enabled
     checkpoint/           the last two step-NNNNNNNNNN.pt (shards in the folder beside each, written
-                          before it); best.safetensors
-    model.safetensors     the final weights (averaged weights if `train.ema` is set)
+                          before it)
+    model.safetensors     the final weights
     test.safetensors      the final logits and labels of the test set
     result.json           the final metrics; it exists if the run is finished (see `Result`)
 
@@ -53,8 +52,8 @@ KEPT = 2  # checkpoints to keep; the older one is used if the last cannot be rea
 # The columns of metrics.csv, in order. A cell is empty if nothing was measured.
 COLUMNS = (
     *("epoch", "step", "lr", "alpha", "train_loss", "train_accuracy", "test_accuracy", "test_top5"),
-    *("nll", "nll_scaled", "ece", "ece_scaled", "logit_norm", "gradient_norm", "clip_rate"),
-    *("dead_units", "loss_scale", "seconds", "images_per_second"),
+    *("nll", "nll_scaled", "ece", "ece_scaled", "logit_norm", "clip_rate", "dead_units"),
+    *("loss_scale", "seconds"),
 )
 
 

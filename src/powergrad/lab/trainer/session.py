@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import powergrad
 from powergrad import calibration
@@ -28,7 +27,7 @@ from powergrad.lab.data import Datasets
 from powergrad.lab.trainer.networks import create_model
 from powergrad.lab.trainer.objectives import training_loss
 from powergrad.lab.trainer.processes import Processes
-from powergrad.lab.trainer.recipe import Loss, Recipe, Schedule
+from powergrad.lab.trainer.recipe import Recipe, Schedule
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward
@@ -58,17 +57,13 @@ class Session:
         self.initial = {name: value.cpu().clone() for name, value in weights.items()}
         if options.channels_last:
             self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        self.average = None
-        if options.ema is not None:
-            rule = get_ema_multi_avg_fn(options.ema)
-            self.average = AveragedModel(self.model, multi_avg_fn=rule, use_buffers=True)
-
         self.shards = recipe.machine.parallel == "fsdp"  # also if one process has all of them
         self.sharded = self.shards and processes.world > 1
         if self.sharded:
+            mesh = init_device_mesh(device.type, (processes.world,))
             for part in (*self.model.children(), self.model):
                 if any(True for _ in part.parameters()) and not isinstance(part, CONTAINERS):
-                    fully_shard(part, mesh=processes.mesh())
+                    fully_shard(part, mesh=mesh)
         self.loss = training_loss(recipe.loss, len(data.classes))
         self.optimizer, self.lr_factors = _make_optimizer(recipe, self.model)
         self.clip = None
@@ -87,17 +82,11 @@ class Session:
         if options.compile:
             self.forward = torch.compile(self.forward)
 
-        self.step, self.seconds, self.best = 0, 0.0, -1.0
-        self.diverged = self.is_best = False
-        self.lr = self.alpha = self.gradient_norm = 0.0
+        self.step, self.seconds, self.diverged = 0, 0.0, False
+        self.lr = 0.0
         self.sums = torch.zeros(2, device=device)  # losses and right answers in this epoch
         self.monitor: powergrad.FilterMonitor | None = None
         self.monitor_state: dict[str, Tensor] = {}
-
-    @property
-    def tested(self) -> nn.Module:
-        """The network that is tested: the averaged one if there is one."""
-        return self.model if self.average is None else self.average.module
 
     @property
     def done(self) -> bool:
@@ -121,10 +110,8 @@ class Session:
             "model": None if self.shards else self.model.state_dict(),
             "optimizer": None if self.shards else self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "average": None if self.average is None else self.average.state_dict(),
             "sums": self.processes.sum(self.sums.clone()) / self.processes.world,
             "seconds": self.seconds,
-            "best": self.best,
             "diverged": self.diverged,
             "monitor": {} if self.monitor is None else self.monitor.state_dict(),
         }
@@ -135,24 +122,19 @@ class Session:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
-        if self.average is not None:
-            self.average.load_state_dict(state["average"])
         self.sums.copy_(state["sums"])
-        self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
+        self.step, self.seconds = state["step"], state["seconds"]
         self.diverged, self.monitor_state = state["diverged"], state["monitor"]
 
     def save_shards(self, folder: Path) -> None:
         """Write network and optimizer, a file per process."""
-        writer = FileSystemWriter(folder)
         alone = self.processes.world == 1
-        checkpoint.state_dict_saver.save(self._shards(), storage_writer=writer, no_dist=alone)
+        checkpoint.state_dict_saver.save(self._shards(), checkpoint_id=folder, no_dist=alone)
 
     def load_shards(self, folder: Path) -> None:
         """Read what any number of processes wrote."""
-        state = self._shards()
-        reader = FileSystemReader(folder)
-        alone = self.processes.world == 1
-        checkpoint.state_dict_loader.load(state, storage_reader=reader, no_dist=alone)
+        state, alone = self._shards(), self.processes.world == 1
+        checkpoint.state_dict_loader.load(state, checkpoint_id=folder, no_dist=alone)
         parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self.model, self.optimizer, **parts)
 
@@ -161,8 +143,8 @@ class Session:
         return {"model": model, "optimizer": optimizer}
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole weights of the network that is tested; all processes must call this."""
-        return {name: _whole(tensor) for name, tensor in self.tested.state_dict().items()}
+        """The whole weights of the network; all processes must call this."""
+        return {name: _whole(tensor) for name, tensor in self.model.state_dict().items()}
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:
@@ -199,22 +181,16 @@ class Session:
                 self.processes.broadcast(self.model.buffers())
             loss = self._backward(images, labels)
             self.scaler.unscale_(self.optimizer)
-            if (self.step + 1) % self.steps_per_epoch == 0:
-                grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-                self.gradient_norm = float(_whole(nn.utils.get_total_norm(grads)))
             self.scaler.step(self.optimizer)  # the clipping hook acts first
             self.scaler.update()
-            if self.average is not None:
-                self.average.update_parameters(self.model)
             self.step += 1
             self.seconds = time.perf_counter() - began
             yield loss
 
     def _set_rates(self) -> None:
         recipe, epoch = self.recipe, self.step / self.steps_per_epoch
-        epochs = recipe.train.epochs
-        self.lr = learning_rate_at(epoch, recipe.schedule, recipe.optimizer.lr, epochs)
-        self.alpha = alpha_at(epoch, recipe.loss, epochs)
+        peak, epochs = recipe.optimizer.lr, recipe.train.epochs
+        self.lr = learning_rate_at(epoch, recipe.schedule, peak, epochs)
         for group, factor in zip(self.optimizer.param_groups, self.lr_factors, strict=True):
             group["lr"] = self.lr * factor
 
@@ -230,17 +206,16 @@ class Session:
             with no_sync or contextlib.nullcontext():
                 with self.autocast:
                     logits = self.forward(part)
-                    loss = self.loss(logits, labels_part, self.alpha) / parts
+                    loss = self.loss(logits, labels_part) / parts
                 self.scaler.scale(loss).backward()
             losses.append(loss.detach())
-            classes = labels_part if labels_part.dim() == 1 else labels_part.argmax(1)
             self.sums[0].add_(losses[-1])
-            self.sums[1].add_((logits.detach().argmax(1) == classes).sum())
+            self.sums[1].add_((logits.detach().argmax(1) == labels_part).sum())
         return losses[0] if parts == 1 else torch.stack(losses).sum()
 
     def finish_epoch(self) -> tuple[dict[str, float | None], dict[str, Tensor] | None]:
         """The metrics of the epoch, and the logits and labels of the test set, if it was tested."""
-        options = self.recipe.train
+        options, alpha = self.recipe.train, self.recipe.loss.alpha
         epoch = self.step // self.steps_per_epoch
         losses, right = self.processes.sum(self.sums).tolist()
         self.sums.zero_()
@@ -249,34 +224,29 @@ class Session:
             "epoch": epoch,
             "step": self.step,
             "lr": self.lr,
-            "alpha": self.alpha,
+            "alpha": alpha,
             "train_loss": losses / self.steps_per_epoch / self.processes.world,
             "train_accuracy": 100 * right / (self.steps_per_epoch * options.batch_size),
-            "gradient_norm": self.gradient_norm,
             "clip_rate": None,
             "loss_scale": self.scaler.get_scale() if self.scaler.is_enabled() else None,
             "seconds": self.seconds,
-            "images_per_second": self.step * options.batch_size / self.seconds,
         }
         if self.clip is not None and self.clip.last_report:
             report = list(self.clip.last_report.values())[-1]  # of the last step and method
             total = report.total() if self.sharded else report
             row["clip_rate"] = float(total.clipped) / max(total.units, 1)
-        self.is_best = False
         if not self.done and epoch % options.test_every:
             return row, None
         outputs = self.test()
-        row |= score(outputs["logits"], outputs["labels"], self.alpha)
-        row["dead_units"] = len(powergrad.census(self.tested, initial=self.initial).dead)
-        accuracy = row["test_accuracy"] or 0
-        self.is_best, self.best = accuracy > self.best, max(self.best, accuracy)
+        row |= score(outputs["logits"], outputs["labels"], alpha)
+        row["dead_units"] = len(powergrad.census(self.model, initial=self.initial).dead)
         return row, outputs
 
     @torch.no_grad()
     def test(self) -> dict[str, Tensor]:
         """The logits and labels of every test example, in order."""
         options, processes = self.recipe.train, self.processes
-        model = self.tested.eval()
+        model = self.model.eval()
         size = options.test_batch_size or options.batch_size
         outputs = []
         batches = self.data.test.test_batches(size, rank=processes.rank, world=processes.world)
@@ -368,13 +338,3 @@ def learning_rate_at(epoch: float, schedule: Schedule, peak: float, epochs: int)
         return peak * schedule.gamma ** bisect.bisect_right(schedule.milestones, epoch)
     done = (epoch - warmup) / (epochs - warmup)
     return schedule.floor + (peak - schedule.floor) * (1 + math.cos(math.pi * done)) / 2
-
-
-def alpha_at(epoch: float, loss: Loss, epochs: int) -> float:
-    """Alpha: constant, or from ``loss.alpha`` to 1."""
-    if loss.alpha_schedule == "constant":
-        return loss.alpha
-    done = epoch / epochs
-    if loss.alpha_schedule == "cosine":
-        done = (1 - math.cos(math.pi * done)) / 2
-    return loss.alpha + (1 - loss.alpha) * done

@@ -19,7 +19,6 @@ import torch
 
 import powergrad
 from powergrad.lab.environment import free_cores
-from powergrad.lab.files import write_json
 from powergrad.lab.signals import Interrupted, watching_signals
 from powergrad.lab.trainer.processes import Processes, join_processes
 from powergrad.lab.trainer.progress import Progress, Row
@@ -29,6 +28,7 @@ from powergrad.lab.trainer.session import Session
 
 ABOUT = ("epoch", "lr", "alpha", "loss_scale")  # the columns of metrics.csv that are no metrics
 KEPT_LOGITS = 5_000_000  # the outputs of the last test are kept up to this many numbers
+SKIPPED = 5  # the maximal number of unreadable images to name
 
 
 def train(recipe: Recipe, folder: str | Path, *, progress: Progress | None = None) -> Run:
@@ -61,11 +61,10 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
         session.restore(state)
         if state["model"] is None:
             session.load_shards(run.shards(session.step))
-    if not processes.agree(session.step):
+    if not (processes.concatenate(torch.tensor([session.step])) == session.step).all():
         raise RunError(f"All machines must share the folder {str(run.checkpoints)!r}.")
     if processes.first:
         run.cut_metrics(session.step)
-        write_json(run.folder / "classes.json", data.classes)
 
     row: Row = run.metrics()[-1] if session.done else {}
     outputs = None
@@ -87,10 +86,6 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
                 run.add_metrics(row)
                 write_to_board(row)
                 progress.epoch(row)
-            if recipe.machine.keep_best and session.is_best:
-                weights = session.weights()
-                if processes.first:
-                    run.save_weights("checkpoint/best.safetensors", weights)
             if not session.done:
                 checkpoints.save_if_due(stopping())
         checkpoints.save()
@@ -103,6 +98,9 @@ def _train(recipe: Recipe, run: Run, processes: Processes, progress: Progress) -
         about = {"diverged": session.diverged, "steps": session.step, "classes": len(data.classes)}
         about |= {name: row.get(name) for name in ABOUT}
         about |= {"images": [len(data.train), len(data.test)]}
+        if skipped := sorted({**data.train.unreadable, **data.test.unreadable}):
+            names = ["/".join(Path(path).parts[-3:]) for path in skipped[:SKIPPED]]
+            about["unreadable"] = {"count": len(skipped), "such as": names}
         metrics = {name: row[name] for name in row if name not in (*ABOUT, "step")}
         run.finish(Result(metrics=metrics, about=about))
         progress.end(row)
