@@ -415,15 +415,15 @@ def messages(rank: int, group: Any) -> list[int]:
     """The calls of 9 on an accelerator, for which the meta device stands, that send a message."""
     sent: list[int] = []
     fresh, send = dist.new_group([rank], use_local_synchronization=True), parallel.gathered
-    prepare = lambda: (parallel.Split(fresh, 0, 5, 5), 4, {}, None)  # noqa: E731
     for call in range(1, 10):
 
         def note(mine: Tensor, group: Any, call: int = call) -> Tensor:
             sent.append(call)
-            return torch.tensor([[0, 0, 5, 7]])
+            return torch.tensor([[0, 7, 0, 5]])
 
         parallel.gathered = note
-        parallel.agree(prepare, fresh, (), torch.device("meta"))
+        with parallel.agreement(parallel.Split(fresh, 0, 5, 5), torch.device("meta")):
+            pass
     parallel.gathered = send
     return sent
 
@@ -543,7 +543,7 @@ def apart(rank: int, group: Any) -> None:
         powergrad.cross_entropy(twice, y, alpha=ALPHA)
     # As on an accelerator, where labels are not read.
     checks = parallel.check_equal, parallel.check_labels
-    parallel.check_equal = lambda hashed: (hashed != hashed[0]).any()
+    parallel.check_equal = lambda parts: (parts["label"] != parts["label"][0]).any()
     parallel.check_labels = lambda *_: False
     for target in (y + rank, y.where(y < 3, 6)):
         x: Any = z[:, 3 * rank : 3 * rank + 3].detach().requires_grad_()
