@@ -1,6 +1,6 @@
 """Sharded parameters: real processes (gloo) against one process with the whole batch, in float64.
 
-The cases run in one start of 2, 3 and 4 processes each: FSDP2, and FSDP2 over tensor parallelism.
+With 2 and 3 processes FSDP2, with 4 FSDP2 over tensor parallelism.
 """
 
 # Sharded modules have DTensors, and methods, that their types do not show.
@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import copy
 import functools
-import multiprocessing
 import re
-import traceback
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import Processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -32,7 +30,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.multiprocessing.spawn import start_processes
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import powergrad
@@ -404,51 +402,57 @@ def pipeline(folder: Path) -> None:
         torch.testing.assert_close(p.grad, grad, rtol=0, atol=0, equal_nan=True)
 
 
+def verified(folder: Path) -> None:
+    """`verify` of a step of AdamW answers for the rows of its process, and all is back."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    torch.manual_seed(dist.get_rank())
+    x, y = torch.randn(6, 6, dtype=torch.float64), torch.randint(5, (6,))
+    model = DistributedDataParallel(network, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        powergrad.cross_entropy(model(x), y, alpha=ALPHA).backward()
+        optimizer.step()
+
+    step()
+    before = copy.deepcopy([(p, p.grad) for p in model.parameters()])
+    found = powergrad.verify(step, model)
+    assert (found.verdict, found.rows) == ("pgt", 6)
+    assert found.alpha is not None
+    assert abs(found.alpha - ALPHA) <= 1e-5  # small logits, six rows
+    for p, (weight, grad) in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close((p, p.grad), (weight, grad), rtol=0, atol=0)
+    step()
+
+
 CASES: list[Callable[[Path], None]] = [
     agc, other_clipping, collectives, nonfinite, scaled, census_of_shards, monitor_refusals,
-    folding, equivalence, head_ways, pipeline, older_class,
+    folding, equivalence, head_ways, pipeline, older_class, verified,
 ]  # fmt: skip
 WORLDS = {2: CASES, 3: CASES, 4: CASES[:6] + CASES[7:9]}
 
 
-def worker(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
-    for case in WORLDS[world]:
-        own = Path(folder) / case.__name__
-        own.mkdir(exist_ok=True)
-        try:
-            case(own)
-        except BaseException:  # pytest.raises fails with one that is no Exception
-            (own / f"failed-{rank}").write_text(traceback.format_exc())
-        dist.barrier()
-    dist.destroy_process_group()
+def run(rank: int, group: Any, case: str, folder: str) -> None:
+    globals()[case](Path(folder))
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    started: dict[int, Path] = {}
-    multiprocessing.set_forkserver_preload([__name__])  # imported once for all processes
-
-    def start(world: int) -> Path:
-        if world not in started:
-            started[world] = tmp_path_factory.mktemp(f"world-{world}")
-            arguments = (world, str(started[world]))
-            start_processes(worker, arguments, world, start_method="forkserver")
-        return started[world]
-
-    return start
+def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    pool = Processes(request.param, __name__)
+    yield pool
+    pool.close()
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("world", "case"), [(world, c.__name__) for world, cases in WORLDS.items() for c in cases]
+    ("processes", "case"),
+    [(world, case.__name__) for world, cases in WORLDS.items() for case in cases],
+    indirect=["processes"],
 )
-def test_sharded(folders: Callable[[int], Path], world: int, case: str) -> None:
-    failures = sorted((folders(world) / case).glob("failed-*"))
-    assert not failures, failures[0].read_text()
+def test_sharded(processes: Processes, case: str, tmp_path: Path) -> None:
+    processes.run(len(processes.pipes), run, case, str(tmp_path))
 
 
 def test_the_page_lists_every_case_with_its_processes() -> None:

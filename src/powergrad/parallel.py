@@ -132,9 +132,8 @@ ALIKE = ("alpha", "weight", "label", "weight of the label")  # in all processes,
 def check_equal(parts: dict[str, Tensor]) -> Tensor:
     """Whether processes differ in what is `ALIKE`; where that can be read, it raises."""
     alike = torch.stack([parts[name] for name in ALIKE if name in parts])
-    differ = ~torch.isclose(
-        alike, alike[:, :1], 1e-6, 0.0, equal_nan=True
-    ).all()  # sums are rounded
+    # The weight of a row has the divisor of a mean, a sum that processes may round differently.
+    differ = ~torch.isclose(alike, alike[:, :1], 1e-6, 0.0, equal_nan=True).all()
     if differ.is_cpu and bool(differ):
         raise ValueError(
             "Expected every process of the group to pass the same labels, alpha and weights, but "
@@ -599,7 +598,7 @@ def _log_softmax(input: DTensor, exponent: Tensor, dim: int, dtype: Any) -> DTen
     from torch.distributed.tensor import DTensor
 
     layout = Layout(input.device_mesh, input.placements, dim, input.shape)
-    with agreement(layout.split._replace(row_groups=()), input.device) as facts:
+    with agreement(layout.split, input.device) as facts:
         z, alpha = layout.local(input, layout.placements).movedim(dim, -1), exponent
         if exponent.dim():
             alpha = exponent.expand(*input.shape[:dim], 1, *input.shape[dim + 1 :]).select(dim, 0)
