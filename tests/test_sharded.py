@@ -450,6 +450,7 @@ def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
     ("processes", "case"),
     [(world, case.__name__) for world, cases in WORLDS.items() for case in cases],
     indirect=["processes"],
+    scope="module",  # one start for all cases of a number of processes
 )
 def test_sharded(processes: Processes, case: str, tmp_path: Path) -> None:
     processes.run(len(processes.pipes), run, case, str(tmp_path))
