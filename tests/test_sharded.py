@@ -9,6 +9,7 @@ With 2 and 3 processes FSDP2, with 4 FSDP2 over tensor parallelism.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
@@ -439,21 +440,27 @@ def run(rank: int, group: Any, case: str, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
-    pool = Processes(request.param, __name__)
-    yield pool
-    pool.close()
+def processes() -> Iterator[Callable[[int], Processes]]:
+    """One start of processes, of each number, for all cases."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def start(world: int) -> Processes:
+            pool = Processes(world, __name__)
+            stack.callback(pool.close)
+            return pool
+
+        yield start
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("processes", "case"),
-    [(world, case.__name__) for world, cases in WORLDS.items() for case in cases],
-    indirect=["processes"],
-    scope="module",  # one start for all cases of a number of processes
+    ("world", "case"), [(world, c.__name__) for world, cases in WORLDS.items() for c in cases]
 )
-def test_sharded(processes: Processes, case: str, tmp_path: Path) -> None:
-    processes.run(len(processes.pipes), run, case, str(tmp_path))
+def test_sharded(
+    processes: Callable[[int], Processes], world: int, case: str, tmp_path: Path
+) -> None:
+    processes(world).run(world, run, case, str(tmp_path))
 
 
 def test_the_page_lists_every_case_with_its_processes() -> None:
