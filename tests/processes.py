@@ -51,15 +51,15 @@ class Processes:
     def answers(
         self, size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0
     ) -> list[Any]:
-        """What each process returns; or a ProcessError; or None if it is silent or has died."""
+        """What each process returns; or a ProcessError."""
         for pipe in self.pipes[:size]:
             pipe.send((function, size, arguments))
         found = []
         for pipe in self.pipes[:size]:
             try:
-                done, value = pipe.recv() if pipe.poll(timeout) else (True, None)
+                done, value = pipe.recv() if pipe.poll(timeout) else (False, "no answer")
             except EOFError:
-                done, value = True, None
+                done, value = False, "the process has died"
             found.append(value if done else ProcessError(value))
         return found
 

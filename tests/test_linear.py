@@ -205,6 +205,22 @@ def test_shift_predicts_the_next_token(device):
         linear_cross_entropy(hidden[0, 0], head, target[0, 0], alpha=0.3, shift=True)
 
 
+@pytest.mark.parametrize("soft", [False, True])
+def test_constants_that_are_negated_lazily(device, soft):
+    hidden, head, target = (t.detach() for t in case(device, 7))
+    leaves = [hidden.float().requires_grad_(), head.float().requires_grad_()]
+    weight, name = torch.rand(9, device=device), "target" if soft else "weight"
+    target = torch.rand(7, 9, device=device).softmax(1) if soft else target
+    constants = {"target": target, "weight": weight}
+    results = []
+    lazily = torch.complex(constants[name], -constants[name]).conj().imag
+    for changes in ({}, {name: lazily}):
+        loss = linear_cross_entropy(*leaves, alpha=0.3, **{**constants, **changes})
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 def test_under_autocast(device):
     hidden, head, target = case(device, 64)
     hidden, head = hidden.detach().float(), head.detach().float().requires_grad_()

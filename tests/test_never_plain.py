@@ -141,11 +141,10 @@ def test_a_loss_keeps_tensors_only_where_checkpoints_can_drop_them(way: Way) -> 
 def test_a_tensor_alpha_that_changes_before_the_backward_pass_raises() -> None:
     alpha = torch.full((never_plain.ROWS,), ALPHA, dtype=torch.float64)
     z = never_plain.logits().requires_grad_()
-    for loss in (powergrad.cross_entropy, powergrad.linear_cross_entropy):
+    losses: Any = (powergrad.cross_entropy, powergrad.linear_cross_entropy)
+    for loss in losses:
         head = [torch.eye(never_plain.CLASSES).double()] * (loss is powergrad.linear_cross_entropy)
-        value: torch.Tensor = loss(  # pyright: ignore
-            z, *head, never_plain.labels(), alpha=alpha, reduction="none"
-        ).sum()
+        value = loss(z, *head, never_plain.labels(), alpha=alpha, reduction="none").sum()
         alpha.fill_(1.0)
         with pytest.raises(RuntimeError, match="inplace operation"):
             value.backward()

@@ -134,37 +134,28 @@ def test_random_parts(processes, size):
 
 
 PLACEMENTS = [Replicate(), Shard(0), Shard(1)]
+PAIRS = [(a, b) for a in PLACEMENTS for b in PLACEMENTS if (a, b) != (Shard(1), Shard(1))]
 
 
-def on_a_mesh(rank: int, group: Any, pairs: list[Any], seeds: range, inside: bool) -> Any:
-    """Random cases as DTensors with these placements; what differs from one process, by name."""
-    failures = []
-    for number, pair in enumerate(pairs):
-        for seed in seeds:
-            case, _ = random_case(1000 * number + seed)
-            if case.logits.dim() < 2:
-                continue
-            z = distribute_tensor(case.logits, square(), pair).requires_grad_()
-            try:
-                with loss_parallel() if inside else contextlib.nullcontext():
-                    loss: Any = powergrad.cross_entropy(
-                        z, case.target, alpha=case.alpha, **case.options, **case.extra
-                    )
-                    up = distribute_tensor(case.upstream, square(), [Replicate()] * 2)
-                    loss.backward(up)
-                check_value(case, loss.full_tensor())
-                check_gradient(case, z.grad.full_tensor())
-            except Exception as error:
-                if inside:
-                    _disable_custom_loss_ops()
-                failures.append((pair, seed, f"{type(error).__name__}: {error}"[:300]))
-    return failures
+def on_a_mesh(rank: int, group: Any, pair: Any, inside: bool) -> None:
+    for seed in range(25):
+        case, _ = random_case(1000 * PAIRS.index(pair) + seed)
+        if case.logits.dim() < 2:
+            continue
+        z = distribute_tensor(case.logits, square(), pair).requires_grad_()
+        with loss_parallel() if inside else contextlib.nullcontext():
+            loss: Any = powergrad.cross_entropy(
+                z, case.target, alpha=case.alpha, **case.options, **case.extra
+            )
+            loss.backward(distribute_tensor(case.upstream, square(), [Replicate()] * 2))
+        check_value(case, loss.full_tensor())
+        check_gradient(case, z.grad.full_tensor())
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_every_placement_on_a_mesh(processes, inside):
-    pairs = [(a, b) for a in PLACEMENTS for b in PLACEMENTS if (a, b) != (Shard(1), Shard(1))]
-    assert processes.run(4, on_a_mesh, pairs, range(25), inside) == [[]] * 4
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_every_placement_on_a_mesh(processes, pair, inside):
+    processes.run(4, on_a_mesh, pair, inside)
 
 
 # Other ways to ask for it -------------------------------------------------------------------------
@@ -258,109 +249,84 @@ HEADS = {  # placements of hidden states and head on the square
 }
 
 
-def heads(rank: int, group: Any, seeds: range) -> list[str]:
+def in_sentences(batch: int, values: Tensor) -> Tensor:
+    return values.unflatten(0, (batch, -1)) if values.dim() else values
+
+
+def head_on_a_mesh(rank: int, group: Any, name: str) -> None:
     """The gradients of split heads against those of the logits' oracle, by the chain rule."""
-    failures = []
-    for name, (of_hidden, of_head) in HEADS.items():
-        for seed in seeds:
-            draw = random.Random(seed)
-            batch, length, width = draw.randint(1, 3), draw.randint(1, 5), draw.randint(1, 4)
-            form = replace(
-                random_form(draw, (batch * length, draw.choice([1, 3, 40]))),
-                masked=False, alphas=draw.choice(["number", "0-d"]), dtype=torch.float64,
-            )  # fmt: skip
-            case = build(form)
-            g = torch.Generator().manual_seed(seed)
-            classes, mesh = case.logits.shape[1], square()
-            h = torch.randn(batch, length, width, generator=g, dtype=torch.float64)
-            w = torch.randn(classes, width, generator=g, dtype=torch.float64)
-            b = torch.randn(classes, generator=g, dtype=torch.float64)
-            case.logits = F.linear(h.flatten(0, 1), w, b)
-            dz = gradient_of_potential(
-                case.logits,
-                case.target,
-                case.alpha,
-                case.upstream,
-                extra=case.extra,
-                **case.options,
-            )
-            expected = [(dz @ w).view_as(h), dz.T @ h.flatten(0, 1), dz.sum(0)]
-            x = distribute_tensor(h, mesh, [Replicate()] * 2)
-            if Partial() in of_hidden:
-                x = DTensor.from_local(h / 2, mesh, of_hidden)
-            else:
-                x = x.redistribute(mesh, of_hidden)
-            x = x.detach().requires_grad_()
-            head = [distribute_tensor(w, mesh, of_head).requires_grad_()]
-            of_bias = [p if p == Shard(0) else Replicate() for p in of_head]
-            head.append(distribute_tensor(b, mesh, of_bias).requires_grad_())
-            target = case.target.unflatten(0, (batch, length))
-            extra = dict(case.extra)
-            if "token_weight" in extra:
-                extra["token_weight"] = extra["token_weight"].unflatten(0, (batch, length))
-            up = case.upstream
-            up = up.unflatten(0, (batch, length)) if up.dim() else up
-            try:
-                loss: Any = powergrad.linear_cross_entropy(
-                    x,
-                    head[0],
-                    target,
-                    alpha=case.alpha,
-                    linear_bias=head[1],
-                    chunk_rows=2,
-                    **case.options,
-                    **extra,
-                )
-                loss.backward(distribute_tensor(up, mesh, [Replicate()] * 2))
-                check_value(case, loss.full_tensor().reshape(case.upstream.shape))
-                leaves: Any = (x, *head)
-                for t, want in zip(leaves, expected, strict=True):
-                    scale = want.abs().max().clamp(min=1.0).item() if want.numel() else 1.0
-                    got = t.grad.full_tensor()
-                    torch.testing.assert_close(
-                        got, want, rtol=0, atol=1e-12 * scale, equal_nan=True
-                    )
-            except Exception as error:
-                failures.append(f"{name} {seed}: {type(error).__name__}: {error}"[:400])
-    return failures
+    (of_hidden, of_head), mesh = HEADS[name], square()
+    for seed in range(12):
+        draw = random.Random(seed)
+        batch, length, width = draw.randint(1, 3), draw.randint(1, 5), draw.randint(1, 4)
+        form = replace(
+            random_form(draw, (batch * length, draw.choice([1, 3, 40]))),
+            masked=False, alphas=draw.choice(["number", "0-d"]), dtype=torch.float64,
+        )  # fmt: skip
+        case = build(form)
+        g = torch.Generator().manual_seed(seed)
+        classes = case.logits.shape[1]
+        shapes = (batch, length, width), (classes, width), (classes,)
+        h, w, b = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
+        case.logits, up = F.linear(h.flatten(0, 1), w, b), case.upstream
+        dz = gradient_of_potential(
+            case.logits, case.target, case.alpha, up, extra=case.extra, **case.options
+        )
+        expected = [(dz @ w).view_as(h), dz.T @ h.flatten(0, 1), dz.sum(0)]
+        if Partial() in of_hidden:
+            x: Any = DTensor.from_local(h / 2, mesh, of_hidden)
+        else:
+            x = distribute_tensor(h, mesh, of_hidden)
+        of_bias = [p if p == Shard(0) else Replicate() for p in of_head]
+        head = distribute_tensor(w, mesh, of_head), distribute_tensor(b, mesh, of_bias)
+        leaves: Any = [t.detach().requires_grad_() for t in (x, *head)]
+        rows = functools.partial(in_sentences, batch)
+        extra = {n: rows(v) if n == "token_weight" else v for n, v in case.extra.items()}
+        loss: Any = powergrad.linear_cross_entropy(
+            *leaves[:2], rows(case.target), alpha=case.alpha, linear_bias=leaves[2], chunk_rows=2,
+            **case.options, **extra,
+        )  # fmt: skip
+        loss.backward(distribute_tensor(rows(up), mesh, [Replicate()] * 2))
+        check_value(case, loss.full_tensor().reshape(case.upstream.shape))
+        for leaf, want in zip(leaves, expected, strict=True):
+            scale = want.abs().max().clamp(min=1.0).item() if want.numel() else 1.0
+            got = leaf.grad.full_tensor()
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12 * scale, equal_nan=True)
 
 
-def test_heads_on_a_mesh(processes):
-    assert processes.run(4, heads, range(12)) == [[]] * 4
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_on_a_mesh(processes, name):
+    processes.run(4, head_on_a_mesh, name)
 
 
 def shifted_and_told(rank: int, group: Any) -> None:
-    """Shifted labels, statistics and gates of a split head are those of a whole one."""
+    """Shifted labels, statistics and gates of split heads and logits are those of whole ones."""
     mesh, g = line(group), torch.Generator().manual_seed(0)
     h = torch.randn(2, 6, 4, generator=g, dtype=torch.float64)
     w = torch.randn(11, 4, generator=g, dtype=torch.float64)
     y = torch.randint(11, (2, 6), generator=g)
     y[0, 2] = -100
     gate = lambda rows: rows.p_target * rows.entropy  # noqa: E731
+    options: Any = {"alpha": ALPHA, "gate": gate, "label_smoothing": 0.1, "return_stats": True}
+    head = functools.partial(powergrad.linear_cross_entropy, chunk_rows=5, **options)
     for target in (y, torch.rand(2, 6, 11, generator=g, dtype=torch.float64)):
-        options = {"alpha": ALPHA, "shift": target is y, "gate": gate, "label_smoothing": 0.1}
-        results = []
-        for split in (False, True):
-            x, v = (t.clone().requires_grad_() for t in (h, w))
-            if split:
-                x = distribute_tensor(h, mesh, [Replicate()]).requires_grad_()
-                v = distribute_tensor(w, mesh, [Shard(0)]).requires_grad_()
-            loss, rows = powergrad.linear_cross_entropy(
-                x, v, target, return_stats=True, chunk_rows=5, **options
-            )
-            loss.backward()
-            numbers: Any = (loss, x.grad, v.grad, *(getattr(rows, name) for name in rows.NAMES))
-            results.append([t.full_tensor() if split else t.detach() for t in numbers])
-            z, y_, o = F.linear(h, w).movedim(-1, 1), target, dict(options)
-            del o["shift"]
-            y_ = target.movedim(-1, 1) if target is not y else target
-            z = distribute_tensor(z, mesh, [Shard(1)]) if split else z
-            z = z.detach().requires_grad_()
-            loss, rows = powergrad.cross_entropy(z, y_, return_stats=True, **o)
-            loss.backward()
-            numbers: Any = (loss, z.grad, *(getattr(rows, name) for name in rows.NAMES))
-            results[-1] += [t.full_tensor() if split else t.detach() for t in numbers]
-        for split, whole in zip(results[1], results[0], strict=True):
+        results: list[list[Any]] = [[], []]
+        for split, found in enumerate(results):
+            x, v, z = (
+                (distribute_tensor(t, mesh, [where]) if split else t).detach().requires_grad_()
+                for t, where in (
+                    (h, Replicate()), (w, Shard(0)), (F.linear(h, w).movedim(-1, 1), Shard(1)),
+                )
+            )  # fmt: skip
+            by_class = target if target is y else target.movedim(-1, 1)
+            for leaves, (loss, rows) in (
+                ([x, v], head(x, v, target, shift=target is y)),
+                ([z], powergrad.cross_entropy(z, by_class, **options)),
+            ):
+                loss.backward()
+                numbers = [loss, *(t.grad for t in leaves), *(getattr(rows, n) for n in rows.NAMES)]
+                found += [t.full_tensor() if split else t.detach() for t in numbers]
+        for whole, split in zip(*results, strict=True):
             torch.testing.assert_close(split, whole, rtol=0, atol=1e-12)
 
 
@@ -372,58 +338,51 @@ def test_statistics_gates_and_shifts(processes, size):
 # What is sent, and the memory ---------------------------------------------------------------------
 
 
-def counted(rank: int, group: Any) -> dict[str, tuple[list[str], list[str]]]:
-    """The collectives of forward and backward pass, by name of the operation."""
-    mesh, found = line(group), {}
+def counted(rank: int, group: Any) -> None:
+    """The collectives of forward pass (with the message before it) and backward pass."""
+    mesh = line(group)
     z, y, x = split_logits(group, 7, 20)
     h = distribute_tensor(torch.randn(7, 4), mesh, [Replicate()]).requires_grad_()
     w = distribute_tensor(torch.randn(20, 4), mesh, [Shard(0)]).requires_grad_()
     head = functools.partial(powergrad.linear_cross_entropy, h, w, y, alpha=ALPHA, chunk_rows=3)
     local = z.chunk(dist.get_world_size(group), 1)[rank].clone().requires_grad_()
     whole = lambda values: values.to_local().sum()  # noqa: E731
-    calls: dict[str, Any] = {
-        "function": lambda: parallel.cross_entropy(local, y, alpha=ALPHA, classes=20, group=group),
-        "DTensor": lambda: powergrad.cross_entropy(x, y, alpha=ALPHA),
-        "log_softmax": lambda: whole(powergrad.log_softmax(x, 1, alpha=ALPHA)),
-        "head": head,
-        "head, none": lambda: whole(head(reduction="none")),
-    }
-    for name, call in calls.items():
+    plain = functools.partial(parallel.cross_entropy, alpha=ALPHA, classes=20, group=group)
+    calls: list[tuple[Any, int, int]] = [
+        (lambda: plain(local, y), 2, 0),
+        (lambda: powergrad.cross_entropy(x, y, alpha=ALPHA), 2, 0),
+        (lambda: whole(powergrad.log_softmax(x, 1, alpha=ALPHA)), 2, 1),
+        (head, 4, 1),
+        (lambda: whole(head(reduction="none")), 4, 1),
+    ]
+    for call, gathers, reduces in calls:
         with CommDebugMode() as forward:
             loss = call()
         with CommDebugMode() as backward:
             loss.backward()
-        both = (forward.get_comm_counts(), backward.get_comm_counts())
-        found[name] = [{str(op): n for op, n in sent.items()} for sent in both]
-    return found
+        for sent, kind, expected in ((forward, "gather", gathers), (backward, "reduce", reduces)):
+            counts = {str(operation): n for operation, n in sent.get_comm_counts().items()}
+            assert sum(counts.values()) == expected, counts
+            assert all(kind in operation for operation in counts), counts
 
 
 def test_collectives(processes):
-    answers = processes.run(2, counted)
-    gathers = lambda n: sum(n.values()) if all("gather" in op for op in n) else None  # noqa: E731
-    for found in answers:
-        expected = {"function": 2, "DTensor": 2, "log_softmax": 2, "head": 4, "head, none": 4}
-        for name, forward in expected.items():  # a message, and the exchanges
-            assert gathers(found[name][0]) == forward, name
-        for name in ("function", "DTensor"):
-            assert found[name][1] == {}
-        for name in ("log_softmax", "head", "head, none"):
-            assert [("reduce" in op, n) for op, n in found[name][1].items()] == [(True, 1)], name
+    processes.run(2, counted)
 
 
 def messages(rank: int, group: Any) -> list[int]:
     """The calls of 9 on an accelerator, for which the meta device stands, that send a message."""
     sent: list[int] = []
     fresh, send = dist.new_group([rank], use_local_synchronization=True), parallel.gathered
-    prepare = lambda: (parallel.Split(fresh, 0, 5, 5), 4, {}, None)  # noqa: E731
     for call in range(1, 10):
 
         def note(mine: Tensor, group: Any, call: int = call) -> Tensor:
             sent.append(call)
-            return torch.tensor([[0, 0, 5, 7]])
+            return torch.tensor([[0, 7, 0, 5]])
 
         parallel.gathered = note
-        parallel.agree(prepare, fresh, (), torch.device("meta"))
+        with parallel.agreement(parallel.Split(fresh, 0, 5, 5), torch.device("meta")):
+            pass
     parallel.gathered = send
     return sent
 
@@ -543,7 +502,7 @@ def apart(rank: int, group: Any) -> None:
         powergrad.cross_entropy(twice, y, alpha=ALPHA)
     # As on an accelerator, where labels are not read.
     checks = parallel.check_equal, parallel.check_labels
-    parallel.check_equal = lambda hashed: (hashed != hashed[0]).any()
+    parallel.check_equal = lambda parts: (parts["label"] != parts["label"][0]).any()
     parallel.check_labels = lambda *_: False
     for target in (y + rank, y.where(y < 3, 6)):
         x: Any = z[:, 3 * rank : 3 * rank + 3].detach().requires_grad_()

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,6 @@ from powergrad.checks import (
     is_dtensor,
     is_plain,
     shape_of,
-    values_readable,
     without_autocast,
 )
 from powergrad.compat import is_autocasting
@@ -40,6 +40,7 @@ from powergrad.loss import (
     gated,
     loss_and_statistics,
     loss_by_definition,
+    multiplied,
     statistics,
 )
 from powergrad.rows import RowStatistics, coefficients, reduced, write
@@ -55,37 +56,6 @@ LEAST_ROWS = 128  # the fewest rows in a block, because each block rewrites dW
 MULTIPLE = 16  # the rows in a block are a multiple of this, for which matrix products are tuned
 
 
-class HeadOptions(LossOptions, total=False):
-    linear_bias: Tensor | None
-    weight: Tensor | None
-    shift: bool
-    chunk_rows: int | None
-
-
-@overload
-def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    alpha: float | Tensor,
-    return_stats: Literal[False] = False,
-    **options: Unpack[HeadOptions],
-) -> Tensor: ...
-
-
-@overload
-def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    alpha: float | Tensor,
-    return_stats: Literal[True],
-    **options: Unpack[HeadOptions],
-) -> tuple[Tensor, RowStatistics]: ...
-
-
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -98,7 +68,7 @@ def linear_cross_entropy(
     chunk_rows: int | None = None,
     return_stats: bool = False,
     **options: Unpack[LossOptions],
-) -> Tensor | tuple[Tensor, RowStatistics]:
+) -> Any:
     r"""``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` in blocks of logits.
 
     It is made for large vocabularies: the time is that of the matrix products, and the memory is
@@ -169,20 +139,6 @@ def linear_cross_entropy(
     return (loss, rows.reshape(leading)) if return_stats and rows is not None else loss
 
 
-def _check_both_sharded(input: Tensor, linear_weight: Tensor) -> None:
-    """Refuse a DTensor with a plain tensor: nothing says whose gradients have to be added up."""
-    kinds = ["a DTensor" if is_dtensor(t) else "a plain tensor" for t in (linear_weight, input)]
-    if kinds[0] != kinds[1]:
-        raise TypeError(
-            "Expected `linear_weight` and `input` to be plain tensors or DTensors, both of them, "
-            f"but got {kinds[0]} and {kinds[1]}. If FSDP2 has sharded the head, compute the loss "
-            "in a module that FSDP2 gathers, such as `powergrad.LinearCrossEntropyLoss`; or, after "
-            "the forward pass of the sharded model that the head is a part of, call "
-            "`head.unshard()`. Do not pass `head.weight.full_tensor()`: the gradients of the "
-            "processes would not be added up."
-        )
-
-
 def checked_head(
     layer: Layer, call: Call, shift: bool, chunk_rows: int | None
 ) -> tuple[Layer, Call]:
@@ -203,7 +159,15 @@ def checked_head(
         check_floating(linear_bias, "linear_bias", (classes,))
         check_dtype(linear_bias, hidden, "linear_bias")
     check_dtype(linear_weight, hidden, "linear_weight")
-    _check_both_sharded(hidden, linear_weight)
+    if is_dtensor(hidden) != is_dtensor(linear_weight):  # whose gradients have to be added up?
+        raise TypeError(
+            "Expected `linear_weight` and `input` to be both plain tensors or both DTensors, but "
+            f"got {type(linear_weight).__name__} and {type(hidden).__name__}. If FSDP2 has sharded "
+            "the head, compute the loss in a module that FSDP2 gathers, such as "
+            "`powergrad.LinearCrossEntropyLoss`; or, after the forward pass of the sharded model "
+            "that the head is a part of, call `head.unshard()`. Do not pass "
+            "`head.weight.full_tensor()`: the gradients of the processes would not be added up."
+        )
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"Expected `chunk_rows` to be at least 1, but got {chunk_rows}.")
     if is_autocasting(hidden.device.type):
@@ -302,13 +266,9 @@ class InBlocks(torch.autograd.Function):
         *layer, call, chunk_rows, found, split = arguments
         later = call.reduction == "none"
         needed = (False,) * 3 if later else ctx.needs_input_grad[:3]
-        exchanged = None
-        if split is not None and later:
-            wide = torch.promote_types(layer[0].dtype, torch.float32)
-            exchanged = layer[0].new_zeros(4, len(layer[0]), dtype=wide)
         with without_autocast(layer[0]):
-            loss, gradients, call = _over_blocks(
-                layer, call, chunk_rows, needed, found=found, split=split, exchanged=exchanged
+            loss, gradients, call, exchanged = _over_blocks(
+                layer, call, chunk_rows, needed, split, found
             )
         tensors, ctx.options = call.split()
         ctx.save_for_backward(*layer, *gradients, exchanged, *tensors)
@@ -326,12 +286,11 @@ class InBlocks(torch.autograd.Function):
             return *_by_definition(layer, call, needed, grad), *[None] * 4
         if ctx.later:
             with without_autocast(grad):
-                _, gradients, _ = _over_blocks(
-                    layer, call, ctx.chunk_rows, needed, scale=grad, split=ctx.split,
-                    exchanged=saved[6],
-                )  # fmt: skip
-        elif not (values_readable(grad) and grad.item() == 1):
-            gradients = [None if g is None else g * grad for g in gradients]
+                _, gradients, *_ = _over_blocks(
+                    layer, call, ctx.chunk_rows, needed, ctx.split, scale=grad, exchanged=saved[6]
+                )
+        else:
+            gradients = [None if g is None else multiplied(g, grad, True) for g in gradients]
         dtype = layer[0].dtype
         return *(None if g is None else g.to(dtype) for g in gradients), *[None] * 4
 
@@ -362,17 +321,16 @@ def _over_blocks(
     call: Call,
     chunk_rows: int | None,
     needed: Sequence[bool],
-    *,
-    scale: Tensor | None = None,
+    split: Any,
     found: RowStatistics | None = None,
-    split: Any = None,
-    exchanged: Tensor | None = None,
-) -> tuple[Tensor, list[Tensor | None], Call]:
+    scale: Tensor | None = None,
+    exchanged: Any = None,
+) -> tuple[Tensor, list[Tensor | None], Call, Any]:
     """One pass over the blocks: the loss; the gradients that are `needed`; the call without gate.
 
-    `scale` is the incoming gradient of "none", one per row. `found` is filled. Ignored rows are
-    left out, before the matrix product. `split` is a `powergrad.parallel.Split` of the classes;
-    `exchanged` is filled with what processes exchange, or holds it if there is a `scale`.
+    Ignored rows are left out, before the matrix product. `found` is filled. `split` is a
+    `powergrad.parallel.Split` of the classes, or None; what processes have `exchanged` is returned.
+    For "none", a second pass takes it, and `scale`, the incoming gradient of each row.
     """
     given = layer[0].dtype
     # Small p' would underflow in float16, so it is widened; bfloat16 is not.
@@ -389,12 +347,14 @@ def _over_blocks(
     if not check_labels(call.target, classes, call.ignore_index) and not call.soft():
         kept = (call.target != call.ignore_index).nonzero().squeeze(1)
         count = len(kept)
-    over = split.sum_over_rows if split is not None and split.row_groups else None
-    common = coefficients(call, wide, kept is None, over)
+    common = coefficients(call, wide, kept is None, None if split is None else split.sum_over_rows)
     if not isinstance(common.g, Tensor):
         common = replace(common, g=hidden.new_full((rows, 1), common.g, dtype=wide))
     gates = None if call.gate is None else hidden.new_zeros(rows, dtype=wide)
     losses = hidden.new_zeros(rows, dtype=wide)
+    if split is not None and exchanged is None:
+        exchanged = hidden.new_zeros(4, rows, dtype=wide)
+    stats = gates is not None or found is not None
     largest = classes if split is None else split.largest
     fitting = BLOCK_BYTES // (largest * given.itemsize)
     block_rows = chunk_rows or max(LEAST_ROWS, fitting // MULTIPLE * MULTIPLE)
@@ -404,27 +364,26 @@ def _over_blocks(
         z = buffer[: part.stop - start]
         if kept is not None:
             part = kept[part]
-        h = hidden[part]
+        h, factor, compute = hidden[part], None, None
+        block: Any = None
         if bias is None:
             torch.mm(h, head.t(), out=z)
         else:
             torch.addmm(bias, h, head.t(), out=z)
-        factor = None if scale is None else scale[part]
-        stats, summary = gates is not None or found is not None, None
-        if split is not None and exchanged is not None and scale is not None:
-            summary = split.known(exchanged[:, part])
-        elif split is not None:
-            summary = split.summary(z, call, common, part, stats)
-            if exchanged is not None:
-                exchanged[:, part] = summary.kept
-        if stats:
-            own = call.replace(target=call.target[part], token_weight=None)
-            block = statistics(z, own, 1) if summary is None else summary.rows
-            if gates is not None:
-                factor = gates[part] = gated(own, block).to(wide)
-            if found is not None:
-                found.store(part, block)
-        losses[part], _ = write(z, call, common, part, z, factor, summary)
+        own = call.replace(target=call.target[part], token_weight=None)
+        if split is not None:
+            if scale is None:
+                exchanged[:, part], block = split.exchange(z, own, common.of(part), stats)
+            compute = partial(split.gradient, exchanged[:, part])
+        elif stats:
+            block = statistics(z, own, 1)
+        if gates is not None:
+            factor = gates[part] = gated(own, block).to(wide)
+        if found is not None:
+            found.store(part, block)
+        if scale is not None:
+            factor = scale[part]
+        losses[part], _ = write(z, call, common, part, z, factor, compute)
         if d_hidden is not None:
             d_hidden[part] = z @ head
         if d_head is not None:
@@ -437,4 +396,4 @@ def _over_blocks(
     if gates is not None:
         tokens = gates if call.token_weight is None else gates * call.token_weight
         call = call.replace(token_weight=tokens, gate=None)
-    return reduced(losses, call, common), [d_hidden, d_head, d_bias], call
+    return reduced(losses, call, common), [d_hidden, d_head, d_bias], call, exchanged

@@ -488,11 +488,11 @@ class Rows(torch.autograd.Function):
             loss = loss_by_definition(logits, Call.joined(tensors, ctx.options))
             grad = grad.to(loss.dtype)
             return torch.autograd.grad(loss, logits, grad, create_graph=True)[0], None
-        gradient = _multiplied(gradient, grad, owned)
+        gradient = multiplied(gradient, grad, owned)
         return gradient if gradient.dtype == logits.dtype else gradient.to(logits.dtype), None
 
 
-def _multiplied(gradient: Tensor, grad: Tensor, owned: bool) -> Tensor:
+def multiplied(gradient: Tensor, grad: Tensor, owned: bool) -> Tensor:
     """The gradient times the incoming one; in its own memory, if no one else will read it."""
     in_place = owned and is_plain(grad) and not keeps_graph()
     if grad.dim():

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import (  # pyright: ignore[reportMissingImports]
     IGNORE_INDEX,
     CrossEntropyLoss,
@@ -17,8 +18,8 @@ from torchtitan.distributed.spmd_types import (  # pyright: ignore[reportMissing
 )
 from torchtitan.distributed.utils import get_spmd_backend  # pyright: ignore[reportMissingImports]
 
-import powergrad
-from powergrad.checks import check_number, is_dtensor
+from powergrad import cross_entropy, parallel
+from powergrad.checks import check_number
 
 __all__ = ["PowerGradLoss"]
 
@@ -47,17 +48,12 @@ def _loss(
 ) -> Tensor:
     """Torchtitan's `cross_entropy_loss`."""
     options: Any = {"alpha": alpha, "reduction": "sum", "ignore_index": IGNORE_INDEX}
-    if is_dtensor(pred) and is_dtensor(labels):
-        return powergrad.cross_entropy(pred.movedim(-1, 1).float(), labels, **options)
-    mesh, local, sharded, vocabulary = None, pred, cast(Any, pred), cast(Any, global_vocab_size)
-    if is_dtensor(pred):
-        mesh, vocabulary, local = sharded.device_mesh, pred.shape[-1], sharded.to_local()
-    elif get_spmd_backend() == "spmd_types" and spmd_mesh_size("tp") > 1:
-        mesh = current_spmd_mesh()
-    rows, labels = local.flatten(0, 1).float(), labels.flatten(0, 1)
-    if mesh is None:
-        return powergrad.cross_entropy(rows, labels, **options)
-    from powergrad import parallel
-
+    if isinstance(pred, DTensor):
+        loss: Any = cross_entropy(pred.movedim(-1, 1).float(), labels, **options)
+        return loss if isinstance(labels, DTensor) else loss.to_local()
+    rows, labels = pred.flatten(0, 1).float(), labels.flatten(0, 1)
+    if get_spmd_backend() != "spmd_types" or spmd_mesh_size("tp") <= 1:
+        return cross_entropy(rows, labels, **options)
+    mesh, classes = cast(Any, current_spmd_mesh()), cast(int, global_vocab_size)
     group = mesh.get_group("tp")
-    return parallel.cross_entropy(rows, labels, classes=vocabulary, group=group, **options)
+    return parallel.cross_entropy(rows, labels, classes=classes, group=group, **options)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
@@ -38,50 +41,40 @@ def apply(alpha: float) -> None:
             f"Expected `trl` to have trl.trainer.utils.{NAME}, as version 1.16.0, but got version "
             f"{trl.__version__} without it."
         )
-    setattr(utils, NAME, _LogProbs(alpha))
+    setattr(utils, NAME, SimpleNamespace(apply=functools.partial(_log_probs, alpha)))
 
 
-class _LogProbs:
-    """In place of TRL's autograd function: with its arguments and its five results."""
-
-    def __init__(self, alpha: float) -> None:
-        self.alpha = alpha
-
-    def apply(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        chunk_size: int,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = ("log_probs",),
-    ) -> tuple[Tensor, Tensor | None, None, None, Tensor | None]:
-        more = {"log_sum_sq_probs", "mean_logits"}.intersection(outputs)
-        if more:
-            raise NotImplementedError(
-                f"Expected `outputs` that SFTTrainer asks for, but got {', '.join(sorted(more))}."
-            )
-        # c tanh(s x / c) / T, as the map with the cap c / T and the scale s / T.
-        losses, rows = linear_cross_entropy(
-            hidden,
-            weight,
-            targets,
-            alpha=self.alpha,
-            linear_bias=bias,
-            softcap=None if softcap is None else softcap / temperature,
-            logit_scale=logit_scale / temperature,
-            reduction="none",
-            return_stats=True,
+def _log_probs(
+    alpha: float,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: tuple[str, ...] = ("log_probs",),
+) -> tuple[Tensor, Tensor | None, None, None, Tensor | None]:
+    """What TRL's autograd function computes, with its arguments and its five results."""
+    more = {"log_sum_sq_probs", "mean_logits"}.intersection(outputs)
+    if more:
+        raise NotImplementedError(
+            f"Expected `outputs` that SFTTrainer asks for, but got {', '.join(sorted(more))}."
         )
-        entropy = rows.entropy if "entropy" in outputs else None
-        correct = rows.correct if "is_top1" in outputs else None
-        return (
-            -losses.to(torch.promote_types(losses.dtype, torch.float32)),
-            entropy,
-            None,
-            None,
-            correct,
-        )
+    # c tanh(s x / c) / T, as the map with the cap c / T and the scale s / T.
+    losses, rows = linear_cross_entropy(
+        hidden,
+        weight,
+        targets,
+        alpha=alpha,
+        linear_bias=bias,
+        softcap=None if softcap is None else softcap / temperature,
+        logit_scale=logit_scale / temperature,
+        reduction="none",
+        return_stats=True,
+    )
+    entropy = rows.entropy if "entropy" in outputs else None
+    correct = rows.correct if "is_top1" in outputs else None
+    wide = torch.promote_types(losses.dtype, torch.float32)
+    return -losses.to(wide), entropy, None, None, correct

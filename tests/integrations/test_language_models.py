@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -13,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import Processes
 from references import potential
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torchvision_shim import declare_torchvision_schemas
 
 declare_torchvision_schemas()
@@ -84,12 +88,12 @@ def batch_of(examples):
     return {key: torch.stack([e[key] for e in examples]) for key in examples[0]}
 
 
-def by_hand(model: nn.Module, examples) -> dict[str, torch.Tensor]:
+def by_hand(model: nn.Module, examples, **options) -> dict[str, torch.Tensor]:
     """The potential's gradients in float64, from the model's own logits."""
     model, batch = copy.deepcopy(model).double().train(), batch_of(examples)
     labels = batch.pop("labels")[:, 1:].flatten()
     output = model(**batch)
-    loss = potential(output.logits[:, :-1].flatten(0, 1), labels, ALPHA)
+    loss = potential(output.logits[:, :-1].flatten(0, 1), labels, ALPHA, **options)
     if getattr(output, "aux_loss", None) is not None:
         loss = loss + model.router_aux_loss_coef * output.aux_loss
     loss.backward()
@@ -183,8 +187,19 @@ def test_other_heads_are_refused() -> None:
 
 
 class Keep(transformers.TrainerCallback):
+    """Keeps the gradients with which the optimizer steps."""
+
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.gradients = gradients(kwargs["model"])
+
+
+def one_step(folder: Path, batch_size: int, accumulation: int, kind: Any = None, **options) -> Any:
+    """The arguments of a Trainer."""
+    return (kind or transformers.TrainingArguments)(
+        output_dir=str(folder), per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation, max_steps=1, max_grad_norm=0.0,
+        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, **options,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(8, 1), (2, 4)])
@@ -194,12 +209,8 @@ def test_trainer(batch_size: int, accumulation: int, checkpointing: bool, tmp_pa
     model, examples, keep = language_model(), sentences(), Keep()
     expected = by_hand(model, examples)
     ours.apply(model, ALPHA)
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=batch_size,
-        gradient_accumulation_steps=accumulation, max_steps=1, max_grad_norm=0.0,
-        gradient_checkpointing=checkpointing, save_strategy="no", report_to="none",
-        disable_tqdm=True, use_cpu=True,
-    )  # fmt: skip
+    options = {"gradient_checkpointing": checkpointing}
+    arguments = one_step(tmp_path, batch_size, accumulation, **options)
     transformers.Trainer(model, arguments, train_dataset=examples, callbacks=[keep]).train()
     close(keep.gradients, expected)
 
@@ -211,7 +222,7 @@ from torchvision_shim import declare_torchvision_schemas
 declare_torchvision_schemas()
 import accelerate
 import transformers
-from test_language_models import ALPHA, by_hand, language_model, sentences
+from test_language_models import ALPHA, by_hand, language_model, one_step, sentences
 import powergrad.transformers
 
 model, examples = language_model(), sentences()
@@ -227,10 +238,8 @@ class Check(transformers.TrainerCallback):
         error = max(float((found[n] - expected[n]).abs().max() / scale) for n in expected)
         open(f"{{args.output_dir}}/error-{{args.process_index}}", "w").write(str(error))
 
-arguments = transformers.TrainingArguments(
-    output_dir=sys.argv[1], per_device_train_batch_size=2, gradient_accumulation_steps=2,
-    max_steps=1, max_grad_norm=0.0, save_strategy="no", report_to="none", disable_tqdm=True,
-    use_cpu=True, gradient_checkpointing=True, fsdp=True,
+arguments = one_step(
+    sys.argv[1], 2, 2, gradient_checkpointing=True, fsdp=True,
     fsdp_config={{"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
                  "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
 )
@@ -281,11 +290,9 @@ def test_sft_trainer(trl, name: str, tmp_path: Path) -> None:
         expected = by_hand(model, sentences())
         if alpha is not None:
             apply(alpha)
-        arguments = trl.SFTConfig(
-            output_dir=str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2,
-            max_steps=1, max_grad_norm=0.0, save_strategy="no", report_to="none", logging_steps=1,
-            disable_tqdm=True, use_cpu=True, bf16=False, gradient_checkpointing=True,
-            max_length=None,
+        arguments = one_step(
+            tmp_path, 4, 2, trl.SFTConfig, logging_steps=1, bf16=False,
+            gradient_checkpointing=True, max_length=None,
         )  # fmt: skip
         trainer = trl.SFTTrainer(
             model, arguments, train_dataset=data, callbacks=[keep], processing_class=tokenizer()
@@ -365,39 +372,66 @@ def test_torchtitan(chunks: int | None) -> None:
     torch.testing.assert_close(results[0][0], results[1][0])
 
 
-TENSOR_PARALLEL = """
-import sys, torch, torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-import torch.nn.functional as F
-from powergrad.torchtitan import PowerGradLoss
+def tensor_parallel(rank: int, group: Any) -> None:
+    from powergrad.torchtitan import PowerGradLoss
 
-dist.init_process_group("gloo")
-mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-torch.manual_seed(0)
-z, y = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
-y[0, 0] = -100
-wide = z.double().requires_grad_()
-(F.cross_entropy(0.3 * wide.flatten(0, 1), y.flatten(), reduction="sum") / 0.3).backward()
-loss = PowerGradLoss.Config(alpha=0.3).build()
-for labels in (y, distribute_tensor(y, mesh, [Replicate()])):
-    logits = distribute_tensor(z, mesh, [Shard(2)]).requires_grad_()
-    value, _ = loss(logits, labels)
-    value.backward()
-    assert (logits.grad.full_tensor() - wide.grad).abs().max() < 1e-6
-dist.destroy_process_group()
-"""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    z, y = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+    y[0, 0] = -100
+    wide = z.double().requires_grad_()
+    potential(wide.flatten(0, 1), y.flatten(), ALPHA, reduction="sum").backward()
+    loss = PowerGradLoss.Config(alpha=ALPHA).build()
+    for labels in (y, distribute_tensor(y, mesh, [Replicate()])):
+        logits: Any = distribute_tensor(z, mesh, [Shard(2)]).requires_grad_()
+        value, _ = loss(logits, labels)
+        value.backward()
+        assert (logits.grad.full_tensor() - wide.grad).abs().max() < 1e-6
 
 
-def test_torchtitan_with_split_classes(tmp_path: Path) -> None:
+def test_torchtitan_with_split_classes() -> None:
     """Tensor parallelism in two processes; the labels are plain, or a DTensor."""
     pytest.importorskip("torchtitan", reason="needs it: make test-integrations")
-    (tmp_path / "step.py").write_text(TENSOR_PARALLEL)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pool = Processes(2, __name__)
+    try:
+        pool.run(2, tensor_parallel)
+    finally:
+        pool.close()
+
+
+# Axolotl ------------------------------------------------------------------------------------------
+
+
+def test_axolotl(tmp_path: Path) -> None:
+    """It needs older versions of the libraries above, and so an environment of its own."""
+    pytest.importorskip("axolotl", reason="needs it, in an environment of its own")
+    model, data = language_model(), tmp_path / "data.jsonl"
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    shortened = [
+        {n: v[e["attention_mask"] > 0].tolist() for n, v in e.items()} for e in sentences()
+    ]
+    data.write_text("\n".join(map(json.dumps, shortened)))
+    options = {
+        "base_model": str(tmp_path / "model"), "output_dir": str(tmp_path / "trained"),
+        "datasets": [{"path": str(data), "ds_type": "json"}], "sequence_len": LENGTH,
+        "dataset_prepared_path": str(tmp_path / "prepared"), "micro_batch_size": 8,
+        "gradient_accumulation_steps": 1, "max_steps": 1, "max_grad_norm": 0.0,
+        "learning_rate": 10.0, "optimizer": "sgd", "lr_scheduler": "constant",
+        "bf16": False, "tf32": False, "save_strategy": "no",
+        "plugins": ["powergrad.axolotl.PowerGradPlugin"], "powergrad_alpha": ALPHA,
+    }  # fmt: skip
+    (tmp_path / "train.yml").write_text(json.dumps(options))
+    on_cpu = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
     ended = subprocess.run(
-        [*command, str(tmp_path / "step.py")], capture_output=True, text=True, env=environment
-    )
+        [sys.executable, "-m", "axolotl.cli.train", str(tmp_path / "train.yml")],
+        capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, **on_cpu, "HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"},
+    )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-4000:]
+    trained = type(model).from_pretrained(tmp_path / "trained")
+    pairs = zip(model.named_parameters(), trained.parameters(), strict=True)
+    close({n: ((p - q) / 10).detach() for (n, p), q in pairs}, by_hand(model, sentences()))
 
 
 # Keras --------------------------------------------------------------------------------------------

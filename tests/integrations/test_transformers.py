@@ -7,7 +7,6 @@ import importlib
 
 import pytest
 import torch
-from references import potential
 from torchvision_shim import declare_torchvision_schemas
 
 from powergrad import PowerGrad, cross_entropy
@@ -18,45 +17,17 @@ transformers = pytest.importorskip("transformers", reason="needs it: make test-i
 pytest.importorskip("accelerate", reason="transformers' Trainer needs it: make test-integrations")
 causal_loss = importlib.import_module("transformers.loss.loss_utils").ForCausalLMLoss
 
-ALPHA, VOCABULARY, LENGTH = 0.3, 37, 12
-
-
-def language_model():
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=16, n_layer=1, n_head=2,
-            bos_token_id=0, eos_token_id=0, pad_token_id=0,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )
-    )  # fmt: skip
-    # The class's name hides that its loss shifts the labels. The Trainer would count the first
-    # token of each sentence too, with and without PGT (5.22.2).
-    model.loss_type = "ForCausalLM"
-    for parameter in model.parameters():  # confident enough for p and p' to differ
-        parameter.data *= 4
-    return model
-
-
-def sentences():
-    """Eight sentences of very different lengths, padded: a mean of means is another mean."""
-    generator = torch.Generator().manual_seed(1)
-    examples = []
-    for length in (12, 2, 3, 12, 5, 2, 11, 4):
-        tokens = torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)
-        mask = (torch.arange(LENGTH) < length).long()
-        labels = torch.where(mask.bool(), tokens, -100)
-        examples.append({"input_ids": tokens, "attention_mask": mask, "labels": labels})
-    return examples
-
-
-class Keep(transformers.TrainerCallback):
-    """Keeps the gradients with which the optimizer steps."""
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.gradients = {
-            n: p.grad.clone() for n, p in kwargs["model"].named_parameters() if p.grad is not None
-        }
+from test_language_models import (  # noqa: E402
+    ALPHA,
+    VOCABULARY,
+    Keep,
+    by_hand,
+    close,
+    gradients,
+    language_model,
+    one_step,
+    sentences,
+)
 
 
 def compute_loss_func(options, model):
@@ -88,34 +59,11 @@ def trainer_compute_loss(options, model):
     return trainer
 
 
-def trained(way, model, examples, batch_size, accumulation, tmp_path, **options):
+def trained(way, model, folder, batch_size, accumulation, **options):
     """The gradients of one step of the optimizer."""
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=batch_size,
-        gradient_accumulation_steps=accumulation, max_steps=1, max_grad_norm=0.0,
-        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, **options,
-    )  # fmt: skip
-    keep = Keep()
-    trainer = way({"args": arguments, "train_dataset": examples, "callbacks": [keep]}, model)
-    trainer.train()
+    arguments, keep = one_step(folder, batch_size, accumulation, **options), Keep()
+    way({"args": arguments, "train_dataset": sentences(), "callbacks": [keep]}, model).train()
     return keep.gradients
-
-
-def by_hand(model, examples, label_smoothing=0.0):
-    """The potential's gradients in float64: one batch, every token the same weight."""
-    model = copy.deepcopy(model).double().train()
-    batch = {key: torch.stack([e[key] for e in examples]) for key in examples[0]}
-    labels = batch.pop("labels")[:, 1:].flatten()
-    logits = model(**batch).logits[:, :-1].flatten(0, 1)
-    potential(logits, labels, ALPHA, label_smoothing=label_smoothing).backward()
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def close(ours, expected, tolerance=1e-6):
-    assert ours.keys() == expected.keys()
-    scale = max(g.abs().max() for g in expected.values())
-    for name, gradient in ours.items():
-        assert (gradient - expected[name]).abs().max() < tolerance * scale, name
 
 
 @pytest.mark.parametrize(
@@ -124,18 +72,17 @@ def close(ours, expected, tolerance=1e-6):
 )
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(8, 1), (2, 4), (1, 8)])
 def test_tokens_are_averaged_over_all_accumulated_batches(way, batch_size, accumulation, tmp_path):
-    model, examples = language_model(), sentences()
-    expected = by_hand(model, examples)
-    ours = trained(way, model, examples, batch_size, accumulation, tmp_path)
-    close(ours, expected)
+    model = language_model("GPT2")
+    expected = by_hand(model, sentences())
+    close(trained(way, model, tmp_path, batch_size, accumulation), expected)
 
 
 def test_the_trainers_own_label_smoothing(tmp_path):
     """Its LabelSmoother takes a log_softmax of its own, in Trainer.compute_loss."""
-    model, examples = language_model(), sentences()
-    expected = by_hand(model, examples, label_smoothing=0.1)
+    model = language_model("GPT2")
+    expected = by_hand(model, sentences(), label_smoothing=0.1)
     options = {"label_smoothing_factor": 0.1}
-    close(trained(trainer_compute_loss, model, examples, 2, 4, tmp_path, **options), expected)
+    close(trained(trainer_compute_loss, model, tmp_path, 2, 4, **options), expected)
 
 
 def test_a_model_that_computes_its_own_loss():
@@ -155,5 +102,4 @@ def test_a_model_that_computes_its_own_loss():
         output = model(input_ids=tokens, labels=labels)
     (2.5 * output.loss).backward()
     (2.5 * cross_entropy(twin(input_ids=tokens).logits, labels, alpha=ALPHA)).backward()
-    expected = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
-    close({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, expected)
+    close(gradients(model), gradients(twin))

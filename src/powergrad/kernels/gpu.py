@@ -146,6 +146,7 @@ def cross_entropy(logits: Tensor, call: Call, out: Tensor) -> tuple[Tensor, Tens
         return None
     z_factor = call.z_loss if isinstance(call.z_loss, Tensor) else None
     tensors, options = arguments(call if z_factor is None else call.replace(z_loss=1.0))
+    tensors = Tensors(*(t if t is None else t.resolve_neg() for t in tensors))  # pyright: ignore
     losses, kept, _ = row_losses(logits, tensors, z_factor, options)
     one = losses.new_ones(1).expand(losses.shape)
     return losses, row_gradients(logits, tensors, kept, one, options, out)

@@ -16,6 +16,7 @@ import sys
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from itertools import accumulate
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any
 
@@ -346,8 +347,10 @@ class Recording:
     def load(self) -> tuple[Tensor, Tensor]:
         """All steps ``(records,)`` and values ``(records, values)``, mapped into memory."""
         path, width = self.directory / _RECORDS, self.columns[-1].place.stop
-        words = path.stat().st_size // 4
-        data = torch.from_file(str(path), size=words, dtype=torch.int32, device="cpu")
+        with open(path, "rb") as file:  # a private copy, since torch takes no read-only memory
+            mapped = mmap(file.fileno(), 0, access=ACCESS_COPY)
+        words = len(mapped) // 4
+        data = torch.frombuffer(mapped, dtype=torch.int32, count=words)
         start, row = _HEADER_SIZE // 4, _STEP_SIZE // 4 + width
         header = bytes(data[:start].view(torch.uint8).tolist())
         found = re.search(rb"\( *(\d+),\), }", header)
