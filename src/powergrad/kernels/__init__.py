@@ -82,8 +82,8 @@ def cross_entropy(
     kernel = library()
     if kernel is None:
         return None
-    target, weight, alpha, ignore_index, smoothing, reduction, *further = call
-    softcap, logit_scale, z_loss, zero_empty, _, tokens = further
+    target, weight, alpha, ignore_index, smoothing, reduction = call[:6]
+    softcap, logit_scale, z_loss, zero_empty, _, tokens = call[6:]
     dtype = _DTYPES.get(input.dtype)
     if dtype is None or target.dtype != torch.int64 or not (input.is_cpu and target.is_cpu):
         return None
