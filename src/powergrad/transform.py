@@ -43,6 +43,7 @@ from powergrad.checks import (
     check_floating,
     check_number,
     check_probabilities,
+    is_dtensor,
     is_plain,
     splits_classes,
 )
@@ -329,10 +330,19 @@ def altered_backward(
     # At the most likely class p' may round to 1, and u - p' u to 0. There, 1 - p' is computed as
     # the sum of the other classes' p', and sum(u) - u as the sum of their u.
     top = scores.argmax(dim, keepdim=True)
-    others_p = p.scatter(dim, top, 0.0).sum(dim, keepdim=True)
-    others_u = u.scatter(dim, top, 0.0).sum(dim, keepdim=True)
+
+    def put(x: Tensor, value: Any) -> Tensor:
+        """`x` with another value at the most likely class."""
+        if type(x) in PLAIN or is_dtensor(x):
+            return x.scatter(dim, top, value)
+        # Traced. Inductor of PyTorch 2.10 may write what is scattered into `x` itself.
+        shape = [-1 if i == dim else 1 for i in range(x.dim())]
+        is_top = torch.arange(x.shape[dim], device=x.device).reshape(shape) == top
+        return torch.where(is_top, value, x)
+
+    others_p, others_u = (put(x, 0.0).sum(dim, keepdim=True) for x in (p, u))
     at_top = u.gather(dim, top) * others_p - p.gather(dim, top) * others_u
-    return grad.scatter(dim, top, at_top).to(dtype)
+    return put(grad, at_top).to(dtype)
 
 
 class LogSoftmax(torch.autograd.Function):
