@@ -16,8 +16,17 @@ const browser = await puppeteer.launch({
   browser: browserName,
   executablePath,
   headless: true,
+  defaultViewport: null,
   args: browserName === "chrome" ? chromeOptions : [],
 });
+
+async function resize(page, width) {
+  try {
+    await page.setViewport({ width, height: 900 });
+  } catch (error) { // Firefox 140 (ESR) has set the viewport, but knows no screen orientation.
+    if (!String(error).includes("setScreenOrientationOverride")) throw error;
+  }
+}
 
 async function violations(page) {
   await page.evaluate(axe);
@@ -53,7 +62,7 @@ async function tabStops(page) {
 const results = {};
 for (const file of pages) {
   const page = await browser.newPage();
-  await page.setViewport({ width: 1200, height: 900 });
+  await resize(page, 1200);
   const errors = [];
   const requests = [];
   page.on("pageerror", (error) => errors.push(String(error)));
@@ -73,7 +82,7 @@ for (const file of pages) {
   result.cut = [];
   result.atWidths = [];
   for (const width of [400, 800, 1400]) {
-    await page.setViewport({ width, height: 900 });
+    await resize(page, width);
     await new Promise((resolve) => setTimeout(resolve, 200));
     result.cut.push(...await page.evaluate(() => [document.documentElement,
       ...document.querySelectorAll("section, table, .scroll, pre")]
