@@ -54,9 +54,8 @@ def judge(
         if size >= least_runs(noise):
             samples = arm[:, :size], baseline[:, :size]
             difference = compare_means(*samples, step=step, noise=noise)
-            signs, equal = difference.judge(design.nominal(look, comparisons), margin)
-            if size < design.last:  # as in `settle.combine`
-                signs = np.where(equal | (np.abs(difference.mean) <= margin), 0, signs)
+            level, is_last = design.nominal(look, comparisons), size == design.last
+            signs, equal = difference.judge(level, margin, is_last)
             equal &= signs == 0
             is_settled = (sign == 0) & ~is_equivalent & ((signs != 0) | equal)
             sign[is_settled], is_equivalent[is_settled] = signs[is_settled], equal[is_settled]

@@ -85,7 +85,7 @@ class Rule:
         found = float(correlation([a[seed] for seed in seeds], [b[seed] for seed in seeds]))
         return found, should_pair(found, len(seeds))
 
-    def judge(self, arm: Arm, baseline: Arm, level: float, is_paired: bool) -> Part:
+    def judge(self, arm: Arm, baseline: Arm, level: float, is_paired: bool, is_last: bool) -> Part:
         """Judge the runs of a look; without an interval if `level` is 0."""
         a, b = arm.values, baseline.values
         seeds = sorted(a.keys() & b.keys())
@@ -111,7 +111,8 @@ class Rule:
         found = compare_means(x, other, step=self.step, noise=self.noise, is_paired=is_paired)
         if found.error == 0:
             return part
-        sign, is_equivalent = found.judge(level, self.margin)
+        is_decisive = is_last or self.claim != "" or self.target is not None
+        sign, is_equivalent = found.judge(level, self.margin, is_decisive)
         reach = float(found.reach(level))
         if is_paired or self.noise or self.target is not None:
             part = part._replace(sd=float(found.error) * math.sqrt(least / len(samples)))
@@ -140,11 +141,11 @@ class Rule:
             return ""
         a, b = map(tuple, part.samples)
         others = {"a permutation test": permutation_p(a, b), "a rank test": rank_p(a, b)}
-        disagree = {name: p for name, p in others.items() if (p < level) != (part.sign != 0)}
+        disagree = {name: p for name, p in others.items() if (p < level) != (part.p < level)}
         which = " and ".join(f"{name} (p = {p:.2g})" for name, p in disagree.items())
         if not which:
             return ""
-        if part.sign:
+        if part.p < level:
             return f"But {which} would not find a difference: it may depend on a few extreme runs."
         return f"But {which}, uncorrected, would find a difference: the noise is not symmetric."
 
@@ -158,8 +159,8 @@ class Part(NamedTuple):
     sd: float = math.nan
     interval: tuple[float, float] = (-math.inf, math.inf)
     p: float = 1.0
-    sign: int = 0  # +1 if it is better, -1 if it is worse, 0 if the interval contains 0
-    is_equivalent: bool = False
+    sign: int = 0  # +1 if it is better, -1 if it is worse, as `Difference.judge` says
+    is_equivalent: bool = False  # whether the interval is inside the margin
     is_identical: bool = False
     constant: tuple[str, ...] = ()  # the names of arms that do not vary
     correlation: float | None = None  # of the runs of the same seed, at the first look
@@ -202,11 +203,12 @@ def settle(
         has_failures = not is_target and bool(mine.failed or theirs.failed)
         tests = arms * (len(rules) + has_failures)
         level = plan.nominal(look, tests) if min(sizes) >= plan.looks[0] else 0.0
+        is_last = look == len(plan.looks) - 1
         parts = [
-            rule.judge(a, b, level, is_paired)._replace(correlation=correlation)
+            rule.judge(a, b, level, is_paired, is_last)._replace(correlation=correlation)
             for (rule, a, b), (correlation, is_paired) in zip(both, pairing, strict=True)
         ]
-        verdict = combine(rules, parts, is_last=look == len(plan.looks) - 1)
+        verdict = combine(rules, parts)
         by = "identity" if all(part.is_identical for part in parts) else "mean"
         excess = mine.rate - theirs.rate
         too_good = ("better", "equivalent") if excess > 0 else ("worse",) if excess < 0 else ()
@@ -223,15 +225,11 @@ def settle(
     return found
 
 
-def combine(rules: Sequence[Rule], parts: Sequence[Part], is_last: bool) -> Verdict:
+def combine(rules: Sequence[Rule], parts: Sequence[Part]) -> Verdict:
     """The verdict by one metric, or by two with a claim each."""
-    is_equivalent = all(part.is_equivalent for part in parts)
-    stops_early = not is_last and len(parts) == 1 and rules[0].target is None
-    if stops_early and (is_equivalent or abs(parts[0].difference) <= rules[0].margin):
-        return "equivalent" if is_equivalent else "not settled"
     shown = [rule.is_shown(part) for rule, part in zip(rules, parts, strict=True)]
     if all(shown):
         return "better"
     if any(part.sign < 0 and not is_shown for part, is_shown in zip(parts, shown, strict=True)):
         return "worse"
-    return "equivalent" if is_equivalent else "not settled"
+    return "equivalent" if all(part.is_equivalent for part in parts) else "not settled"

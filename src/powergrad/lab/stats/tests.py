@@ -45,10 +45,15 @@ class Difference(NamedTuple):
 
         return -stdtrit(self.df, level / 2) * self.error
 
-    def judge(self, level: float, margin: float) -> tuple[Array, NDArray[np.bool_]]:
-        """The sign if the interval excludes 0, otherwise 0; and whether it is inside the margin."""
+    def judge(
+        self, level: float, margin: float, is_last: bool = True
+    ) -> tuple[Array, NDArray[np.bool_]]:
+        """The sign if the interval excludes 0, otherwise 0; and whether it is inside the margin.
+
+        Before the last look, the sign of a difference that does not exceed the margin is 0, too.
+        """
         size, reach = np.abs(self.mean), self.reach(level)
-        differs = (self.error > 0) & (size > reach)
+        differs = (self.error > 0) & (size > reach) & (is_last | (size > margin))
         is_equivalent = (self.error > 0) & (size + reach < margin)
         return np.where(differs, np.sign(self.mean), 0), is_equivalent
 
